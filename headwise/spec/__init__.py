@@ -1,0 +1,18 @@
+"""Room 1: what a model is. Frozen data, no torch."""
+
+from headwise.spec.address import Address, SiteAddress, select
+from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
+from headwise.spec.model import ModelSpec
+from headwise.spec.presets import preset, presets
+
+__all__ = [
+    "Address",
+    "AttentionSpec",
+    "ModelSpec",
+    "Rotary",
+    "RotaryScaling",
+    "SiteAddress",
+    "preset",
+    "presets",
+    "select",
+]

@@ -1,0 +1,193 @@
+"""What one attention layer is: sizes, heads, positions, softmax. Frozen data, no torch."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headwise.errors import HeadwiseError
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched for longer contexts.
+
+    `linear` divides every frequency by `factor`. `llama3` divides the slow ones, keeps the fast ones and blends between
+    (Llama 3, https://arxiv.org/abs/2407.21783).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise HeadwiseError(f"rotary scaling {self.kind!r} is unknown; use linear or llama3.")
+        if self.factor <= 0:
+            raise HeadwiseError(f"rotary scaling factor must be above 0, got {self.factor}.")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions (https://arxiv.org/abs/2104.09864): pairs of channels turn with the position.
+
+    `half` pairs channel i with i + dims/2 (Hugging Face), `interleaved` pairs 2i with 2i + 1 (the paper, Meta).
+    `dims` is how many channels turn; None means all of head_dim.
+    """
+
+    theta: float = 10000.0
+    layout: Literal["half", "interleaved"] = "half"
+    dims: int | None = None
+    scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("half", "interleaved"):
+            raise HeadwiseError(f"rotary layout {self.layout!r} is unknown; use half or interleaved.")
+        if self.dims is not None and (self.dims < 2 or self.dims % 2):
+            raise HeadwiseError(f"rotary dims must be an even number of at least 2, got {self.dims}.")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One multi-head attention layer.
+
+    `heads` and `kv_heads` count the heads the layer was born with; `kept` lists those still there by their original
+    numbers (None: all of them). So a pruned layer is just a spec, and its query groups may be uneven or empty.
+
+    >>> AttentionSpec(width=512, heads=8).head_dim
+    64
+    >>> AttentionSpec(width=64, heads=8, kv_heads=2, kept=(0, 1, 2, 7)).kv_of_head
+    (0, 0, 0, 1)
+    """
+
+    width: int
+    heads: int
+    head_dim: int = 0  # 0: width / heads
+    value_dim: int = 0  # 0: head_dim
+    kv_heads: int = 0  # 0: heads; 1 is multi-query, in between is grouped-query
+    kv_width: int = 0  # 0: width; the width of the source in cross-attention
+    kept: tuple[int, ...] | None = None
+    bias: bool = False  # on q, k and v
+    out_bias: bool = False
+    scale: float | None = None  # None: 1/√head_dim
+    rotary: Rotary | None = None
+    alibi: bool = False
+    window: int | None = None  # a query sees keys fewer than `window` positions away
+    softcap: float | None = None  # scores become softcap·tanh(score/softcap)
+    softmax: Literal["plain", "off_by_one", "sink"] = "plain"
+    input: Literal["full", "slice"] = "full"
+    gated: bool = False  # a learnable scalar per head, on what it writes
+    dropout: float = 0.0  # on attention weights
+    head_dropout: float = 0.0  # on whole heads
+    head_dropout_schedule: Literal["constant", "ramp", "v"] = "constant"
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.heads < 0:
+            raise HeadwiseError(f"width must be at least 1 and heads at least 0, got {self.width} and {self.heads}.")
+        self._fill("head_dim", self.head_dim or self._default_head_dim())
+        self._fill("value_dim", self.value_dim or self.head_dim)
+        self._fill("kv_heads", self.kv_heads or self.heads)
+        self._fill("kv_width", self.kv_width or self.width)
+        if self.kept is not None:
+            kept = tuple(sorted(set(self.kept)))
+            self._fill("kept", None if kept == tuple(range(self.heads)) else kept)
+        self._check()
+
+    def _fill(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _default_head_dim(self) -> int:
+        if self.heads == 0:
+            return self.width  # no head will use it
+        if self.width % self.heads:
+            near = max(1, round(self.width / self.heads))
+            raise HeadwiseError(
+                f"width {self.width} is not divisible by heads {self.heads}; give head_dim explicitly, e.g. head_dim={near}."
+            )
+        return self.width // self.heads
+
+    def _check(self) -> None:
+        if self.head_dim < 1 or self.value_dim < 1:
+            raise HeadwiseError(f"head_dim and value_dim must be at least 1, got {self.head_dim} and {self.value_dim}.")
+        if self.kv_heads < 0 or self.heads % max(1, self.kv_heads):
+            raise HeadwiseError(
+                f"heads {self.heads} cannot be shared out over kv_heads {self.kv_heads}; kv_heads must divide heads."
+            )
+        if self.kept and (self.kept[0] < 0 or self.kept[-1] >= self.heads):
+            raise HeadwiseError(f"kept heads must lie in 0-{self.heads - 1}, got {list(self.kept)}.")
+        if self.softmax not in ("plain", "off_by_one", "sink"):
+            raise HeadwiseError(f"softmax {self.softmax!r} is unknown; use plain, off_by_one or sink.")
+        if self.softcap is not None and self.softcap <= 0:
+            raise HeadwiseError(f"softcap must be above 0, got {self.softcap}; leave it out for none.")
+        if self.window is not None and self.window < 1:
+            raise HeadwiseError(f"window must be at least 1, got {self.window}; leave it out for none.")
+        if self.head_dropout_schedule not in ("constant", "ramp", "v"):
+            raise HeadwiseError(
+                f"head dropout schedule {self.head_dropout_schedule!r} is unknown; use constant, ramp or v."
+            )
+        for name, rate in (("dropout", self.dropout), ("head_dropout", self.head_dropout)):
+            if not 0 <= rate < 1:
+                raise HeadwiseError(f"{name} must be at least 0 and below 1, got {rate}.")
+        self._check_rotary()
+        self._check_input()
+
+    def _check_rotary(self) -> None:
+        if self.rotary is None:
+            return
+        turning = self.rotary.dims or self.head_dim
+        if turning % 2 or turning > self.head_dim:
+            raise HeadwiseError(
+                f"rotary positions turn channels in pairs, so {turning} channels of head_dim {self.head_dim} will not do; "
+                f"give an even head_dim, or Rotary(dims=...) within it."
+            )
+
+    def _check_input(self) -> None:
+        if self.input not in ("full", "slice"):
+            raise HeadwiseError(f"input {self.input!r} is unknown; use full or slice.")
+        if self.input == "slice" and (self.heads == 0 or self.width % self.heads or self.kv_width % self.heads):
+            raise HeadwiseError(
+                f"input='slice' gives each head its own slice of the embedding: width {self.width} and kv_width "
+                f"{self.kv_width} must be divisible by heads {self.heads}."
+            )
+        if self.input == "slice" and self.kv_heads != self.heads:
+            raise HeadwiseError(
+                f"input='slice' needs kv_heads equal to heads, got {self.kv_heads} and {self.heads}; a shared key head "
+                f"has no slice of its own."
+            )
+
+    # What follows from the fields.
+
+    @property
+    def head_ids(self) -> tuple[int, ...]:
+        """The heads that are there, by their original numbers."""
+        return tuple(range(self.heads)) if self.kept is None else self.kept
+
+    @property
+    def kv_ids(self) -> tuple[int, ...]:
+        """The key/value heads some present head still reads from, by their original numbers."""
+        return tuple(sorted({self._kv_of(head) for head in self.head_ids}))
+
+    @property
+    def kv_of_head(self) -> tuple[int, ...]:
+        """For each present head, the index of its key/value head among those present."""
+        index = {number: i for i, number in enumerate(self.kv_ids)}
+        return tuple(index[self._kv_of(head)] for head in self.head_ids)
+
+    def _kv_of(self, head: int) -> int:
+        return head * self.kv_heads // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the layer holds."""
+        heads, kv_heads = len(self.head_ids), len(self.kv_ids)
+        share = self.heads if self.input == "slice" else 1
+        queries = heads * self.head_dim
+        keys_values = kv_heads * (self.head_dim + self.value_dim)
+        total = queries * self.width // share + keys_values * self.kv_width // share
+        total += heads * self.value_dim * self.width
+        total += (queries + keys_values) * self.bias + self.width * self.out_bias
+        return total + heads * (self.gated + (self.softmax == "sink"))
+
+    def keep(self, heads: tuple[int, ...]) -> "AttentionSpec":
+        """The same layer with only these heads, by their original numbers."""
+        return replace(self, kept=tuple(heads))

@@ -1,0 +1,174 @@
+"""What a whole model is: one attention layer's shape, how many of them, and everything around. Frozen data, no torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headwise.errors import HeadwiseError
+from headwise.spec.address import Address, SiteAddress, select
+from headwise.spec.attention import AttentionSpec
+
+Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
+
+CHOICES = {
+    "kind": ("decoder", "encoder", "encoder-decoder"),
+    "form": ("pre", "post", "parallel"),
+    "norm": ("layer", "rms"),
+    "activation": ("gelu", "gelu_tanh", "relu", "swiglu"),
+    "positions": ("learned", "sinusoidal", "none"),
+    "output": ("lm", "mlm", "none"),
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A transformer. `kept` maps a layer's address to the heads it still has; layers not in it are whole.
+
+    >>> spec = ModelSpec(vocab=256, context=64, layers=2, attention=AttentionSpec(width=32, heads=4))
+    >>> smaller = spec.without("0.1,1.*")
+    >>> [str(address) for address in smaller.addresses]
+    ['0.0', '0.2', '0.3']
+    >>> ModelSpec.from_json(smaller.to_json()) == smaller
+    True
+    """
+
+    vocab: int
+    context: int
+    layers: int
+    attention: AttentionSpec
+    hidden: int = 0  # the MLP's inner width; 0: four times the width
+    kind: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
+    encoder_layers: int = 0  # 0: as many as layers; only in an encoder-decoder
+    form: Literal["pre", "post", "parallel"] = "pre"
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
+    mlp_bias: bool = True
+    positions: Literal["learned", "sinusoidal", "none"] = "learned"
+    windows: tuple[int | None, ...] = ()  # one per layer, repeated as needed; (): attention.window everywhere
+    embed_norm: bool = False
+    embed_scale: float = 1.0
+    token_types: int = 0
+    pooler: bool = False
+    output: Literal["lm", "mlm", "none"] = "lm"
+    tied: bool = True
+    dropout: float = 0.0  # on embeddings and on what each sub-layer adds
+    kept: Kept = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
+        if self.kind == "encoder-decoder":
+            object.__setattr__(self, "encoder_layers", self.encoder_layers or self.layers)
+        self._check()
+        kept = dict(self.kept)
+        sites = {str(site) for site in self.sites}
+        for site in kept:
+            if site not in sites:
+                raise HeadwiseError(f"kept names layer {site!r}, which this model does not have; {self.layers} layers.")
+        ordered = ((str(site), tuple(sorted(set(kept[str(site)])))) for site in self.sites if str(site) in kept)
+        whole = tuple(range(self.attention.heads))
+        object.__setattr__(self, "kept", tuple((site, heads) for site, heads in ordered if heads != whole))
+        for site in self.sites:
+            self.attention_at(site)  # each layer is checked now, not when it is built
+
+    def _check(self) -> None:
+        for field in ("vocab", "context"):
+            if getattr(self, field) < 1:
+                raise HeadwiseError(f"{field} must be at least 1, got {getattr(self, field)}.")
+        if self.layers < 0:
+            raise HeadwiseError(f"layers must be at least 0, got {self.layers}.")
+        for field, allowed in CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise HeadwiseError(f"{field} {getattr(self, field)!r} is unknown; use {', '.join(allowed)}.")
+        if self.attention.kept is not None:
+            raise HeadwiseError("attention.kept applies to one layer; in a model give kept={'5': (0, 1)} per layer.")
+        if self.kind != "encoder-decoder" and self.encoder_layers:
+            raise HeadwiseError(f"encoder_layers={self.encoder_layers} is for an encoder-decoder; use layers.")
+        if self.kind == "decoder" and (self.pooler or self.output == "mlm"):
+            raise HeadwiseError("a pooler and the mlm output belong to encoders; a decoder has output lm or none.")
+        if self.kind == "encoder-decoder" and (self.pooler or self.token_types or self.output != "lm"):
+            raise HeadwiseError("an encoder-decoder has the lm output, no pooler and no token types.")
+        if self.attention.kv_width != self.width:
+            raise HeadwiseError(f"in a model kv_width must equal width {self.width}, got {self.attention.kv_width}.")
+
+    @property
+    def width(self) -> int:
+        """The width of the residual stream."""
+        return self.attention.width
+
+    # Layers and heads.
+
+    @property
+    def sites(self) -> tuple[SiteAddress, ...]:
+        """Every attention layer, in the order data walks through them."""
+        if self.kind != "encoder-decoder":
+            return tuple(SiteAddress("", layer) for layer in range(self.layers))
+        encoder = [SiteAddress("enc", layer) for layer in range(self.encoder_layers)]
+        decoder = [SiteAddress(stack, layer) for layer in range(self.layers) for stack in ("dec", "cross")]
+        return (*encoder, *decoder)
+
+    def attention_at(self, site: SiteAddress) -> AttentionSpec:
+        """The attention layer at one address: its heads, its window, its positions."""
+        if site not in self.sites:
+            raise HeadwiseError(f"there is no layer {site} here; the model has {', '.join(map(str, self.sites))}.")
+        spec = self.attention
+        if self.windows:
+            spec = replace(spec, window=self.windows[site.layer % len(self.windows)])
+        if site.stack == "cross":  # keys come from another sequence: distances to them mean nothing
+            spec = replace(spec, window=None, rotary=None, alibi=False)
+        return replace(spec, kept=dict(self.kept).get(str(site)))
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Every head there is."""
+        return tuple(site.head(number) for site in self.sites for number in self.attention_at(site).head_ids)
+
+    def without(self, heads: "str | Address | Iterable[Address]") -> "ModelSpec":
+        """The spec of this model with some heads cut."""
+        gone = set(select(heads, self.addresses))
+        left = {str(site): tuple(n for n in self.attention_at(site).head_ids if site.head(n) not in gone) for site in self.sites}
+        return replace(self, kept=left)
+
+    # Counting, without building anything.
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model holds; tied ones once.
+
+        >>> from headwise.spec.presets import preset
+        >>> preset("gpt2").parameters
+        124439808
+        """
+        width, norm = self.width, self.width * (2 if self.norm == "layer" else 1)
+        total = self.vocab * width + self.token_types * width
+        total += self.context * width * (self.positions == "learned") + norm * self.embed_norm
+        total += sum(self.attention_at(site).parameters for site in self.sites)
+        blocks = self.layers + self.encoder_layers
+        up, down = self.hidden * (width + self.mlp_bias), width * (self.hidden + self.mlp_bias)
+        total += blocks * (up * (2 if self.activation == "swiglu" else 1) + down)
+        total += norm * (len(self.sites) + (0 if self.form == "parallel" else blocks))
+        total += norm * self.final_norms
+        total += width * (width + 1) * self.pooler
+        if self.output == "mlm":
+            total += width * (width + 1) + norm + self.vocab
+        return total + self.vocab * width * (self.output != "none" and not self.tied)
+
+    @property
+    def final_norms(self) -> int:
+        """Stacks that end in a norm: those whose blocks do not (https://arxiv.org/abs/2002.04745)."""
+        return 0 if self.form == "post" else 1 + (self.kind == "encoder-decoder")
+
+    # JSON both ways.
+
+    def to_json(self) -> str:
+        """Write the spec as JSON, defaults left out."""
+        from headwise.spec.wire import dump
+
+        return dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> "ModelSpec":
+        """Read a spec back; an unknown or ill-typed field is an error that names it."""
+        from headwise.spec.wire import parse
+
+        return parse(ModelSpec, text)

@@ -1,0 +1,72 @@
+"""Specs as JSON and back. Only what differs from the default is written; unknown fields are refused by name."""
+
+import json
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from headwise.errors import HeadwiseError, close_names
+
+Spec = TypeVar("Spec")
+
+
+def dump(spec: Any) -> str:
+    """Write a spec as JSON."""
+    return json.dumps(_plain(spec), indent=2)
+
+
+def parse(kind: type[Spec], text: str) -> Spec:
+    """Read a spec of a kind from JSON."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise HeadwiseError(f"the spec is not valid JSON: {error}.") from None
+    return _build(kind, data, kind.__name__)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = {field.name: getattr(value, field.name) for field in fields(value)}
+        defaults = {field.name: field.default for field in fields(value)}
+        return {name: _plain(kept) for name, kept in shown.items() if defaults[name] is MISSING or kept != defaults[name]}
+    if isinstance(value, tuple):
+        pairs = value and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value)
+        return {key: list(items) for key, items in value} if pairs else [_plain(item) for item in value]
+    return value
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise HeadwiseError(f"{where} must be a JSON object, got {type(data).__name__}.")
+    hints = get_type_hints(kind)
+    known = {field.name for field in fields(kind)}
+    for name in data:
+        if name not in known:
+            raise HeadwiseError(f"{where} has no field {name!r}; {close_names(name, known)}")
+    for field in fields(kind):
+        if field.name not in data and field.default is MISSING:
+            raise HeadwiseError(f"{where} lacks the field {field.name!r}; add it.")
+    return kind(**{name: _read(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """Turn one JSON value into what a field's type asks for."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in options:
+        return None
+    for option in options:
+        origin = get_origin(option)
+        if is_dataclass(option):
+            return _build(option, value, where)
+        if origin is tuple and isinstance(value, list):
+            return tuple(_read(get_args(option)[0], item, where) for item in value)
+        if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept
+            return {key: tuple(_read(int, item, where) for item in items) for key, items in value.items()}
+        if origin is Literal and isinstance(value, str):
+            return value  # the spec itself says which words it knows
+        if option is float and type(value) in (int, float):
+            return float(value)
+        if option in (int, bool, str) and type(value) is option:
+            return value
+    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise HeadwiseError(f"{where} must be {names}, got {value!r}.")
