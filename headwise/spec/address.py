@@ -111,7 +111,9 @@ def _match(part: str, among: tuple[Address, ...]) -> list[Address]:
         return hits
     if not stack and among and all(a.stack for a in among):
         stacks = ", ".join(sorted({a.stack for a in among}))
-        raise HeadwiseError(f"{part!r} does not say which stack; this model has {stacks}: write {among[0].stack}.{part}.")
+        raise HeadwiseError(
+            f"{part!r} does not say which stack; this model has {stacks}: write {among[0].stack}.{part}."
+        )
     raise HeadwiseError(f"{part!r} names no head here; {_range(among)}")
 
 

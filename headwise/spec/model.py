@@ -126,7 +126,10 @@ class ModelSpec:
     def without(self, heads: "str | Address | Iterable[Address]") -> "ModelSpec":
         """The spec of this model with some heads cut."""
         gone = set(select(heads, self.addresses))
-        left = {str(site): tuple(n for n in self.attention_at(site).head_ids if site.head(n) not in gone) for site in self.sites}
+        left = {
+            str(site): tuple(n for n in self.attention_at(site).head_ids if site.head(n) not in gone)
+            for site in self.sites
+        }
         return replace(self, kept=left)
 
     # Counting, without building anything.

@@ -28,7 +28,9 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         shown = {field.name: getattr(value, field.name) for field in fields(value)}
         defaults = {field.name: field.default for field in fields(value)}
-        return {name: _plain(kept) for name, kept in shown.items() if defaults[name] is MISSING or kept != defaults[name]}
+        return {
+            name: _plain(kept) for name, kept in shown.items() if defaults[name] is MISSING or kept != defaults[name]
+        }
     if isinstance(value, tuple):
         pairs = value and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value)
         return {key: list(items) for key, items in value} if pairs else [_plain(item) for item in value]

@@ -1,0 +1,36 @@
+"""Room 2: pure functions on tensors. Four kernels with one signature, masks, positions."""
+
+from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, run
+from headwise.kernels.batched import batched, maps
+from headwise.kernels.blockwise import blockwise
+from headwise.kernels.fused import fused
+from headwise.kernels.masks import Mask, allow, causal, document, padding, per_head, window
+from headwise.kernels.positions import Alibi, Angles, alibi_slopes, sinusoidal
+from headwise.kernels.reference import reference
+from headwise.kernels.terms import Terms
+
+__all__ = [
+    "BACKENDS",
+    "Alibi",
+    "Angles",
+    "Choice",
+    "Mask",
+    "Terms",
+    "alibi_slopes",
+    "allow",
+    "attention",
+    "batched",
+    "blockwise",
+    "causal",
+    "choose",
+    "document",
+    "fused",
+    "make_terms",
+    "maps",
+    "padding",
+    "per_head",
+    "reference",
+    "run",
+    "sinusoidal",
+    "window",
+]

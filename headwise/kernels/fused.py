@@ -1,0 +1,97 @@
+"""The fused form: torch's scaled-dot-product attention, kept on its flash kernel by three rewritings.
+
+A sink becomes one more key on one more channel. Values narrower or wider than keys are padded with zeros. A mask that the
+flash kernel has no flag for is handed over in blocks of rows, so that the mask itself never takes n² memory.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.kernels.blockwise import by_rows
+from headwise.kernels.masks import Causal
+from headwise.kernels.terms import Terms, spread
+
+MASK_BUDGET = 2**23  # mask or bias entries built at a time
+NARROW_BLOCK = 256  # rows at a time where a window lets most keys be skipped
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+    """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
+    if terms.softcap is not None:
+        raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
+    T, S, mask = q.shape[2], k.shape[2], terms.mask
+    if q.numel() == 0 or S == 0:  # no head, no query or no key: nothing to attend to
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
+    if terms.bias is None and (mask is None or mask.is_full(T, S)):
+        return _sdpa(q, k, v, terms)
+    if terms.bias is None and isinstance(mask, Causal) and mask.places(T, S) == 0:
+        return _sdpa(q, k, v, terms, is_causal=True)
+    return by_rows(_masked_rows, q, k, v, terms, row_block(terms, *q.shape[:3], S))
+
+
+def row_block(terms: Terms, B: int, H: int, T: int, S: int) -> int:
+    """How many rows of mask and bias to build at a time: all where they are small, few where a window skips keys."""
+    last = range(max(0, T - NARROW_BLOCK), T)
+    if 4 * len(terms.keys(last, T, S)) < S:
+        return NARROW_BLOCK
+    return max(64, MASK_BUDGET // (S * terms.spread_over(B, H)))
+
+
+def _masked_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
+    """One block of rows with its mask and bias as a tensor. A row that sees nothing is let see all, then zeroed."""
+    if len(cols) == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
+    allowed = terms.mask_block(rows, cols, T, S, q.device)  # (1 or B, 1 or H, 1 or R, C)
+    bias = terms.bias_block(rows, cols, T, S)
+    if bias is None:
+        shown = allowed
+    else:
+        shown = bias.to(q.dtype)
+        shown = shown if allowed is None else shown.masked_fill(~allowed, -torch.inf)
+    if shown is None or not terms.may_be_empty(T, S):
+        return _sdpa(q, k, v, terms, shown)
+    empty = (~shown if bias is None else shown == -torch.inf).all(-1, keepdim=True)  # (1 or B, 1 or H, 1 or R, 1)
+    shown = shown | empty if bias is None else shown.masked_fill(empty, 0)
+    return _sdpa(q, k, v, terms, shown).masked_fill(empty, 0)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """torch's call, with inputs brought into the shape that keeps it on the flash kernel."""
+    H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
+    if terms.sink is not None or terms.groups != tuple(head * K // H for head in range(H)):
+        k, v = spread(k, terms.groups), spread(v, terms.groups)  # SDPA shares keys in even groups only
+    if terms.sink is not None:
+        q, k, v, mask = _add_sink(q, k, v, terms, mask, is_causal)
+        d = d + 1
+    if d > e:
+        v = F.pad(v, (0, d - e))
+    elif d < e:
+        q, k = F.pad(q, (0, e - d)), F.pad(k, (0, e - d))
+    z = F.scaled_dot_product_attention(
+        q, k, v, mask, terms.dropout, is_causal, scale=terms.scale, enable_gqa=k.shape[1] != H
+    )
+    z = z[:, :, 1:] if terms.sink is not None and is_causal else z
+    return z if z.shape[-1] == e else z[..., :e]
+
+
+def _add_sink(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Put a first key that scores `sink[h]` with every query and holds nothing; one more channel carries the score.
+
+    For a causal call a first query goes with it, so that the diagonal stays where it was.
+    """
+    assert terms.sink is not None
+    q = F.pad(q, (0, 1), value=1 / terms.scale)  # (B, H, T, d+1)
+    logit = terms.sink.to(q.dtype)[None, :, None, None].expand(*k.shape[:2], 1, 1)
+    k = torch.cat((F.pad(logit, (k.shape[-1], 0)), F.pad(k, (0, 1))), 2)  # (B, H, 1+S, d+1)
+    v = F.pad(v, (0, 0, 1, 0))  # (B, H, 1+S, e)
+    if is_causal:
+        q = F.pad(q, (0, 0, 1, 0))  # (B, H, 1+T, d+1)
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)  # (…, T, 1+S)
+    return q, k, v, mask

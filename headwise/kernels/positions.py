@@ -1,0 +1,92 @@
+"""Where a token stands: sinusoids to add, rotary angles to turn by, ALiBi to lean on. (Learned positions are a table.)"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.spec import Rotary
+
+
+def sinusoidal(positions: Tensor, width: int) -> Tensor:
+    """The fixed table of Vaswani et al. 2017: sines on even channels, cosines on odd. (…, T) → (…, T, width)
+
+    >>> sinusoidal(torch.tensor([0]), 4)
+    tensor([[0., 1., 0., 1.]])
+    """
+    steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64)
+    angles = positions.double()[..., None] * 10000.0 ** (-steps / width)  # (…, T, ⌈width/2⌉)
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :width].float()
+
+
+@dataclass(frozen=True, eq=False)
+class Angles:
+    """Rotary cosines and sines of a run of positions, (1 or B, 1, T, dims/2): made once, used by every layer."""
+
+    cos: Tensor
+    sin: Tensor
+    layout: str
+
+    @staticmethod
+    def at(positions: Tensor, rotary: Rotary, head_dim: int, dtype: torch.dtype | None = None) -> "Angles":
+        """The angles at these positions, (T,) or (B, T)."""
+        positions = positions if positions.ndim == 2 else positions[None]
+        frequencies = rotary_frequencies(rotary, head_dim, positions.device)  # (dims/2,)
+        angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, dims/2)
+        return Angles(angles.cos().to(dtype), angles.sin().to(dtype), rotary.layout)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys, (B, H, T, d); channels beyond dims pass through."""
+        dims = 2 * self.cos.shape[-1]
+        if dims < x.shape[-1]:
+            return torch.cat((self.turn(x[..., :dims]), x[..., dims:]), -1)
+        if self.layout == "half":
+            one, other = x.chunk(2, -1)  # (B, H, T, dims/2) each
+            return torch.cat((one * self.cos - other * self.sin, other * self.cos + one * self.sin), -1)
+        one, other = x[..., 0::2], x[..., 1::2]
+        return torch.stack((one * self.cos - other * self.sin, other * self.cos + one * self.sin), -1).flatten(-2)
+
+
+def rotary_frequencies(rotary: Rotary, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """How fast each pair of channels turns, in radians a position. (dims/2,)"""
+    dims = rotary.dims or head_dim
+    frequencies = 1.0 / rotary.theta ** (torch.arange(0, dims, 2, device=device).float() / dims)
+    scaling = rotary.scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Llama 3: waves longer than the old context divided by low are slowed, those shorter than it divided by high are kept.
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """The slope of each head (https://arxiv.org/abs/2108.12409): a geometric series, interleaved off powers of two.
+
+    >>> alibi_slopes(4)
+    tensor([0.2500, 0.0625, 0.0156, 0.0039])
+    """
+    if heads < 1:
+        raise HeadwiseError(f"ALiBi needs at least one head, got {heads}.")
+    power = 2 ** math.floor(math.log2(heads))
+    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    rest = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * power, 2)]
+    return torch.tensor(first + rest[: heads - power])
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi:
+    """A bias of −slope·distance, built block by block. `slopes` is (H,)."""
+
+    slopes: Tensor
+
+    def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
+        """(1, H, R, C)"""
+        queries = torch.arange(rows.start + S - T, rows.stop + S - T, device=self.slopes.device)
+        distance = (queries[:, None] - torch.arange(cols.start, cols.stop, device=self.slopes.device)).abs()  # (R, C)
+        return -self.slopes[None, :, None, None] * distance
