@@ -1,1 +1,45 @@
+"""Headwise: multi-head attention with the head as a first-class object.
+
+The front door. Names are loaded when they are first used, so that `import headwise` costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_ROOMS = {
+    "errors": ("HeadwiseError",),
+    "spec": ("Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
+    "kernels": ("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
+    "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
+    "model": ("Transformer",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [  # noqa: RUF022 (in the order of the rooms)
+    "HeadwiseError",
+    "Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets",
+    "Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window",
+    "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
+    "Transformer",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from headwise.errors import HeadwiseError
+    from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
+    from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
+    from headwise.model import Transformer
+    from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'headwise' has no attribute {name!r}")
+    value = getattr(import_module(f"headwise.{_ROOM_OF[name]}"), name)
+    globals()[name] = value  # next time without the detour
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOM_OF])

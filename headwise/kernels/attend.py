@@ -1,16 +1,16 @@
 """The one signature of all kernels, and the choice between them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.kernels.batched import batched
 from headwise.kernels.blockwise import BUDGET, blockwise
 from headwise.kernels.fused import fused
-from headwise.kernels.masks import Mask
+from headwise.kernels.masks import Causal, Mask
 from headwise.kernels.positions import Alibi
 from headwise.kernels.reference import reference
 from headwise.kernels.terms import Bias, Terms
@@ -98,17 +98,20 @@ def make_terms(
         if not isinstance(mask, Mask):
             raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.allow(tensor).")
         mask.check(B, H, T, S)
-    if isinstance(bias, Tensor):
-        if bias.ndim != 4 or any(have not in (1, want) for have, want in zip(bias.shape, (B, H, T, S), strict=True)):
-            raise HeadwiseError(f"bias is {tuple(bias.shape)} but must broadcast to {(B, H, T, S)}, with four axes.")
+    if isinstance(bias, Tensor) and not _broadcasts(bias, (B, H, T, S)):
+        raise HeadwiseError(f"bias is {tuple(bias.shape)} but must broadcast to {(B, H, T, S)}, with four axes.")
     if isinstance(sink, int | float):
         sink = q.new_full((H,), float(sink))
     if sink is not None and sink.shape != (H,):
         raise HeadwiseError(f"sink is {tuple(sink.shape)} but must hold one logit for each of {H} heads.")
-    scale = d**-0.5 if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else scale
     if sink is not None and scale == 0:
         raise HeadwiseError("scale must not be 0 where there is a sink.")
     return Terms(scale, groups, mask, bias, softcap, sink, dropout)
+
+
+def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    return tensor.ndim == len(shape) and all(have in (1, want) for have, want in zip(tensor.shape, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,6 @@ def choose(terms: Terms, B: int, H: int, T: int, S: int) -> Choice:
 
 
 def _fused_how(terms: Terms, T: int, S: int) -> str:
-    from headwise.kernels.masks import Causal
-
     if terms.mask is None or terms.mask.is_full(T, S):
         how = "every query sees every key"
     elif isinstance(terms.mask, Causal) and terms.mask.places(T, S) == 0:

@@ -28,15 +28,15 @@ def fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         return _sdpa(q, k, v, terms)
     if terms.bias is None and isinstance(mask, Causal) and mask.places(T, S) == 0:
         return _sdpa(q, k, v, terms, is_causal=True)
-    return by_rows(_masked_rows, q, k, v, terms, row_block(terms, *q.shape[:3], S))
+    return by_rows(_masked_rows, q, k, v, terms, row_block(terms, T, S))
 
 
-def row_block(terms: Terms, B: int, H: int, T: int, S: int) -> int:
+def row_block(terms: Terms, T: int, S: int) -> int:
     """How many rows of mask and bias to build at a time: all where they are small, few where a window skips keys."""
     last = range(max(0, T - NARROW_BLOCK), T)
     if 4 * len(terms.keys(last, T, S)) < S:
         return NARROW_BLOCK
-    return max(64, MASK_BUDGET // (S * terms.spread_over(B, H)))
+    return max(64, MASK_BUDGET // (S * terms.planes()))
 
 
 def _masked_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:

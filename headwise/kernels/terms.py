@@ -39,11 +39,11 @@ class Terms:
         """The keys these queries can see at most."""
         return range(S) if self.mask is None else self.mask.keys(rows, T, S)
 
-    def spread_over(self, B: int, H: int) -> int:
+    def planes(self) -> int:
         """How many separate T×S planes the mask and the bias need together, at most B·H."""
         batch, heads = (1, 1) if self.mask is None else self.mask.planes()
         if isinstance(self.bias, Alibi):
-            heads = H
+            heads = len(self.groups)
         elif self.bias is not None:
             batch, heads = max(batch, self.bias.shape[0]), max(heads, self.bias.shape[1])
         return batch * heads

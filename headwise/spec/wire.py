@@ -66,7 +66,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             return {key: tuple(_read(int, item, where) for item in items) for key, items in value.items()}
         if origin is Literal and isinstance(value, str):
             return value  # the spec itself says which words it knows
-        if option is float and type(value) in (int, float):
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if option in (int, bool, str) and type(value) is option:
             return value

@@ -1,0 +1,1 @@
+"""Side-by-side measurements. Each file says how to run it."""

@@ -1,0 +1,159 @@
+"""Our attention layer beside others: time of forward and of forward plus backward, and peak memory as n grows.
+
+python -m bench.layer            everything, about ten minutes
+python -m bench.layer --quick    fewer rounds
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import headwise as hw
+from bench.measure import machine, peak_memory, rise_in_memory, take_turns
+from headwise.show.tables import make_table
+
+SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (1, 2048, 768, 12), (1, 8192, 768, 12)]  # (B, T, width, heads)
+LENGTHS = [1024, 2048, 4096, 8192]
+BASE = "headwise"
+
+
+class HandWritten(nn.Module):
+    """The dozen lines everybody writes around SDPA: the bound on what a layer can reach."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)"""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(z.transpose(1, 2).flatten(2))
+
+
+def make_layers(width: int, heads: int, T: int) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """Everyone's causal self-attention of one size, as (module, how to call it)."""
+    ours = hw.MultiHeadAttention(width=width, heads=heads)
+    hand = HandWritten(width, heads)
+    theirs = nn.MultiheadAttention(width, heads, bias=False, batch_first=True)
+    hidden = nn.Transformer.generate_square_subsequent_mask(T)
+
+    def torch_plain(x: Tensor) -> Tensor:
+        return theirs(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+
+    def torch_weights(x: Tensor) -> Tensor:
+        return theirs(x, x, x, attn_mask=hidden, need_weights=True, average_attn_weights=False)[0]
+
+    layers: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
+        BASE: (ours, lambda x: ours(x, mask=hw.causal())),
+        "hand-written SDPA": (hand, hand),
+        "nn.MultiheadAttention": (theirs, torch_plain),
+        "the same, with weights": (theirs, torch_weights),
+    }
+    if importlib.util.find_spec("x_transformers"):
+        from x_transformers.x_transformers import Attention  # pyright: ignore[reportMissingImports]
+
+        x_layer = Attention(width, heads=heads, dim_head=width // heads, causal=True, flash=True)
+        layers["x-transformers"] = (x_layer, lambda x: x_layer(x))
+    if importlib.util.find_spec("transformers"):
+        from transformers import GPT2Config
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+        config = GPT2Config(n_embd=width, n_head=heads, attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa")  # pyright: ignore
+        gpt2 = GPT2Attention(config, layer_idx=0)
+        layers["transformers GPT-2"] = (gpt2, lambda x: gpt2(x)[0])
+    return layers
+
+
+def forward(call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    def step() -> None:
+        with torch.inference_mode():
+            call(x)
+
+    return step
+
+
+def backward(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    def step() -> None:
+        module.zero_grad()
+        call(x).sum().backward()
+
+    return step
+
+
+def time_layers(rounds: int, console: Console) -> None:
+    for B, T, width, heads in SIZES:
+        torch.manual_seed(0)
+        layers = make_layers(width, heads, T)
+        x = torch.randn(B, T, width)
+        fair = rounds if T < 8192 else max(5, rounds // 3)
+        passes = {
+            "forward": {name: forward(call, x) for name, (_, call) in layers.items()},
+            "forward + backward": {name: backward(module, call, x) for name, (module, call) in layers.items()},
+        }
+        for what, contestants in passes.items():
+            for module, _ in layers.values():
+                module.train(what != "forward")
+            if T >= 8192:
+                contestants.pop("the same, with weights")  # 3 GB of maps: its memory is told below
+            timings = take_turns(contestants, BASE, fair)
+            rows = [
+                [name, 1e3 * t.best, 1e3 * t.median, 1 / t.speed, f"{1 / t.high:.2f} – {1 / t.low:.2f}"]
+                for name, t in timings.items()
+            ]
+            title = f"{what}, batch {B}, {T} tokens, width {width}, {heads} heads ({fair} rounds)"
+            columns = ["layer", "best ms", "median ms", "times ours", "quartiles"]
+            console.print(make_table(title, columns, rows))
+
+
+def memory(console: Console) -> None:
+    """Peak memory of one forward plus backward at width 768, 12 heads, batch 1; each in a process of its own."""
+    contestants = [
+        "fused",
+        "blockwise",
+        "batched",
+        "hand-written SDPA",
+        "nn.MultiheadAttention",
+        "the same, with weights",
+    ]
+    rows = [[name, *(peak_memory("bench.layer", "--memory-of", name, str(T)) for T in LENGTHS)] for name in contestants]
+    title = "Peak memory above the idle process, MB, forward + backward, batch 1, width 768, 12 heads"
+    console.print(make_table(title, ["layer", *(f"T={T}" for T in LENGTHS)], rows))
+
+
+def memory_of(name: str, T: int) -> float:
+    torch.manual_seed(0)
+    x = torch.randn(1, T, 768)
+    if name in ("fused", "blockwise", "batched"):
+        ours = hw.MultiHeadAttention(width=768, heads=12, backend=name)
+        small = torch.randn(1, 8, 768)
+        ours(small, mask=hw.causal()).sum().backward()  # whatever torch sets up once
+        return rise_in_memory(lambda: ours(x, mask=hw.causal()).sum().backward())
+    module, call = make_layers(768, 12, T)[name]
+    return rise_in_memory(backward(module, call, x))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--quick", action="store_true", help="fewer rounds")
+    arguments.add_argument("--memory-of", nargs=2, metavar=("LAYER", "T"), help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.memory_of:
+        print(memory_of(given.memory_of[0], int(given.memory_of[1])))
+        return
+    console = Console(file=sys.stdout, width=110)
+    console.print(f"{machine()}. Above 1 in 'times ours': slower than ours.")
+    time_layers(7 if given.quick else 31, console)
+    memory(console)
+
+
+if __name__ == "__main__":
+    main()

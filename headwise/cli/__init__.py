@@ -1,0 +1,30 @@
+"""Room 13: the command line. One file per verb; a verb is a thin call of one public function.
+
+Standard output is the result, standard error everything else; `--json` gives every result to a program.
+"""
+
+import sys
+
+import typer
+
+from headwise.cli import demo, presets
+from headwise.errors import HeadwiseError
+
+app = typer.Typer(
+    name="headwise",
+    help="Multi-head attention with the head as a first-class object.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.run)
+app.command("presets")(presets.run)
+
+
+def main() -> None:
+    """Run a verb; an error a person can put right is one line, not a traceback."""
+    try:
+        app()
+    except HeadwiseError as error:
+        print(f"headwise: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,28 @@
+"""headwise presets: the well-known configurations."""
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def run(as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False) -> None:
+    """List the well-known configurations with their sizes."""
+    from rich.console import Console
+
+    from headwise.show.tables import make_table
+    from headwise.spec.presets import ROWS, preset
+
+    columns = ["preset", "kind", "layers", "heads", "kv_heads", "width", "head_dim", "context", "parameters", "source"]
+    rows = []
+    for name, (_, _, source) in ROWS.items():
+        spec = preset(name)
+        heads = spec.attention
+        sizes = [spec.layers, heads.heads, heads.kv_heads, spec.width, heads.head_dim, spec.context, spec.parameters]
+        rows.append([name, spec.kind, *sizes, source])
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+    else:
+        hidden = ("kv_heads", "head_dim", "context", "source")  # so that it fits a terminal
+        shown = [i for i, column in enumerate(columns) if column not in hidden]
+        Console().print(make_table("Presets", [columns[i] for i in shown], [[row[i] for i in shown] for row in rows]))

@@ -1,0 +1,29 @@
+"""Room 3: the head as an object."""
+
+from headwise.heads.attention import MultiHeadAttention
+from headwise.heads.cache import Cache, FixedCache, GrowingCache, SlidingCache, SourceCache
+from headwise.heads.dropout import HeadDropout
+from headwise.heads.head import Circuit, Head, Heads
+from headwise.heads.init import initialise
+from headwise.heads.site import Seen, Site
+from headwise.heads.torch_mha import from_torch, to_torch
+from headwise.heads.writes import PerHead
+
+__all__ = [
+    "Cache",
+    "Circuit",
+    "FixedCache",
+    "GrowingCache",
+    "Head",
+    "HeadDropout",
+    "Heads",
+    "MultiHeadAttention",
+    "PerHead",
+    "Seen",
+    "Site",
+    "SlidingCache",
+    "SourceCache",
+    "from_torch",
+    "initialise",
+    "to_torch",
+]

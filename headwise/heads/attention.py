@@ -1,0 +1,202 @@
+"""Multi-head attention: Σ over heads of softmax(x W_Q (y W_K)ᵀ / √d + mask) · y W_V · W_O, plus a bias."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.heads.cache import Cache, SourceCache
+from headwise.heads.dropout import HeadDropout
+from headwise.heads.head import Heads
+from headwise.heads.init import initialise
+from headwise.heads.projections import Read, Write
+from headwise.heads.site import Site, gated
+from headwise.heads.writes import PerHead
+from headwise.kernels import Alibi, Angles, Choice, Mask, Terms, alibi_slopes, choose, make_terms, run, window
+from headwise.spec import AttentionSpec, SiteAddress
+
+
+class MultiHeadAttention(nn.Module):
+    """An attention layer whose heads can be opened. Takes an `AttentionSpec`, or its fields by name.
+
+    >>> layer = MultiHeadAttention(width=512, heads=8)
+    >>> layer(torch.randn(2, 10, 512)).shape
+    torch.Size([2, 10, 512])
+    >>> [tuple(head.W_Q.shape) for head in layer.heads][:2]
+    [(512, 64), (512, 64)]
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec | None = None,
+        *,
+        backend: str = "auto",
+        storage: str = "qkv",
+        address: SiteAddress = SiteAddress("", 0),  # noqa: B008 (frozen)
+        **fields: Any,
+    ) -> None:
+        super().__init__()
+        self.spec = spec = _as_spec(spec, fields)
+        self.backend = backend
+        self.read = Read(spec, storage)
+        self.write = Write(spec)
+        heads = len(spec.head_ids)
+        self.sink = nn.Parameter(torch.empty(heads)) if spec.softmax == "sink" else None
+        self.gate = nn.Parameter(torch.empty(heads)) if spec.gated else None
+        self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
+        self.site = Site(address, spec.head_ids, self.write)
+        initialise(self)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        gate: Tensor | None = None,
+        positions: Tensor | Angles | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """(B, T, D) → (B, T, D). `source` (B, S, ·) makes it cross-attention; `gate` (H,) or (B, H) scales heads."""
+        z = self.attend(x, source, mask=mask, bias=bias, gate=gate, positions=positions, cache=cache)  # (B, H, T, e)
+        return self.write(z)  # (B, T, D)
+
+    def attend(
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        gate: Tensor | None = None,
+        positions: Tensor | Angles | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """What each head found, before W_O: z, (B, H, T, e)."""
+        self._check_input(x, source)
+        angles = self._angles(x, source, positions, cache)
+        if source is not None:
+            q, k, v = self._cross(x, source, cache)
+        else:
+            q, k, v = self.read(x)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
+            if angles is not None:
+                q, k = angles.turn(q), angles.turn(k)
+            if cache is not None:
+                k, v = cache.extend(k, v)  # (B, K, S, ·)
+        terms = self._terms(q, k, v, mask, bias)
+        z = run(q, k, v, terms, self.backend)  # (B, H, T, e)
+        if self.gate is not None:
+            z = gated(z, self.gate)
+        if gate is not None:
+            z = gated(z, gate)
+        z = self.head_dropout(z)
+        return self.site.passing(q, k, v, terms, z)
+
+    def per_head(
+        self, x: Tensor, source: Tensor | None = None, *, mask: Mask | None = None, gate: Tensor | None = None
+    ) -> PerHead:
+        """The heads' outputs one by one: z, and what each writes; their sum plus b_O is the layer's output."""
+        return PerHead(self.attend(x, source, mask=mask, gate=gate), self.write.slices, self.b_O)
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of this layer: iterate, or take one by its number."""
+        return Heads((self,))
+
+    @property
+    def b_O(self) -> Tensor | None:
+        """The output bias, (D,)."""
+        return self.write.bias
+
+    def why(self, T: int, S: int | None = None, *, B: int = 1, mask: Mask | None = None) -> Choice:
+        """Which kernel a call of this size would run, why, and what would change it.
+
+        >>> MultiHeadAttention(width=8, heads=2).why(T=16).backend
+        'fused'
+        """
+        S = T if S is None else S
+        if self.backend != "auto":
+            return Choice(self.backend, "it was asked for", "Set layer.backend = 'auto' to let the call decide.")
+        spec, H = self.spec, len(self.spec.head_ids)
+        q = torch.empty(B, H, T, spec.head_dim, device="meta")
+        k = torch.empty(B, len(spec.kv_ids), S, spec.head_dim, device="meta")
+        return choose(self._terms(q, k, k, mask, None), B, H, T, S)
+
+    def _terms(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None) -> Terms:
+        spec = self.spec
+        if spec.window is not None:
+            mask = window(spec.window) if mask is None else mask & window(spec.window)
+        leaning = Alibi(self._slopes(q)) if spec.alibi else None
+        if leaning is not None and bias is not None:
+            raise HeadwiseError("a layer with ALiBi takes no other bias; leave one of them out.")
+        return make_terms(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=spec.scale,
+            bias=bias if leaning is None else leaning,
+            softcap=spec.softcap,
+            sink=0.0 if spec.softmax == "off_by_one" else self.sink,
+            groups=spec.kv_of_head,
+            dropout=spec.dropout if self.training else 0.0,
+        )
+
+    def _slopes(self, q: Tensor) -> Tensor:
+        """Each head's ALiBi slope by its original number, so that cutting a neighbour changes nothing. (H,)"""
+        return alibi_slopes(self.spec.heads)[list(self.spec.head_ids)].to(q)
+
+    def _cross(self, x: Tensor, source: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        if cache is None:
+            return self.read(x, source)
+        if not isinstance(cache, SourceCache):
+            raise HeadwiseError(f"cross-attention keeps its source in a SourceCache, got {type(cache).__name__}.")
+        (q,) = self.read.project(x, "q")
+        k, v = cache.held or cache.extend(*self.read.project(source, "kv"))  # pyright: ignore[reportCallIssue]
+        return q, k, v
+
+    def _angles(
+        self, x: Tensor, source: Tensor | None, positions: Tensor | Angles | None, cache: Cache | None
+    ) -> Angles | None:
+        if self.spec.rotary is None:
+            return None
+        if source is not None:
+            raise HeadwiseError(
+                "rotary positions compare places in one sequence; cross-attention has two: use no rotary."
+            )
+        if isinstance(positions, Angles):
+            return positions
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
+        return Angles.at(positions, self.spec.rotary, self.spec.head_dim, x.dtype)
+
+    def _check_input(self, x: Tensor, source: Tensor | None) -> None:
+        spec = self.spec
+        for name, given, width in (("x", x, spec.width), ("source", source, spec.kv_width)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != width):
+                raise HeadwiseError(f"{name} must be (batch, tokens, {width}), got {tuple(given.shape)}.")
+        if source is None and spec.kv_width != spec.width:
+            raise HeadwiseError(f"this layer reads keys from a source of width {spec.kv_width}; pass layer(x, source).")
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(layer)."""
+        spec = self.spec
+        return f"width={spec.width}, heads={len(spec.head_ids)}, kv_heads={len(spec.kv_ids)}, head_dim={spec.head_dim}"
+
+
+def _as_spec(spec: AttentionSpec | None, fields: dict[str, Any]) -> AttentionSpec:
+    if spec is not None:
+        if fields:
+            raise HeadwiseError(f"give a spec or its fields, not both: {', '.join(fields)} came beside a spec.")
+        return spec
+    known = AttentionSpec.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise HeadwiseError(f"an attention layer has no setting {name!r}; {close_names(name, known)}")
+    for name in ("width", "heads"):
+        if name not in fields:
+            raise HeadwiseError(f"an attention layer needs {name}=…; e.g. MultiHeadAttention(width=512, heads=8).")
+    return AttentionSpec(**fields)

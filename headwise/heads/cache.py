@@ -1,0 +1,122 @@
+"""Keys and values already computed, kept while generating. Three ways to keep them, one verb: `extend`.
+
+Caches hold numbers, not graphs: no gradient flows through them.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+
+
+class Cache(ABC):
+    """The cache of one attention layer. `length` counts all tokens seen, kept or not."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._k: Tensor | None = None  # (B, K, room, d)
+        self._v: Tensor | None = None  # (B, K, room, e)
+
+    @abstractmethod
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens, (B, K, T, ·), and return all that are visible, (B, K, S, ·)."""
+
+    def visible(self, T: int) -> int:
+        """How many keys `extend` will return when T more tokens come."""
+        return self.length + T
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        if self._k is not None and self._v is not None:
+            self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in (self._k, self._v) if t is not None)
+
+    def _room(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Make room for so many tokens, keeping what is there."""
+        if self._k is None or self._v is None:
+            self._k, self._v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k.detach(), v.detach()))
+        elif self._k.shape[0] != k.shape[0]:
+            raise HeadwiseError(
+                f"the cache holds a batch of {self._k.shape[0]}, got {k.shape[0]}; start a new cache for a new batch."
+            )
+        elif self._k.shape[2] < room:
+            more = room - self._k.shape[2]
+            self._k, self._v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (self._k, self._v))
+        return self._k, self._v
+
+    def _put(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Write new tokens behind those already there."""
+        kept_k, kept_v = self._room(k, v, room)
+        start, self.length = self.length, self.length + k.shape[2]
+        kept_k[:, :, start : self.length] = k.detach()
+        kept_v[:, :, start : self.length] = v.detach()
+        return kept_k[:, :, : self.length], kept_v[:, :, : self.length]
+
+
+class GrowingCache(Cache):
+    """Keeps everything. Room doubles when it runs out, so that a token costs the same however many came before."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        needed = self.length + k.shape[2]
+        room = 0 if self._k is None else self._k.shape[2]
+        return self._put(k, v, room if needed <= room else max(needed, 2 * room, 64))
+
+
+class FixedCache(Cache):
+    """Keeps up to `size` tokens in memory taken once; one more is an error."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        if size < 1:
+            raise HeadwiseError(f"a cache holds at least 1 token, got size {size}.")
+        self.size = size
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.length + k.shape[2] > self.size:
+            raise HeadwiseError(
+                f"the cache is full: it holds {self.size} tokens, {self.length} are there and {k.shape[2]} more came; "
+                f"make it larger, or use a growing or sliding one."
+            )
+        return self._put(k, v, self.size)
+
+
+class SlidingCache(Cache):
+    """Keeps what a window of `size` can still see: for each new token, the `size` − 1 before it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        if size < 1:
+            raise HeadwiseError(f"a sliding cache keeps at least 1 token, got size {size}.")
+        self.size = size
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self._k is not None and self._v is not None:
+            k, v = torch.cat((self._k, k.detach()), 2), torch.cat((self._v, v.detach()), 2)
+        new = k.shape[2] - (0 if self._k is None else self._k.shape[2])
+        self.length += new
+        keep = max(0, k.shape[2] - (self.size - 1))  # the next token sees itself and size − 1 more
+        self._k, self._v = k[:, :, keep:].clone(), v[:, :, keep:].clone()
+        return k, v
+
+    def visible(self, T: int) -> int:
+        return min(self.length, self.size - 1) + T
+
+
+class SourceCache(Cache):
+    """Cross-attention's: the keys and values of the source, computed once and used at every step."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.length = k.shape[2]
+        self._k, self._v = k.detach(), v.detach()
+        return self._k, self._v
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor] | None:
+        """The keys and values, if they are there already."""
+        return None if self._k is None or self._v is None else (self._k, self._v)

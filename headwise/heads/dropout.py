@@ -1,0 +1,49 @@
+"""Head dropout: in training, whole heads fall silent at random, so that no head is leaned on too much.
+
+(https://arxiv.org/abs/2004.13342.) Kept heads are rescaled by H / kept, so the expected output is the plain sum; at least
+one head is kept; in evaluation nothing happens.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+
+
+class HeadDropout(nn.Module):
+    """Draws a gate per (example, head). `schedule` bends the rate over training.
+
+    constant: the rate throughout; ramp: from 0 up to the rate; v: from the rate down to 0 at half-way and up again.
+    """
+
+    def __init__(self, rate: float, schedule: str = "constant") -> None:
+        super().__init__()
+        self.peak, self.schedule = rate, schedule
+        self.rate = rate
+        self.progress(0.0)
+
+    def progress(self, done: float) -> None:
+        """Set the rate for a share of training done, 0 to 1."""
+        if not 0 <= done <= 1:
+            raise HeadwiseError(f"progress is the share of training done, 0 to 1; got {done}.")
+        shape = {"constant": 1.0, "ramp": done, "v": abs(1 - 2 * done)}
+        self.rate = self.peak * shape[self.schedule]
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Silence whole heads of each example: (B, H, T, e)."""
+        B, H = z.shape[:2]
+        if not self.training or self.rate == 0 or H == 0:
+            return z
+        return z * head_dropout_gate(B, H, self.rate, z)[..., None, None]
+
+
+def head_dropout_gate(B: int, H: int, rate: float, like: Tensor) -> Tensor:
+    """A random gate (B, H): 0 for dropped heads, H / kept for the others; never all dropped.
+
+    >>> gate = head_dropout_gate(5, 4, 0.9, torch.zeros(1))
+    >>> gate.sum(1)
+    tensor([4., 4., 4., 4., 4.])
+    """
+    noise = torch.rand(B, H, device=like.device)
+    kept = (noise >= rate) | (noise == noise.amax(1, keepdim=True))  # the luckiest head stays
+    return (kept * (H / kept.sum(1, keepdim=True))).to(like.dtype)

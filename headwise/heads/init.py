@@ -1,0 +1,68 @@
+"""How weights begin. One place for all of them:
+
+    part                              a layer alone                     inside a model
+    q, k, v                           Xavier uniform per projection     normal, 0.02
+    W_O, the MLP's way down           Xavier uniform                    normal, 0.02 / √(number of writes)
+    other linear layers               –                                 normal, 0.02
+    token, position, type tables      –                                 normal, 0.02
+    biases                            0                                 0
+    norms                             weight 1, bias 0                  weight 1, bias 0
+    gates                             1                                 1
+    sinks                             0                                 0
+
+"Number of writes" is how many sub-layers add to the stream, two a block: with that, the stream's spread at the end of a
+deep stack stays near that at its start (GPT-2, Radford et al. 2019). Nothing happens on the meta device.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from headwise.heads.projections import Read, Write
+
+STD = 0.02
+
+
+def initialise(module: nn.Module, *, writes: int | None = None) -> None:
+    """Fill every parameter below a module. `writes` is the number of writes in the model; None for a layer alone."""
+    for part in module.modules():
+        if isinstance(part, Read):
+            for letter in "qkv":
+                _fill(part.weight(letter), writes is None)
+                _constant(part.bias(letter), 0.0)
+        elif isinstance(part, Write):
+            _fill(part.weight, writes is None, STD / math.sqrt(writes or 1))
+            _constant(part.bias, 0.0)
+        elif isinstance(part, nn.Linear):
+            last_before_stream = getattr(part, "writes_to_stream", False)
+            _fill(part.weight, False, STD / math.sqrt(writes or 1) if last_before_stream else STD)
+            _constant(part.bias, 0.0)
+        elif isinstance(part, nn.Embedding):
+            _fill(part.weight, False)
+        elif isinstance(part, nn.LayerNorm | nn.RMSNorm):
+            _constant(part.weight, 1.0)
+            _constant(getattr(part, "bias", None), 0.0)
+        for name, value in part.named_parameters(recurse=False):
+            if name == "gate":
+                _constant(value, 1.0)
+            elif name == "sink":
+                _constant(value, 0.0)
+
+
+@torch.no_grad()
+def _fill(weight: Tensor, xavier: bool, std: float = STD) -> None:
+    if weight.numel() == 0:
+        return
+    if xavier:  # a projection with a head axis counts all its heads as outputs
+        outputs, inputs = weight.shape[:-1].numel(), weight.shape[-1]
+        bound = math.sqrt(6 / (inputs + outputs))
+        weight.uniform_(-bound, bound)
+    else:
+        weight.normal_(0.0, std)
+
+
+@torch.no_grad()
+def _constant(value: Tensor | None, number: float) -> None:
+    if value is not None:
+        value.fill_(number)

@@ -1,0 +1,135 @@
+"""A site is where attention happens: it shows a call to listeners and lets callers scale or replace z.
+
+Everything acts on z, after the kernel and before W_O. Attention is linear in v, so scaling a head's z is the same as
+scaling its probabilities, and the kernel never has to know: looking at or silencing a head leaves the backend as it was.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.kernels import Terms
+from headwise.spec import Address, SiteAddress
+
+Listener = Callable[["Seen"], None]
+Edit = Callable[[Tensor], Tensor]
+
+
+class HasSlices(Protocol):
+    """An output projection that can show each head's own part, (H, e, D)."""
+
+    @property
+    def slices(self) -> Tensor:
+        """(H, e, D)"""
+        ...
+
+
+# True while activation checkpointing repeats a forward pass: the call was shown already.
+repeating: ContextVar[bool] = ContextVar("repeating", default=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One attention call as a listener sees it: q and k after positions, z as it enters W_O."""
+
+    site: "Site"
+    q: Tensor  # (B, H, T, d)
+    k: Tensor  # (B, K, S, d)
+    v: Tensor  # (B, K, S, e)
+    terms: Terms  # mask, scale, bias, sink, groups
+    z: Tensor  # (B, H, T, e)
+
+
+class Site:
+    """One attention layer, seen from outside: its address, its heads, their W_O, and what passes."""
+
+    def __init__(self, address: SiteAddress, head_ids: tuple[int, ...], output: HasSlices) -> None:
+        self.address = address
+        self.head_ids = head_ids
+        self._output = output
+        self._listeners: list[Listener] = []
+        self._edits: list[Edit] = []
+
+    @property
+    def W_O(self) -> Tensor:
+        """A live view of the heads' output projections: (H, e, D)."""
+        return self._output.slices
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The heads here."""
+        return tuple(self.address.head(number) for number in self.head_ids)
+
+    def index(self, head: Address) -> int:
+        """Where a head stands on the head axis of this site's tensors."""
+        if head not in self.addresses:
+            there = ", ".join(map(str, self.head_ids)) or "none"
+            raise HeadwiseError(f"there is no head {head} here; layer {self.address} has heads {there}.")
+        return self.head_ids.index(head.head)
+
+    @contextmanager
+    def listen(self, listener: Listener) -> Iterator[None]:
+        """Show every call to a listener. Outputs stay bitwise what they are."""
+        with _within(self._listeners, listener):
+            yield
+
+    @contextmanager
+    def scaled(self, gate: Tensor) -> Iterator[None]:
+        """Scale each head's z: (H,) or (B, H)."""
+        with _within(self._edits, lambda z: gated(z, gate)):
+            yield
+
+    @contextmanager
+    def replaced(self, value: Tensor | Edit) -> Iterator[None]:
+        """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of z."""
+        with _within(self._edits, value if callable(value) else lambda z: value.to(z).expand_as(z)):
+            yield
+
+    def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, z: Tensor) -> Tensor:
+        """Called by the layer between the kernel and W_O: edits first, in the order they were made, then listeners."""
+        for edit in self._edits:
+            changed = edit(z)
+            if changed.shape != z.shape:
+                raise HeadwiseError(
+                    f"z at {self.address} is {tuple(z.shape)} but was replaced by {tuple(changed.shape)}; keep the shape."
+                )
+            z = changed
+        if self._listeners and not repeating.get():
+            seen = Seen(self, q, k, v, terms, z)
+            for listener in tuple(self._listeners):
+                listener(seen)
+        return z
+
+
+def gated(z: Tensor, gate: Tensor) -> Tensor:
+    """Scale each head's z by a gate, (H,) or (B, H): (B, H, T, e)."""
+    B, H = z.shape[:2]
+    if gate.shape not in ((H,), (1, H), (B, H)):
+        raise HeadwiseError(f"the gate is {tuple(gate.shape)} but must be ({H},) or ({B}, {H}): one number per head.")
+    return z * gate.to(z)[..., None, None]
+
+
+@contextmanager
+def _within(active: list, item: object) -> Iterator[None]:
+    active.append(item)
+    try:
+        yield
+    finally:
+        # By identity and from the end: the same function may have been entered twice.
+        last = max(i for i, other in enumerate(active) if other is item)
+        del active[last]
+
+
+@contextmanager
+def repeated() -> Iterator[None]:
+    """Mark a forward pass as a repetition, so that listeners are not called twice."""
+    token = repeating.set(True)
+    try:
+        yield
+    finally:
+        repeating.reset(token)

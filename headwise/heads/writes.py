@@ -1,0 +1,44 @@
+"""What each head writes, one head at a time. Nothing of the shape (B, T, H, d, D) is ever built."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PerHead:
+    """A layer's output, head by head. The guide's small example, three heads of two numbers, concatenates to six:
+
+    >>> z = torch.tensor([[.2, .5], [.8, .1], [.3, .9]])[None, :, None]  # (B=1, H=3, T=1, d=2)
+    >>> PerHead(z, torch.eye(6).unflatten(0, (3, 2)), None).concatenated()
+    tensor([[[0.2000, 0.5000, 0.8000, 0.1000, 0.3000, 0.9000]]])
+    """
+
+    z: Tensor  # (B, H, T, e)
+    W_O: Tensor  # (H, e, D)
+    b_O: Tensor | None  # noqa: N815  # (D,)
+
+    def concatenated(self) -> Tensor:
+        """The heads side by side, as they enter W_O: (B, T, H·e)."""
+        return self.z.transpose(1, 2).flatten(2)
+
+    def write(self, index: int) -> Tensor:
+        """What one head, by its place on the head axis, adds to the stream: z W_O[h], (B, T, D)."""
+        return self.z[:, index] @ self.W_O[index]
+
+    def writes(self) -> Iterator[Tensor]:
+        """The same for every head in turn; only one is held at a time."""
+        return (self.write(index) for index in range(self.z.shape[1]))
+
+    def norms(self) -> Tensor:
+        """The length of every write, ‖z W_O[h]‖, through the e×e Gram matrix of W_O: (B, H, T)."""
+        gram = self.W_O @ self.W_O.mT  # (H, e, e)
+        return ((self.z @ gram) * self.z).sum(-1).clamp(min=0).sqrt()
+
+    def total(self) -> Tensor:
+        """The layer's output as the sum over heads: (B, T, D)."""
+        total = self.z.new_zeros(self.z.shape[0], self.z.shape[2], self.W_O.shape[-1])
+        for write in self.writes():
+            total = total + write
+        return total if self.b_O is None else total + self.b_O

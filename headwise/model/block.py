@@ -1,0 +1,103 @@
+"""The transformer block: attention, perhaps attention to a source, and an MLP, each adding to the stream."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from headwise.heads import Cache, MultiHeadAttention
+from headwise.kernels import Angles, Mask, causal, padding
+from headwise.model.cache import ModelCache
+from headwise.model.parts import MLP, make_norm
+from headwise.spec import ModelSpec, SiteAddress
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """What travels beside the stream through all blocks of a stack."""
+
+    causal: bool = False
+    mask: Mask | None = None  # the caller's own, on top
+    real: Tensor | None = None  # (B, S): which keys are real tokens
+    angles: Angles | None = None
+    gates: dict[SiteAddress, Tensor] = field(default_factory=dict)
+    cache: ModelCache | None = None
+    memory: Tensor | None = None  # (B, S, D): the encoded source
+    memory_real: Tensor | None = None
+
+    def mask_for(self, cache: Cache | None, T: int) -> Mask | None:
+        """The mask of one self-attention layer; a sliding cache shows fewer keys than have been seen."""
+        masks = [causal()] if self.causal else []
+        if self.real is not None:
+            shown = T if cache is None else cache.visible(T)
+            masks.append(padding(self.real[:, -shown:]))
+        if self.mask is not None:
+            masks.append(self.mask)
+        return _all(masks)
+
+
+class Block(nn.Module):
+    """One layer of a stack. `form` says where the norms stand.
+
+    pre:       x + f(norm(x)), each sub-layer in turn        (https://arxiv.org/abs/2002.04745)
+    post:      norm(x + f(x)), each sub-layer in turn        (https://arxiv.org/abs/1706.03762)
+    parallel:  x + attention(norm(x)) + mlp(norm(x)), at once  (GPT-J, Wang and Komatsuzaki 2021)
+    """
+
+    def __init__(self, spec: ModelSpec, address: SiteAddress, backend: str = "auto", storage: str = "qkv") -> None:
+        super().__init__()
+        self.form = spec.form
+        self.attention = MultiHeadAttention(
+            spec.attention_at(address), backend=backend, storage=storage, address=address
+        )
+        self.norm_attention = make_norm(spec)
+        self.cross: MultiHeadAttention | None = None
+        if address.stack == "dec":
+            across = SiteAddress("cross", address.layer)
+            self.cross = MultiHeadAttention(spec.attention_at(across), backend=backend, storage=storage, address=across)
+            self.norm_cross = make_norm(spec)
+        self.mlp = MLP(spec)
+        self.norm_mlp = make_norm(spec) if spec.form != "parallel" else None
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x: Tensor, beside: Beside) -> Tensor:
+        """(B, T, D) → (B, T, D)"""
+        if self.form == "pre":
+            x = x + self._attend(self.norm_attention(x), beside)
+            if self.cross is not None:
+                x = x + self._look_across(self.norm_cross(x), beside)
+            return x + self._mlp(self.norm_mlp(x))  # pyright: ignore[reportOptionalCall]
+        if self.form == "post":
+            x = self.norm_attention(x + self._attend(x, beside))
+            if self.cross is not None:
+                x = self.norm_cross(x + self._look_across(x, beside))
+            return self.norm_mlp(x + self._mlp(x))  # pyright: ignore[reportOptionalCall]
+        normed = self.norm_attention(x)
+        out = x + self._attend(normed, beside) + self._mlp(normed)
+        return out if self.cross is None else out + self._look_across(self.norm_cross(x), beside)
+
+    def _attend(self, x: Tensor, beside: Beside) -> Tensor:
+        here = self.attention.site.address
+        cache = None if beside.cache is None else beside.cache.layers.get(here)
+        mask = beside.mask_for(cache, x.shape[1])
+        out = self.attention(x, mask=mask, positions=beside.angles, gate=beside.gates.get(here), cache=cache)
+        return self.dropout(out)
+
+    def _look_across(self, x: Tensor, beside: Beside) -> Tensor:
+        assert self.cross is not None
+        here = self.cross.site.address
+        cache = None if beside.cache is None else beside.cache.layers.get(here)
+        mask = None if beside.memory_real is None else padding(beside.memory_real)
+        out = self.cross(x, beside.memory, mask=mask, gate=beside.gates.get(here), cache=cache)
+        return self.dropout(out)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.dropout(self.mlp(x))
+
+
+def _all(masks: list[Mask]) -> Mask | None:
+    if not masks:
+        return None
+    together = masks[0]
+    for mask in masks[1:]:
+        together = together & mask
+    return together

@@ -1,0 +1,61 @@
+"""The caches of a whole model, and which of the tokens in them are real."""
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.heads import Cache, FixedCache, GrowingCache, SlidingCache, SourceCache
+from headwise.spec import ModelSpec, SiteAddress
+
+
+class ModelCache:
+    """One cache per attention layer. `growing` and `fixed` keep all that a layer can see, `sliding` the last `size` tokens.
+
+    A layer with a window never needs more than its window, so it always keeps just that.
+    """
+
+    def __init__(self, spec: ModelSpec, kind: str = "growing", size: int | None = None) -> None:
+        if kind not in ("growing", "fixed", "sliding"):
+            raise HeadwiseError(f"there is no cache {kind!r}; {close_names(kind, ['growing', 'fixed', 'sliding'])}")
+        if kind == "sliding" and size is None:
+            raise HeadwiseError("a sliding cache needs size=…, how many tokens stay visible.")
+        if kind == "growing" and size is not None:
+            raise HeadwiseError("a growing cache takes no size; use kind='fixed' or 'sliding'.")
+        self.layers: dict[SiteAddress, Cache] = {}
+        for site in spec.sites:
+            if site.stack != "enc":  # the source is read once, whole
+                self.layers[site] = _make(spec.attention_at(site).window, site, kind, size or spec.context)
+        self.length = 0
+        self.real: Tensor | None = None  # (B, length): which tokens are not padding; None: all
+        self.memory: Tensor | None = None  # (B, S, D): the encoded source
+
+    def note(self, ids: Tensor, padding: Tensor | None) -> tuple[int, Tensor | None]:
+        """Take note of new tokens, (B, T); returns how many came before, and which of all are real."""
+        start, self.length = self.length, self.length + ids.shape[1]
+        if padding is not None or self.real is not None:
+            before = ids.new_ones(ids.shape[0], start) if self.real is None else self.real
+            now = torch.ones_like(ids) if padding is None else padding
+            self.real = torch.cat((before.bool(), now.bool()), 1)
+        return start, self.real
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        for cache in self.layers.values():
+            cache.reorder(rows)
+        self.real = None if self.real is None else self.real.index_select(0, rows)
+        self.memory = None if self.memory is None else self.memory.index_select(0, rows)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(cache.bytes for cache in self.layers.values())
+
+
+def _make(window: int | None, site: SiteAddress, kind: str, size: int) -> Cache:
+    if site.stack == "cross":
+        return SourceCache()
+    if kind == "sliding":
+        return SlidingCache(size if window is None else min(size, window))
+    if window is not None:
+        return SlidingCache(window)
+    return FixedCache(size) if kind == "fixed" else GrowingCache()

@@ -1,0 +1,166 @@
+"""Writing on: one token after another, with a cache, one prompt or many of different lengths."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.model.cache import ModelCache
+from headwise.model.sampling import Sampling
+
+if TYPE_CHECKING:
+    from headwise.model.transformer import Gates, Transformer
+
+Ids = Sequence[int]
+Prompt = Tensor | Ids | Sequence[Ids]
+Stop = int | Sequence[int | Sequence[int]]
+
+
+class How(TypedDict, total=False):
+    """The settings of `stream`, by name."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: Stop | None
+    pad: int
+    seed: int | None
+    padding: Tensor | None
+    cache: ModelCache | None
+    gates: "Gates | None"
+    source: Tensor | None
+    source_padding: Tensor | None
+
+
+def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpack[How]) -> Any:
+    """Prompt and continuation, in the kind the prompt came in: a tensor (B, T), a list of ids, or a list of lists.
+
+    Takes what `stream` takes. Lists end where their text ends; a tensor is filled up with `pad`.
+    """
+    rows, real = as_batch(prompt, model.device)
+    steps = list(stream(model, prompt, tokens, **how))  # each (B,)
+    made = torch.stack(steps, 1) if steps else rows[:, :0]
+    if isinstance(prompt, Tensor):
+        return torch.cat((rows, made), 1)
+    ends = _ends(made, _stops(how.get("stop")))
+    real = torch.ones_like(rows, dtype=torch.bool) if real is None else real
+    texts = [rows[i][real[i]].tolist() + made[i, : ends[i]].tolist() for i in range(len(rows))]
+    return texts[0] if isinstance(prompt[0], int) else texts
+
+
+def stream(
+    model: "Transformer",
+    prompt: Prompt,
+    tokens: int = 64,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Stop | None = None,
+    pad: int = 0,
+    seed: int | None = None,
+    padding: Tensor | None = None,
+    cache: ModelCache | None = None,
+    gates: "Gates | None" = None,
+    source: Tensor | None = None,
+    source_padding: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next token of every prompt, (B,), step by step, until `tokens` are made or all have stopped.
+
+    Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences; a row
+    that has stopped yields `pad`. Prompts of different lengths are padded on the left and masked. `gates` scales heads for
+    this call alone. An encoder-decoder needs `source`.
+    """
+    if model.output is None or model.spec.kind == "encoder":
+        raise HeadwiseError("this model has no next-token output; generate needs a decoder with output='lm'.")
+    choose, stops = Sampling(temperature, top_k, top_p), _stops(stop)
+    ids, made_padding = as_batch(prompt, model.device)
+    padding = made_padding if padding is None else padding
+    _check_room(model, ids, padding, tokens)
+    dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
+    cache = model.cache() if cache is None else cache
+    running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
+    tail = ids[:, :0]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(tokens):
+            with torch.inference_mode():
+                last = model(
+                    ids,
+                    padding=padding,
+                    cache=cache,
+                    gates=gates,
+                    source=source,
+                    source_padding=source_padding,
+                    hidden=True,
+                )[:, -1:]  # (B, 1, D)
+                logits = model.output(last)[:, 0]  # (B, V)
+                chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
+            yield chosen.clone()
+            tail = torch.cat((tail, chosen[:, None]), 1)
+            running = running & ~_ended(tail, stops)
+            if not running.any():
+                return
+            ids, padding, source = chosen[:, None], None, None
+    finally:
+        model.train(was_training)
+
+
+def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, tokens: int) -> None:
+    if ids.shape[1] == 0:
+        raise HeadwiseError("the prompt is empty; give at least one token.")
+    if tokens < 0:
+        raise HeadwiseError(f"tokens must be 0 or more, got {tokens}.")
+    longest = ids.shape[1] if padding is None else int(padding.sum(1).max())
+    room = model.spec.context - longest + 1  # the last token made is not read again
+    if model.spec.positions == "learned" and tokens > room:
+        raise HeadwiseError(
+            f"a prompt of {longest} tokens and {tokens} more do not fit the {model.spec.context} positions this model has "
+            f"learned; ask for at most {max(0, room)}."
+        )
+
+
+def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one tensor, padded on the left, and where its real tokens are: (B, T), (B, T) or None."""
+    if isinstance(prompt, Tensor):
+        return prompt.to(device), None
+    if isinstance(prompt, str):
+        raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
+    rows = [prompt] if not prompt or isinstance(prompt[0], int) else prompt
+    lengths = [len(row) for row in rows]  # pyright: ignore[reportArgumentType]
+    if min(lengths) == 0:
+        raise HeadwiseError("a prompt is empty; give at least one token.")
+    ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, max(lengths) - lengths[i] :] = torch.tensor(row)
+    if min(lengths) == max(lengths):
+        return ids.to(device), None
+    starts = max(lengths) - torch.tensor(lengths)[:, None]
+    return ids.to(device), (torch.arange(max(lengths)) >= starts).to(device)
+
+
+def _stops(stop: Stop | None) -> list[tuple[int, ...]]:
+    given = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    return [(item,) if isinstance(item, int) else tuple(item) for item in given]
+
+
+def _ended(tail: Tensor, stops: list[tuple[int, ...]]) -> Tensor:
+    """Which rows end in a stop: (B, made) → (B,)"""
+    ended = torch.zeros(len(tail), dtype=torch.bool, device=tail.device)
+    for stop in stops:
+        if len(stop) <= tail.shape[1]:
+            ended |= (tail[:, -len(stop) :] == torch.tensor(stop, device=tail.device)).all(1)
+    return ended
+
+
+def _ends(made: Tensor, stops: list[tuple[int, ...]]) -> list[int]:
+    """Where each row's own text ends, its stop included."""
+    ends = [made.shape[1]] * len(made)
+    for length in range(made.shape[1], 0, -1):
+        for i, ended in enumerate(_ended(made[:, :length], stops).tolist()):
+            if ended:
+                ends[i] = length
+    return ends

@@ -1,0 +1,102 @@
+"""The parts around attention: norms and MLPs, and the two ends, embedding and output."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.kernels import sinusoidal
+from headwise.spec import ModelSpec
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": F.silu,
+}
+
+
+def make_norm(spec: ModelSpec) -> nn.Module:
+    """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467)."""
+    kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
+    return kind(spec.width, eps=spec.norm_eps)
+
+
+class MLP(nn.Module):
+    """Up, bend, down. With swiglu a second way up is the gate (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.bend = ACTIVATIONS[spec.activation]
+        self.gate = nn.Linear(spec.width, spec.hidden, spec.mlp_bias) if spec.activation == "swiglu" else None
+        self.up = nn.Linear(spec.width, spec.hidden, spec.mlp_bias)
+        self.down = nn.Linear(spec.hidden, spec.width, spec.mlp_bias)
+        self.down.writes_to_stream = True  # pyright: ignore[reportArgumentType]  # read by initialise
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)"""
+        if self.gate is None:
+            return self.down(self.bend(self.up(x)))
+        return self.down(self.bend(self.gate(x)) * self.up(x))
+
+
+class Embedding(nn.Module):
+    """Tokens, positions and token types become one vector."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.tokens = nn.Embedding(spec.vocab, spec.width)
+        self.positions = nn.Embedding(spec.context, spec.width) if spec.positions == "learned" else None
+        self.types = nn.Embedding(spec.token_types, spec.width) if spec.token_types else None
+        self.norm = make_norm(spec) if spec.embed_norm else None
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        """(B, T), (1 or B, T) → (B, T, D)"""
+        x = self.tokens(ids)  # (B, T, D)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(ids) if types is None else types)
+        elif types is not None:
+            raise HeadwiseError("this model has no token types; leave token_types out.")
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        elif self.spec.positions == "sinusoidal":
+            x = x + sinusoidal(positions, self.spec.width).to(x.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.dropout(x)
+
+
+class Output(nn.Module):
+    """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
+
+    def __init__(self, spec: ModelSpec, tokens: nn.Embedding) -> None:
+        super().__init__()
+        masked = spec.output == "mlm"
+        self.bend = ACTIVATIONS[spec.activation]
+        self.transform = nn.Linear(spec.width, spec.width) if masked else None
+        self.norm = make_norm(spec) if masked else None
+        self.vocabulary = nn.Linear(spec.width, spec.vocab, bias=masked)
+        if spec.tied:
+            self.vocabulary.weight = tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, V)"""
+        if self.transform is not None and self.norm is not None:
+            x = self.norm(self.bend(self.transform(x)))
+        return self.vocabulary(x)
+
+
+class Pooler(nn.Module):
+    """The first token's vector, once more transformed: BERT's summary of a text."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.dense = nn.Linear(spec.width, spec.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) → (B, D)"""
+        return torch.tanh(self.dense(hidden[:, 0]))

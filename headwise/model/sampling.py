@@ -1,0 +1,48 @@
+"""Choosing the next token from logits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose: the best token (temperature 0), or at random among the top_k best and the top_p share of mass."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise HeadwiseError(f"temperature must be 0 (the best token) or more, got {self.temperature}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise HeadwiseError(f"top_k must be at least 1, got {self.top_k}.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise HeadwiseError(f"top_p must lie above 0 and at most 1, got {self.top_p}.")
+
+    def pick(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """(B, V) → (B,)
+
+        >>> Sampling().pick(torch.tensor([[0.1, 2.0, 0.3]]))
+        tensor([1])
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator)[:, 0]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What `pick` draws from: (B, V), rows sum to 1."""
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[:, -1:]  # (B, 1)
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None:
+            ordered, index = logits.sort(-1, descending=True)
+            share = ordered.softmax(-1)
+            beyond = share.cumsum(-1) - share >= self.top_p  # the tokens before it already hold enough
+            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+        return logits.softmax(-1)

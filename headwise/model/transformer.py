@@ -1,0 +1,232 @@
+"""The whole network: a decoder, an encoder, or both, built from a spec."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headwise.errors import HeadwiseError
+from headwise.heads import Heads, MultiHeadAttention, Site, initialise
+from headwise.heads.site import repeated
+from headwise.kernels import Angles, Mask
+from headwise.model.block import Beside, Block
+from headwise.model.cache import ModelCache
+from headwise.model.generate import generate, stream
+from headwise.model.parts import Embedding, Output, Pooler, make_norm
+from headwise.spec import ModelSpec, SiteAddress
+
+Gates = Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor]
+
+
+class Transformer(nn.Module):
+    """A transformer from a spec, with random weights.
+
+    >>> from headwise.spec import preset
+    >>> model = Transformer(preset("nano"))
+    >>> model(torch.tensor([[72, 105, 33]])).shape
+    torch.Size([1, 3, 256])
+    >>> with model.heads["5.1,3.*"].silenced():
+    ...     quieter = model(torch.tensor([[72, 105, 33]]))
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        backend: str = "auto",
+        storage: str = "qkv",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
+        two_stacks = spec.kind == "encoder-decoder"
+        with nullcontext() if device is None else torch.device(device):
+            self.embed = Embedding(spec)
+            stack = "dec" if two_stacks else ""
+            self.blocks = nn.ModuleList(
+                Block(spec, SiteAddress(stack, layer), backend, storage) for layer in range(spec.layers)
+            )
+            self.norm = make_norm(spec) if spec.final_norms else None
+            self.encoder_blocks = nn.ModuleList(
+                Block(spec, SiteAddress("enc", layer), backend, storage) for layer in range(spec.encoder_layers)
+            )
+            self.encoder_norm = make_norm(spec) if spec.final_norms and two_stacks else None
+            self.pooler = Pooler(spec) if spec.pooler else None
+            self.output = Output(spec, self.embed.tokens) if spec.output != "none" else None
+            initialise(self, writes=max(1, len(spec.sites) + spec.layers + spec.encoder_layers))
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        padding: Tensor | None = None,
+        mask: Mask | None = None,
+        token_types: Tensor | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+        memory: Tensor | None = None,
+        cache: ModelCache | None = None,
+        gates: Gates | None = None,
+        hidden: bool = False,
+    ) -> Tensor:
+        """Token ids (B, T) → logits (B, T, V); hidden states (B, T, D) if `hidden`, or where there is no output layer.
+
+        `padding` (B, T) is True at real tokens, left or right. `mask` comes on top of the model's own. `gates` scales
+        heads for this call alone: {"5.1": 0.0, "6.*": 0.5}, a number each or one per example (B,). In an encoder-decoder
+        `source` (B, S) is what is read; `memory` is the same, encoded already.
+        """
+        self._check_ids(ids, padding)
+        gate_at = self._gates(gates)
+        start, real = (0, padding) if cache is None else cache.note(ids, padding)
+        memory = self._memory(source, source_padding, memory, cache, gate_at)
+        positions = self._positions(ids, start, real)  # (1 or B, T)
+        beside = Beside(
+            causal=self.spec.kind != "encoder",
+            mask=mask,
+            real=None if real is None else real.bool(),
+            angles=self._angles(positions),
+            gates=gate_at,
+            cache=cache,
+            memory=memory,
+            memory_real=None if source_padding is None else source_padding.bool(),
+        )
+        x = self.embed(ids, positions, token_types)  # (B, T, D)
+        x = self._through(self.blocks, x, beside)
+        x = x if self.norm is None else self.norm(x)
+        return x if hidden or self.output is None else self.output(x)  # (B, T, V)
+
+    generate = generate
+    stream = stream
+
+    def encode(self, source: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> Tensor:
+        """Read a source with the encoder of an encoder-decoder: (B, S) → (B, S, D)."""
+        if self.spec.kind != "encoder-decoder":
+            raise HeadwiseError(f"this model is a {self.spec.kind}; encode is for an encoder-decoder. Call model(ids).")
+        self._check_ids(source, padding)
+        positions = self._positions(source, 0, padding)
+        real = None if padding is None else padding.bool()
+        beside = Beside(real=real, angles=self._angles(positions), gates=self._gates(gates))
+        x = self._through(self.encoder_blocks, self.embed(source, positions), beside)
+        return x if self.encoder_norm is None else self.encoder_norm(x)
+
+    def pooled(self, ids: Tensor, *, padding: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """An encoder's summary of each text: (B, T) → (B, D)."""
+        if self.pooler is None:
+            raise HeadwiseError("this model has no pooler; take the mean of model(ids, hidden=True) over real tokens.")
+        return self.pooler(self(ids, padding=padding, token_types=token_types, hidden=True))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.tokens.weight.device
+
+    # Heads.
+
+    def sites(self) -> list[Site]:
+        """Every place where attention happens, in the order data walks through them."""
+        return [layer.site for layer in self.attention_layers()]
+
+    @property
+    def heads(self) -> Heads:
+        """Every head, by address: model.heads["5.1"], model.heads["0-3.*"]."""
+        return Heads(self.attention_layers())
+
+    def attention_layers(self) -> Iterator[MultiHeadAttention]:
+        """The attention layers, encoder first, a block's self-attention before its cross-attention."""
+        for block in (*self.encoder_blocks, *self.blocks):
+            assert isinstance(block, Block)
+            yield block.attention
+            if block.cross is not None:
+                yield block.cross
+
+    def head_dropout_progress(self, done: float) -> None:
+        """Tell every layer's head dropout which share of training is done, 0 to 1."""
+        for layer in self.attention_layers():
+            layer.head_dropout.progress(done)
+
+    # Caching.
+
+    def cache(self, kind: str = "growing", size: int | None = None) -> ModelCache:
+        """An empty cache for this model: growing, fixed (size, default the context) or sliding (size)."""
+        if self.spec.kind == "encoder":
+            raise HeadwiseError("an encoder sees all tokens at once and keeps no cache.")
+        return ModelCache(self.spec, kind, size)
+
+    # The small print.
+
+    def _through(self, blocks: nn.ModuleList, x: Tensor, beside: Beside) -> Tensor:
+        for block in blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                once_more = (nullcontext, repeated)
+                x = checkpoint(block, x, beside, use_reentrant=False, context_fn=lambda c=once_more: (c[0](), c[1]()))
+            else:
+                x = block(x, beside)
+        return x
+
+    def _memory(
+        self,
+        source: Tensor | None,
+        source_padding: Tensor | None,
+        memory: Tensor | None,
+        cache: ModelCache | None,
+        gates: dict[SiteAddress, Tensor],
+    ) -> Tensor | None:
+        if self.spec.kind != "encoder-decoder":
+            if source is not None or memory is not None:
+                raise HeadwiseError(f"this model is a {self.spec.kind} and reads no source; leave source out.")
+            return None
+        if memory is None and cache is not None:
+            memory = cache.memory
+        if memory is None and source is None:
+            raise HeadwiseError("an encoder-decoder needs what it reads: model(ids, source=source_ids).")
+        if memory is None and source is not None:
+            memory = self.encode(source, padding=source_padding, gates=gates)
+        if cache is not None:
+            cache.memory = memory
+        return memory
+
+    def _positions(self, ids: Tensor, start: int, real: Tensor | None) -> Tensor:
+        """Where each token stands, padding not counted: (1 or B, T)."""
+        T = ids.shape[1]
+        if real is not None:
+            positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, start : start + T]
+        else:
+            positions = torch.arange(start, start + T, device=ids.device)[None]
+        if (
+            self.spec.positions == "learned"
+            and start + T > self.spec.context
+            and int(positions.max()) >= self.spec.context
+        ):
+            raise HeadwiseError(
+                f"{int(positions.max()) + 1} tokens are more than the {self.spec.context} positions this model has learned; "
+                f"shorten the input."
+            )
+        return positions
+
+    def _angles(self, positions: Tensor) -> Angles | None:
+        attention = self.spec.attention
+        if attention.rotary is None:
+            return None
+        return Angles.at(positions, attention.rotary, attention.head_dim, self.embed.tokens.weight.dtype)
+
+    def _gates(self, gates: Gates | None) -> dict[SiteAddress, Tensor]:
+        made: dict[SiteAddress, Tensor] = {}
+        for key, amount in (gates or {}).items():
+            if isinstance(key, SiteAddress):
+                new = {key: amount if isinstance(amount, Tensor) else torch.tensor(amount)}
+            else:
+                new = self.heads.select(key).gates(amount)
+            for site, gate in new.items():
+                made[site] = made[site] * gate if site in made else gate
+        return made
+
+    def _check_ids(self, ids: Tensor, padding: Tensor | None) -> None:
+        if ids.ndim != 2 or ids.is_floating_point():
+            raise HeadwiseError(f"token ids are whole numbers, (batch, tokens); got {ids.dtype} {tuple(ids.shape)}.")
+        if padding is not None and padding.shape != ids.shape:
+            raise HeadwiseError(
+                f"padding is {tuple(padding.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
+            )

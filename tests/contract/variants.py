@@ -1,0 +1,225 @@
+"""What the kernel tests share: hypothesis strategies for masks and whole calls, the kernels by name, one comparison."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headwise.kernels import (
+    Alibi,
+    Mask,
+    alibi_slopes,
+    allow,
+    attention,
+    blockwise,
+    causal,
+    document,
+    make_terms,
+    padding,
+    per_head,
+    reference,
+    window,
+)
+
+# The same examples on every run and every worker: a failure is always reproducible.
+FIXED = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+FLOATS = (torch.float64, torch.float32)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+# Batch, queries, keys and channels are distinct primes, so that a swapped axis cannot pass; 1 is the odd one out.
+BATCHES = (1, 2)
+TOKENS = ((7, 11), (13, 11), (11, 11), (7, 13), (3, 7), (1, 11), (7, 1), (1, 1))
+CHANNELS = ((17, 17), (17, 5), (5, 19))  # of q and k, of v
+
+# How heads read key/value heads: (heads, key/value heads, groups).
+HEADS: tuple[tuple[int, int, tuple[int, ...] | None], ...] = (
+    (3, 3, None),  # plain
+    (6, 3, None),  # grouped-query
+    (3, 1, None),  # multi-query
+    (5, 3, (0, 0, 0, 1, 2)),  # uneven, as after pruning
+    (5, 3, (2, 0, 0, 2, 0)),  # out of order, and one key/value head that nobody reads
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None = None
+    bias: Tensor | Alibi | None = None
+    softcap: float | None = None
+    sink: Tensor | float | None = None
+    groups: tuple[int, ...] | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+
+    @property
+    def options(self) -> dict:
+        """Everything besides q, k and v, as keyword arguments."""
+        return {name: value for name, value in vars(self).items() if name not in ("q", "k", "v")}
+
+    def to(self, dtype: torch.dtype) -> "Call":
+        """The same numbers in another precision."""
+        given = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(
+            self, **{name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in given.items()}
+        )
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Every tensor that wants a gradient."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and x.requires_grad}
+
+
+Kernel = Callable[[Call], Tensor]
+
+
+def by_name(backend: str) -> Kernel:
+    return lambda call: attention(call.q, call.k, call.v, **call.options, backend=backend)
+
+
+def in_blocks(row_block: int, head_block: int | None) -> Kernel:
+    def kernel(call: Call) -> Tensor:
+        terms = make_terms(call.q, call.k, call.v, **call.options)
+        return blockwise(call.q, call.k, call.v, terms, row_block=row_block, head_block=head_block)
+
+    return kernel
+
+
+KERNELS: dict[str, Kernel] = {
+    "batched": by_name("batched"),
+    "fused": by_name("fused"),
+    "blockwise": by_name("blockwise"),
+    "blockwise, 3 rows": in_blocks(3, None),
+    "blockwise, 3 rows, 2 heads": in_blocks(3, 2),
+    "auto": by_name("auto"),
+}
+
+
+def oracle(call: Call) -> Tensor:
+    """The reference kernel."""
+    return reference(call.q, call.k, call.v, make_terms(call.q, call.k, call.v, **call.options))
+
+
+def run_both_ways(kernel: Kernel, call: Call) -> dict[str, Tensor]:
+    """What a call returns and the gradients it sends back, for a fixed random gradient from above."""
+    z = kernel(call)
+    above = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z.dtype)
+    leaves = call.leaves
+    grads = torch.autograd.grad(z, list(leaves.values()), above, materialize_grads=True) if leaves else ()
+    return {"z": z.detach()} | {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """Relative to the largest entry; inputs are of order 1, so what is smaller than 1 is measured against 1."""
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        assert got[name].shape == expected.shape, f"{name}: {got[name].shape}, want {expected.shape}"
+        if expected.numel():
+            error = (got[name].double() - expected.double()).abs().max().item()
+            assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{name} is off by {error:.1e}"
+
+
+# What hypothesis draws. Random tensors come from a drawn seed: the kernels have no interesting single numbers.
+
+
+@st.composite
+def coins(draw: st.DrawFn, *shape: int, share: float = 0.6) -> Tensor:
+    """A random bool tensor."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    return torch.rand(shape, generator=generator) < share
+
+
+@st.composite
+def allowed(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Mask:
+    """An arbitrary mask of two, three or four axes, each whole or 1; sometimes with rows that see nothing."""
+    full = (B, H, T, S)
+    shape = draw(st.sampled_from([full, (B, T, S), (T, S), (1, H, T, S), (B, 1, 1, S), (B, H, T, 1), (1, 1, 1, 1)]))
+    tensor = draw(coins(*shape))
+    return allow(tensor & draw(coins(*shape[:-1], 1)) if draw(st.booleans()) else tensor)
+
+
+def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
+    """Masks that are not made of others."""
+    offsets = st.none() | st.integers(-T - 2, S + 2)
+    sizes, batches = st.integers(1, S + 2), st.sampled_from((1, B))
+    documents = st.integers(0, 999).map(lambda seed: torch.Generator().manual_seed(seed))
+    return st.one_of(
+        st.builds(causal, offsets),
+        st.builds(window, sizes, st.none() | st.integers(0, S), offsets),
+        st.builds(padding, batches.flatmap(lambda batch: coins(batch, S, share=0.7))),
+        st.builds(
+            lambda batch, draws: document(
+                torch.randint(3, (batch, S), generator=draws), torch.randint(3, (batch, T), generator=draws)
+            ),
+            batches,
+            documents,
+        ),
+        allowed(B, H, T, S),
+    )
+
+
+def masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
+    """Any mask: a leaf, one for each head, or several joined by & and |."""
+    single = leaf_masks(B, H, T, S)
+    each = st.builds(per_head, st.lists(leaf_masks(B, 1, T, S), min_size=H, max_size=H))
+    one = single | each
+    return st.one_of(
+        one,
+        st.builds(lambda a, b: a & b, one, one),
+        st.builds(lambda a, b: a | b, one, one),
+        st.builds(lambda a, b, c: (a & b) | c, one, one, one),
+    )
+
+
+@st.composite
+def biases(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Tensor | Alibi | None:
+    """No bias, ALiBi, or a tensor, fixed or learned, with or without entries and whole rows of −inf."""
+    kind = draw(st.sampled_from(("none", "alibi", "tensor", "tensor with −inf")))
+    if kind == "none":
+        return None
+    if kind == "alibi":
+        return Alibi(alibi_slopes(H))
+    shape = draw(st.sampled_from([(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (1, 1, T, 1)]))
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))), dtype=torch.float64)
+    if kind == "tensor with −inf":
+        bias = bias.masked_fill(~draw(coins(*shape, share=0.8)), -torch.inf)
+        bias = bias.masked_fill(~draw(coins(*shape[:-1], 1, share=0.8)), -torch.inf)
+    return bias.requires_grad_(draw(st.booleans()))
+
+
+@st.composite
+def calls(draw: st.DrawFn, capped: bool = True) -> Call:
+    """Any call, in float64, with gradients wanted by q, k, v and whatever is learned."""
+    B = draw(st.sampled_from(BATCHES))
+    (T, S), (d, e) = draw(st.sampled_from(TOKENS)), draw(st.sampled_from(CHANNELS))
+    H, K, groups = draw(st.sampled_from(HEADS))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return Call(
+        q=tensor(B, H, T, d),
+        k=tensor(B, K, S, d),
+        v=tensor(B, K, S, e),
+        groups=groups,
+        mask=draw(st.none() | masks(B, H, T, S)),
+        bias=draw(biases(B, H, T, S)),
+        softcap=draw(st.sampled_from((None, None, 0.7, 20.0))) if capped else None,
+        sink=draw(st.sampled_from((None, 0.0, tensor(H)))),
+        scale=draw(st.sampled_from((None, 0.31))),
+    )
