@@ -9,14 +9,14 @@ from headwise.kernels.terms import Terms, raw_scores, spread, visible_scores, we
 def batched(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
     T, S = q.shape[2], k.shape[2]
-    return batched_rows(q, spread(k, terms.groups), spread(v, terms.groups), terms, range(T), range(S), T, S)
+    return batched_rows(q, k, v, terms, range(T), range(S), T, S)
 
 
 def batched_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
-    """The same for one block of queries and the keys they see, k and v already spread over heads. (B, H, R, e)"""
-    scores = visible_scores(raw_scores(q, k, terms), terms, rows, cols, T, S)  # (B, H, R, C)
-    share = weights(scores, terms, terms.may_be_empty(T, S))
-    return torch.nn.functional.dropout(share, terms.dropout) @ v
+    """The same for one block of queries and the keys they see. (B, H, R, e)"""
+    scores = raw_scores(q, spread(k, terms.groups), terms)  # (B, H, R, C)
+    share = weights(visible_scores(scores, terms, rows, cols, T, S), terms, terms.may_be_empty(T, S))
+    return torch.nn.functional.dropout(share, terms.dropout) @ spread(v, terms.groups)
 
 
 def maps(q: Tensor, k: Tensor, terms: Terms) -> Tensor:

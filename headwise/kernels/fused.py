@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.blockwise import by_rows
+from headwise.kernels.blocks import Blocks, by_blocks, nothing
 from headwise.kernels.masks import Causal
 from headwise.kernels.terms import Terms, spread
 
@@ -23,12 +23,12 @@ def fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
     T, S, mask = q.shape[2], k.shape[2], terms.mask
     if q.numel() == 0 or S == 0:  # no head, no query or no key: nothing to attend to
-        return q.new_zeros(*q.shape[:3], v.shape[-1])
+        return nothing(q, k, v)
     if terms.bias is None and (mask is None or mask.is_full(T, S)):
         return _sdpa(q, k, v, terms)
     if terms.bias is None and isinstance(mask, Causal) and mask.places(T, S) == 0:
         return _sdpa(q, k, v, terms, is_causal=True)
-    return by_rows(_masked_rows, q, k, v, terms, row_block(terms, T, S))
+    return by_blocks(_masked_rows, q, k, v, terms, Blocks(row_block(terms, T, S), q.shape[1]))
 
 
 def row_block(terms: Terms, T: int, S: int) -> int:
@@ -42,7 +42,7 @@ def row_block(terms: Terms, T: int, S: int) -> int:
 def _masked_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
     """One block of rows with its mask and bias as a tensor. A row that sees nothing is let see all, then zeroed."""
     if len(cols) == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[-1])
+        return nothing(q, k, v)
     allowed = terms.mask_block(rows, cols, T, S, q.device)  # (1 or B, 1 or H, 1 or R, C)
     bias = terms.bias_block(rows, cols, T, S)
     if bias is None:

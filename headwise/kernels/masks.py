@@ -140,7 +140,7 @@ class Document(Mask):
         return queries == self.keys_of[:, None, None, cols.start : cols.stop].to(device)  # (B, 1, R, C)
 
     def planes(self) -> tuple[int, int]:
-        return self.keys_of.shape[0], 1
+        return max(self.keys_of.shape[0], self.queries_of.shape[0]), 1
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         for name, ids, length in (("queries", self.queries_of, T), ("keys", self.keys_of, S)):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headwise.kernels.blocks import nothing
 from headwise.kernels.positions import Alibi
 from headwise.kernels.terms import Terms
 
@@ -12,7 +13,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     (B, H, T, _), S = q.shape, k.shape[2]
     bias = terms.bias.block(range(T), range(S), T, S) if isinstance(terms.bias, Alibi) else terms.bias
     allowed = None if terms.mask is None else terms.mask.dense(T, S, q.device).expand(B, H, T, S)
-    z = q.new_zeros(B, H, T, v.shape[-1])
+    z = nothing(q, k, v)  # (B, H, T, e)
+    if S == 0:
+        return z
     for head in range(H):
         scores = torch.einsum("btd,bsd->bts", q[:, head], k[:, terms.groups[head]]) * terms.scale
         if terms.softcap is not None:
@@ -21,9 +24,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
             scores = scores + bias.expand(B, H, T, S)[:, head].to(q.dtype)
         if allowed is not None:
             scores = torch.where(allowed[:, head], scores, -torch.inf)
-        peak = (
-            scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
-        )  # finite, even for an empty row
+        peak = scores.detach().amax(-1, keepdim=True)
+        peak = peak.clamp(min=torch.finfo(q.dtype).min)  # finite, even where the row is empty
+        if terms.sink is not None:
+            peak = peak.maximum(terms.sink[head].detach().to(q.dtype))
         share = torch.exp(scores - peak)  # (B, T, S)
         total = share.sum(-1, keepdim=True)
         if terms.sink is not None:

@@ -1,6 +1,6 @@
 """Everything besides q, k and v that decides the scores, and the two steps every materialising kernel shares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,34 @@ class Terms:
             return False
         masked = self.mask is not None and not self.mask.is_full(T, S) and self.mask.may_be_empty(T, S)
         return masked or isinstance(self.bias, Tensor)
+
+    def for_heads(self, heads: range, shared: range) -> "Terms":
+        """The same terms for a run of heads, whose key/value heads lie in `shared`."""
+        pick = slice(heads.start, heads.stop)
+        bias = self.bias
+        if isinstance(bias, Alibi):
+            bias = Alibi(bias.slopes[pick])
+        elif bias is not None and bias.shape[1] > 1:
+            bias = bias[:, pick]
+        return replace(
+            self,
+            groups=tuple(group - shared.start for group in self.groups[pick]),
+            bias=bias,
+            mask=None if self.mask is None else self.mask.for_heads(pick),
+            sink=None if self.sink is None else self.sink[pick],
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors in here that might be learned: the sink, the bias or its slopes."""
+        bias = self.bias.slopes if isinstance(self.bias, Alibi) else self.bias
+        return [tensor for tensor in (self.sink, bias) if tensor is not None]
+
+    def with_tensors(self, tensors: list[Tensor]) -> "Terms":
+        """The same terms with other tensors, in the order of `tensors()`."""
+        new = list(tensors)
+        sink = None if self.sink is None else new.pop(0)
+        bias = None if self.bias is None else new.pop(0)
+        return replace(self, sink=sink, bias=Alibi(bias) if isinstance(self.bias, Alibi) and bias is not None else bias)
 
 
 def raw_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:

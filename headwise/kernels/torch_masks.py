@@ -17,9 +17,8 @@ def from_sdpa(attn_mask: Tensor) -> Mask | Tensor:
     >>> from_sdpa(torch.tensor([[True, False]])).dense(1, 2)[0, 0]
     tensor([[ True, False]])
     """
-    if attn_mask.is_floating_point():
-        return attn_mask[(None,) * (4 - attn_mask.ndim)]
-    return allow(attn_mask)
+    four_axes = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    return four_axes if attn_mask.is_floating_point() else allow(four_axes)
 
 
 def from_mha(attn_mask: Tensor, heads: int) -> Mask | Tensor:
@@ -34,7 +33,7 @@ def from_mha(attn_mask: Tensor, heads: int) -> Mask | Tensor:
                 f"attn_mask has {attn_mask.shape[0]} leading rows, not a multiple of {heads} heads; give (batch·heads, T, S)."
             )
         attn_mask = attn_mask.unflatten(0, (-1, heads))  # (B, H, T, S)
-    return from_sdpa(attn_mask if attn_mask.is_floating_point() else ~attn_mask)
+    return from_sdpa(attn_mask if attn_mask.is_floating_point() else ~attn_mask.bool())
 
 
 def from_mha_padding(key_padding_mask: Tensor) -> Mask:
@@ -45,7 +44,7 @@ def from_mha_padding(key_padding_mask: Tensor) -> Mask:
     """
     if key_padding_mask.is_floating_point():
         raise HeadwiseError("a float key_padding_mask is a bias; pass it as bias=mask[:, None, None, :].")
-    return padding(~key_padding_mask)
+    return padding(~key_padding_mask.bool())
 
 
 def to_sdpa(mask: Mask, T: int, S: int, device: torch.device | str = "cpu") -> Tensor:
