@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import sinusoidal
+from headwise.kernels.linear import Linear
 from headwise.spec import ModelSpec
 
 ACTIVATIONS = {
@@ -28,9 +29,9 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.bend = ACTIVATIONS[spec.activation]
-        self.gate = nn.Linear(spec.width, spec.hidden, spec.mlp_bias) if spec.activation == "swiglu" else None
-        self.up = nn.Linear(spec.width, spec.hidden, spec.mlp_bias)
-        self.down = nn.Linear(spec.hidden, spec.width, spec.mlp_bias)
+        self.gate = Linear(spec.width, spec.hidden, spec.mlp_bias) if spec.activation == "swiglu" else None
+        self.up = Linear(spec.width, spec.hidden, spec.mlp_bias)
+        self.down = Linear(spec.hidden, spec.width, spec.mlp_bias)
         self.down.writes_to_stream = True  # pyright: ignore[reportArgumentType]  # read by initialise
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,9 +78,9 @@ class Output(nn.Module):
         super().__init__()
         masked = spec.output == "mlm"
         self.bend = ACTIVATIONS[spec.activation]
-        self.transform = nn.Linear(spec.width, spec.width) if masked else None
+        self.transform = Linear(spec.width, spec.width) if masked else None
         self.norm = make_norm(spec) if masked else None
-        self.vocabulary = nn.Linear(spec.width, spec.vocab, bias=masked)
+        self.vocabulary = Linear(spec.width, spec.vocab, bias=masked)
         if spec.tied:
             self.vocabulary.weight = tokens.weight
 
@@ -95,7 +96,7 @@ class Pooler(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.dense = nn.Linear(spec.width, spec.width)
+        self.dense = Linear(spec.width, spec.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, D) → (B, D)"""

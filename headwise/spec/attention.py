@@ -1,6 +1,7 @@
 """What one attention layer is: sizes, heads, positions, softmax. Frozen data, no torch."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from headwise.errors import HeadwiseError
@@ -157,17 +158,17 @@ class AttentionSpec:
 
     # What follows from the fields.
 
-    @property
+    @cached_property
     def head_ids(self) -> tuple[int, ...]:
         """The heads that are there, by their original numbers."""
         return tuple(range(self.heads)) if self.kept is None else self.kept
 
-    @property
+    @cached_property
     def kv_ids(self) -> tuple[int, ...]:
         """The key/value heads some present head still reads from, by their original numbers."""
         return tuple(sorted({self._kv_of(head) for head in self.head_ids}))
 
-    @property
+    @cached_property
     def kv_of_head(self) -> tuple[int, ...]:
         """For each present head, the index of its key/value head among those present."""
         index = {number: i for i, number in enumerate(self.kv_ids)}

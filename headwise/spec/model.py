@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from headwise.errors import HeadwiseError
@@ -98,7 +99,7 @@ class ModelSpec:
 
     # Layers and heads.
 
-    @property
+    @cached_property
     def sites(self) -> tuple[SiteAddress, ...]:
         """Every attention layer, in the order data walks through them."""
         if self.kind != "encoder-decoder":
@@ -118,7 +119,7 @@ class ModelSpec:
             spec = replace(spec, window=None, rotary=None, alibi=False)
         return replace(spec, kept=dict(self.kept).get(str(site)))
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[Address, ...]:
         """Every head there is."""
         return tuple(site.head(number) for site in self.sites for number in self.attention_at(site).head_ids)

@@ -73,7 +73,7 @@ def cases() -> dict[str, Case]:
 def by_name(slots: tuple[str, ...], used: Any, arrays: Any) -> dict[str, Tensor]:
     """Arrays come without a place for what a node leaves out; its slots say which those are."""
     present = [slot for slot, name in zip(slots, used, strict=False) if name]
-    return {slot: to_torch(array) for slot, array in zip(present, arrays, strict=False)}
+    return {slot: to_torch(array) for slot, array in zip(present, arrays, strict=True)}
 
 
 def to_torch(array: Any) -> Tensor:
@@ -135,7 +135,7 @@ def where_to_look(case: Case, T: int, S: int) -> tuple[list[Mask], Tensor | None
         # Each batch row has a place of its own, which our causal and window masks have not: one dense plane each.
         offsets = [int(length) - T for length in lengths]
         planes = [place_masks(attributes, offset) for offset in offsets]
-        masks += [allow(torch.cat([mask.dense(T, S) for mask in row])) for row in zip(*planes, strict=False)]
+        masks += [allow(torch.cat([mask.dense(T, S) for mask in row])) for row in zip(*planes, strict=True)]
     else:
         past = given["past_key"].shape[2] if "past_key" in given else 0
         masks += place_masks(attributes, past)
