@@ -10,6 +10,7 @@ from torch import Tensor
 class PerHead:
     """A layer's output, head by head. The guide's small example, three heads of two numbers, concatenates to six:
 
+    >>> import torch
     >>> z = torch.tensor([[.2, .5], [.8, .1], [.3, .9]])[None, :, None]  # (B=1, H=3, T=1, d=2)
     >>> PerHead(z, torch.eye(6).unflatten(0, (3, 2)), None).concatenated()
     tensor([[[0.2000, 0.5000, 0.8000, 0.1000, 0.3000, 0.9000]]])

@@ -42,6 +42,7 @@ def attention(
     `groups` says which key/value head each head reads, default: in even groups. `sink` is a logit per head that takes
     part in the softmax and writes nothing; 0.0 gives the off-by-one softmax. `bias` is added to the scores.
 
+    >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     >>> attention(q, k, v).shape
     torch.Size([1, 2, 5, 4])

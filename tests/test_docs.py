@@ -1,0 +1,48 @@
+"""Every example runs: docstrings as doctests, and the python blocks of README and docs, page by page."""
+
+import ast
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise
+
+ROOT = Path(__file__).parent.parent
+MODULES = ["headwise", *(found.name for found in pkgutil.walk_packages(headwise.__path__, "headwise."))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_doctests(name: str) -> None:
+    torch.manual_seed(0)
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs_and_prints_what_it_says(page: Path) -> None:
+    torch.manual_seed(0)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        lines = block.splitlines()
+        for statement in ast.parse(block).body:
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):
+                exec(compile(ast.Module([statement], []), page.name, "exec"), names)
+            source = lines[statement.lineno - 1 : statement.end_lineno]
+            promises = [line.split("  # ")[-1] for line in source if "print(" in line and "  # " in line]
+            for printed in said.getvalue().splitlines() if promises else []:
+                assert any(keeps(printed, promise) for promise in promises), f"{page.name} printed {printed}"
+
+
+def keeps(printed: str, promise: str) -> bool:
+    """A comment behind a print is what it prints; words may follow a comma or colon, and … leaves the rest out."""
+    if promise.endswith("…"):
+        return printed.startswith(promise.removesuffix("…").strip())
+    return promise == printed or promise.startswith((f"{printed}, ", f"{printed}: "))

@@ -1,0 +1,105 @@
+"""The house stays in order: small files, imports that flow down, a true README tree, a frozen surface."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headwise as hw
+
+ROOT = Path(__file__).parent.parent
+ROOMS = [
+    *("errors", "spec", "kernels", "heads", "model", "text", "attach"),
+    *("weights", "train", "look", "change", "lab", "show", "cli"),
+]
+SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
+
+PUBLIC_NAMES = [
+    "HeadwiseError",
+    *("Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
+    *("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
+    *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
+    "Transformer",
+]
+VERBS = ["demo", "presets"]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "headwise").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize(
+    "path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
+)
+def test_files_are_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_imports_flow_down() -> None:
+    for path in SOURCES:
+        if room_of(path) not in ROOMS:
+            continue  # the front door and __main__ see every room
+        for node in ast.parse(path.read_text()).body:  # at module level only
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                if module.startswith("headwise."):
+                    used = module.split(".")[1]
+                    assert ROOMS.index(used) <= ROOMS.index(room_of(path)), f"{path} imports {module}, a later room"
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(path) for path in SOURCES} - {"__init__", "__main__"} <= set(ROOMS)
+
+
+def test_readme_tree_is_the_tree() -> None:
+    block = (ROOT / "README.md").read_text().split("<!-- tree -->")[1]
+    told, folders = set(), []
+    for line in re.findall(r"^( *)(\S+)", block.replace("```", ""), re.MULTILINE):
+        depth, name = len(line[0]) // 2, line[1]
+        folders = folders[:depth]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            told.add("".join(folders) + name)
+    there = {
+        str(path.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py" or path.parent.name == "headwise"
+    }
+    assert told == there
+
+
+def test_public_names_are_frozen() -> None:
+    assert hw.__all__ == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(hw, name) is not None
+        assert name in dir(hw)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hw.nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_verbs_are_frozen() -> None:
+    from headwise.cli import app
+
+    assert sorted(command.name or "" for command in app.registered_commands) == VERBS
+    files = {path.stem for path in (ROOT / "headwise" / "cli").glob("*.py")} - {"__init__"}
+    assert sorted(files) == VERBS
+
+
+@pytest.mark.parametrize("arguments", [["-c", "import headwise"], ["-m", "headwise", "--help"]])
+def test_starting_up_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = ["-X", "importtime", *arguments]
+    done = subprocess.run([sys.executable, *code], capture_output=True, text=True, check=True, cwd=ROOT)
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "headwise" in imported
+    assert not imported & {"torch", "scipy", "matplotlib", "numpy", "transformers"}
+
+
+def test_no_path_of_one_machine_is_in_the_project() -> None:
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout.split()
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".yaml", ""):
+            assert not re.search(r"(^|[\s\"'(])/(work|root|home)/", path.read_text(errors="ignore")), name
