@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import headwise as hw
+import headwise.kernels.linear as quick
 from bench.measure import machine, take_turns
 from headwise.show.tables import make_table
 
@@ -85,11 +86,21 @@ def main() -> None:
                 prompt, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0
             )
 
-        timings = take_turns({"headwise": headwise, "transformers": transformers}, "transformers", given.rounds)
-        same = "yes" if torch.equal(made["headwise"], made["transformers"]) else "NO"
+        def always_onednn(prompt: torch.Tensor = prompt, made: dict = made) -> None:
+            usual, quick.FEW_ROWS = quick.FEW_ROWS, range(1, 17)
+            made["headwise, oneDNN from one row on"] = ours.generate(prompt, given.tokens)
+            quick.FEW_ROWS = usual
+
+        contestants = {
+            "headwise": headwise,
+            "headwise, oneDNN from one row on": always_onednn,
+            "transformers": transformers,
+        }
+        timings = take_turns(contestants, "transformers", given.rounds)
         for name, t in timings.items():
             per_second = B * given.tokens / t.best
             spread = f"{t.low:.2f} – {t.high:.2f}"
+            same = "yes" if torch.equal(made[name], made["transformers"]) else "no"
             rows.append([B, name, per_second, t.speed, spread, B * speed / weights, same])
     columns = ["batch", "who", "tokens/s (best)", "times transformers", "quartiles", "bandwidth bound", "same tokens"]
     console = Console(file=sys.stdout, width=120)

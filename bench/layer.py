@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -39,38 +40,59 @@ class HandWritten(nn.Module):
         return self.out(z.transpose(1, 2).flatten(2))
 
 
-def make_layers(width: int, heads: int, T: int) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Everyone's causal self-attention of one size, as (module, how to call it)."""
-    ours = hw.MultiHeadAttention(width=width, heads=heads)
-    hand = HandWritten(width, heads)
-    theirs = nn.MultiheadAttention(width, heads, bias=False, batch_first=True)
+Layer = tuple[nn.Module, Callable[[Tensor], Tensor]]  # a module, and how it is called
+
+
+def ours(width: int, heads: int, T: int, backend: str = "auto") -> Layer:
+    layer = hw.MultiHeadAttention(width=width, heads=heads, backend=backend)
+    return layer, lambda x: layer(x, mask=hw.causal())
+
+
+def hand_written(width: int, heads: int, T: int) -> Layer:
+    layer = HandWritten(width, heads)
+    return layer, layer
+
+
+def torch_layer(width: int, heads: int, T: int, weights: bool = False) -> Layer:
+    layer = nn.MultiheadAttention(width, heads, bias=False, batch_first=True)
     hidden = nn.Transformer.generate_square_subsequent_mask(T)
 
-    def torch_plain(x: Tensor) -> Tensor:
-        return theirs(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+    def plain(x: Tensor) -> Tensor:
+        return layer(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
 
-    def torch_weights(x: Tensor) -> Tensor:
-        return theirs(x, x, x, attn_mask=hidden, need_weights=True, average_attn_weights=False)[0]
+    def with_weights(x: Tensor) -> Tensor:
+        return layer(x, x, x, attn_mask=hidden, need_weights=True, average_attn_weights=False)[0]
 
-    layers: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
-        BASE: (ours, lambda x: ours(x, mask=hw.causal())),
-        "hand-written SDPA": (hand, hand),
-        "nn.MultiheadAttention": (theirs, torch_plain),
-        "the same, with weights": (theirs, torch_weights),
-    }
-    if importlib.util.find_spec("x_transformers"):
-        from x_transformers.x_transformers import Attention  # pyright: ignore[reportMissingImports]
+    return layer, with_weights if weights else plain
 
-        x_layer = Attention(width, heads=heads, dim_head=width // heads, causal=True, flash=True)
-        layers["x-transformers"] = (x_layer, lambda x: x_layer(x))
-    if importlib.util.find_spec("transformers"):
-        from transformers import GPT2Config
-        from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-        config = GPT2Config(n_embd=width, n_head=heads, attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa")  # pyright: ignore
-        gpt2 = GPT2Attention(config, layer_idx=0)
-        layers["transformers GPT-2"] = (gpt2, lambda x: gpt2(x)[0])
-    return layers
+def x_transformers(width: int, heads: int, T: int) -> Layer:
+    from x_transformers.x_transformers import Attention  # pyright: ignore[reportMissingImports]
+
+    layer = Attention(width, heads=heads, dim_head=width // heads, causal=True, flash=True)
+    return layer, lambda x: layer(x)
+
+
+def gpt2(width: int, heads: int, T: int) -> Layer:
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    config = GPT2Config(n_embd=width, n_head=heads, attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa")  # pyright: ignore
+    layer = GPT2Attention(config, layer_idx=0)
+    return layer, lambda x: layer(x)[0]
+
+
+BUILDERS: dict[str, Callable[[int, int, int], Layer]] = {
+    BASE: ours,
+    "hand-written SDPA": hand_written,
+    "nn.MultiheadAttention": torch_layer,
+    "the same, with weights": partial(torch_layer, weights=True),
+}
+if importlib.util.find_spec("x_transformers"):
+    BUILDERS["x-transformers"] = x_transformers
+if importlib.util.find_spec("transformers"):
+    BUILDERS["transformers GPT-2"] = gpt2
+OUR_KERNELS = {name: partial(ours, backend=name) for name in ("fused", "blockwise", "batched")}
 
 
 def forward(call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
@@ -92,7 +114,7 @@ def backward(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> 
 def time_layers(rounds: int, console: Console) -> None:
     for B, T, width, heads in SIZES:
         torch.manual_seed(0)
-        layers = make_layers(width, heads, T)
+        layers = {name: build(width, heads, T) for name, build in BUILDERS.items()}
         x = torch.randn(B, T, width)
         fair = rounds if T < 8192 else max(5, rounds // 3)
         passes = {
@@ -116,28 +138,18 @@ def time_layers(rounds: int, console: Console) -> None:
 
 def memory(console: Console) -> None:
     """Peak memory of one forward plus backward at width 768, 12 heads, batch 1; each in a process of its own."""
-    contestants = [
-        "fused",
-        "blockwise",
-        "batched",
-        "hand-written SDPA",
-        "nn.MultiheadAttention",
-        "the same, with weights",
-    ]
-    rows = [[name, *(peak_memory("bench.layer", "--memory-of", name, str(T)) for T in LENGTHS)] for name in contestants]
+    names = [*OUR_KERNELS, *list(BUILDERS)[1:]]
+    rows = [[name, *(peak_memory("bench.layer", "--memory-of", name, str(T)) for T in LENGTHS)] for name in names]
     title = "Peak memory above the idle process, MB, forward + backward, batch 1, width 768, 12 heads"
     console.print(make_table(title, ["layer", *(f"T={T}" for T in LENGTHS)], rows))
 
 
 def memory_of(name: str, T: int) -> float:
     torch.manual_seed(0)
-    x = torch.randn(1, T, 768)
-    if name in ("fused", "blockwise", "batched"):
-        ours = hw.MultiHeadAttention(width=768, heads=12, backend=name)
-        small = torch.randn(1, 8, 768)
-        ours(small, mask=hw.causal()).sum().backward()  # whatever torch sets up once
-        return rise_in_memory(lambda: ours(x, mask=hw.causal()).sum().backward())
-    module, call = make_layers(768, 12, T)[name]
+    build = (BUILDERS | OUR_KERNELS)[name]
+    module, call = build(768, 12, 64)
+    backward(module, call, torch.randn(1, 64, 768))()  # whatever torch sets up once
+    x, (module, call) = torch.randn(1, T, 768), build(768, 12, T)
     return rise_in_memory(backward(module, call, x))
 
 

@@ -54,15 +54,18 @@ def peak_memory(module: str, *arguments: str) -> float:
 
 
 def rise_in_memory(work: Callable[[], object]) -> float:
-    """Megabytes by which the process's peak rises while `work` runs. Call it once in a process."""
-    before = _peak_mb()
+    """Megabytes the process takes at its peak while `work` runs, above what it held before."""
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")  # forget the peak so far
+    before = _memory("VmRSS")
     work()
-    return _peak_mb() - before
+    return _memory("VmHWM") - before
 
 
-def _peak_mb() -> float:
+def _memory(what: str) -> float:
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(what))
 
 
 def machine() -> str:

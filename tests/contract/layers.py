@@ -1,0 +1,153 @@
+"""What the tests of layers and models share: variants of both with random weights, and cutting a state dict by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.heads import MultiHeadAttention
+from headwise.kernels import BACKENDS, Mask, causal
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec, Rotary, SiteAddress
+
+# Sizes that cannot be mistaken for each other; head_dim is even, for rotary positions.
+B, T, S, WIDTH, HEADS, HEAD_DIM = 2, 5, 7, 20, 4, 6
+PLAIN = AttentionSpec(width=WIDTH, heads=HEADS, head_dim=HEAD_DIM)
+
+LAYERS: dict[str, AttentionSpec] = {
+    "plain": PLAIN,
+    "biases": replace(PLAIN, bias=True, out_bias=True),
+    "grouped-query": replace(PLAIN, kv_heads=2, bias=True),
+    "multi-query": replace(PLAIN, kv_heads=1),
+    "wide values": replace(PLAIN, value_dim=11),
+    "narrow values": replace(PLAIN, value_dim=3),
+    "sink": replace(PLAIN, softmax="sink"),
+    "off by one": replace(PLAIN, softmax="off_by_one"),
+    "softcap": replace(PLAIN, softcap=0.8),
+    "own scale": replace(PLAIN, scale=1.0),
+    "alibi": replace(PLAIN, alibi=True),
+    "rotary, half": replace(PLAIN, rotary=Rotary()),
+    "rotary, interleaved": replace(PLAIN, rotary=Rotary(layout="interleaved")),
+    "rotary, partial": replace(PLAIN, rotary=Rotary(dims=4)),
+    "window": replace(PLAIN, window=2),
+    "gated": replace(PLAIN, gated=True),
+    "slice": replace(PLAIN, input="slice", bias=True),
+    "cross": replace(PLAIN, kv_width=13, bias=True, out_bias=True),
+    "cut": replace(PLAIN, kept=(0, 3), bias=True, out_bias=True),
+    "cut, alibi": replace(PLAIN, kept=(0, 3), alibi=True),
+    "cut, slice": replace(PLAIN, kept=(0, 3), input="slice"),
+    "cut, uneven groups": replace(PLAIN, kept=(0, 2, 3), kv_heads=2, bias=True),
+    "cut, no head left": replace(PLAIN, kept=(), bias=True, out_bias=True, softmax="sink", gated=True),
+}
+
+SMALL = AttentionSpec(width=12, heads=4, head_dim=6, bias=True, out_bias=True)
+GROUPED = AttentionSpec(width=12, heads=4, kv_heads=2, head_dim=6, rotary=Rotary())
+SIZES: dict[str, Any] = {"vocab": 17, "context": 19, "layers": 2, "hidden": 23}
+
+MODELS: dict[str, ModelSpec] = {
+    "decoder": ModelSpec(**SIZES, attention=SMALL),
+    "decoder, rotary": ModelSpec(
+        **SIZES, attention=GROUPED, norm="rms", activation="swiglu", mlp_bias=False, positions="none", tied=False
+    ),
+    "decoder, parallel": ModelSpec(**SIZES, attention=replace(SMALL, alibi=True), form="parallel", positions="none"),
+    "decoder, windows": ModelSpec(**SIZES, attention=GROUPED, positions="none", windows=(None, 3)),
+    "decoder, cut": ModelSpec(**SIZES, attention=GROUPED, positions="none", kept={"0": (0, 3), "1": ()}),
+    "encoder": ModelSpec(
+        **SIZES, attention=SMALL, kind="encoder", form="post", embed_norm=True, token_types=2, pooler=True, output="mlm"
+    ),
+    "encoder-decoder": ModelSpec(**SIZES, attention=SMALL, kind="encoder-decoder", positions="sinusoidal"),
+}
+
+
+def backends_for(spec: AttentionSpec) -> list[str]:
+    """Every backend that takes the layer: the fused kernel cannot cap scores."""
+    return [name for name in ("auto", *BACKENDS) if name != "fused" or spec.softcap is None]
+
+
+def fill(module: torch.nn.Module, seed: int = 0) -> None:
+    """Random numbers everywhere, also in biases, norms, gates and sinks, where fresh weights would hide a mistake."""
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64))
+
+
+def make_layer(spec: AttentionSpec, seed: int = 0, **options: Any) -> MultiHeadAttention:
+    layer = MultiHeadAttention(spec, **options).double().eval()
+    fill(layer, seed)
+    return layer
+
+
+def make_model(spec: ModelSpec, seed: int = 0, **options: Any) -> Transformer:
+    model = Transformer(spec, **options).double().eval()
+    fill(model, seed)
+    return model
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer_inputs(spec: AttentionSpec) -> tuple[tuple[Tensor, ...], Mask | None]:
+    """What the layer reads, and its mask: causal, or for cross-attention a source and none."""
+    x = numbers(B, T, spec.width)
+    if spec.kv_width != spec.width:
+        return (x, numbers(B, S, spec.kv_width, seed=2)), None
+    return (x,), causal()
+
+
+def call(layer: MultiHeadAttention, **options: Any) -> Tensor:
+    inputs, mask = layer_inputs(layer.spec)
+    return layer(*inputs, mask=mask, **options)
+
+
+def token_ids(batch: int, length: int, vocab: int = 17, seed: int = 3) -> Tensor:
+    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def model_inputs(spec: ModelSpec) -> dict[str, Tensor]:
+    inputs = {"ids": token_ids(B, T)}
+    if spec.kind == "encoder-decoder":
+        inputs["source"] = token_ids(B, S, seed=4)
+    return inputs
+
+
+def run(model: Transformer, **options: Any) -> Tensor:
+    return model(**model_inputs(model.spec), **options)
+
+
+# Cutting by hand: rows of a saved state dict.
+
+
+def cut_layer(state: dict[str, Tensor], before: AttentionSpec, after: AttentionSpec, prefix: str = "") -> None:
+    """Take the heads that `after` no longer has out of a layer's saved tensors."""
+    heads = [before.head_ids.index(number) for number in after.head_ids]
+    kv_heads = [before.kv_ids.index(number) for number in after.kv_ids]
+    rows = {"q": heads, "k": kv_heads, "v": kv_heads}
+    for letter, chosen in rows.items():
+        for kind in ("weight", "bias"):
+            key = f"{prefix}read.{letter}.{kind}"
+            if key in state:
+                state[key] = state[key][chosen]
+    state[f"{prefix}write.weight"] = state[f"{prefix}write.weight"][:, heads]
+    for name in ("sink", "gate"):
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = state[f"{prefix}{name}"][heads]
+
+
+def place(site: SiteAddress) -> str:
+    """Where an attention layer's tensors are in a model's state dict."""
+    stack = "encoder_blocks" if site.stack == "enc" else "blocks"
+    return f"{stack}.{site.layer}.{'cross' if site.stack == 'cross' else 'attention'}."
+
+
+def cut_model(model: Transformer, pattern: str) -> Transformer:
+    """The smaller model, by slicing."""
+    after = model.spec.without(pattern)
+    state = dict(model.state_dict())
+    for site in model.spec.sites:
+        cut_layer(state, model.spec.attention_at(site), after.attention_at(site), place(site))
+    smaller = Transformer(after).double().eval()
+    smaller.load_state_dict(state)
+    return smaller
