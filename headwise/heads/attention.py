@@ -146,6 +146,8 @@ class MultiHeadAttention(nn.Module):
 
     def _slopes(self, q: Tensor) -> Tensor:
         """Each head's ALiBi slope by its original number, so that cutting a neighbour changes nothing. (H,)"""
+        if not self.spec.head_ids:
+            return q.new_zeros(0)
         return alibi_slopes(self.spec.heads)[list(self.spec.head_ids)].to(q)
 
     def _cross(self, x: Tensor, source: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,9 @@ class Cache(ABC):
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, (B, K, T, ·), and return all that are visible, (B, K, S, ·)."""
 
+    def check_room(self, T: int) -> None:  # noqa: B027 (most caches always have room)
+        """Refuse T more tokens if they do not fit."""
+
     def visible(self, T: int) -> int:
         """How many keys `extend` will return when T more tokens come."""
         return self.length + T
@@ -39,16 +42,19 @@ class Cache(ABC):
 
     def _room(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Make room for so many tokens, keeping what is there."""
+        self._check_batch(k)
         if self._k is None or self._v is None:
             self._k, self._v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k.detach(), v.detach()))
-        elif self._k.shape[0] != k.shape[0]:
-            raise HeadwiseError(
-                f"the cache holds a batch of {self._k.shape[0]}, got {k.shape[0]}; start a new cache for a new batch."
-            )
         elif self._k.shape[2] < room:
             more = room - self._k.shape[2]
             self._k, self._v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (self._k, self._v))
         return self._k, self._v
+
+    def _check_batch(self, k: Tensor) -> None:
+        if self._k is not None and self._k.shape[0] != k.shape[0]:
+            raise HeadwiseError(
+                f"the cache holds a batch of {self._k.shape[0]}, got {k.shape[0]}; start a new cache for a new batch."
+            )
 
     def _put(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Write new tokens behind those already there."""
@@ -77,12 +83,15 @@ class FixedCache(Cache):
             raise HeadwiseError(f"a cache holds at least 1 token, got size {size}.")
         self.size = size
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.length + k.shape[2] > self.size:
+    def check_room(self, T: int) -> None:
+        if self.length + T > self.size:
             raise HeadwiseError(
-                f"the cache is full: it holds {self.size} tokens, {self.length} are there and {k.shape[2]} more came; "
+                f"the cache is full: it holds {self.size} tokens, {self.length} are there and {T} more came; "
                 f"make it larger, or use a growing or sliding one."
             )
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.check_room(k.shape[2])
         return self._put(k, v, self.size)
 
 
@@ -96,10 +105,11 @@ class SlidingCache(Cache):
         self.size = size
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_batch(k)
+        k, v = k.detach(), v.detach()
+        self.length += k.shape[2]
         if self._k is not None and self._v is not None:
-            k, v = torch.cat((self._k, k.detach()), 2), torch.cat((self._v, v.detach()), 2)
-        new = k.shape[2] - (0 if self._k is None else self._k.shape[2])
-        self.length += new
+            k, v = torch.cat((self._k, k), 2), torch.cat((self._v, v), 2)
         keep = max(0, k.shape[2] - (self.size - 1))  # the next token sees itself and size − 1 more
         self._k, self._v = k[:, :, keep:].clone(), v[:, :, keep:].clone()
         return k, v

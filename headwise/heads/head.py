@@ -205,11 +205,8 @@ def make_gates(sites: Mapping[Site, Tensor], addresses: Iterable[Address], amoun
     for site, like in sites.items():
         here = [i for i, address in enumerate(site.addresses) if address in wanted]
         if here:
-            gate = torch.ones(len(site.head_ids), dtype=like.dtype, device=like.device)
-            if isinstance(amount, Tensor) and amount.ndim == 1:
-                gate = gate.repeat(len(amount), 1)  # (B, H)
-                gate[:, here] = amount.to(gate)[:, None]
-            else:
-                gate[here] = float(amount)
-            gates[site.address] = gate
+            chosen = torch.zeros(len(site.head_ids), dtype=torch.bool, device=like.device)
+            chosen[here] = True
+            level = torch.as_tensor(amount).to(like)  # () or (B,)
+            gates[site.address] = torch.where(chosen, level[..., None], 1.0)  # (H,) or (B, H)
     return gates

@@ -26,6 +26,8 @@ STD = 0.02
 
 def initialise(module: nn.Module, *, writes: int | None = None) -> None:
     """Fill every parameter below a module. `writes` is the number of writes in the model; None for a layer alone."""
+    if all(value.is_meta for value in module.parameters()):
+        return
     for part in module.modules():
         if isinstance(part, Read):
             for letter in "qkv":

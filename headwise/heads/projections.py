@@ -112,6 +112,8 @@ class Read(nn.Module):
     ) -> None:
         for slab in self.storage.split(","):
             for kind in ("weight", "bias") if self.spec.bias else ("weight",):
+                if f"{prefix}{slab}_{kind}" in state_dict:
+                    continue  # fused already
                 keys = [f"{prefix}{letter}.{kind}" for letter in slab]
                 missing_keys += [key for key in keys if key not in state_dict]
                 pieces = [state_dict.pop(key) for key in keys if key in state_dict]
@@ -159,6 +161,6 @@ class Write(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **more: Any) -> None:
         key = f"{prefix}weight"
-        if key in state_dict and state_dict[key].ndim == 3:
+        if key in state_dict and tuple(state_dict[key].shape) == (len(self.weight), self.heads, self.value_dim):
             state_dict[key] = state_dict[key].flatten(1)
         super()._load_from_state_dict(state_dict, prefix, *rest, **more)

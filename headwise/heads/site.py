@@ -4,7 +4,8 @@ Everything acts on z, after the kernel and before W_O. Attention is linear in v,
 scaling its probabilities, and the kernel never has to know: looking at or silencing a head leaves the backend as it was.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from headwise.spec import Address, SiteAddress
 
 Listener = Callable[["Seen"], None]
 Edit = Callable[[Tensor], Tensor]
+Edits = dict["Site", tuple[Edit, ...]]
 
 
 class HasSlices(Protocol):
@@ -29,8 +31,8 @@ class HasSlices(Protocol):
         ...
 
 
-# True while activation checkpointing repeats a forward pass: the call was shown already.
-repeating: ContextVar[bool] = ContextVar("repeating", default=False)
+# While activation checkpointing repeats a forward pass: the edits that were in force the first time.
+_repeating: ContextVar["Edits | None"] = ContextVar("repeating", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +89,24 @@ class Site:
     @contextmanager
     def replaced(self, value: Tensor | Edit) -> Iterator[None]:
         """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of z."""
-        with _within(self._edits, value if callable(value) else lambda z: value.to(z).expand_as(z)):
+        with _within(self._edits, value if callable(value) else lambda z: _expanded(value, z)):
             yield
+
+    def __deepcopy__(self, memo: dict) -> "Site":
+        """A copied model has sites of its own; contexts that are open belong to the original."""
+        return Site(self.address, self.head_ids, copy.deepcopy(self._output, memo))
 
     def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, z: Tensor) -> Tensor:
         """Called by the layer between the kernel and W_O: edits first, in the order they were made, then listeners."""
-        for edit in self._edits:
+        first_time = _repeating.get()
+        for edit in self._edits if first_time is None else first_time.get(self, ()):
             changed = edit(z)
             if changed.shape != z.shape:
                 raise HeadwiseError(
                     f"z at {self.address} is {tuple(z.shape)} but was replaced by {tuple(changed.shape)}; keep the shape."
                 )
             z = changed
-        if self._listeners and not repeating.get():
+        if self._listeners and first_time is None:
             seen = Seen(self, q, k, v, terms, z)
             for listener in tuple(self._listeners):
                 listener(seen)
@@ -114,6 +121,13 @@ def gated(z: Tensor, gate: Tensor) -> Tensor:
     return z * gate.to(z)[..., None, None]
 
 
+def _expanded(value: Tensor, z: Tensor) -> Tensor:
+    try:
+        return value.to(z).expand_as(z)
+    except RuntimeError:
+        return value  # it does not fit, and `passing` says so
+
+
 @contextmanager
 def _within(active: list, item: object) -> Iterator[None]:
     active.append(item)
@@ -126,10 +140,15 @@ def _within(active: list, item: object) -> Iterator[None]:
 
 
 @contextmanager
-def repeated() -> Iterator[None]:
-    """Mark a forward pass as a repetition, so that listeners are not called twice."""
-    token = repeating.set(True)
+def repeated(edits: Edits) -> Iterator[None]:
+    """Repeat a forward pass as it was: with the edits of then, and without calling listeners twice."""
+    token = _repeating.set(edits)
     try:
         yield
     finally:
-        repeating.reset(token)
+        _repeating.reset(token)
+
+
+def edits_now(sites: Iterable[Site]) -> Edits:
+    """The edits in force, to repeat a forward pass later."""
+    return {site: tuple(site._edits) for site in sites if site._edits}

@@ -61,6 +61,7 @@ def to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         "a learned sink": spec.softmax == "sink",
         "input='slice'": spec.input == "slice",
         "gates": spec.gated,
+        "head dropout": spec.head_dropout > 0,
     }
     for what, there in beyond.items():
         if there:

@@ -35,7 +35,9 @@ class PerHead:
     def norms(self) -> Tensor:
         """The length of every write, ‖z W_O[h]‖, through the e×e Gram matrix of W_O: (B, H, T)."""
         gram = self.W_O @ self.W_O.mT  # (H, e, e)
-        return ((self.z @ gram) * self.z).sum(-1).clamp(min=0).sqrt()
+        squares = ((self.z @ gram) * self.z).sum(-1)  # (B, H, T)
+        wrote = squares > 0
+        return squares.where(wrote, 1.0).sqrt() * wrote  # a silent head has length 0 and gradient 0, not NaN
 
     def total(self) -> Tensor:
         """The layer's output as the sum over heads: (B, T, D)."""

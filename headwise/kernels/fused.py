@@ -62,7 +62,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = N
     H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
-    if terms.sink is not None or terms.groups != tuple(head * K // H for head in range(H)):
+    even = H % K == 0 and terms.groups == tuple(head * K // H for head in range(H))
+    if terms.sink is not None or not even:
         k, v = spread(k, terms.groups), spread(v, terms.groups)  # SDPA shares keys in even groups only
     if terms.sink is not None:
         q, k, v, mask = _add_sink(q, k, v, terms, mask, is_causal)

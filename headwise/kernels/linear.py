@@ -37,7 +37,10 @@ def _has_onednn() -> bool:
 
 
 class Linear(nn.Linear):
-    """nn.Linear by that route."""
+    """nn.Linear by that route. Its weights begin empty: `heads.init` fills them, or a file does."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: see above."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, in) → (…, out)"""

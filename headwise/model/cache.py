@@ -28,9 +28,12 @@ class ModelCache:
         self.length = 0
         self.real: Tensor | None = None  # (B, length): which tokens are not padding; None: all
         self.memory: Tensor | None = None  # (B, S, D): the encoded source
+        self.memory_real: Tensor | None = None  # (B, S): which of its tokens are not padding; None: all
 
     def note(self, ids: Tensor, padding: Tensor | None) -> tuple[int, Tensor | None]:
         """Take note of new tokens, (B, T); returns how many came before, and which of all are real."""
+        for cache in self.layers.values():
+            cache.check_room(ids.shape[1])  # all or none: a refused step leaves the cache as it was
         start, self.length = self.length, self.length + ids.shape[1]
         if padding is not None or self.real is not None:
             before = ids.new_ones(ids.shape[0], start) if self.real is None else self.real
@@ -38,12 +41,19 @@ class ModelCache:
             self.real = torch.cat((before.bool(), now.bool()), 1)
         return start, self.real
 
+    def remember_source(self, memory: Tensor | None, real: Tensor | None) -> Tensor | None:
+        """Keep the encoded source and its padding from the first step; returns the padding to use."""
+        if self.memory is None:
+            self.memory, self.memory_real = memory, real
+        return self.memory_real
+
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         for cache in self.layers.values():
             cache.reorder(rows)
         self.real = None if self.real is None else self.real.index_select(0, rows)
         self.memory = None if self.memory is None else self.memory.index_select(0, rows)
+        self.memory_real = None if self.memory_real is None else self.memory_real.index_select(0, rows)
 
     @property
     def bytes(self) -> int:

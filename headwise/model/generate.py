@@ -1,6 +1,7 @@
 """Writing on: one token after another, with a cache, one prompt or many of different lengths."""
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
@@ -47,7 +48,7 @@ def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpa
     ends = _ends(made, _stops(how.get("stop")))
     real = torch.ones_like(rows, dtype=torch.bool) if real is None else real
     texts = [rows[i][real[i]].tolist() + made[i, : ends[i]].tolist() for i in range(len(rows))]
-    return texts[0] if isinstance(prompt[0], int) else texts
+    return texts[0] if isinstance(prompt[0], Integral) else texts
 
 
 def stream(
@@ -75,36 +76,45 @@ def stream(
     """
     if model.output is None or model.spec.kind == "encoder":
         raise HeadwiseError("this model has no next-token output; generate needs a decoder with output='lm'.")
-    choose, stops = Sampling(temperature, top_k, top_p), _stops(stop)
+    choose = Sampling(temperature, top_k, top_p)
     ids, made_padding = as_batch(prompt, model.device)
     padding = made_padding if padding is None else padding
     _check_room(model, ids, padding, tokens)
     dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     cache = model.cache() if cache is None else cache
+    first = {"padding": padding, "source": source, "source_padding": source_padding}
+    return _steps(model, ids, tokens, choose, dice, _stops(stop), pad, cache, gates, first)
+
+
+def _steps(
+    model: "Transformer",
+    ids: Tensor,
+    tokens: int,
+    choose: Sampling,
+    dice: torch.Generator | None,
+    stops: list[tuple[int, ...]],
+    pad: int,
+    cache: ModelCache,
+    gates: "Gates | None",
+    first: dict[str, Tensor | None],
+) -> Iterator[Tensor]:
+    """One step after the other; `first` is what only the first one needs."""
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail = ids[:, :0]
     was_training = model.training
     model.eval()
     try:
         for _ in range(tokens):
-            with torch.inference_mode():
-                last = model(
-                    ids,
-                    padding=padding,
-                    cache=cache,
-                    gates=gates,
-                    source=source,
-                    source_padding=source_padding,
-                    hidden=True,
-                )[:, -1:]  # (B, 1, D)
-                logits = model.output(last)[:, 0]  # (B, V)
+            with torch.no_grad():
+                last = model(ids, cache=cache, gates=gates, hidden=True, **first)[:, -1:]  # (B, 1, D)
+                logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
                 chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
             yield chosen.clone()
             tail = torch.cat((tail, chosen[:, None]), 1)
             running = running & ~_ended(tail, stops)
             if not running.any():
                 return
-            ids, padding, source = chosen[:, None], None, None
+            ids, first = chosen[:, None], {}
     finally:
         model.train(was_training)
 
@@ -114,6 +124,10 @@ def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, token
         raise HeadwiseError("the prompt is empty; give at least one token.")
     if tokens < 0:
         raise HeadwiseError(f"tokens must be 0 or more, got {tokens}.")
+    if padding is not None and not padding[:, -1].all():
+        raise HeadwiseError(
+            "prompts of different lengths are padded on the left to generate; a row here ends in padding."
+        )
     longest = ids.shape[1] if padding is None else int(padding.sum(1).max())
     room = model.spec.context - longest + 1  # the last token made is not read again
     if model.spec.positions == "learned" and tokens > room:
@@ -126,10 +140,14 @@ def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, token
 def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Prompts as one tensor, padded on the left, and where its real tokens are: (B, T), (B, T) or None."""
     if isinstance(prompt, Tensor):
+        if prompt.ndim != 2:
+            raise HeadwiseError(
+                f"a prompt tensor is (batch, tokens), got {tuple(prompt.shape)}; one prompt is (1, tokens)."
+            )
         return prompt.to(device), None
     if isinstance(prompt, str):
         raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
-    rows = [prompt] if not prompt or isinstance(prompt[0], int) else prompt
+    rows = [prompt] if not prompt or isinstance(prompt[0], Integral) else prompt
     lengths = [len(row) for row in rows]  # pyright: ignore[reportArgumentType]
     if min(lengths) == 0:
         raise HeadwiseError("a prompt is empty; give at least one token.")
@@ -144,7 +162,10 @@ def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | Non
 
 def _stops(stop: Stop | None) -> list[tuple[int, ...]]:
     given = [] if stop is None else [stop] if isinstance(stop, int) else stop
-    return [(item,) if isinstance(item, int) else tuple(item) for item in given]
+    stops = [(item,) if isinstance(item, int) else tuple(item) for item in given]
+    if () in stops:
+        raise HeadwiseError("an empty sequence cannot be a stop; give at least one id.")
+    return stops
 
 
 def _ended(tail: Tensor, stops: list[tuple[int, ...]]) -> Tensor:

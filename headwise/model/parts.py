@@ -1,5 +1,7 @@
 """The parts around attention: norms and MLPs, and the two ends, embedding and output."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from headwise.spec import ModelSpec
 
 ACTIVATIONS = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "swiglu": F.silu,
 }
@@ -47,9 +49,9 @@ class Embedding(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.tokens = nn.Embedding(spec.vocab, spec.width)
-        self.positions = nn.Embedding(spec.context, spec.width) if spec.positions == "learned" else None
-        self.types = nn.Embedding(spec.token_types, spec.width) if spec.token_types else None
+        self.tokens = _table(spec.vocab, spec.width)
+        self.positions = _table(spec.context, spec.width) if spec.positions == "learned" else None
+        self.types = _table(spec.token_types, spec.width) if spec.token_types else None
         self.norm = make_norm(spec) if spec.embed_norm else None
         self.dropout = nn.Dropout(spec.dropout)
 
@@ -69,6 +71,11 @@ class Embedding(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x)
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """A table that begins empty; `heads.init` fills it, or a file does."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Output(nn.Module):

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, MultiHeadAttention, Site, initialise
-from headwise.heads.site import repeated
+from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
 from headwise.model.cache import ModelCache
@@ -57,6 +57,7 @@ class Transformer(nn.Module):
             self.pooler = Pooler(spec) if spec.pooler else None
             self.output = Output(spec, self.embed.tokens) if spec.output != "none" else None
             initialise(self, writes=max(1, len(spec.sites) + spec.layers + spec.encoder_layers))
+        self.register_load_state_dict_post_hook(_tie_again)
 
     def forward(
         self,
@@ -82,6 +83,8 @@ class Transformer(nn.Module):
         gate_at = self._gates(gates)
         start, real = (0, padding) if cache is None else cache.note(ids, padding)
         memory = self._memory(source, source_padding, memory, cache, gate_at)
+        if cache is not None:
+            source_padding = cache.remember_source(memory, source_padding)
         positions = self._positions(ids, start, real)  # (1 or B, T)
         beside = Beside(
             causal=self.spec.kind != "encoder",
@@ -104,7 +107,9 @@ class Transformer(nn.Module):
     def encode(self, source: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> Tensor:
         """Read a source with the encoder of an encoder-decoder: (B, S) → (B, S, D)."""
         if self.spec.kind != "encoder-decoder":
-            raise HeadwiseError(f"this model is a {self.spec.kind}; encode is for an encoder-decoder. Call model(ids).")
+            raise HeadwiseError(
+                f"this model is of kind {self.spec.kind}; encode is for an encoder-decoder. Call model(ids)."
+            )
         self._check_ids(source, padding)
         positions = self._positions(source, 0, padding)
         real = None if padding is None else padding.bool()
@@ -158,12 +163,13 @@ class Transformer(nn.Module):
     # The small print.
 
     def _through(self, blocks: nn.ModuleList, x: Tensor, beside: Beside) -> Tensor:
-        for block in blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                once_more = (nullcontext, repeated)
-                x = checkpoint(block, x, beside, use_reentrant=False, context_fn=lambda c=once_more: (c[0](), c[1]()))
-            else:
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            for block in blocks:
                 x = block(x, beside)
+            return x
+        edits = edits_now(self.sites())
+        for block in blocks:
+            x = checkpoint(block, x, beside, use_reentrant=False, context_fn=lambda: (nullcontext(), repeated(edits)))
         return x
 
     def _memory(
@@ -176,16 +182,16 @@ class Transformer(nn.Module):
     ) -> Tensor | None:
         if self.spec.kind != "encoder-decoder":
             if source is not None or memory is not None:
-                raise HeadwiseError(f"this model is a {self.spec.kind} and reads no source; leave source out.")
+                raise HeadwiseError(f"this model is of kind {self.spec.kind} and reads no source; leave source out.")
             return None
-        if memory is None and cache is not None:
-            memory = cache.memory
+        if cache is not None and cache.memory is not None:
+            if source is not None or memory is not None:
+                raise HeadwiseError("the cache holds a source already; start a new cache for a new source.")
+            return cache.memory
         if memory is None and source is None:
             raise HeadwiseError("an encoder-decoder needs what it reads: model(ids, source=source_ids).")
         if memory is None and source is not None:
             memory = self.encode(source, padding=source_padding, gates=gates)
-        if cache is not None:
-            cache.memory = memory
         return memory
 
     def _positions(self, ids: Tensor, start: int, real: Tensor | None) -> Tensor:
@@ -216,6 +222,10 @@ class Transformer(nn.Module):
         made: dict[SiteAddress, Tensor] = {}
         for key, amount in (gates or {}).items():
             if isinstance(key, SiteAddress):
+                if key not in self.spec.sites:
+                    raise HeadwiseError(
+                        f"gates name layer {key}; the model has {', '.join(map(str, self.spec.sites))}."
+                    )
                 new = {key: amount if isinstance(amount, Tensor) else torch.tensor(amount)}
             else:
                 new = self.heads.select(key).gates(amount)
@@ -230,3 +240,9 @@ class Transformer(nn.Module):
             raise HeadwiseError(
                 f"padding is {tuple(padding.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
             )
+
+
+def _tie_again(model: nn.Module, incompatible: object) -> None:
+    """Loading with assign=True puts new tensors in place of old ones; what was tied stays tied."""
+    if isinstance(model, Transformer) and model.output is not None and model.spec.tied:
+        model.output.vocabulary.weight = model.embed.tokens.weight

@@ -74,7 +74,7 @@ class Address:
         return Address(found[1] or "", int(found[2]), int(found[3]))
 
 
-def select(pattern: "str | Address | Iterable[Address]", among: Iterable[Address]) -> tuple[Address, ...]:
+def select(pattern: "str | Address | Iterable[Address | str]", among: Iterable[Address]) -> tuple[Address, ...]:
     """The heads a pattern names, in the order of `among`.
 
     >>> two_by_two = [Address("", layer, head) for layer in range(2) for head in range(2)]
@@ -87,7 +87,7 @@ def select(pattern: "str | Address | Iterable[Address]", among: Iterable[Address
     elif isinstance(pattern, str):
         wanted = {address for part in pattern.split(",") for address in _match(part.strip(), among)}
     else:
-        wanted = set(pattern)
+        wanted = {Address.parse(item) if isinstance(item, str) else item for item in pattern}
     for address in sorted(wanted - set(among)):
         raise HeadwiseError(f"there is no head {address} here; {_range(among)}")
     return tuple(address for address in among if address in wanted)

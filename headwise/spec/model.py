@@ -58,6 +58,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
+        object.__setattr__(self, "windows", tuple(self.windows))
         if self.kind == "encoder-decoder":
             object.__setattr__(self, "encoder_layers", self.encoder_layers or self.layers)
         self._check()

@@ -63,7 +63,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if origin is tuple and isinstance(value, list):
             return tuple(_read(get_args(option)[0], item, where) for item in value)
         if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept
-            return {key: tuple(_read(int, item, where) for item in items) for key, items in value.items()}
+            return {key: _read(tuple[int, ...], items, f"{where}.{key}") for key, items in value.items()}
         if origin is Literal and isinstance(value, str):
             return value  # the spec itself says which words it knows
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):

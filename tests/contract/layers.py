@@ -60,6 +60,10 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
+def assert_equal(got: Any, want: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
 def backends_for(spec: AttentionSpec) -> list[str]:
     """Every backend that takes the layer: the fused kernel cannot cap scores."""
     return [name for name in ("auto", *BACKENDS) if name != "fused" or spec.softcap is None]
@@ -82,6 +86,18 @@ def make_layer(spec: AttentionSpec, seed: int = 0, **options: Any) -> MultiHeadA
 def make_model(spec: ModelSpec, seed: int = 0, **options: Any) -> Transformer:
     model = Transformer(spec, **options).double().eval()
     fill(model, seed)
+    return model
+
+
+def make_lively_model(spec: ModelSpec, seed: int = 0) -> Transformer:
+    """One whose greedy text does not soon repeat itself: untied, with heads that pick and choose."""
+    model = make_model(replace(spec, tied=False), seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "read" in name or "write" in name or "tokens" in name:
+                parameter.mul_(3)
+            elif "norm" in name and name.endswith("bias"):
+                parameter.zero_()
     return model
 
 

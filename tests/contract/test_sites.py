@@ -24,6 +24,7 @@ from tests.contract.layers import (
     WIDTH,
     B,
     T,
+    assert_equal,
     backends_for,
     call,
     cut_layer,
@@ -32,11 +33,7 @@ from tests.contract.layers import (
     make_model,
     numbers,
     run,
-    token_ids,
 )
-
-EXACT = 1e-9
-STORAGES = ("qkv", "q,kv", "q,k,v")
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
 each_layer_with_heads = pytest.mark.parametrize("name", [name for name, spec in LAYERS.items() if spec.head_ids])
@@ -44,10 +41,6 @@ each_model = pytest.mark.parametrize("name", MODELS)
 each_backend = pytest.mark.parametrize(
     ("name", "backend"), [(name, backend) for name, spec in LAYERS.items() for backend in backends_for(spec)]
 )
-
-
-def assert_equal(got: Tensor, want: Tensor, tolerance: float = EXACT) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
 @contextmanager
@@ -255,15 +248,15 @@ def test_a_head_is_scaled_example_by_example() -> None:
 @torch.no_grad()
 def test_z_is_replaced_by_a_tensor_or_a_function() -> None:
     layer, z = make_layer(LAYERS["biases"]), numbers(B, HEADS, T, HEAD_DIM, seed=8)
-    by_hand = torch.einsum("bhte,hed->btd", z, layer.site.W_O) + layer.write.bias
-    with layer.site.replaced(z):
-        assert_equal(call(layer), by_hand)
     mean = z.mean((0, 2), keepdim=True)  # (1, H, 1, e): one mean for all places
-    with layer.site.replaced(mean):
-        assert_equal(call(layer), torch.einsum("bhte,hed->btd", mean.expand_as(z), layer.site.W_O) + layer.write.bias)
+    bias = layer.b_O
+    assert bias is not None
+    for value in (z, mean):
+        with layer.site.replaced(value):
+            assert_equal(call(layer), torch.einsum("bhte,hed->btd", value.expand_as(z), layer.site.W_O) + bias)
     with layer.site.replaced(lambda z: -z):
         flipped = call(layer)
-    assert_equal(flipped, 2 * layer.write.bias.expand_as(flipped) - call(layer))  # pyright: ignore
+    assert_equal(flipped, 2 * bias - call(layer))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling, SiteA
 from tests.contract.variants import FIXED
 
 HEADS = AttentionSpec(width=12, heads=4)
+LAYER: dict[str, Any] = {"width": 12, "heads": 4}
 MODEL: dict[str, Any] = {"vocab": 11, "context": 7, "layers": 2, "attention": HEADS}
 
 
@@ -63,7 +64,7 @@ REFUSED_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("fields", "message"), REFUSED_LAYERS.values(), ids=REFUSED_LAYERS)
 def test_a_layer_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(HeadwiseError, match=message):
-        AttentionSpec(**{"width": 12, "heads": 4} | fields)
+        AttentionSpec(**LAYER | fields)
 
 
 def test_rotary_settings_that_cannot_be_are_refused() -> None:
@@ -254,8 +255,8 @@ BAD_JSON = {
     "number for a word": (PLAIN | {"form": 3}, "ModelSpec.form must be"),
     "word unknown": (PLAIN | {"form": "sandwich"}, "form 'sandwich' is unknown"),
     "windows": (PLAIN | {"windows": [None, "3"]}, "ModelSpec.windows must be int or NoneType, got '3'"),
-    "kept numbers": (PLAIN | {"kept": {"0": ["1"]}}, "ModelSpec.kept must be int, got '1'"),
-    "kept no list": (PLAIN | {"kept": {"0": 1}}, "ModelSpec.kept must be"),
+    "kept numbers": (PLAIN | {"kept": {"0": ["1"]}}, "ModelSpec.kept.0 must be int, got '1'"),
+    "kept no list": (PLAIN | {"kept": {"0": 1}}, "ModelSpec.kept.0 must be tuple, got 1"),
     "kept a number": (PLAIN | {"kept": 3}, "ModelSpec.kept must be"),
 }
 
