@@ -14,6 +14,8 @@ _ROOMS = {
     "kernels": ("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
+    "text": ("Tokenizer", "embed"),
+    "weights": ("export", "load"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -23,6 +25,8 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
+    "Tokenizer", "embed",
+    "export", "load",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
+    from headwise.text import Tokenizer, embed
+    from headwise.weights import export, load
 
 
 def __getattr__(name: str) -> Any:

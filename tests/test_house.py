@@ -23,8 +23,10 @@ PUBLIC_NAMES = [
     *("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",
+    *("Tokenizer", "embed"),
+    *("export", "load"),
 ]
-VERBS = ["demo", "presets"]
+VERBS = ["demo", "export", "generate", "info", "presets"]
 
 
 def room_of(path: Path) -> str:

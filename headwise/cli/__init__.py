@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from headwise.cli import demo, presets
+from headwise.cli import demo, export, generate, info, presets
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -18,6 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.run)
+app.command("info")(info.run)
+app.command("generate")(generate.run)
+app.command("export")(export.run)
 app.command("presets")(presets.run)
 
 

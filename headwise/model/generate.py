@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headwise.model.transformer import Gates, Transformer
 
 Ids = Sequence[int]
-Prompt = Tensor | Ids | Sequence[Ids]
+Prompt = str | Sequence[str] | Tensor | Ids | Sequence[Ids]
 Stop = int | Sequence[int | Sequence[int]]
 
 
@@ -36,19 +36,20 @@ class How(TypedDict, total=False):
 
 
 def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpack[How]) -> Any:
-    """Prompt and continuation, in the kind the prompt came in: a tensor (B, T), a list of ids, or a list of lists.
+    """Prompt and continuation, in the kind the prompt came in: text, a tensor (B, T), a list of ids, or a list of those.
 
-    Takes what `stream` takes. Lists end where their text ends; a tensor is filled up with `pad`.
+    Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`.
     """
-    rows, real = as_batch(prompt, model.device)
+    rows, real = as_batch(model, prompt)
     steps = list(stream(model, prompt, tokens, **how))  # each (B,)
     made = torch.stack(steps, 1) if steps else rows[:, :0]
     if isinstance(prompt, Tensor):
         return torch.cat((rows, made), 1)
-    ends = _ends(made, _stops(how.get("stop")))
+    ends = _ends(made, _stops(model, prompt, how.get("stop")))
     real = torch.ones_like(rows, dtype=torch.bool) if real is None else real
-    texts = [rows[i][real[i]].tolist() + made[i, : ends[i]].tolist() for i in range(len(rows))]
-    return texts[0] if isinstance(prompt[0], Integral) else texts
+    lists = [rows[i][real[i]].tolist() + made[i, : ends[i]].tolist() for i in range(len(rows))]
+    texts = [model.tokenizer.decode(ids) for ids in lists] if _is_text(prompt) and model.tokenizer else lists
+    return texts[0] if isinstance(prompt, str) or isinstance(prompt[0], Integral) else texts
 
 
 def stream(
@@ -70,20 +71,20 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the next token of every prompt, (B,), step by step, until `tokens` are made or all have stopped.
 
-    Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences; a row
-    that has stopped yields `pad`. Prompts of different lengths are padded on the left and masked. `gates` scales heads for
-    this call alone. An encoder-decoder needs `source`.
+    Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
+    text by default its end-of-text token); a row that has stopped yields `pad`. Prompts of different lengths are padded
+    on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`.
     """
     if model.output is None or model.spec.kind == "encoder":
         raise HeadwiseError("this model has no next-token output; generate needs a decoder with output='lm'.")
     choose = Sampling(temperature, top_k, top_p)
-    ids, made_padding = as_batch(prompt, model.device)
+    ids, made_padding = as_batch(model, prompt)
     padding = made_padding if padding is None else padding
     _check_room(model, ids, padding, tokens)
     dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     cache = model.cache() if cache is None else cache
     first = {"padding": padding, "source": source, "source_padding": source_padding}
-    return _steps(model, ids, tokens, choose, dice, _stops(stop), pad, cache, gates, first)
+    return _steps(model, ids, tokens, choose, dice, _stops(model, prompt, stop), pad, cache, gates, first)
 
 
 def _steps(
@@ -137,30 +138,38 @@ def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, token
         )
 
 
-def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | None]:
     """Prompts as one tensor, padded on the left, and where its real tokens are: (B, T), (B, T) or None."""
     if isinstance(prompt, Tensor):
         if prompt.ndim != 2:
             raise HeadwiseError(
                 f"a prompt tensor is (batch, tokens), got {tuple(prompt.shape)}; one prompt is (1, tokens)."
             )
-        return prompt.to(device), None
-    if isinstance(prompt, str):
-        raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
-    rows = [prompt] if not prompt or isinstance(prompt[0], Integral) else prompt
-    lengths = [len(row) for row in rows]  # pyright: ignore[reportArgumentType]
-    if min(lengths) == 0:
+        return prompt.to(model.device), None
+    rows: Sequence[Any] = (
+        [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], Integral) else prompt
+    )
+    if _is_text(prompt):
+        if model.tokenizer is None:
+            raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
+        rows = [model.tokenizer.encode(text) for text in rows]
+    lengths = torch.tensor([len(row) for row in rows])
+    if lengths.min() == 0:
         raise HeadwiseError("a prompt is empty; give at least one token.")
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, max(lengths) - lengths[i] :] = torch.tensor(row)
-    if min(lengths) == max(lengths):
-        return ids.to(device), None
-    starts = max(lengths) - torch.tensor(lengths)[:, None]
-    return ids.to(device), (torch.arange(max(lengths)) >= starts).to(device)
+    T = int(lengths.max())
+    ids = torch.tensor([[0] * (T - len(row)) + [int(id) for id in row] for row in rows], device=model.device)
+    if lengths.min() == T:
+        return ids, None
+    return ids, (torch.arange(T) >= (T - lengths)[:, None]).to(model.device)
 
 
-def _stops(stop: Stop | None) -> list[tuple[int, ...]]:
+def _is_text(prompt: Prompt) -> bool:
+    return isinstance(prompt, str) or (not isinstance(prompt, Tensor) and bool(prompt) and isinstance(prompt[0], str))
+
+
+def _stops(model: "Transformer", prompt: Prompt, stop: Stop | None) -> list[tuple[int, ...]]:
+    if stop is None and _is_text(prompt) and model.tokenizer is not None:
+        stop = model.tokenizer.special.get("eos")
     given = [] if stop is None else [stop] if isinstance(stop, int) else stop
     stops = [(item,) if isinstance(item, int) else tuple(item) for item in given]
     if () in stops:

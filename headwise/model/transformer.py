@@ -1,7 +1,9 @@
 """The whole network: a decoder, an encoder, or both, built from a spec."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,25 @@ from headwise.model.cache import ModelCache
 from headwise.model.generate import generate, stream
 from headwise.model.parts import Embedding, Output, Pooler, make_norm
 from headwise.spec import ModelSpec, SiteAddress
+
+
+class Tokenizes(Protocol):
+    """What a model asks of a tokenizer."""
+
+    special: dict[str, int | None]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder."""
+        ...
+
 
 Gates = Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor]
 
@@ -41,6 +62,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.tokenizer: Tokenizes | None = None  # set by whoever loads or trains the model
+        self.family: str | None = None  # whose weights these are, if they came from a file
         self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
@@ -103,6 +126,12 @@ class Transformer(nn.Module):
 
     generate = generate
     stream = stream
+
+    def save(self, folder: "str | Path") -> "Path":
+        """Write the model into a folder, whole or not at all; `headwise.load(folder)` brings it back bit by bit."""
+        from headwise.weights.save import save  # a later room
+
+        return save(self, folder)
 
     def encode(self, source: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> Tensor:
         """Read a source with the encoder of an encoder-decoder: (B, S) → (B, S, D)."""

@@ -1,0 +1,50 @@
+"""headwise generate: write on, token by token."""
+
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2), a folder, a file or a hub id.")],
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the best token; above, it draws.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k best.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the best that hold this share of the mass.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
+    silence: Annotated[
+        str | None, typer.Option(help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Continue a text; it appears as it is written."""
+    from headwise.errors import HeadwiseError
+    from headwise.weights import load
+
+    loaded = load(model)
+    if loaded.tokenizer is None:
+        raise HeadwiseError(f"{model} has no tokenizer, so it cannot read text.")
+    gates = None if silence is None else {silence: 0.0}
+    steps = loaded.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates)
+    ids, start = loaded.tokenizer.encode(prompt), time.perf_counter()
+    read = len(ids)
+    text = shown = loaded.tokenizer.decode(ids)
+    if not as_json:
+        print(shown, end="", flush=True)
+    for step in steps:
+        ids.append(int(step[0]))
+        text = loaded.tokenizer.decode(ids)
+        if not as_json and not text.endswith("\ufffd"):  # a character may take several tokens
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    seconds = time.perf_counter() - start
+    if as_json:
+        result = {"prompt": prompt, "text": text, "ids": ids, "new_tokens": len(ids) - read, "seconds": seconds}
+        print(json.dumps(result, indent=2))
+    else:
+        print(text[len(shown) :])
+        print(f"{len(ids) - read} tokens, {(len(ids) - read) / seconds:.1f} a second", file=sys.stderr)

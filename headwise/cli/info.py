@@ -1,0 +1,24 @@
+"""headwise info: what a model is."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file, a hub id or a preset.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Tell what a model is: its sizes, heads, parameters, memory and tokenizer. Weights are not read."""
+    from rich.console import Console
+
+    from headwise.show.tables import make_table
+    from headwise.weights.info import as_rows, info
+
+    facts = info(model)
+    if as_json:
+        print(json.dumps(asdict(facts), indent=2))
+    else:
+        Console().print(make_table(model, ["", ""], as_rows(facts)))

@@ -1,0 +1,139 @@
+"""Tokenizers, through the `tokenizers` library: from tokenizer.json, a WordPiece vocabulary or GGUF metadata."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from headwise.errors import HeadwiseError
+from headwise.text.align import Alignment
+
+ROLES = ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
+
+
+class Tokenizer:
+    """Text to ids and back. `bos`, `eos`, `pad`, `unk`, `mask`, `cls`, `sep` are ids, or None where there is none.
+
+    >>> t = Tokenizer.from_wordpiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "head", "##s", "attend"])
+    >>> t.encode("Heads attend")
+    [2, 5, 6, 7, 3]
+    >>> t.decode([2, 5, 6, 7, 3])
+    'heads attend'
+    """
+
+    def __init__(self, backend: Backend, special: Mapping[str, int | None]) -> None:
+        self.backend = backend
+        self.special = {role: special.get(role) for role in ROLES}
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size()
+
+    def __getattr__(self, name: str) -> int | None:
+        if name in ROLES:
+            return self.__dict__["special"][name]
+        raise AttributeError(f"a tokenizer has no {name!r}")
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text; `special` adds what the model expects around it ([CLS] … [SEP], a start token)."""
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of ids; special tokens are left out unless asked for."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    def token(self, id: int) -> str:
+        """How one id is written in the vocabulary."""
+        token = self.backend.id_to_token(int(id))
+        if token is None:
+            raise HeadwiseError(f"there is no token {id}; the vocabulary has {len(self)}.")
+        return token
+
+    def align(self, text: str, words: Sequence[str] | None = None, special: bool = True) -> Alignment:
+        """Tokens, words and characters of a text; `words` are those given, in order, or found by spaces and marks."""
+        made = self.backend.encode(text, add_special_tokens=special)
+        spans = [_trim(text, span) for span in made.offsets]
+        return Alignment.of(text, made.ids, made.tokens, spans, words)
+
+    def save(self, folder: Path | str) -> None:
+        """Write tokenizer.json, and tokenizer_config.json with the special tokens: what transformers reads, too."""
+        folder = Path(folder)
+        self.backend.save(str(folder / "tokenizer.json"))
+        named = {f"{role}_token": self.token(id) for role, id in self.special.items() if id is not None}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path | str) -> "Tokenizer":
+        """Read a folder with tokenizer.json or vocab.txt, or one of those files."""
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        if path.is_dir():
+            found = [path / name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
+            if not found:
+                raise HeadwiseError(f"there is no tokenizer in {path}; it needs tokenizer.json or vocab.txt.")
+            path = found[0]
+        if path.suffix == ".txt":
+            config = _read_json(folder / "tokenizer_config.json")
+            lower = bool(config.get("do_lower_case", True))
+            return Tokenizer.from_wordpiece(path.read_text(encoding="utf-8").splitlines(), lower)
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise HeadwiseError(f"{path} is not a tokenizer the tokenizers library reads: {error}") from None
+        backend.no_padding()
+        backend.no_truncation()
+        return Tokenizer(backend, _special_ids(backend, folder))
+
+    @staticmethod
+    def from_wordpiece(vocab: Sequence[str], lower: bool = True) -> "Tokenizer":
+        """BERT's: a list of pieces, those inside a word marked with ##."""
+        pieces = {piece: i for i, piece in enumerate(vocab)}
+        missing = [name for name in ("[UNK]", "[CLS]", "[SEP]") if name not in pieces]
+        if missing:
+            raise HeadwiseError(
+                f"the WordPiece vocabulary lacks {', '.join(missing)}; is it a vocab.txt of BERT's kind?"
+            )
+        backend = Backend(models.WordPiece(pieces, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
+        backend.normalizer = normalizers.BertNormalizer(lowercase=lower)  # pyright: ignore
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore
+        backend.decoder = decoders.WordPiece()  # pyright: ignore
+        cls, sep = pieces["[CLS]"], pieces["[SEP]"]
+        backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
+            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", cls), ("[SEP]", sep)]
+        )
+        backend.add_special_tokens([name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in pieces])
+        names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+        return Tokenizer(backend, {role: pieces.get(name) for role, name in names.items()})
+
+
+def _trim(text: str, span: tuple[int, int]) -> tuple[int, int]:
+    """A byte-level token's span takes in the space before it; the word it belongs to begins behind."""
+    start, end = span
+    while start < end and text[start].isspace():
+        start += 1
+    return (start, end) if start < end else span
+
+
+def _special_ids(backend: Backend, folder: Path) -> dict[str, int | None]:
+    """From the names in Hugging Face's configuration files."""
+    told: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        told |= {key: value for key, value in _read_json(folder / name).items() if value is not None}
+    ids = {}
+    for role in ROLES:
+        token = told.get(f"{role}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        ids[role] = backend.token_to_id(token) if isinstance(token, str) else None
+    return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise HeadwiseError(f"{path} is not valid JSON: {error}.") from None

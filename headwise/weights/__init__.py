@@ -1,0 +1,7 @@
+"""Room 7: weights come in and go out."""
+
+from headwise.weights.export import export
+from headwise.weights.load import load, open_checkpoint
+from headwise.weights.save import save
+
+__all__ = ["export", "load", "open_checkpoint", "save"]

@@ -1,0 +1,103 @@
+"""GPT-2: learned positions, pre-norm, linear layers stored (in, out), q, k and v in one weight."""
+
+from typing import Any
+
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.weights.families.family import Config, Family, choose, common_refusals, need, refuse
+from headwise.weights.keymap import Line
+
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+
+def spec(config: Config) -> ModelSpec:
+    """From config.json."""
+    refuse(
+        {
+            "scores scaled by layer": bool(config.get("scale_attn_by_inverse_layer_idx")),
+            "cross-attention": bool(config.get("add_cross_attention")),
+        },
+        "GPT-2",
+    )
+    width, heads = need(config, "n_embd", "hidden_size"), need(config, "n_head", "num_attention_heads")
+    scaled = config.get("scale_attn_weights", True)
+    return ModelSpec(
+        vocab=need(config, "vocab_size"),
+        context=need(config, "n_positions", "n_ctx", "max_position_embeddings"),
+        layers=need(config, "n_layer", "num_hidden_layers"),
+        attention=AttentionSpec(width, heads, bias=True, out_bias=True, scale=None if scaled else 1.0),
+        hidden=config.get("n_inner") or 4 * width,
+        activation=choose(config.get("activation_function", "gelu_new"), ACTIVATIONS, "activation"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tied=config.get("tie_word_embeddings", True),
+    )
+
+
+def config(spec: ModelSpec) -> dict[str, Any]:
+    """To config.json."""
+    heads = spec.attention
+    refuse(
+        {
+            **common_refusals(spec),
+            "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
+            "rotary positions": heads.rotary is not None or spec.positions != "learned",
+            "grouped keys": heads.kv_heads != heads.heads,
+            "head_dim other than width / heads": heads.head_dim * heads.heads != heads.width,
+            "post-norm or RMS norms": spec.form != "pre" or spec.norm != "layer" or spec.embed_norm,
+            "windows": bool(spec.windows) or heads.window is not None,
+            "layers without biases": not (heads.bias and heads.out_bias and spec.mlp_bias),
+            "a scale of its own": heads.scale not in (None, 1.0),
+            "swiglu": spec.activation == "swiglu",
+            "token types": spec.token_types > 0,
+        },
+        "GPT-2",
+    )
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": spec.vocab,
+        "n_positions": spec.context,
+        "n_embd": spec.width,
+        "n_layer": spec.layers,
+        "n_head": heads.heads,
+        "n_inner": spec.hidden,
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(spec.activation, spec.activation),
+        "layer_norm_epsilon": spec.norm_eps,
+        "scale_attn_weights": heads.scale is None,
+        "tie_word_embeddings": spec.tied,
+        "attn_pdrop": heads.dropout,
+        "resid_pdrop": spec.dropout,
+        "embd_pdrop": spec.dropout,
+    }
+
+
+LINES = (
+    Line("wte.weight", "embed.tokens.weight"),
+    Line("wpe.weight", "embed.positions.weight"),
+    Line("h.{i}.ln_1.weight", "blocks.{i}.norm_attention.weight"),
+    Line("h.{i}.ln_1.bias", "blocks.{i}.norm_attention.bias"),
+    Line("h.{i}.attn.c_attn.weight", "blocks.{i}.attention.read.qkv_weight", transposed=True),
+    Line("h.{i}.attn.c_attn.bias", "blocks.{i}.attention.read.qkv_bias"),
+    Line("h.{i}.attn.c_proj.weight", "blocks.{i}.attention.write.weight", transposed=True),
+    Line("h.{i}.attn.c_proj.bias", "blocks.{i}.attention.write.bias"),
+    Line("h.{i}.ln_2.weight", "blocks.{i}.norm_mlp.weight"),
+    Line("h.{i}.ln_2.bias", "blocks.{i}.norm_mlp.bias"),
+    Line("h.{i}.mlp.c_fc.weight", "blocks.{i}.mlp.up.weight", transposed=True),
+    Line("h.{i}.mlp.c_fc.bias", "blocks.{i}.mlp.up.bias"),
+    Line("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight", transposed=True),
+    Line("h.{i}.mlp.c_proj.bias", "blocks.{i}.mlp.down.bias"),
+    Line("ln_f.weight", "norm.weight"),
+    Line("ln_f.bias", "norm.bias"),
+    Line("/lm_head.weight", "output.vocabulary.weight", when=lambda spec: not spec.tied),
+)
+
+FAMILY = Family(
+    name="gpt2",
+    model_types=("gpt2",),
+    spec=spec,
+    config=config,
+    lines=LINES,
+    storage="qkv",
+    prefixes=("transformer.", ""),
+    export_prefix=lambda spec: "transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
+)

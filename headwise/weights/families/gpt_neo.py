@@ -1,0 +1,117 @@
+"""GPT-Neo: as GPT-2, but scores are not scaled, layers alternate between global and local, q, k and v lie apart."""
+
+from typing import Any
+
+from headwise.errors import HeadwiseError
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.weights.families.family import Config, Family, choose, common_refusals, need, refuse
+from headwise.weights.families.gpt2 import ACTIVATIONS
+from headwise.weights.keymap import Line
+
+
+def spec(config: Config) -> ModelSpec:
+    """From config.json."""
+    width, window = need(config, "hidden_size"), config.get("window_size", 256)
+    kinds = config.get("attention_layers") or _written_out(need(config, "attention_types"))
+    layers = need(config, "num_layers", "num_hidden_layers")
+    if len(kinds) != layers or set(kinds) - {"global", "local"}:
+        raise HeadwiseError(f"attention_layers must give global or local for each of {layers} layers, got {kinds}.")
+    windows = tuple(window if kind == "local" else None for kind in kinds)
+    return ModelSpec(
+        vocab=need(config, "vocab_size"),
+        context=need(config, "max_position_embeddings"),
+        layers=layers,
+        attention=AttentionSpec(width, need(config, "num_heads", "num_attention_heads"), out_bias=True, scale=1.0),
+        hidden=config.get("intermediate_size") or 4 * width,
+        activation=choose(config.get("activation_function", "gelu_new"), ACTIVATIONS, "activation"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        windows=_shortest(windows),
+        tied=config.get("tie_word_embeddings", True),
+    )
+
+
+def config(spec: ModelSpec) -> dict[str, Any]:
+    """To config.json."""
+    heads = spec.attention
+    windows = [spec.attention_at(site).window for site in spec.sites]
+    sizes = {window for window in windows if window is not None}
+    refuse(
+        {
+            **common_refusals(spec),
+            "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
+            "rotary positions": heads.rotary is not None or spec.positions != "learned",
+            "grouped keys": heads.kv_heads != heads.heads,
+            "head_dim other than width / heads": heads.head_dim * heads.heads != heads.width,
+            "post-norm or RMS norms": spec.form != "pre" or spec.norm != "layer" or spec.embed_norm,
+            "windows of several sizes": len(sizes) > 1,
+            "biases on q, k, v, or none on the outputs": heads.bias or not (heads.out_bias and spec.mlp_bias),
+            "scaled scores": heads.scale != 1.0,
+            "swiglu": spec.activation == "swiglu",
+            "token types": spec.token_types > 0,
+        },
+        "GPT-Neo",
+    )
+    return {
+        "model_type": "gpt_neo",
+        "architectures": ["GPTNeoForCausalLM"],
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.context,
+        "hidden_size": spec.width,
+        "num_layers": spec.layers,
+        "num_heads": heads.heads,
+        "intermediate_size": spec.hidden,
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(spec.activation, spec.activation),
+        "layer_norm_epsilon": spec.norm_eps,
+        "attention_types": [[["local" if window else "global"], 1] for window in windows],
+        "window_size": next(iter(sizes), 256),
+        "tie_word_embeddings": spec.tied,
+        "attention_dropout": heads.dropout,
+        "resid_dropout": spec.dropout,
+        "embed_dropout": spec.dropout,
+    }
+
+
+def _written_out(types: list) -> list[str]:
+    return [kind for kinds, times in types for _ in range(times) for kind in kinds]
+
+
+def _shortest(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The shortest pattern that repeats to these windows; none at all where no layer has one."""
+    if not any(windows):
+        return ()
+    n = len(windows)
+    return next(windows[:p] for p in range(1, n + 1) if all(windows[i] == windows[i % p] for i in range(n)))
+
+
+LINES = (
+    Line("wte.weight", "embed.tokens.weight"),
+    Line("wpe.weight", "embed.positions.weight"),
+    Line("h.{i}.ln_1.weight", "blocks.{i}.norm_attention.weight"),
+    Line("h.{i}.ln_1.bias", "blocks.{i}.norm_attention.bias"),
+    Line("h.{i}.attn.attention.q_proj.weight", "blocks.{i}.attention.read.q_weight"),
+    Line("h.{i}.attn.attention.k_proj.weight", "blocks.{i}.attention.read.k_weight"),
+    Line("h.{i}.attn.attention.v_proj.weight", "blocks.{i}.attention.read.v_weight"),
+    Line("h.{i}.attn.attention.out_proj.weight", "blocks.{i}.attention.write.weight"),
+    Line("h.{i}.attn.attention.out_proj.bias", "blocks.{i}.attention.write.bias"),
+    Line("h.{i}.ln_2.weight", "blocks.{i}.norm_mlp.weight"),
+    Line("h.{i}.ln_2.bias", "blocks.{i}.norm_mlp.bias"),
+    Line("h.{i}.mlp.c_fc.weight", "blocks.{i}.mlp.up.weight"),
+    Line("h.{i}.mlp.c_fc.bias", "blocks.{i}.mlp.up.bias"),
+    Line("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight"),
+    Line("h.{i}.mlp.c_proj.bias", "blocks.{i}.mlp.down.bias"),
+    Line("ln_f.weight", "norm.weight"),
+    Line("ln_f.bias", "norm.bias"),
+    Line("/lm_head.weight", "output.vocabulary.weight", when=lambda spec: not spec.tied),
+)
+
+FAMILY = Family(
+    name="gpt-neo",
+    model_types=("gpt_neo",),
+    spec=spec,
+    config=config,
+    lines=LINES,
+    storage="q,k,v",
+    prefixes=("transformer.", ""),
+    export_prefix=lambda spec: "transformer.",
+    ignored=(".attn.attention.bias", ".attn.attention.masked_bias", "lm_head.weight"),
+)

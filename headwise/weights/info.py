@@ -1,0 +1,76 @@
+"""What a model is, told without reading its weights."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.spec import ModelSpec
+from headwise.spec.presets import ROWS, preset
+from headwise.weights.load import open_checkpoint
+
+
+@dataclass(frozen=True)
+class Info:
+    """The facts of a model."""
+
+    source: str
+    family: str
+    kind: str
+    layers: int
+    heads: int  # all there are, over all layers
+    heads_by_layer: str
+    kv_heads: int
+    head_dim: int
+    width: int
+    hidden: int
+    vocab: int
+    context: int
+    parameters: int
+    float32_megabytes: float
+    kv_cache_kilobytes_per_token: float  # in float32
+    tokenizer: str
+
+
+def info(source: str | Path) -> Info:
+    """Read what a model is: anything `load` takes, or the name of a preset.
+
+    >>> info("gpt2").parameters
+    124439808
+    """
+    if str(source) in ROWS and not Path(source).exists():
+        return _told(str(source), preset(str(source)), "preset", "none: a preset has no weights")
+    checkpoint = open_checkpoint(source)
+    family = "headwise" if checkpoint.family is None else checkpoint.family.name
+    tokens = "none" if checkpoint.tokenizer is None else f"{len(checkpoint.tokenizer):,} tokens"
+    return _told(str(source), checkpoint.spec, family, tokens)
+
+
+def _told(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Info:
+    layers = [spec.attention_at(site) for site in spec.sites]
+    counts = sorted({len(layer.head_ids) for layer in layers})
+    sizes = spec.attention
+    cached = [layer for site, layer in zip(spec.sites, layers, strict=True) if site.stack in ("", "dec")]
+    numbers = sum(len(layer.kv_ids) * (layer.head_dim + layer.value_dim) for layer in cached)
+    return Info(
+        source=source,
+        family=family,
+        kind=spec.kind,
+        layers=spec.layers + spec.encoder_layers,
+        heads=sum(len(layer.head_ids) for layer in layers),
+        heads_by_layer=f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "none",
+        kv_heads=sum(len(layer.kv_ids) for layer in layers),
+        head_dim=sizes.head_dim,
+        width=spec.width,
+        hidden=spec.hidden,
+        vocab=spec.vocab,
+        context=spec.context,
+        parameters=spec.parameters,
+        float32_megabytes=spec.parameters * 4 / 1e6,
+        kv_cache_kilobytes_per_token=0.0 if spec.kind == "encoder" else numbers * 4 / 1e3,
+        tokenizer=tokenizer,
+    )
+
+
+def as_rows(facts: Info) -> list[list[Any]]:
+    """The facts as rows of a table."""
+    return [[name.replace("_", " "), value] for name, value in asdict(facts).items()]

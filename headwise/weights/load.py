@@ -1,0 +1,174 @@
+"""`load`, the one door: real weights, never random ones, from a bundle, a folder, a file or the hub."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.model import Transformer
+from headwise.spec import ModelSpec
+from headwise.text import Tokenizer
+from headwise.text.gguf import tokenizer_from_gguf
+from headwise.weights.families import Family, family_of
+from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
+from headwise.weights.keymap import Found, Line, check_names, find_prefix, lines_for
+from headwise.weights.places import find, inside, read_json, weight_files
+from headwise.weights.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that has been found but not yet loaded: what it is, and where its tensors are."""
+
+    source: Path
+    spec: ModelSpec
+    reader: Reader
+    tokenizer: Tokenizer | None
+    family: Family | None = None  # None: our own format
+    lines: Sequence[Line] = ()
+    storage: str = "qkv"
+
+
+def load(
+    source: str | Path, *, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """A model with its weights and its tokenizer, ready to use.
+
+    `source` is a bundle (smollm2, minilm), a folder, a file (.safetensors, .gguf, .bin) or a hub id. `dtype` None keeps the
+    weights as they are stored. Weights stay in the mapped file until they are written to, where dtype and device allow.
+
+    >>> model = load("minilm")
+    >>> model.spec.layers, model.spec.attention.heads
+    (6, 12)
+    """
+    checkpoint = open_checkpoint(source)
+    model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
+    state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
+    for name, tensor in state.items():
+        state[name] = _checked(checkpoint.source, name, tensor).to(device=device, dtype=dtype or tensor.dtype)
+    if checkpoint.spec.tied and model.output is not None:
+        state["output.vocabulary.weight"] = state["embed.tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    model.tokenizer = checkpoint.tokenizer
+    model.family = None if checkpoint.family is None else checkpoint.family.name
+    return model.eval()
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Find a model and read what it is, without reading its weights."""
+    path = find(source)
+    if path.is_file():
+        return _open_file(path)
+    if inside(path, "spec.json").is_file():
+        return _open_own(path)
+    if inside(path, "config.json").is_file():
+        return _open_hugging_face(path, weight_files(path))
+    if inside(path, "params.json").is_file():
+        return _open_meta(path)
+    gguf = sorted(path.glob("*.gguf"))
+    if len(gguf) == 1:
+        return _open_gguf(inside(path, gguf[0].name))
+    if gguf:
+        raise HeadwiseError(f"{path} holds {len(gguf)} GGUF files; name one of {', '.join(f.name for f in gguf)}.")
+    raise HeadwiseError(f"{path} holds no model; expected spec.json, config.json, params.json or one GGUF file in it.")
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        if path.with_name("spec.json").is_file() and path.name == "model.safetensors":
+            return _open_own(path.parent)
+        if not path.with_name("config.json").is_file():
+            raise HeadwiseError(
+                f"{path} holds tensors only; the config.json that says what they are must lie beside it."
+            )
+        return _open_hugging_face(path.parent, [path])
+    raise HeadwiseError(f"{path} is not a weight file; known: .safetensors, .gguf, .bin, .pt, .pth.")
+
+
+def _open_own(folder: Path) -> Checkpoint:
+    spec = ModelSpec.from_json(inside(folder, "spec.json").read_text(encoding="utf-8"))
+    reader = SafetensorsReader([inside(folder, "model.safetensors")])
+    return Checkpoint(folder, spec, reader, _tokenizer(folder), storage=reader.metadata.get("storage", "qkv"))
+
+
+def _open_hugging_face(folder: Path, files: list[Path]) -> Checkpoint:
+    config = read_json(inside(folder, "config.json"))
+    family = family_of(config.get("model_type"))
+    reader = SafetensorsReader(files) if files[0].suffix == ".safetensors" else TorchReader(files)
+    spec = family.adjust(family.spec(config), set(reader.shapes))
+    return Checkpoint(folder, spec, reader, _tokenizer(folder), family, family.lines, family.storage)
+
+
+def _open_meta(folder: Path) -> Checkpoint:
+    files = sorted(folder.glob("consolidated*.pth")) or sorted(folder.glob("consolidated*.safetensors"))
+    if len(files) != 1:
+        raise HeadwiseError(
+            f"{folder} holds {len(files)} consolidated files; Meta's layout is read where there is just one."
+        )
+    file = inside(folder, files[0].name)
+    reader = TorchReader([file]) if file.suffix == ".pth" else SafetensorsReader([file])
+    family = family_of("llama")
+    spec = family.adjust(spec_from_meta(read_json(inside(folder, "params.json")), reader.shapes), set(reader.shapes))
+    return Checkpoint(folder, spec, reader, _tokenizer(folder), family, family.other_names["meta"], family.storage)
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    reader = GGUFReader(file)
+    fields = reader.fields()
+    family = family_of(fields.get("general.architecture"))
+    if "gguf" not in family.other_names:
+        raise HeadwiseError(f"{file} holds a {family.name} model; GGUF is read for the Llama family only.")
+    spec = family.adjust(spec_from_gguf(fields, reader), set(reader.shapes))
+    tokenizer = tokenizer_from_gguf(fields) if "tokenizer.ggml.model" in fields else None
+    return Checkpoint(file, spec, reader, tokenizer, family, family.other_names["gguf"], family.storage)
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    there = any(inside(folder, name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+    return Tokenizer.load(folder) if there else None
+
+
+def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
+    """Their tensors under our names: views, turned where they keep them the other way round."""
+    reader, family = checkpoint.reader, checkpoint.family
+    assert family is not None
+    found = list(lines_for(checkpoint.spec, checkpoint.lines))
+    prefix = find_prefix(reader, (f.theirs for f in found if not f.theirs.startswith("/")), family.prefixes)
+    names = {f: _their_name(f, prefix) for f in found}
+    parameters = dict(model.named_parameters())
+    wanted = {name: _their_shape(f, parameters[f.ours]) for f, name in names.items()}
+    check_names(reader, wanted, checkpoint.source, lambda name: name.endswith(family.ignored))
+    return {f.ours: f.line.turn(reader.get(name)) for f, name in names.items()}
+
+
+def _their_name(found: Found, prefix: str) -> str:
+    """A name that begins with / has no prefix."""
+    return found.theirs[1:] if found.theirs.startswith("/") else prefix + found.theirs
+
+
+def _their_shape(found: Found, parameter: Tensor) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    return shape[::-1] if found.line.transposed else shape
+
+
+def _own_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if checkpoint.spec.tied:
+        wanted.pop("output.vocabulary.weight", None)
+    check_names(checkpoint.reader, wanted, checkpoint.source)
+    return {name: checkpoint.reader.get(name) for name in wanted}
+
+
+def _checked(source: Path, name: str, tensor: Tensor) -> Tensor:
+    """Refuse what is no weight: whole numbers, NaN, infinities."""
+    if not tensor.is_floating_point():
+        raise HeadwiseError(f"{source} keeps {name} as {tensor.dtype}; weights are floating-point numbers.")
+    if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is quick; it may overflow, so look again
+        bad = int((~tensor.isfinite()).sum())
+        raise HeadwiseError(f"{source} is damaged: {name} holds {bad} numbers that are NaN or infinite.")
+    return tensor

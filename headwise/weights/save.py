@@ -1,0 +1,67 @@
+"""Our own format: spec.json, model.safetensors in the canonical split layout, the tokenizer. Written whole or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+
+from headwise.errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from headwise.model import Transformer
+
+
+def save(model: "Transformer", folder: str | Path) -> Path:
+    """Write a model, pruned or not; `load(folder)` brings it back bit by bit. A model that was there is replaced."""
+    with whole_folder(folder, ("spec.json",)) as new:
+        (new / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        if model.spec.tied:
+            state.pop("output.vocabulary.weight", None)
+        storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
+        save_file(state, new / "model.safetensors", metadata={"format": "headwise-1", "storage": storage})
+        if model.tokenizer is not None:
+            model.tokenizer.save(new)
+    return Path(folder)
+
+
+@contextmanager
+def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
+    """A folder to write into that takes its place only when all is written; on an error nothing is changed.
+
+    A folder that is there already is replaced only if it is empty or holds one of `marks`: what was written here before.
+    """
+    folder = Path(folder)
+    if folder.is_file() or (
+        folder.is_dir() and any(folder.iterdir()) and not any((folder / m).is_file() for m in marks)
+    ):
+        raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield new
+        _flush(new)
+        new.chmod(0o755)
+        old = new.with_name(new.name + "-old")
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise HeadwiseError(f"{folder} could not be written ({error}); nothing was changed.") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Make sure the bytes are on the disk before the folder takes its place."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
