@@ -4,9 +4,11 @@ Standard output is the result, standard error everything else; `--json` gives ev
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
+from headwise import __version__
 from headwise.cli import demo, export, generate, info, presets
 from headwise.errors import HeadwiseError
 
@@ -22,6 +24,21 @@ app.command("info")(info.run)
 app.command("generate")(generate.run)
 app.command("export")(export.run)
 app.command("presets")(presets.run)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"headwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Multi-head attention with the head as a first-class object."""
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ def run(
     sentence: Annotated[
         str | None, typer.Argument(help="What the model reads; left out: the guide's own sentence.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random weights.", min=0, max=2**63 - 1)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Build a small decoder, run a sentence, and show each of its heads and the kernel that ran."""

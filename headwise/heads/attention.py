@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads.cache import Cache, SourceCache
+from headwise.heads.cache import Cache, SlidingCache, SourceCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
 from headwise.heads.init import initialise
 from headwise.heads.projections import Read, Write
 from headwise.heads.site import Site, gated
 from headwise.heads.writes import PerHead
-from headwise.kernels import Alibi, Angles, Choice, Mask, Terms, alibi_slopes, choose, make_terms, run, window
+from headwise.kernels import BACKENDS, Alibi, Angles, Choice, Mask, Terms, alibi_slopes, choose, make_terms, run, window
 from headwise.spec import AttentionSpec, SiteAddress
 
 
@@ -29,7 +29,8 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(
         self,
-        spec: AttentionSpec | None = None,
+        spec: AttentionSpec | int | None = None,
+        heads: int | None = None,
         *,
         backend: str = "auto",
         storage: str = "qkv",
@@ -37,13 +38,17 @@ class MultiHeadAttention(nn.Module):
         **fields: Any,
     ) -> None:
         super().__init__()
-        self.spec = spec = _as_spec(spec, fields)
+        self.spec = spec = _as_spec(spec, heads, fields)
         self.backend = backend
+        if backend != "auto" and backend not in BACKENDS:
+            raise HeadwiseError(f"there is no backend {backend!r}; {close_names(backend, ['auto', *BACKENDS])}")
+        if backend == "fused" and spec.softcap is not None:
+            raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
         self.read = Read(spec, storage)
         self.write = Write(spec)
-        heads = len(spec.head_ids)
-        self.sink = nn.Parameter(torch.empty(heads)) if spec.softmax == "sink" else None
-        self.gate = nn.Parameter(torch.empty(heads)) if spec.gated else None
+        present = len(spec.head_ids)
+        self.sink = nn.Parameter(torch.empty(present)) if spec.softmax == "sink" else None
+        self.gate = nn.Parameter(torch.empty(present)) if spec.gated else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
         self.site = Site(address, spec.head_ids, self.write)
         initialise(self)
@@ -83,6 +88,12 @@ class MultiHeadAttention(nn.Module):
             q, k, v = self.read(x)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
             if angles is not None:
                 q, k = angles.turn(q), angles.turn(k)
+            if isinstance(cache, SourceCache):
+                raise HeadwiseError("a SourceCache is for cross-attention; self-attention takes one of the others.")
+            if isinstance(cache, SlidingCache):
+                mask = _both(
+                    mask, window(cache.size)
+                )  # what it will have forgotten is not seen in a long prompt either
             if cache is not None:
                 k, v = cache.extend(k, v)  # (B, K, S, ·)
         terms = self._terms(q, k, v, mask, bias)
@@ -110,7 +121,9 @@ class MultiHeadAttention(nn.Module):
         """The output bias, (D,)."""
         return self.write.bias
 
-    def why(self, T: int, S: int | None = None, *, B: int = 1, mask: Mask | None = None) -> Choice:
+    def why(
+        self, T: int = 512, S: int | None = None, *, B: int = 1, mask: Mask | None = None, bias: Tensor | None = None
+    ) -> Choice:
         """Which kernel a call of this size would run, why, and what would change it.
 
         >>> MultiHeadAttention(width=8, heads=2).why(T=16).backend
@@ -122,12 +135,12 @@ class MultiHeadAttention(nn.Module):
         spec, H = self.spec, len(self.spec.head_ids)
         q = torch.empty(B, H, T, spec.head_dim, device="meta")
         k = torch.empty(B, len(spec.kv_ids), S, spec.head_dim, device="meta")
-        return choose(self._terms(q, k, k, mask, None), B, H, T, S)
+        return choose(self._terms(q, k, k, mask, bias), B, H, T, S)
 
     def _terms(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None) -> Terms:
         spec = self.spec
         if spec.window is not None:
-            mask = window(spec.window) if mask is None else mask & window(spec.window)
+            mask = _both(mask, window(spec.window))
         leaning = Alibi(self._slopes(q)) if spec.alibi else None
         if leaning is not None and bias is not None:
             raise HeadwiseError("a layer with ALiBi takes no other bias; leave one of them out.")
@@ -155,6 +168,9 @@ class MultiHeadAttention(nn.Module):
             return self.read(x, source)
         if not isinstance(cache, SourceCache):
             raise HeadwiseError(f"cross-attention keeps its source in a SourceCache, got {type(cache).__name__}.")
+        if cache.held is not None and cache.source is not source:
+            raise HeadwiseError("the cache holds the keys of another source; start a new SourceCache for a new source.")
+        cache.source = source
         (q,) = self.read.project(x, "q")
         k, v = cache.held or cache.extend(*self.read.project(source, "kv"))  # pyright: ignore[reportCallIssue]
         return q, k, v
@@ -189,19 +205,36 @@ class MultiHeadAttention(nn.Module):
         return f"width={spec.width}, heads={len(spec.head_ids)}, kv_heads={len(spec.kv_ids)}, head_dim={spec.head_dim}"
 
 
-def _as_spec(spec: AttentionSpec | None, fields: dict[str, Any]) -> AttentionSpec:
-    if spec is not None and not isinstance(spec, AttentionSpec):
-        raise HeadwiseError(
-            f"give sizes by name, MultiHeadAttention(width=512, heads=8), or an AttentionSpec; got {spec!r}."
-        )
-    if spec is not None:
-        if fields:
-            raise HeadwiseError(f"give a spec or its fields, not both: {', '.join(fields)} came beside a spec.")
+def _both(mask: Mask | None, other: Mask) -> Mask:
+    if mask is None:
+        return other
+    if not isinstance(mask, Mask):
+        raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.allow(tensor).")
+    return mask & other
+
+
+# What other libraries call our settings.
+ELSEWHERE = {
+    **dict.fromkeys(("embed_dim", "d_model", "hidden_size", "dim"), "width"),
+    **dict.fromkeys(("num_heads", "n_heads", "nhead", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("num_kv_heads", "num_key_value_heads"), "kv_heads"),
+    **dict.fromkeys(("kdim", "vdim"), "kv_width"),
+}
+
+
+def _as_spec(spec: AttentionSpec | int | None, heads: int | None, fields: dict[str, Any]) -> AttentionSpec:
+    if isinstance(spec, AttentionSpec):
+        if fields or heads is not None:
+            raise HeadwiseError(
+                f"give a spec or its fields, not both: {', '.join(fields) or 'heads'} came beside a spec."
+            )
         return spec
+    fields = {**({} if spec is None else {"width": spec}), **({} if heads is None else {"heads": heads}), **fields}
     known = AttentionSpec.__dataclass_fields__
     for name in fields:
         if name not in known:
-            raise HeadwiseError(f"an attention layer has no setting {name!r}; {close_names(name, known)}")
+            advice = f"here it is {ELSEWHERE[name]}." if name in ELSEWHERE else close_names(name, known)
+            raise HeadwiseError(f"an attention layer has no setting {name!r}; {advice}")
     for name in ("width", "heads"):
         if name not in fields:
             raise HeadwiseError(f"an attention layer needs {name}=…; e.g. MultiHeadAttention(width=512, heads=8).")

@@ -23,9 +23,6 @@ class Cache(ABC):
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, (B, K, T, ·), and return all that are visible, (B, K, S, ·)."""
 
-    def check_room(self, T: int) -> None:  # noqa: B027 (most caches always have room)
-        """Refuse T more tokens if they do not fit."""
-
     def visible(self, T: int) -> int:
         """How many keys `extend` will return when T more tokens come."""
         return self.length + T
@@ -34,6 +31,15 @@ class Cache(ABC):
         """Keep these rows of the batch, in this order."""
         if self._k is not None and self._v is not None:
             self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
+
+    @property
+    def state(self) -> tuple:
+        """What `extend` changes: keep it to go back."""
+        return self.length, self._k, self._v
+
+    @state.setter
+    def state(self, kept: tuple) -> None:
+        self.length, self._k, self._v = kept
 
     @property
     def bytes(self) -> int:
@@ -83,15 +89,12 @@ class FixedCache(Cache):
             raise HeadwiseError(f"a cache holds at least 1 token, got size {size}.")
         self.size = size
 
-    def check_room(self, T: int) -> None:
-        if self.length + T > self.size:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.length + k.shape[2] > self.size:
             raise HeadwiseError(
-                f"the cache is full: it holds {self.size} tokens, {self.length} are there and {T} more came; "
+                f"the cache is full: it holds {self.size} tokens, {self.length} are there and {k.shape[2]} more came; "
                 f"make it larger, or use a growing or sliding one."
             )
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.check_room(k.shape[2])
         return self._put(k, v, self.size)
 
 
@@ -120,6 +123,8 @@ class SlidingCache(Cache):
 
 class SourceCache(Cache):
     """Cross-attention's: the keys and values of the source, computed once and used at every step."""
+
+    source: Tensor | None = None  # whose keys they are
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.length = k.shape[2]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -157,8 +158,10 @@ class Heads:
     @overload
     def __getitem__(self, which: str) -> "Head | Heads": ...  # pyright: ignore[reportOverlappingOverload]
     def __getitem__(self, which: "int | Pattern") -> "Head | Heads":
-        if isinstance(which, int):
-            which = self._in_only_layer(which)
+        if isinstance(which, Integral):
+            which = self._in_only_layer(int(which))
+        elif not isinstance(which, str | Address | Iterable):
+            raise HeadwiseError(f"heads are taken by address, heads['5.1'] or heads['5.*']; got {which!r}.")
         chosen = select(which, self.addresses)
         if is_single(which):
             return Head(self._layers[chosen[0].site], chosen[0].head)
@@ -198,8 +201,9 @@ class Heads:
 
 def make_gates(sites: Mapping[Site, Tensor], addresses: Iterable[Address], amount: Amount) -> dict[SiteAddress, Tensor]:
     """A gate per site with `amount` at these heads and 1 elsewhere; `sites` gives each a tensor of its dtype and device."""
-    if isinstance(amount, Tensor) and amount.ndim > 1:
-        raise HeadwiseError(f"scale by a number, or by one number per example (B,); got shape {tuple(amount.shape)}.")
+    if not isinstance(amount, Tensor | float | int) or (isinstance(amount, Tensor) and amount.ndim > 1):
+        shape = tuple(amount.shape) if isinstance(amount, Tensor) else repr(amount)
+        raise HeadwiseError(f"scale by a number, or by one number per example (B,); got {shape}.")
     wanted = set(addresses)
     gates = {}
     for site, like in sites.items():

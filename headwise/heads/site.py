@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels import Terms
+from headwise.kernels import Terms, maps
 from headwise.spec import Address, SiteAddress
 
 Listener = Callable[["Seen"], None]
@@ -37,7 +37,7 @@ _repeating: ContextVar["Edits | None"] = ContextVar("repeating", default=None)
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One attention call as a listener sees it: q and k after positions, z as it enters W_O."""
+    """One attention call as a listener sees it: q and k after positions, z as it enters W_O; `maps()` rebuilds the maps."""
 
     site: "Site"
     q: Tensor  # (B, H, T, d)
@@ -45,6 +45,10 @@ class Seen:
     v: Tensor  # (B, K, S, e)
     terms: Terms  # mask, scale, bias, sink, groups
     z: Tensor  # (B, H, T, e)
+
+    def maps(self) -> Tensor:
+        """Who looked at whom: the attention weights of every head, (B, H, T, S), rebuilt from q and k."""
+        return maps(self.q, self.k, self.terms)
 
 
 class Site:
@@ -66,6 +70,11 @@ class Site:
     def addresses(self) -> tuple[Address, ...]:
         """The heads here."""
         return tuple(self.address.head(number) for number in self.head_ids)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody listens or edits here now."""
+        return bool(self._listeners or self._edits)
 
     def index(self, head: Address) -> int:
         """Where a head stands on the head axis of this site's tensors."""
@@ -116,6 +125,8 @@ class Site:
 def gated(z: Tensor, gate: Tensor) -> Tensor:
     """Scale each head's z by a gate, (H,) or (B, H): (B, H, T, e)."""
     B, H = z.shape[:2]
+    if not isinstance(gate, Tensor):
+        raise HeadwiseError(f"a gate is a tensor, ({H},) or ({B}, {H}); got {type(gate).__name__}.")
     if gate.shape not in ((H,), (1, H), (B, H)):
         raise HeadwiseError(f"the gate is {tuple(gate.shape)} but must be ({H},) or ({B}, {H}): one number per head.")
     return z * gate.to(z)[..., None, None]

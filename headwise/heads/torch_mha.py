@@ -14,6 +14,8 @@ def from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
     >>> from_torch(nn.MultiheadAttention(8, 2)).spec.head_dim
     4
     """
+    if not isinstance(theirs, nn.MultiheadAttention):
+        raise HeadwiseError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(theirs).__name__}.")
     if theirs.bias_k is not None:
         raise HeadwiseError(
             "add_bias_kv=True learns an extra key and value, which no layer of ours has; train without it."

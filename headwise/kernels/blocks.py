@@ -60,7 +60,7 @@ class _OverBlocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *extra)
         ctx.inner, ctx.terms, ctx.blocks = inner, terms, blocks
         ctx.autocast = _autocast(q.device.type)
-        ctx.dice = torch.get_rng_state() if terms.dropout and q.device.type == "cpu" else None
+        ctx.dice = _dice(q) if terms.dropout else None
         B, H, T, _ = q.shape
         z = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)  # so that putting heads side by side costs nothing
         for heads, shared, rows, cols in blocks.walk(terms, H, T, k.shape[2]):
@@ -76,16 +76,14 @@ class _OverBlocks(torch.autograd.Function):
         extra = [x.detach().requires_grad_(needed) for x, needed in zip(extra, ctx.needs_input_grad[6:], strict=True)]
         wanted = [x for x in extra if x.requires_grad]
         terms = ctx.terms.with_tensors(extra)
-        dq, dk, dv, dextra = (
-            torch.empty_like(q),
-            torch.zeros_like(k),
-            torch.zeros_like(v),
-            [torch.zeros_like(x) for x in wanted],
-        )
+        wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype  # many blocks add up
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        dextra = [torch.zeros_like(x) for x in wanted]
         T, S = q.shape[2], k.shape[2]
-        with torch.random.fork_rng([], enabled=ctx.dice is not None), ctx.autocast():
+        gpus = [q.device] if q.is_cuda else []
+        with torch.random.fork_rng(gpus, enabled=ctx.dice is not None), ctx.autocast():
             if ctx.dice is not None:
-                torch.set_rng_state(ctx.dice)
+                _set_dice(ctx.dice, q)
             for heads, shared, rows, cols in ctx.blocks.walk(terms, q.shape[1], T, S):
                 with torch.enable_grad():
                     parts = [x.detach().requires_grad_() for x in _cut(q, k, v, heads, shared, rows, cols)]
@@ -97,7 +95,24 @@ class _OverBlocks(torch.autograd.Function):
                 for total, grad in zip(dextra, grads[3:], strict=True):
                     total += 0 if grad is None else grad
         left = iter(dextra)
-        return None, None, None, dq, dk, dv, *(next(left) if x.requires_grad else None for x in extra)
+        return (
+            None,
+            None,
+            None,
+            dq,
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            *(next(left) if x.requires_grad else None for x in extra),
+        )
+
+
+def _dice(q: Tensor) -> Tensor:
+    """The state of the random numbers dropout will draw, to be drawn again in the backward pass."""
+    return torch.cuda.get_rng_state(q.device) if q.is_cuda else torch.get_rng_state()
+
+
+def _set_dice(state: Tensor, q: Tensor) -> None:
+    torch.cuda.set_rng_state(state, q.device) if q.is_cuda else torch.set_rng_state(state)
 
 
 def _cut(

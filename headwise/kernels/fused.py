@@ -72,6 +72,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = N
         v = F.pad(v, (0, d - e))
     elif d < e:
         q, k = F.pad(q, (0, e - d)), F.pad(k, (0, e - d))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else SDPA materialises the maps
     z = F.scaled_dot_product_attention(
         q, k, v, mask, terms.dropout, is_causal, scale=terms.scale, enable_gqa=k.shape[1] != H
     )

@@ -23,6 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _few_rows(x: Tensor, weight: Tensor) -> bool:
     return (
         weight.numel() >= LARGE
+        and type(weight) in (Tensor, nn.Parameter)  # not a tensor that is spread over processes
         and x.numel() // max(1, x.shape[-1]) in FEW_ROWS
         and not torch.is_grad_enabled()
         and x.dtype == weight.dtype == torch.float32

@@ -152,7 +152,7 @@ class Document(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class PerHead(Mask):
+class HeadMasks(Mask):
     """Each head has a mask of its own."""
 
     masks: tuple[Mask, ...]
@@ -165,7 +165,7 @@ class PerHead(Mask):
         return max(mask.planes()[0] for mask in self.masks), len(self.masks)
 
     def for_heads(self, heads: slice) -> Mask:
-        return PerHead(self.masks[heads])
+        return HeadMasks(self.masks[heads])
 
     def keys(self, rows: range, T: int, S: int) -> range:
         ranges = [mask.keys(rows, T, S) for mask in self.masks]
@@ -294,6 +294,7 @@ def padding(real: Tensor) -> Mask:
     >>> padding(torch.tensor([[1, 1, 0]])).dense(1, 3)[0, 0].int()
     tensor([[1, 1, 0]], dtype=torch.int32)
     """
+    real = torch.as_tensor(real)
     if real.ndim != 2:
         raise HeadwiseError(f"a padding mask is (batch, keys), True at real tokens; got shape {tuple(real.shape)}.")
     return Padding(_as_bool(real, "a padding mask"))
@@ -307,7 +308,8 @@ def document(keys_of: Tensor, queries_of: Tensor | None = None) -> Mask:
             [1, 1, 0],
             [0, 0, 1]], dtype=torch.int32)
     """
-    queries_of = keys_of if queries_of is None else queries_of
+    keys_of = torch.as_tensor(keys_of)
+    queries_of = keys_of if queries_of is None else torch.as_tensor(queries_of)
     for ids in (keys_of, queries_of):
         if ids.ndim != 2:
             raise HeadwiseError(f"document numbers are (batch, tokens); got shape {tuple(ids.shape)}.")
@@ -322,7 +324,7 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     """
     if not masks:
         raise HeadwiseError("a per-head mask needs at least one mask.")
-    return PerHead(tuple(_as_mask(mask) for mask in masks))
+    return HeadMasks(tuple(_as_mask(mask) for mask in masks))
 
 
 def allow(allowed: Tensor) -> Mask:

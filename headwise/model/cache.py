@@ -1,5 +1,8 @@
 """The caches of a whole model, and which of the tokens in them are real."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -24,16 +27,29 @@ class ModelCache:
         self.layers: dict[SiteAddress, Cache] = {}
         for site in spec.sites:
             if site.stack != "enc":  # the source is read once, whole
-                self.layers[site] = _make(spec.attention_at(site).window, site, kind, size or spec.context)
+                self.layers[site] = _make(
+                    spec.attention_at(site).window, site, kind, spec.context if size is None else size
+                )
         self.length = 0
         self.real: Tensor | None = None  # (B, length): which tokens are not padding; None: all
         self.memory: Tensor | None = None  # (B, S, D): the encoded source
         self.memory_real: Tensor | None = None  # (B, S): which of its tokens are not padding; None: all
 
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """A step that fails leaves the cache as it was."""
+        before = (self.length, self.real, self.memory, self.memory_real)
+        layers = {cache: cache.state for cache in self.layers.values()}
+        try:
+            yield
+        except BaseException:
+            self.length, self.real, self.memory, self.memory_real = before
+            for cache, state in layers.items():
+                cache.state = state
+            raise
+
     def note(self, ids: Tensor, padding: Tensor | None) -> tuple[int, Tensor | None]:
         """Take note of new tokens, (B, T); returns how many came before, and which of all are real."""
-        for cache in self.layers.values():
-            cache.check_room(ids.shape[1])  # all or none: a refused step leaves the cache as it was
         start, self.length = self.length, self.length + ids.shape[1]
         if padding is not None or self.real is not None:
             before = ids.new_ones(ids.shape[0], start) if self.real is None else self.real

@@ -83,6 +83,7 @@ def stream(
     _check_room(model, ids, padding, tokens)
     dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     cache = model.cache() if cache is None else cache
+    gates = model.resolve_gates(gates)  # once, not at every step
     first = {"padding": padding, "source": source, "source_padding": source_padding}
     return _steps(model, ids, tokens, choose, dice, _stops(model, prompt, stop), pad, cache, gates, first)
 
@@ -102,7 +103,7 @@ def _steps(
     """One step after the other; `first` is what only the first one needs."""
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail = ids[:, :0]
-    was_training = model.training
+    modes = {part: part.training for part in model.modules()}
     model.eval()
     try:
         for _ in range(tokens):
@@ -117,14 +118,15 @@ def _steps(
                 return
             ids, first = chosen[:, None], {}
     finally:
-        model.train(was_training)
+        for part, training in modes.items():
+            part.training = training
 
 
 def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, tokens: int) -> None:
     if ids.shape[1] == 0:
         raise HeadwiseError("the prompt is empty; give at least one token.")
-    if tokens < 0:
-        raise HeadwiseError(f"tokens must be 0 or more, got {tokens}.")
+    if not isinstance(tokens, int) or tokens < 0:
+        raise HeadwiseError(f"tokens must be a whole number, 0 or more; got {tokens}.")
     if padding is not None and not padding[:, -1].all():
         raise HeadwiseError(
             "prompts of different lengths are padded on the left to generate; a row here ends in padding."
@@ -153,6 +155,8 @@ def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | Non
         if model.tokenizer is None:
             raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
         rows = [model.tokenizer.encode(text) for text in rows]
+    if not all(isinstance(id, Integral) for row in rows for id in row):
+        raise HeadwiseError("token ids are whole numbers; a prompt here holds something else.")
     lengths = torch.tensor([len(row) for row in rows])
     if lengths.min() == 0:
         raise HeadwiseError("a prompt is empty; give at least one token.")
@@ -170,6 +174,8 @@ def _is_text(prompt: Prompt) -> bool:
 def _stops(model: "Transformer", prompt: Prompt, stop: Stop | None) -> list[tuple[int, ...]]:
     if stop is None and _is_text(prompt) and model.tokenizer is not None:
         stop = model.tokenizer.special.get("eos")
+    if isinstance(stop, str | Tensor):
+        raise HeadwiseError(f"stop is a token id or a list of ids and id sequences, got {type(stop).__name__}.")
     given = [] if stop is None else [stop] if isinstance(stop, int) else stop
     stops = [(item,) if isinstance(item, int) else tuple(item) for item in given]
     if () in stops:

@@ -17,8 +17,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise HeadwiseError(f"temperature must be 0 (the best token) or more, got {self.temperature}.")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise HeadwiseError(
+                "top_k and top_p say how to draw, but temperature 0 does not draw; give temperature=1.0."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise HeadwiseError(f"top_k must be at least 1, got {self.top_k}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
-from headwise.heads import Heads, MultiHeadAttention, Site, initialise
+from headwise.heads import Heads, MultiHeadAttention, Site, SlidingCache, initialise
 from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
@@ -61,6 +62,8 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(spec, ModelSpec):
+            raise HeadwiseError(f'a Transformer is built from a ModelSpec, e.g. hw.preset("nano"); got {spec!r}.')
         self.spec = spec
         self._tokenizer: Tokenizes | Callable[[], Tokenizes] | None = None
         self.family: str | None = None  # whose weights these are, if they came from a file
@@ -102,25 +105,27 @@ class Transformer(nn.Module):
         heads for this call alone: {"5.1": 0.0, "6.*": 0.5}, a number each or one per example (B,). In an encoder-decoder
         `source` (B, S) is what is read; `memory` is the same, encoded already.
         """
-        self._check_ids(ids, padding)
-        gate_at = self._gates(gates)
-        start, real = (0, padding) if cache is None else cache.note(ids, padding)
-        memory = self._memory(source, source_padding, memory, cache, gate_at)
-        if cache is not None:
-            source_padding = cache.remember_source(memory, source_padding)
-        positions = self._positions(ids, start, real)  # (1 or B, T)
-        beside = Beside(
-            causal=self.spec.kind != "encoder",
-            mask=mask,
-            real=None if real is None else real.bool(),
-            angles=self._angles(positions),
-            gates=gate_at,
-            cache=cache,
-            memory=memory,
-            memory_real=None if source_padding is None else source_padding.bool(),
-        )
-        x = self.embed(ids, positions, token_types)  # (B, T, D)
-        x = self._through(self.blocks, x, beside)
+        ids = self._checked_ids(ids, padding)
+        gate_at = self.resolve_gates(gates)
+        with nullcontext() if cache is None else cache.all_or_nothing():
+            start, real = (0, padding) if cache is None else self._checked_cache(cache).note(ids, padding)
+            self._check_sides(cache, real)
+            memory = self._memory(source, source_padding, memory, cache, gate_at)
+            if cache is not None:
+                source_padding = cache.remember_source(memory, source_padding)
+            positions = self._positions(ids, start, real)  # (1 or B, T)
+            beside = Beside(
+                causal=self.spec.kind != "encoder",
+                mask=mask,
+                real=None if real is None else real.bool(),
+                angles=self._angles(positions),
+                gates=gate_at,
+                cache=cache,
+                memory=memory,
+                memory_real=None if source_padding is None else source_padding.bool(),
+            )
+            x = self._embed(ids, positions, token_types)  # (B, T, D)
+            x = self._through(self.blocks, x, beside)
         x = x if self.norm is None else self.norm(x)
         return x if hidden or self.output is None else self.output(x)  # (B, T, V)
 
@@ -139,11 +144,11 @@ class Transformer(nn.Module):
             raise HeadwiseError(
                 f"this model is of kind {self.spec.kind}; encode is for an encoder-decoder. Call model(ids)."
             )
-        self._check_ids(source, padding)
+        source = self._checked_ids(source, padding)
         positions = self._positions(source, 0, padding)
         real = None if padding is None else padding.bool()
-        beside = Beside(real=real, angles=self._angles(positions), gates=self._gates(gates))
-        x = self._through(self.encoder_blocks, self.embed(source, positions), beside)
+        beside = Beside(real=real, angles=self._angles(positions), gates=self.resolve_gates(gates))
+        x = self._through(self.encoder_blocks, self._embed(source, positions, None), beside)
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def pooled(self, ids: Tensor, *, padding: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
@@ -207,9 +212,13 @@ class Transformer(nn.Module):
             for block in blocks:
                 x = block(x, beside)
             return x
-        edits = edits_now(self.sites())
+        watched = [site for site in self.sites() if site.is_open]
+        edits = edits_now(watched)
+        again = partial(checkpoint, use_reentrant=False)
+        if watched:
+            again = partial(again, context_fn=lambda: (nullcontext(), repeated(edits)))
         for block in blocks:
-            x = checkpoint(block, x, beside, use_reentrant=False, context_fn=lambda: (nullcontext(), repeated(edits)))
+            x = again(block, x, beside)
         return x
 
     def _memory(
@@ -258,27 +267,61 @@ class Transformer(nn.Module):
             return None
         return Angles.at(positions, attention.rotary, attention.head_dim, self.embed.tokens.weight.dtype)
 
-    def _gates(self, gates: Gates | None) -> dict[SiteAddress, Tensor]:
+    def resolve_gates(self, gates: Gates | None) -> dict[SiteAddress, Tensor]:
+        """Gates by pattern, as `forward` takes them, become one gate per layer, (H,) or (B, H)."""
         made: dict[SiteAddress, Tensor] = {}
+        if gates is not None and not isinstance(gates, Mapping):
+            raise HeadwiseError(f'gates map heads to numbers, {{"5.1": 0.0}}; got {type(gates).__name__}.')
         for key, amount in (gates or {}).items():
             if isinstance(key, SiteAddress):
                 if key not in self.spec.sites:
                     raise HeadwiseError(
                         f"gates name layer {key}; the model has {', '.join(map(str, self.spec.sites))}."
                     )
-                new = {key: amount if isinstance(amount, Tensor) else torch.tensor(amount)}
+                new = {key: torch.as_tensor(amount)}
             else:
                 new = self.heads.select(key).gates(amount)
             for site, gate in new.items():
                 made[site] = made[site] * gate if site in made else gate
         return made
 
-    def _check_ids(self, ids: Tensor, padding: Tensor | None) -> None:
-        if ids.ndim != 2 or ids.is_floating_point():
-            raise HeadwiseError(f"token ids are whole numbers, (batch, tokens); got {ids.dtype} {tuple(ids.shape)}.")
+    def _embed(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
+        try:
+            return self.embed(ids, positions, token_types)
+        except IndexError:
+            low, high = int(ids.min()), int(ids.max())
+            raise HeadwiseError(
+                f"token ids must lie in 0-{self.spec.vocab - 1} (and token types, if any, below {self.spec.token_types}); "
+                f"got ids {low}-{high}."
+            ) from None
+
+    def _checked_ids(self, ids: Tensor, padding: Tensor | None) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")
         if padding is not None and padding.shape != ids.shape:
             raise HeadwiseError(
                 f"padding is {tuple(padding.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
+            )
+        return ids.long()
+
+    def _checked_cache(self, cache: ModelCache) -> ModelCache:
+        if not isinstance(cache, ModelCache):
+            raise HeadwiseError(f"cache must come from model.cache(), got {cache!r}.")
+        if self.checkpointing and torch.is_grad_enabled():
+            raise HeadwiseError(
+                "a cache holds numbers, not graphs; call under torch.no_grad(), or turn checkpointing off."
+            )
+        return cache
+
+    def _check_sides(self, cache: ModelCache | None, real: Tensor | None) -> None:
+        """Windows and ALiBi count places, padding among them: with a cache, padding must all lie on the left."""
+        if cache is None or real is None:
+            return
+        counts_places = self.spec.attention.alibi or any(isinstance(c, SlidingCache) for c in cache.layers.values())
+        if counts_places and (real[:, :-1] & ~real[:, 1:]).any():
+            raise HeadwiseError(
+                "with windows or ALiBi a cache takes texts padded on the left; padding follows a token here."
             )
 
 

@@ -80,7 +80,7 @@ def _rows(model: Transformer, ids: Tensor, call: Seen, plain: Tensor) -> Iterato
         silent = model(ids, gates={str(address): 0.0})[0, -1].softmax(-1)
         yield HeadRow(
             head=str(address),
-            looks_at=f"{chr(int(ids[0, place]))!r} at {int(place)}",
+            looks_at=f"{bytes([int(ids[0, place])])!r} at {int(place)}"[1:],
             weight=weight.item(),
             entropy=entropies[i].item(),
             write=lengths[i].item(),

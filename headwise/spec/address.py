@@ -105,7 +105,13 @@ def _match(part: str, among: tuple[Address, ...]) -> list[Address]:
     found = _PATTERN.fullmatch(part)
     if found is None:
         raise HeadwiseError(f"{part!r} does not name heads; write 5.1, 5.*, 0-3.*, or several with commas: 5.1,6.9.")
-    stack, layers, heads = found[1] or "", found[2], found[3] or "*"
+    stack, layers, heads = found[1] or "", found[2], found[3]
+    if heads is None and layers == "*":
+        heads = "*"  # simply all
+    if heads is None:
+        raise HeadwiseError(
+            f"{part!r} names a layer, not heads; write {part}.* for all its heads, or {part}.1 for one."
+        )
     hits = [a for a in among if a.stack == stack and _covers(layers, a.layer) and _covers(heads, a.head)]
     if hits:
         return hits
@@ -134,5 +140,8 @@ def _range(among: tuple[Address, ...]) -> str:
         whole = heads == list(range(len(heads)))
         text = f"0-{len(heads) - 1}" if whole and len(heads) > 1 else ",".join(map(str, heads))
         by_heads.setdefault(text, []).append(site)
-    told = [f"layers {', '.join(map(str, sites))} have heads {heads}" for heads, sites in by_heads.items()]
+    told = [
+        f"layer{'s' * (len(sites) > 1)} {', '.join(map(str, sites))} {'have' if len(sites) > 1 else 'has'} heads {heads}"
+        for heads, sites in by_heads.items()
+    ]
     return "; ".join(told) + "." if told else "there are no heads at all."

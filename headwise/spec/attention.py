@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from headwise.errors import HeadwiseError
+from headwise.spec.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,24 @@ class Rotary:
     scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
+        if not self.theta > 0:
+            raise HeadwiseError(f"rotary theta must be above 0, got {self.theta}.")
         if self.layout not in ("half", "interleaved"):
             raise HeadwiseError(f"rotary layout {self.layout!r} is unknown; use half or interleaved.")
         if self.dims is not None and (self.dims < 2 or self.dims % 2):
             raise HeadwiseError(f"rotary dims must be an even number of at least 2, got {self.dims}.")
 
 
+def check_whole(spec: object, *names: str) -> None:
+    """Sizes are whole numbers, 0 or more."""
+    for name in names:
+        value = getattr(spec, name)
+        if type(value) is not int or value < 0:
+            raise HeadwiseError(f"{name} must be a whole number, 0 or more; got {value!r}.")
+
+
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Wire):
     """One multi-head attention layer.
 
     `heads` and `kv_heads` count the heads the layer was born with; `kept` lists those still there by their original
@@ -83,8 +94,11 @@ class AttentionSpec:
     head_dropout_schedule: Literal["constant", "ramp", "v"] = "constant"
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.heads < 0:
-            raise HeadwiseError(f"width must be at least 1 and heads at least 0, got {self.width} and {self.heads}.")
+        check_whole(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width")
+        if self.rotary is not None and not isinstance(self.rotary, Rotary):
+            raise HeadwiseError(f"rotary must be a Rotary(theta=…), got {self.rotary!r}.")
+        if self.width < 1:
+            raise HeadwiseError(f"width must be at least 1, got {self.width}.")
         self._fill("head_dim", self.head_dim or self._default_head_dim())
         self._fill("value_dim", self.value_dim or self.head_dim)
         self._fill("kv_heads", self.kv_heads or self.heads)
@@ -108,9 +122,7 @@ class AttentionSpec:
         return self.width // self.heads
 
     def _check(self) -> None:
-        if self.head_dim < 1 or self.value_dim < 1:
-            raise HeadwiseError(f"head_dim and value_dim must be at least 1, got {self.head_dim} and {self.value_dim}.")
-        if self.kv_heads < 0 or self.heads % max(1, self.kv_heads):
+        if self.heads % max(1, self.kv_heads):
             raise HeadwiseError(
                 f"heads {self.heads} cannot be shared out over kv_heads {self.kv_heads}; kv_heads must divide heads."
             )
@@ -120,8 +132,10 @@ class AttentionSpec:
             raise HeadwiseError(f"softmax {self.softmax!r} is unknown; use plain, off_by_one or sink.")
         if self.softcap is not None and self.softcap <= 0:
             raise HeadwiseError(f"softcap must be above 0, got {self.softcap}; leave it out for none.")
-        if self.window is not None and self.window < 1:
-            raise HeadwiseError(f"window must be at least 1, got {self.window}; leave it out for none.")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise HeadwiseError(
+                f"window must be a whole number of at least 1, got {self.window}; leave it out for none."
+            )
         if self.head_dropout_schedule not in ("constant", "ramp", "v"):
             raise HeadwiseError(
                 f"head dropout schedule {self.head_dropout_schedule!r} is unknown; use constant, ramp or v."

@@ -7,7 +7,8 @@ from typing import Literal
 
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
-from headwise.spec.attention import AttentionSpec
+from headwise.spec.attention import AttentionSpec, check_whole
+from headwise.spec.wire import Wire
 
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -22,7 +23,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Wire):
     """A transformer. `kept` maps a layer's address to the heads it still has; layers not in it are whole.
 
     >>> spec = ModelSpec(vocab=256, context=64, layers=2, attention=AttentionSpec(width=32, heads=4))
@@ -57,12 +58,13 @@ class ModelSpec:
     kept: Kept = ()
 
     def __post_init__(self) -> None:
+        check_whole(self, "vocab", "context", "layers", "hidden", "encoder_layers", "token_types")
         object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
         if self.kind == "encoder-decoder":
             object.__setattr__(self, "encoder_layers", self.encoder_layers or self.layers)
         self._check()
-        kept = dict(self.kept)
+        kept = {str(site): heads for site, heads in dict(self.kept).items()}
         sites = {str(site) for site in self.sites}
         for site in kept:
             if site not in sites:
@@ -77,8 +79,8 @@ class ModelSpec:
         for field in ("vocab", "context"):
             if getattr(self, field) < 1:
                 raise HeadwiseError(f"{field} must be at least 1, got {getattr(self, field)}.")
-        if self.layers < 0:
-            raise HeadwiseError(f"layers must be at least 0, got {self.layers}.")
+        if not 0 <= self.dropout < 1:
+            raise HeadwiseError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise HeadwiseError(f"{field} {getattr(self, field)!r} is unknown; use {', '.join(allowed)}.")
@@ -162,18 +164,3 @@ class ModelSpec:
     def final_norms(self) -> int:
         """Stacks that end in a norm: those whose blocks do not (https://arxiv.org/abs/2002.04745)."""
         return 0 if self.form == "post" else 1 + (self.kind == "encoder-decoder")
-
-    # JSON both ways.
-
-    def to_json(self) -> str:
-        """Write the spec as JSON, defaults left out."""
-        from headwise.spec.wire import dump
-
-        return dump(self)
-
-    @staticmethod
-    def from_json(text: str) -> "ModelSpec":
-        """Read a spec back; an unknown or ill-typed field is an error that names it."""
-        from headwise.spec.wire import parse
-
-        return parse(ModelSpec, text)

@@ -3,25 +3,26 @@
 import json
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import HeadwiseError, close_names
 
-Spec = TypeVar("Spec")
 
+class Wire:
+    """A spec that goes through JSON."""
 
-def dump(spec: Any) -> str:
-    """Write a spec as JSON."""
-    return json.dumps(_plain(spec), indent=2)
+    def to_json(self) -> str:
+        """Write the spec as JSON, defaults left out."""
+        return json.dumps(_plain(self), indent=2)
 
-
-def parse(kind: type[Spec], text: str) -> Spec:
-    """Read a spec of a kind from JSON."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise HeadwiseError(f"the spec is not valid JSON: {error}.") from None
-    return _build(kind, data, kind.__name__)
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a spec back; an unknown or ill-typed field is an error that names it."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise HeadwiseError(f"the spec is not valid JSON: {error}.") from None
+        return _build(cls, data, cls.__name__)
 
 
 def _plain(value: Any) -> Any:

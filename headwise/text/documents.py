@@ -38,7 +38,9 @@ class Document:
         for name, source, target in self.relations:
             for place in (source, target):
                 if not 0 <= place < n:
-                    raise HeadwiseError(f"the relation {name!r} points at word {place}, but there are {n} words (0-{n - 1}).")
+                    raise HeadwiseError(
+                        f"the relation {name!r} points at word {place}, but there are {n} words (0-{n - 1})."
+                    )
         if self.classes and len(self.classes) != n:
             raise HeadwiseError(f"there are {n} words and {len(self.classes)} classes; give one class per word.")
         for first, end in self.phrases:

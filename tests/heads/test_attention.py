@@ -115,7 +115,7 @@ def test_heads_are_taken_by_number_address_or_pattern() -> None:
     assert layer.heads["0.3"].address == layer.heads[layer.heads.addresses[1]].address  # pyright: ignore
     assert len(layer.heads.select("*")) == 2
     for number in (1, 4, -1):
-        with pytest.raises(HeadwiseError, match=rf"there is no head 0\.{number} here; layers 0 have heads 0,3"):
+        with pytest.raises(HeadwiseError, match=rf"there is no head 0\.{number} here; layer 0 has heads 0,3"):
             layer.heads[number]
 
 

@@ -68,10 +68,17 @@ def test_a_source_is_read_once() -> None:
     assert_equal(torch.cat(pieces, 1), layer(x, source))
     assert cache.length == 7
     held = cache.held
-    layer(x, torch.zeros_like(source), cache=cache)
+    layer(x, source, cache=cache)
     assert cache.held is not None
     assert held is not None
     assert cache.held[0] is held[0], "once there, it stays"
+    with pytest.raises(HeadwiseError, match="holds the keys of another source; start a new SourceCache"):
+        layer(x, torch.zeros_like(source), cache=cache)
+
+
+def test_self_attention_refuses_a_source_cache() -> None:
+    with pytest.raises(HeadwiseError, match="a SourceCache is for cross-attention"):
+        make_layer(LAYERS["plain"])(numbers(B, LENGTH, WIDTH), cache=SourceCache())
 
 
 # What is kept.

@@ -1,0 +1,103 @@
+"""A step with a cache is all or nothing, and does not depend on how a text is cut into steps."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.model import ModelCache
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8, 1]])
+BOTH = {"kind": "encoder-decoder", "positions": "sinusoidal"}
+
+
+def make(context: int = 12, heads: dict | None = None, **model: object) -> hw.Transformer:
+    torch.manual_seed(0)
+    attention = hw.AttentionSpec(width=8, heads=2, **(heads or {}))
+    spec = hw.ModelSpec(vocab=11, context=context, layers=2, attention=attention, **model)  # pyright: ignore
+    return hw.Transformer(spec).eval()
+
+
+REFUSED: dict[str, tuple[dict, Callable[[hw.Transformer, ModelCache], object]]] = {
+    "another batch": ({}, lambda model, cache: model(IDS[:1], cache=cache)),
+    "an unknown token": ({}, lambda model, cache: model(torch.full((2, 1), 99), cache=cache)),
+    "too many positions": ({}, lambda model, cache: model(IDS, cache=cache)),
+    "a mask that does not fit": (
+        {},
+        lambda model, cache: model(IDS[:, :1], mask=hw.allow(torch.ones(3, 3)), cache=cache),
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_step_leaves_the_cache_as_it_was(name: str) -> None:
+    model, step = make(**REFUSED[name][0]), REFUSED[name][1]
+    cache = model.cache()
+    model(IDS[:, :6], cache=cache)
+    with pytest.raises((hw.HeadwiseError, RuntimeError)):
+        step(model, cache)
+    assert cache.length == 6
+    assert torch.allclose(model(IDS[:, 6:], cache=cache), model(IDS)[:, 6:], atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_step_refused_for_want_of_a_source_can_be_taken_again() -> None:
+    model = make(**BOTH)  # pyright: ignore[reportArgumentType]
+    cache = model.cache()
+    with pytest.raises(hw.HeadwiseError, match="needs what it reads"):
+        model(IDS[:, :3], cache=cache)
+    got = model(IDS[:, :3], source=IDS, cache=cache)
+    assert torch.allclose(got, model(IDS[:, :3], source=IDS), atol=1e-6)
+    with pytest.raises(hw.HeadwiseError, match="holds a source already; start a new cache"):
+        model(IDS[:, 3:4], source=IDS, cache=cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4], [5, 1, 1]])
+def test_a_sliding_cache_forgets_alike_however_the_text_is_cut(pieces: list[int]) -> None:
+    model = make()
+    cache = model.cache("sliding", size=3)
+    got = torch.cat([model(piece, cache=cache) for piece in IDS.split(pieces, 1)], 1)
+    assert torch.allclose(got, model(IDS, mask=hw.window(3)), atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [{"window": 3}, {"alibi": True}])
+def test_padding_on_the_right_is_refused_where_places_are_counted(heads: dict) -> None:
+    model = make(heads=heads)
+    right = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    with pytest.raises(hw.HeadwiseError, match="padded on the left; padding follows a token"):
+        model(IDS, padding=right, cache=model.cache())
+    model(IDS, padding=right.flip(1), cache=model.cache())
+
+
+def test_a_cache_and_checkpointing_do_not_go_together() -> None:
+    model = make()
+    model.checkpointing = True
+    with pytest.raises(hw.HeadwiseError, match="a cache holds numbers, not graphs"):
+        model(IDS, cache=model.cache())
+    with torch.no_grad():
+        model(IDS, cache=model.cache())
+
+
+def test_parts_that_were_frozen_stay_so_after_generating() -> None:
+    model = make().train()
+    model.blocks[0].eval()
+    model.generate(IDS[:, :2], 2)
+    assert model.training
+    assert not model.blocks[0].training
+    assert model.blocks[1].training
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_ids_of_any_whole_kind_will_do(dtype: torch.dtype) -> None:
+    model = make()
+    assert torch.equal(model(IDS.to(dtype)), model(IDS))
+
+
+def test_bare_numbers_are_not_taken_for_layers() -> None:
+    """5,1 is one keystroke from 5.1, and would silence two whole layers."""
+    with pytest.raises(hw.HeadwiseError, match=r"'0' names a layer, not heads; write 0\.\* for all its heads"):
+        make()(IDS, gates={"0,1": 0.0})
