@@ -1,0 +1,199 @@
+"""Texts with relations from files: CoNLL-U treebanks, JSON Lines, and GAP's pronouns. Errors name file and line."""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import HeadwiseError
+from headwise.text.align import find_words, split_words
+from headwise.text.documents import Document, Relation
+
+
+def read_documents(path: Path | str) -> Iterator[Document]:
+    """The documents of a file, one after the other: .conllu, .jsonl, or GAP's .tsv (relation `coref`)."""
+    path = Path(path)
+    readers = {".conllu": read_conllu, ".jsonl": read_jsonl, ".tsv": _gap_documents}
+    if path.suffix not in readers:
+        raise HeadwiseError(f"{path} is not a file of relations; known: {', '.join(readers)}.")
+    return readers[path.suffix](path)
+
+
+# CoNLL-U (https://universaldependencies.org/format.html).
+
+
+def read_conllu(path: Path | str) -> Iterator[Document]:
+    """Sentences of a treebank: an arc from each word to its head, named as in the file; UPOS; the span of each subtree."""
+    try:
+        import conllu
+        from conllu.exceptions import ParseException
+    except ImportError:
+        raise HeadwiseError("reading a treebank needs the conllu package: pip install 'headwise[treebank]'.") from None
+    for first, lines in _blocks(Path(path)):
+        for number, line in enumerate(lines, first):
+            if not line.startswith("#") and line.count("\t") != 9:
+                raise HeadwiseError(
+                    f"{path}, line {number}: a CoNLL-U line has 10 columns, this has {line.count(chr(9)) + 1}."
+                )
+        try:
+            sentence = conllu.parse("\n".join(lines) + "\n\n")[0]
+            yield _sentence(sentence)
+        except (ParseException, HeadwiseError, KeyError, TypeError, IndexError) as error:
+            raise HeadwiseError(f"{path}, sentence at line {first}: {error}") from None
+
+
+def _sentence(sentence: Any) -> Document:
+    tokens = [
+        token for token in sentence if isinstance(token["id"], int)
+    ]  # not 1-2 (written as one) nor 8.1 (left out)
+    place = {token["id"]: i for i, token in enumerate(tokens)}
+    words = [token["form"] for token in tokens]
+    relations, children = [], {i: [] for i in range(len(tokens))}
+    for i, token in enumerate(tokens):
+        head = token["head"]
+        if head is None or (head != 0 and head not in place):
+            raise HeadwiseError(
+                f"word {token['id']} ({token['form']}) has the head {head}, which is not in the sentence."
+            )
+        if head != 0:
+            relations.append(Relation(token["deprel"], i, place[head]))
+            children[place[head]].append(i)
+    text = sentence.metadata.get("text") or " ".join(words)
+    try:
+        find_words(text, words)
+    except HeadwiseError:  # a word that is written otherwise than it is analysed: du, from de and le
+        text = " ".join(words)
+    classes = tuple(token["upos"] or "_" for token in tokens)
+    return Document(text, tuple(words), tuple(relations), classes, _phrases(children))
+
+
+def _phrases(children: dict[int, list[int]]) -> tuple[tuple[int, int], ...]:
+    """The span of every word's subtree that is more than the word and has no gap."""
+    spans = set()
+    for word in children:
+        inside, todo = {word}, list(children[word])
+        while todo:
+            child = todo.pop()
+            if child not in inside:  # a circle in a broken tree ends here
+                inside.add(child)
+                todo += children[child]
+        first, end = min(inside), max(inside) + 1
+        if end - first == len(inside) > 1:
+            spans.add((first, end))
+    return tuple(sorted(spans))
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Sentences as lines, with the number of their first line."""
+    block: list[str] = []
+    number = 0
+    for number, line in _lines(path):
+        if line.strip():
+            block.append(line)
+        elif block:
+            yield number - len(block), block
+            block = []
+    if block:
+        yield number - len(block) + 1, block
+    if number == 0:
+        raise HeadwiseError(f"{path} is empty; it needs at least one sentence.")
+
+
+# JSON Lines: {"words": […], "relations": [["coref", 7, 1], …], "classes": […], "text": "…"}; the last two may be left out.
+
+
+def read_jsonl(path: Path | str) -> Iterator[Document]:
+    """One document a line."""
+    number = 0
+    for number, line in _lines(Path(path)):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            words = tuple(data["words"])
+            relations = tuple(
+                Relation(str(name), int(source), int(target)) for name, source, target in data["relations"]
+            )
+            text = data.get("text") or " ".join(words)
+            yield Document(text, words, relations, tuple(data.get("classes", ())))
+        except json.JSONDecodeError as error:
+            raise HeadwiseError(f"{path}, line {number}: not valid JSON: {error.msg}.") from None
+        except HeadwiseError as error:
+            raise HeadwiseError(f"{path}, line {number}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise HeadwiseError(
+                f'{path}, line {number}: expected {{"words": […], "relations": [["name", from, to], …]}}, got {line[:60]!r}.'
+            ) from None
+    if number == 0:
+        raise HeadwiseError(f"{path} is empty; it needs at least one document.")
+
+
+# GAP (https://arxiv.org/abs/1810.05201): a pronoun and two names, of which one, or neither, is meant.
+
+
+@dataclass(frozen=True)
+class Pronoun:
+    """A case of GAP: places of the pronoun and of the words of both names; `answer` is "A", "B" or None."""
+
+    document: Document
+    pronoun: int
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    answer: str | None
+
+    @property
+    def nearer(self) -> str:
+        """The baseline: the name that stands nearer to the pronoun."""
+        near = {
+            name: min(abs(self.pronoun - place) for place in places) for name, places in (("A", self.a), ("B", self.b))
+        }
+        return min(near, key=lambda name: near[name])
+
+
+def read_gap(path: Path | str) -> Iterator[Pronoun]:
+    """The cases of a GAP file."""
+    columns = ("Text", "Pronoun", "Pronoun-offset", "A", "A-offset", "A-coref", "B", "B-offset", "B-coref")
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        missing = [name for name in columns if name not in (rows.fieldnames or ())]
+        if missing:
+            raise HeadwiseError(f"{path}, line 1: the columns {', '.join(missing)} are missing; is it a GAP file?")
+        for number, row in enumerate(rows, 2):
+            try:
+                yield _pronoun(row)
+            except (ValueError, TypeError) as error:
+                raise HeadwiseError(f"{path}, line {number}: {error}") from None
+
+
+def _pronoun(row: dict[str, str]) -> Pronoun:
+    text = row["Text"]
+    spans = split_words(text)
+
+    def words_of(name: str) -> tuple[int, ...]:
+        start = int(row[f"{name}-offset"])
+        end = start + len(row[name])
+        if text[start:end] != row[name]:
+            raise HeadwiseError(f"{row[name]!r} does not stand at character {start} of the text.")
+        return tuple(i for i, (first, last) in enumerate(spans) if first < end and last > start)
+
+    pronoun, a, b = words_of("Pronoun")[0], words_of("A"), words_of("B")
+    answer = "A" if row["A-coref"].upper() == "TRUE" else "B" if row["B-coref"].upper() == "TRUE" else None
+    meant = {"A": a, "B": b}.get(answer or "", ())
+    relations = (Relation("coref", pronoun, meant[-1]),) if meant else ()  # a name's last word stands for it
+    return Pronoun(Document(text, tuple(text[i:j] for i, j in spans), relations), pronoun, a, b, answer)
+
+
+def _gap_documents(path: Path) -> Iterator[Document]:
+    return (case.document for case in read_gap(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers; bytes that are no UTF-8 are told with theirs."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise HeadwiseError(f"{path}, line {number}: not UTF-8; convert the file first.") from None
