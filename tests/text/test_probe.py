@@ -1,0 +1,151 @@
+"""The probe set is what it says: marked up soundly, large enough, varied in distance, and matched by its controls."""
+
+import re
+from collections import Counter
+from importlib.resources import files
+from itertools import pairwise
+
+import pytest
+
+from headwise.errors import HeadwiseError
+from headwise.text.documents import Relation, best_offset, offsets
+from headwise.text.probe import RELATIONS, probe_set
+from headwise.text.probe.markup import MARKS, parse_file, parse_line
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_forty_sentences_that_no_fixed_offset_solves(relation: str) -> None:
+    documents = probe_set(relation)
+    counts = offsets(documents)[relation]
+    assert len(documents) >= 40
+    assert best_offset(counts)[1] <= 0.5
+    assert len(counts) >= 8  # distances in all
+
+
+def test_the_whole_set_is_its_files() -> None:
+    lines = [
+        line
+        for entry in files("headwise.text.probe").iterdir()
+        if entry.name.endswith(".txt")
+        for line in entry.read_text("utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert len(probe_set()) == len(lines)
+    assert set(offsets(probe_set())) == set(RELATIONS)
+
+
+def test_no_sentence_stands_twice() -> None:
+    assert [text for text, times in Counter(d.text.lower() for d in probe_set()).items() if times > 1] == []
+
+
+def test_words_cover_the_text_and_sentences_are_of_readable_length() -> None:
+    for document in probe_set():
+        assert "".join(document.words) == re.sub(r"\s", "", document.text)
+        assert 6 <= sum(word[0].isalnum() for word in document.words) <= 30, document.text
+        assert document.text[0] == document.text[0].upper(), document.text
+        assert re.search(r"[.!?][\"”’']?$", document.text), document.text
+        assert not re.search(r"[{}>#]|\s\s|\s[.,;:!?]", document.text), document.text
+
+
+def test_no_arc_touches_the_first_word() -> None:
+    """Many heads rest on the first token: an arc that ended there would credit them with a relation."""
+    assert [d.text for d in probe_set() if any(0 in (arc.source, arc.target) for arc in d.relations)] == []
+
+
+def test_each_related_pair_is_followed_by_its_control() -> None:
+    pairs = probe_set("related", "unrelated")
+    assert len(pairs) % 2 == 0
+    for related, control in zip(pairs[::2], pairs[1::2], strict=True):
+        (arc,), (other,) = related.relations, control.relations
+        assert (arc.name, other.name) == ("related", "unrelated")
+        assert arc[1:] == other[1:], related.text
+        changed = [n for n, (a, b) in enumerate(zip(related.words, control.words, strict=True)) if a != b]
+        assert changed == [arc.target], related.text
+
+
+def test_twins_differ_only_behind_the_pronoun_and_mean_different_nouns() -> None:
+    twins = 0
+    for one, two in pairwise(probe_set("pronoun-antecedent")):
+        (arc, *_), (other, *_) = one.relations, two.relations
+        if one.words[: arc.source + 1] == two.words[: other.source + 1]:
+            assert arc.target != other.target, one.text
+            assert len(one.words) == len(two.words), one.text
+            twins += 1
+    assert twins >= 20
+
+
+PAIRS = {")": "(", "]": "[", "”": "“", "’": "‘", '"': '"', "'": "'"}
+
+
+@pytest.mark.parametrize("relation", ["bracket", "quote"])
+def test_marks_pair_and_nest(relation: str) -> None:
+    marks = set("()[]") if relation == "bracket" else set("“”‘’\"'")
+    for document in probe_set(relation):
+        inside: list[int] = []  # places of the marks open so far
+        expected = []
+        for place, word in enumerate(document.words):
+            if word in PAIRS and inside and document.words[inside[-1]] == PAIRS[word] and word in marks:
+                expected.append(Relation(relation, place, inside.pop()))
+            elif word in marks:
+                inside.append(place)
+        assert not inside, document.text
+        assert set(document.relations) == set(expected), document.text
+
+
+def test_arcs_run_as_each_relation_says() -> None:
+    asking = {"who", "whom", "whose", "what", "which", "where", "when", "why", "how", "?"}
+    sources = {
+        "if-then": {"if"},
+        "possessive": {"his", "her", "its", "their", "whose"},
+        "pronoun-antecedent": {"he", "she", "it", "they", "him", "her", "them"},
+        "question-answer": asking,
+    }
+    for name, known in sources.items():
+        for document in probe_set(name):
+            for arc in document.relations:
+                assert document.words[arc.source].lower() in known, document.text
+                assert name != "if-then" or document.words[arc.target] == "then", document.text
+
+
+def test_a_selection_keeps_its_own_arcs_only() -> None:
+    assert {arc.name for d in probe_set("quote", "bracket") for arc in d.relations} == {"quote", "bracket"}
+    assert probe_set() is probe_set()
+    with pytest.raises(HeadwiseError, match=r"no relation 'posessive'.*did you mean possessive"):
+        probe_set("posessive")
+
+
+def test_several_arcs_and_numbered_words() -> None:
+    document = parse_line('The{det>dog} dog{subj>"#2, obj>saw} "saw"{quote>"#1} it.')
+    assert document.text == 'The dog "saw" it.'
+    assert document.relations == (
+        Relation("determiner-noun", 0, 1),
+        Relation("subject-verb", 1, 4),
+        Relation("verb-object", 1, 3),
+        Relation("quote", 4, 2),
+    )
+    assert set(MARKS.values()) == set(RELATIONS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("The old{adj>dog dog sleeps.", r"mark \{adj>dog dog sleeps\. is not closed"),
+        ("The old{adj>{dog} sleeps.", "opens a mark within a mark"),
+        ("The old adj>dog} dog sleeps.", "closes a mark that was never opened"),
+        ("The old{adjj>dog} dog sleeps.", "unknown relation 'adjj'.*did you mean adj"),
+        ("The old{adj>cat} dog sleeps.", "points at 'cat', which the sentence does not hold"),
+        ("The old{adj>Dog} dog sleeps.", "points at 'Dog', which the sentence does not hold"),
+        ("The old{adj>dog} dog bit a dog.", r"may be any of 2; say which, as in dog#1"),
+        ("The old{adj>dog#3} dog bit a dog.", "number 3, but there are 2"),
+        ("The old{adj>dog#0} dog bit a dog.", "counted from 1"),
+        ("The old{adj} dog sleeps.", r"\{adj\} is not a mark"),
+        ("The old{} dog sleeps.", r"\{\} is not a mark"),
+        ("The old {adj>dog} dog sleeps.", "stands behind no word"),
+        ("The old{adj>old} dog sleeps.", "points at itself"),
+        ("The old{adj>dog, adj>dog} dog sleeps.", "marked twice"),
+        ("The old dog sleeps.", "has no mark"),
+    ],
+)
+def test_malformed_lines_are_named_by_file_and_line(line: str, message: str) -> None:
+    with pytest.raises(HeadwiseError, match=rf"^dogs\.txt, line 4: .*{message}"):
+        list(parse_file(f"# dogs\n\nThe{{det>dog}} dog sleeps.\n{line}\n", "dogs.txt"))
