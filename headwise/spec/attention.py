@@ -59,6 +59,14 @@ def check_whole(spec: object, *names: str) -> None:
             raise HeadwiseError(f"{name} must be a whole number, 0 or more; got {value!r}.")
 
 
+def check_kind(spec: object, kind: type, *names: str) -> None:
+    """Switches are True or False, measures are numbers."""
+    for name in names:
+        value = getattr(spec, name)
+        if not isinstance(value, kind | int if kind is float else kind) or (kind is float and isinstance(value, bool)):
+            raise HeadwiseError(f"{name} must be a {kind.__name__}, got {value!r}.")
+
+
 @dataclass(frozen=True)
 class AttentionSpec(Wire):
     """One multi-head attention layer.
@@ -95,6 +103,7 @@ class AttentionSpec(Wire):
 
     def __post_init__(self) -> None:
         check_whole(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width")
+        check_kind(self, bool, "bias", "out_bias", "alibi", "gated")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
             raise HeadwiseError(f"rotary must be a Rotary(theta=…), got {self.rotary!r}.")
         if self.width < 1:

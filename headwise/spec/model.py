@@ -7,7 +7,7 @@ from typing import Literal
 
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
-from headwise.spec.attention import AttentionSpec, check_whole
+from headwise.spec.attention import AttentionSpec, check_kind, check_whole
 from headwise.spec.wire import Wire
 
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,6 +59,8 @@ class ModelSpec(Wire):
 
     def __post_init__(self) -> None:
         check_whole(self, "vocab", "context", "layers", "hidden", "encoder_layers", "token_types")
+        check_kind(self, bool, "mlp_bias", "embed_norm", "pooler", "tied")
+        check_kind(self, float, "norm_eps", "embed_scale", "dropout")
         object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
         if self.kind == "encoder-decoder":

@@ -28,7 +28,12 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         raise HeadwiseError(f"the GGUF file has a {kind!r} tokenizer; those supported are {', '.join(makers)}.")
     if "tokenizer.ggml.tokens" not in fields:
         raise HeadwiseError("the GGUF file names a tokenizer but holds no tokens; convert it again with its tokenizer.")
-    return makers[kind](fields)
+    try:
+        return makers[kind](fields)
+    except HeadwiseError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise HeadwiseError(f"the GGUF tokenizer does not hold together: {error}") from None
 
 
 def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
@@ -55,6 +60,10 @@ def _cut(fields: Mapping[str, Any]) -> str | None:
 
 def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
     tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise HeadwiseError(
+            f"the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores; convert the file again."
+        )
     vocab = {token: i for i, token in enumerate(tokens)}
     ranked = []  # every way to make a token of two others is a merge; the better the token's score, the earlier
     for token, score in zip(tokens, scores, strict=True):
@@ -81,7 +90,7 @@ def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
     special = set(_specials(fields).values())
     pieces = []
     for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
-        plain = i in special or token.startswith("[")
+        plain = i in special or (len(token) > 2 and token[0] == "[" and token[-1] == "]")
         pieces.append(token if plain else token[1:] if token.startswith("▁") else f"##{token}")
     return Tokenizer.from_wordpiece(pieces)
 

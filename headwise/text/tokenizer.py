@@ -1,7 +1,8 @@
 """Tokenizers, through the `tokenizers` library: from tokenizer.json, a WordPiece vocabulary or GGUF metadata."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ class Tokenizer:
     @staticmethod
     def load(path: Path | str) -> "Tokenizer":
         """Read a folder with tokenizer.json or vocab.txt, or one of those files."""
+        return Tokenizer.prepare(path)()
+
+    @staticmethod
+    def prepare(path: Path | str) -> "Callable[[], Tokenizer]":
+        """Read the files now and make the tokenizer when called: reading is quick, making is not."""
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.is_dir():
@@ -75,17 +81,11 @@ class Tokenizer:
             if not found:
                 raise HeadwiseError(f"there is no tokenizer in {path}; it needs tokenizer.json or vocab.txt.")
             path = found[0]
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        text = _read_text(path)
         if path.suffix == ".txt":
-            config = _read_json(folder / "tokenizer_config.json")
-            lower = bool(config.get("do_lower_case", True))
-            return Tokenizer.from_wordpiece(path.read_text(encoding="utf-8").splitlines(), lower)
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise HeadwiseError(f"{path} is not a tokenizer the tokenizers library reads: {error}") from None
-        backend.no_padding()
-        backend.no_truncation()
-        return Tokenizer(backend, _special_ids(backend, folder))
+            return partial(Tokenizer.from_wordpiece, text.splitlines(), bool(config.get("do_lower_case", True)))
+        return partial(_from_json, text, config, path)
 
     @staticmethod
     def from_wordpiece(vocab: Sequence[str], lower: bool = True) -> "Tokenizer":
@@ -117,23 +117,37 @@ def _trim(text: str, span: tuple[int, int]) -> tuple[int, int]:
     return (start, end) if start < end else span
 
 
-def _special_ids(backend: Backend, folder: Path) -> dict[str, int | None]:
-    """From the names in Hugging Face's configuration files."""
-    told: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        told |= {key: value for key, value in _read_json(folder / name).items() if value is not None}
+def _from_json(text: str, config: Mapping[str, Any], path: Path) -> Tokenizer:
+    """A tokenizer.json, with the special tokens that Hugging Face's configuration files name."""
+    try:
+        backend = Backend.from_str(text)
+    except Exception as error:  # the library raises bare Exceptions
+        raise HeadwiseError(f"{path} is not a tokenizer the tokenizers library reads: {error}") from None
+    backend.no_padding()
+    backend.no_truncation()
     ids = {}
     for role in ROLES:
-        token = told.get(f"{role}_token")
+        token = config.get(f"{role}_token")
         token = token.get("content") if isinstance(token, dict) else token
         ids[role] = backend.token_to_id(token) if isinstance(token, str) else None
-    return ids
+    return Tokenizer(backend, ids)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise HeadwiseError(f"{path} is not UTF-8: {error}.") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """What a configuration file says, as far as it says anything; nothing where there is none."""
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
         raise HeadwiseError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise HeadwiseError(f"{path} must hold a JSON object, got {type(data).__name__}.")
+    return {key: value for key, value in data.items() if value is not None}

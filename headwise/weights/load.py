@@ -14,9 +14,10 @@ from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.gguf import tokenizer_from_gguf
 from headwise.weights.families import Family, family_of
+from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import Found, Line, check_names, find_prefix, lines_for
-from headwise.weights.places import find, inside, read_json, weight_files
+from headwise.weights.places import find, inside, read_json, read_text, weight_files
 from headwise.weights.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
 
 
@@ -53,10 +54,11 @@ def load(
     checkpoint = open_checkpoint(source)
     model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
+    dtype = dtype or state["embed.tokens.weight"].dtype  # one for all: norms are sometimes stored finer
     for name, tensor in state.items():
         if check:
             _check_numbers(checkpoint.source, name, tensor)
-        state[name] = tensor.to(device=device, dtype=dtype or tensor.dtype)
+        state[name] = tensor.to(device=device, dtype=dtype)
     if checkpoint.spec.tied and model.output is not None:
         state["output.vocabulary.weight"] = state["embed.tokens.weight"]
     model.load_state_dict(state, assign=True)
@@ -99,7 +101,7 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_own(folder: Path) -> Checkpoint:
-    spec = ModelSpec.from_json(inside(folder, "spec.json").read_text(encoding="utf-8"))
+    spec = ModelSpec.from_json(read_text(inside(folder, "spec.json")))
     reader = SafetensorsReader([inside(folder, "model.safetensors")])
     return Checkpoint(folder, spec, reader, _tokenizer(folder), storage=reader.metadata.get("storage", "qkv"))
 
@@ -108,8 +110,18 @@ def _open_hugging_face(folder: Path, files: list[Path]) -> Checkpoint:
     config = read_json(inside(folder, "config.json"))
     family = family_of(config.get("model_type"))
     reader = SafetensorsReader(files) if files[0].suffix == ".safetensors" else TorchReader(files)
-    spec = family.adjust(family.spec(config), set(reader.shapes))
+    spec = family.adjust(_understood(family.spec, config, folder / "config.json"), set(reader.shapes))
     return Checkpoint(folder, spec, reader, _tokenizer(folder), family, family.lines, family.storage)
+
+
+def _understood(spec: Callable[[Config], ModelSpec], config: Config, file: Path) -> ModelSpec:
+    """A configuration as a spec; what makes no sense is told with the file's name."""
+    try:
+        return spec(config)
+    except HeadwiseError as error:
+        raise HeadwiseError(f"{file}: {error}") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise HeadwiseError(f"{file} makes no sense ({type(error).__name__}: {error}); fetch it again.") from None
 
 
 def _open_meta(folder: Path) -> Checkpoint:
@@ -121,7 +133,10 @@ def _open_meta(folder: Path) -> Checkpoint:
     file = inside(folder, files[0].name)
     reader = TorchReader([file]) if file.suffix == ".pth" else SafetensorsReader([file])
     family = family_of("llama")
-    spec = family.adjust(spec_from_meta(read_json(inside(folder, "params.json")), reader.shapes), set(reader.shapes))
+    params = inside(folder, "params.json")
+    spec = family.adjust(
+        _understood(partial(spec_from_meta, shapes=reader.shapes), read_json(params), params), set(reader.shapes)
+    )
     return Checkpoint(folder, spec, reader, _tokenizer(folder), family, family.other_names["meta"], family.storage)
 
 
@@ -131,14 +146,17 @@ def _open_gguf(file: Path) -> Checkpoint:
     family = family_of(fields.get("general.architecture"))
     if "gguf" not in family.other_names:
         raise HeadwiseError(f"{file} holds a {family.name} model; GGUF is read for the Llama family only.")
-    spec = family.adjust(spec_from_gguf(fields, reader), set(reader.shapes))
+    spec = family.adjust(_understood(partial(spec_from_gguf, reader=reader), fields, file), set(reader.shapes))
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
     return Checkpoint(file, spec, reader, tokenizer, family, family.other_names["gguf"], family.storage)
 
 
 def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:
-    there = any(inside(folder, name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-    return partial(Tokenizer.load, folder) if there else None
+    """Its files are read now, so that it stays this model's own, and understood when first asked for."""
+    for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
+        inside(folder, name)  # a link that leads out is refused
+    there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+    return Tokenizer.prepare(folder) if there else None
 
 
 def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:

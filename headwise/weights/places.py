@@ -80,7 +80,7 @@ def weight_files(folder: Path, stems: Sequence[str] = ("model", "pytorch_model")
 
 def _shards(folder: Path, index: Path) -> list[Path]:
     table = read_json(index).get("weight_map")
-    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise HeadwiseError(f"{index} has no table of shards; fetch it again.")
     files = [inside(folder, name) for name in sorted(set(table.values()))]
     for file in files:
@@ -89,11 +89,19 @@ def _shards(folder: Path, index: Path) -> list[Path]:
     return files
 
 
+def read_text(path: Path) -> str:
+    """The text of a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadwiseError(f"{path} could not be read: {error}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        data = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise HeadwiseError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise HeadwiseError(f"{path} must hold a JSON object, got {type(data).__name__}.")

@@ -65,7 +65,10 @@ class TorchReader(Reader):
         super().__init__()
         self._tensors: dict[str, Tensor] = {}
         for file in files:
-            self._tensors |= _load_tensors(file)
+            loaded = _load_tensors(file)
+            for name in loaded.keys() & self._tensors.keys():
+                raise HeadwiseError(f"the tensor {name!r} is in two files, once more in {file}; fetch them again.")
+            self._tensors |= loaded
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def get(self, name: str) -> Tensor:

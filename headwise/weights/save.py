@@ -41,21 +41,34 @@ def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
         folder.is_dir() and any(folder.iterdir()) and not any((folder / m).is_file() for m in marks)
     ):
         raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    new = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         yield new
         _flush(new)
         new.chmod(0o755)
-        old = new.with_name(new.name + "-old")
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        _take_place(new, folder)
     except OSError as error:
         raise HeadwiseError(f"{folder} could not be written ({error}); nothing was changed.") from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _take_place(new: Path, folder: Path) -> None:
+    """Put the new folder where the old one is; if that fails, the old one goes back."""
+    if not folder.exists():
+        new.rename(folder)
+        return
+    old = new.with_name(new.name + "-old")
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

@@ -115,7 +115,8 @@ LINES = (
     Line("/cls.predictions.transform.dense.bias", "output.transform.bias", when=_mlm),
     Line("/cls.predictions.transform.LayerNorm.weight", "output.norm.weight", when=_mlm),
     Line("/cls.predictions.transform.LayerNorm.bias", "output.norm.bias", when=_mlm),
-    Line("/cls.predictions.bias", "output.vocabulary.bias", when=_mlm),
+    Line("/cls.predictions.bias", "output.vocabulary.bias", when=lambda spec: _mlm(spec) and spec.tied),
+    Line("/cls.predictions.decoder.bias", "output.vocabulary.bias", when=lambda spec: _mlm(spec) and not spec.tied),
     Line("/cls.predictions.decoder.weight", "output.vocabulary.weight", when=lambda spec: _mlm(spec) and not spec.tied),
 )
 
@@ -131,7 +132,7 @@ FAMILY = Family(
     export_prefix=lambda spec: "bert." if spec.output == "mlm" else "",
     ignored=(
         "position_ids",
-        *("cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+        *("cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "cls.predictions.bias"),
         *("cls.seq_relationship.weight", "cls.seq_relationship.bias"),
     ),
 )

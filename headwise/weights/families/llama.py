@@ -83,7 +83,7 @@ def config(spec: ModelSpec) -> dict[str, Any]:
             and heads.rotary.dims not in (None, heads.head_dim),
             "post-norm or LayerNorm": spec.form != "pre" or spec.norm != "rms" or spec.embed_norm,
             "an MLP other than swiglu": spec.activation != "swiglu",
-            "windows that differ by layer": bool(spec.windows),
+            "windows given layer by layer": bool(spec.windows),
             "a scale of its own": heads.scale is not None,
             "an output bias without biases on q, k, v": heads.out_bias and not heads.bias,
             "a window beside biases": heads.window is not None and heads.bias,

@@ -1,0 +1,90 @@
+"""Tokenizers made here: bytes, characters, words, and byte-level BPE trained on a text. All are saved with the model."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from headwise.errors import HeadwiseError
+from headwise.text.tokenizer import Tokenizer
+
+END, UNKNOWN = "<end>", "<unknown>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One id per byte, 0 to 255, and `<end>`: reads anything, learns nothing.
+
+    >>> t = byte_tokenizer()
+    >>> t.encode("Hé"), t.decode(t.encode("Hé")), len(t), t.eos
+    ([72, 195, 169], 'Hé', 257, 256)
+    """
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = Backend(models.BPE(vocab, []))  # pyright: ignore[reportCallIssue]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore
+    backend.add_special_tokens([END])
+    return Tokenizer(backend, {"eos": 256, "bos": 256})
+
+
+def character_tokenizer(text: str) -> Tokenizer:
+    """One id per character that occurs in a text, in the order of their code points.
+
+    >>> character_tokenizer("abba").encode("ab")
+    [0, 1]
+    """
+    if not text:
+        raise HeadwiseError("the text is empty; a character tokenizer is made from the characters that occur in it.")
+    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
+    return _of_units(vocab, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
+
+
+def word_tokenizer(words: Sequence[str]) -> Tokenizer:
+    """One id per word of a list, in its order; words stand apart by spaces.
+
+    >>> t = word_tokenizer(["the", "cat", "."])
+    >>> t.encode("the cat ."), t.decode([0, 1, 2])
+    ([0, 1, 2], 'the cat .')
+    """
+    if len(set(words)) != len(words) or not words:
+        raise HeadwiseError("a word tokenizer takes a list of words, each once, and at least one.")
+    vocab = {word: i for i, word in enumerate(words)}
+    return _of_units(vocab, pre_tokenizers.WhitespaceSplit(), None)
+
+
+def bpe_tokenizer(texts: Iterable[str], size: int = 4096) -> Tokenizer:
+    """Byte-level BPE (https://arxiv.org/abs/1508.07909) trained on texts, `size` tokens in all.
+
+    >>> t = bpe_tokenizer(["low lower lowest"] * 10, size=262)
+    >>> t.decode(t.encode("slower")), len(t)
+    ('slower', 262)
+    """
+    if size < 257:
+        raise HeadwiseError(
+            f"byte-level BPE has 256 bytes and an end token to begin with, so size must be 257 or more; got {size}."
+        )
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore
+    trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
+        vocab_size=size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, {"eos": 0, "bos": 0})
+
+
+def _of_units(vocab: dict[str, int], cut: object, join: object | None) -> Tokenizer:
+    """Whole units, unknown ones told as such; `<unknown>` and `<end>` come last."""
+    units = {**vocab, UNKNOWN: len(vocab), END: len(vocab) + 1}
+    backend = Backend(models.WordLevel(units, unk_token=UNKNOWN))  # pyright: ignore[reportCallIssue]
+    backend.pre_tokenizer = cut  # pyright: ignore
+    if join is not None:
+        backend.decoder = join  # pyright: ignore
+    backend.add_special_tokens([UNKNOWN, END])
+    return Tokenizer(backend, {"unk": len(vocab), "eos": len(vocab) + 1, "bos": len(vocab) + 1})
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which byte-level tokenizers write each byte: itself, or the next one from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,45 @@
+"""python -m tests.parity: how far every family is from transformers, as a table. Exit code 1 if any is too far."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from headwise.show.tables import make_table
+from tests.parity.quiet import quiet_transformers
+
+quiet_transformers()
+
+from tests.parity.cases import CASES, Result, measure  # noqa: E402 (transformers is told to be quiet first)
+from tests.parity.real import measure_minilm, measure_smollm2  # noqa: E402
+
+
+def results() -> Iterator[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(CASES):
+            yield from measure(case, Path(folder) / str(number))
+    yield from measure_minilm()
+    yield from measure_smollm2()
+
+
+def main() -> int:
+    found: dict[str, list[Result]] = {}
+    for result in results():
+        found.setdefault(result.case, []).append(result)
+    rows = []
+    for case, some in found.items():
+        lengths = [result.tokens for result in some]
+        limit = f"{some[0].logits_limit:.0e}, {some[0].maps_limit:.0e}"
+        logits, weights = max(result.logits for result in some), max(result.maps for result in some)
+        ok = all(result.ok for result in some)
+        told = f"{min(lengths)}-{max(lengths)}"
+        rows.append([case, told, f"{logits:.1e}", f"{weights:.1e}", limit, "yes" if ok else "NO"])
+    columns = ["case", "tokens", "max |Δlogits|", "max |Δmap|", "limit", "ok"]
+    Console().print(make_table("Parity with transformers, float32", columns, rows))
+    return 0 if all(row[-1] == "yes" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

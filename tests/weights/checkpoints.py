@@ -1,0 +1,201 @@
+"""Writing checkpoints in other layouts than Hugging Face's: Meta's own, and GGUF as llama.cpp converts it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+import headwise as hw
+from tests.parity.cases import VOCAB, randomise
+
+Kind = gguf.GGMLQuantizationType
+
+WIDTH, HEADS, KV_HEADS, LAYERS, HIDDEN, CONTEXT = 96, 6, 3, 2, 64, 48  # in blocks of 32, for quantised weights
+
+
+def make_llama(model: str = "LlamaForCausalLM", **config: Any) -> Any:
+    """A small random model of transformers' own."""
+    kind = getattr(transformers, model)
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    sizes |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    sizes |= {"intermediate_size": HIDDEN, "bos_token_id": 0, "eos_token_id": 0, "rms_norm_eps": 1e-5}
+    made = kind(kind.config_class(**(sizes | config)))
+    randomise(made)
+    return made.eval()
+
+
+def interleave(rows: Tensor, heads: int) -> Tensor:
+    """Rows of q or k from the half-split rotary order to the interleaved one, as llama.cpp's converter does it."""
+    d = len(rows) // heads
+    return rows.reshape(heads, 2, d // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def straighten(rows: Tensor, heads: int) -> Tensor:
+    """The way back."""
+    d = len(rows) // heads
+    return rows.reshape(heads, d // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+PARTS = {
+    "model.embed_tokens.": ("tok_embeddings.", "token_embd."),
+    "lm_head.": ("output.", "output."),
+    "model.norm.": ("norm.", "output_norm."),
+    "model.layers.": ("layers.", "blk."),
+    "input_layernorm.": ("attention_norm.", "attn_norm."),
+    "self_attn.q_proj.": ("attention.wq.", "attn_q."),
+    "self_attn.k_proj.": ("attention.wk.", "attn_k."),
+    "self_attn.v_proj.": ("attention.wv.", "attn_v."),
+    "self_attn.o_proj.": ("attention.wo.", "attn_output."),
+    "post_attention_layernorm.": ("ffn_norm.", "ffn_norm."),
+    "mlp.gate_proj.": ("feed_forward.w1.", "ffn_gate."),
+    "mlp.up_proj.": ("feed_forward.w3.", "ffn_up."),
+    "mlp.down_proj.": ("feed_forward.w2.", "ffn_down."),
+}
+
+
+def renamed(name: str, layout: int) -> str:
+    """A tensor's name in Meta's layout (0) or in GGUF (1)."""
+    for theirs, others in PARTS.items():
+        name = name.replace(theirs, others[layout])
+    return name
+
+
+def heads_of(name: str, config: Any) -> int:
+    return config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+
+
+def rotated(name: str) -> bool:
+    return ".q_proj." in name or ".k_proj." in name
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds: tied outputs once."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def write_meta(model: Any, folder: Path, suffix: str = ".pth", **params: Any) -> Path:
+    """Meta's layout: params.json and one consolidated file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    tensors = {}
+    for name, tensor in weights_of(model).items():
+        turned = interleave(tensor, heads_of(name, config)) if rotated(name) else tensor
+        tensors[renamed(name, 0)] = turned.contiguous()
+    tensors["rope.freqs"] = torch.ones(4)
+    told = {"dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads}
+    told |= {"n_kv_heads": config.num_key_value_heads, "norm_eps": config.rms_norm_eps, "vocab_size": -1}
+    told |= {"rope_theta": config.rope_parameters["rope_theta"], "multiple_of": 256}
+    (folder / "params.json").write_text(json.dumps(told | params))
+    if suffix == ".pth":
+        torch.save(tensors, folder / "consolidated.00.pth")
+    else:
+        save_file(tensors, folder / "consolidated.00.safetensors")
+    return folder
+
+
+def random_blocks(kind: Kind) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """Raw bytes of K-quantised weights: any bits will do, but the half-precision scales must be small numbers."""
+    scales = {Kind.Q2_K: (80, 82), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q3_K: (108,)}[kind]
+    draws = np.random.default_rng(0)
+
+    def make(shape: tuple[int, ...]) -> np.ndarray:
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
+        raw = draws.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
+        for place in scales:
+            small = draws.uniform(1e-4, 3e-4, raw.shape[:-1]).astype(np.float16)
+            raw[..., place : place + 2] = small[..., None].view(np.uint8)
+        return raw.reshape(*shape[:-1], -1)
+
+    return make
+
+
+def write_gguf(model: Any, file: Path, kind: Kind = Kind.F32, arch: str = "llama", **fields: Any) -> dict[str, Tensor]:
+    """Write a model as llama.cpp's converter would, and put into it what the file's numbers are after dequantising.
+
+    Returns the extra tensors' names and what was stored under every name, dequantised.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(str(file), arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    stored: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in weights_of(model).items():
+            turn = rotated(name) and arch == "llama"
+            rows = interleave(tensor, heads_of(name, config)) if turn else tensor
+            numbers = _add(writer, renamed(name, 1), rows.float().numpy(), kind)
+            stored[renamed(name, 1)] = numbers
+            tensor.copy_(straighten(numbers, heads_of(name, config)) if turn else numbers)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, config.head_dim))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def _add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Kind) -> Tensor:
+    """One tensor in the kind asked for, vectors in float32; what it is worth once read."""
+    if numbers.ndim == 1 or kind == Kind.F32:
+        writer.add_tensor(name, numbers)
+        return torch.from_numpy(numbers)
+    if kind == Kind.F16:
+        writer.add_tensor(name, numbers.astype(np.float16))
+        return torch.from_numpy(numbers.astype(np.float16).astype(np.float32))
+    raw = random_blocks(kind)(numbers.shape) if kind.name.endswith("_K") else gguf.quants.quantize(numbers, kind)
+    writer.add_tensor(name, raw, raw_dtype=kind)
+    return torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(numbers.shape).copy())
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """As llama.cpp's converter computes them: by how much each frequency is divided."""
+    old = rope["original_max_position_embeddings"]
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    factors = []
+    for place in range(0, head_dim, 2):
+        length = 2 * np.pi * rope["rope_theta"] ** (place / head_dim)
+        if length < old / high:
+            factors.append(1.0)
+        elif length > old / low:
+            factors.append(factor)
+        else:
+            smooth = (old / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def assert_same_logits(ours: hw.Transformer, theirs: Any, limit: float = 1e-4, length: int = 31) -> None:
+    ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=limit)
+
+
+def same(ours: hw.Transformer, other: hw.Transformer) -> None:
+    """Bit by bit: the spec, every tensor, its type."""
+    assert ours.spec == other.spec
+    mine, its = ours.state_dict(), other.state_dict()
+    assert mine.keys() == its.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == its[name].dtype
+        assert torch.equal(tensor, its[name]), name
