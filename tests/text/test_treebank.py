@@ -144,5 +144,6 @@ def test_the_real_files_are_read_whole() -> None:
     cases = list(read_gap(DATA / "gap-coreference" / "gap-development.tsv"))
     assert len(cases) == 2000
     assert all(
-        case.document.words[case.pronoun].lower().split("'")[0] in {"he", "she", "him", "her", "his", "hers"} for case in cases
+        case.document.words[case.pronoun].lower().split("'")[0] in {"he", "she", "him", "her", "his", "hers"}
+        for case in cases
     )
