@@ -5,6 +5,7 @@ python -m bench.generate
 
 import argparse
 import sys
+import tempfile
 import time
 
 import torch
@@ -21,36 +22,9 @@ def pair() -> tuple[hw.Transformer, GPT2LMHeadModel]:
     """The same weights in both models."""
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config()).eval()
-    ours = hw.Transformer(hw.preset("gpt2")).eval()
-    ours.load_state_dict(from_gpt2(theirs.state_dict()))
-    return ours, theirs
-
-
-def from_gpt2(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers' names and layout for ours; their linear layers are stored the other way round."""
-    state = {
-        "embed.tokens.weight": theirs["transformer.wte.weight"],
-        "embed.positions.weight": theirs["transformer.wpe.weight"],
-        "norm.weight": theirs["transformer.ln_f.weight"],
-        "norm.bias": theirs["transformer.ln_f.bias"],
-        "output.vocabulary.weight": theirs["lm_head.weight"],
-    }
-    for layer in range(12):
-        old, new = f"transformer.h.{layer}.", f"blocks.{layer}."
-        weights = theirs[old + "attn.c_attn.weight"].T.unflatten(0, (3, 12, 64))
-        biases = theirs[old + "attn.c_attn.bias"].unflatten(0, (3, 12, 64))
-        for letter, weight, bias in zip("qkv", weights, biases, strict=True):
-            state[f"{new}attention.read.{letter}.weight"] = weight
-            state[f"{new}attention.read.{letter}.bias"] = bias
-        state[new + "attention.write.weight"] = theirs[old + "attn.c_proj.weight"].T.unflatten(1, (12, 64))
-        state[new + "attention.write.bias"] = theirs[old + "attn.c_proj.bias"]
-        for part, name in (("up", "c_fc"), ("down", "c_proj")):
-            state[f"{new}mlp.{part}.weight"] = theirs[f"{old}mlp.{name}.weight"].T
-            state[f"{new}mlp.{part}.bias"] = theirs[f"{old}mlp.{name}.bias"]
-        for part, name in (("norm_attention", "ln_1"), ("norm_mlp", "ln_2")):
-            for kind in ("weight", "bias"):
-                state[f"{new}{part}.{kind}"] = theirs[f"{old}{name}.{kind}"]
-    return state
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return hw.load(folder), theirs
 
 
 def bandwidth() -> float:

@@ -32,22 +32,30 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
+def gpt_refusals(spec: ModelSpec) -> dict[str, bool]:
+    """What neither GPT-2's nor GPT-Neo's format can hold."""
+    heads = spec.attention
+    return {
+        **common_refusals(spec),
+        "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
+        "rotary positions": heads.rotary is not None or spec.positions != "learned",
+        "grouped keys": heads.kv_heads != heads.heads,
+        "head_dim other than width / heads": heads.head_dim * heads.heads != heads.width,
+        "post-norm or RMS norms": spec.form != "pre" or spec.norm != "layer" or spec.embed_norm,
+        "swiglu": spec.activation == "swiglu",
+        "token types": spec.token_types > 0,
+    }
+
+
 def config(spec: ModelSpec) -> dict[str, Any]:
     """To config.json."""
     heads = spec.attention
     refuse(
         {
-            **common_refusals(spec),
-            "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
-            "rotary positions": heads.rotary is not None or spec.positions != "learned",
-            "grouped keys": heads.kv_heads != heads.heads,
-            "head_dim other than width / heads": heads.head_dim * heads.heads != heads.width,
-            "post-norm or RMS norms": spec.form != "pre" or spec.norm != "layer" or spec.embed_norm,
+            **gpt_refusals(spec),
             "windows": bool(spec.windows) or heads.window is not None,
             "layers without biases": not (heads.bias and heads.out_bias and spec.mlp_bias),
             "a scale of its own": heads.scale not in (None, 1.0),
-            "swiglu": spec.activation == "swiglu",
-            "token types": spec.token_types > 0,
         },
         "GPT-2",
     )
@@ -70,24 +78,28 @@ def config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-LINES = (
+# What GPT-Neo shares: embeddings, norms, and the biases around them.
+COMMON = (
     Line("wte.weight", "embed.tokens.weight"),
     Line("wpe.weight", "embed.positions.weight"),
     Line("h.{i}.ln_1.weight", "blocks.{i}.norm_attention.weight"),
     Line("h.{i}.ln_1.bias", "blocks.{i}.norm_attention.bias"),
-    Line("h.{i}.attn.c_attn.weight", "blocks.{i}.attention.read.qkv_weight", transposed=True),
-    Line("h.{i}.attn.c_attn.bias", "blocks.{i}.attention.read.qkv_bias"),
-    Line("h.{i}.attn.c_proj.weight", "blocks.{i}.attention.write.weight", transposed=True),
-    Line("h.{i}.attn.c_proj.bias", "blocks.{i}.attention.write.bias"),
     Line("h.{i}.ln_2.weight", "blocks.{i}.norm_mlp.weight"),
     Line("h.{i}.ln_2.bias", "blocks.{i}.norm_mlp.bias"),
-    Line("h.{i}.mlp.c_fc.weight", "blocks.{i}.mlp.up.weight", transposed=True),
     Line("h.{i}.mlp.c_fc.bias", "blocks.{i}.mlp.up.bias"),
-    Line("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight", transposed=True),
     Line("h.{i}.mlp.c_proj.bias", "blocks.{i}.mlp.down.bias"),
     Line("ln_f.weight", "norm.weight"),
     Line("ln_f.bias", "norm.bias"),
     Line("/lm_head.weight", "output.vocabulary.weight", when=lambda spec: not spec.tied),
+)
+LINES = (
+    *COMMON,
+    Line("h.{i}.attn.c_attn.weight", "blocks.{i}.attention.read.qkv_weight", transposed=True),
+    Line("h.{i}.attn.c_attn.bias", "blocks.{i}.attention.read.qkv_bias"),
+    Line("h.{i}.attn.c_proj.weight", "blocks.{i}.attention.write.weight", transposed=True),
+    Line("h.{i}.attn.c_proj.bias", "blocks.{i}.attention.write.bias"),
+    Line("h.{i}.mlp.c_fc.weight", "blocks.{i}.mlp.up.weight", transposed=True),
+    Line("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight", transposed=True),
 )
 
 FAMILY = Family(

@@ -4,8 +4,8 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.weights.families.family import Config, Family, choose, common_refusals, need, refuse
-from headwise.weights.families.gpt2 import ACTIVATIONS
+from headwise.weights.families.family import Config, Family, choose, need, refuse
+from headwise.weights.families.gpt2 import ACTIVATIONS, COMMON, gpt_refusals
 from headwise.weights.keymap import Line
 
 
@@ -37,17 +37,10 @@ def config(spec: ModelSpec) -> dict[str, Any]:
     sizes = {window for window in windows if window is not None}
     refuse(
         {
-            **common_refusals(spec),
-            "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
-            "rotary positions": heads.rotary is not None or spec.positions != "learned",
-            "grouped keys": heads.kv_heads != heads.heads,
-            "head_dim other than width / heads": heads.head_dim * heads.heads != heads.width,
-            "post-norm or RMS norms": spec.form != "pre" or spec.norm != "layer" or spec.embed_norm,
+            **gpt_refusals(spec),
             "windows of several sizes": len(sizes) > 1,
             "biases on q, k, v, or none on the outputs": heads.bias or not (heads.out_bias and spec.mlp_bias),
             "scaled scores": heads.scale != 1.0,
-            "swiglu": spec.activation == "swiglu",
-            "token types": spec.token_types > 0,
         },
         "GPT-Neo",
     )
@@ -84,24 +77,14 @@ def _shortest(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
 
 
 LINES = (
-    Line("wte.weight", "embed.tokens.weight"),
-    Line("wpe.weight", "embed.positions.weight"),
-    Line("h.{i}.ln_1.weight", "blocks.{i}.norm_attention.weight"),
-    Line("h.{i}.ln_1.bias", "blocks.{i}.norm_attention.bias"),
+    *COMMON,
     Line("h.{i}.attn.attention.q_proj.weight", "blocks.{i}.attention.read.q_weight"),
     Line("h.{i}.attn.attention.k_proj.weight", "blocks.{i}.attention.read.k_weight"),
     Line("h.{i}.attn.attention.v_proj.weight", "blocks.{i}.attention.read.v_weight"),
     Line("h.{i}.attn.attention.out_proj.weight", "blocks.{i}.attention.write.weight"),
     Line("h.{i}.attn.attention.out_proj.bias", "blocks.{i}.attention.write.bias"),
-    Line("h.{i}.ln_2.weight", "blocks.{i}.norm_mlp.weight"),
-    Line("h.{i}.ln_2.bias", "blocks.{i}.norm_mlp.bias"),
     Line("h.{i}.mlp.c_fc.weight", "blocks.{i}.mlp.up.weight"),
-    Line("h.{i}.mlp.c_fc.bias", "blocks.{i}.mlp.up.bias"),
     Line("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight"),
-    Line("h.{i}.mlp.c_proj.bias", "blocks.{i}.mlp.down.bias"),
-    Line("ln_f.weight", "norm.weight"),
-    Line("ln_f.bias", "norm.bias"),
-    Line("/lm_head.weight", "output.vocabulary.weight", when=lambda spec: not spec.tied),
 )
 
 FAMILY = Family(
