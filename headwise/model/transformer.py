@@ -107,8 +107,9 @@ class Transformer(nn.Module):
         """
         ids = self._checked_ids(ids, padding)
         gate_at = self.resolve_gates(gates)
+        self._check_cache(cache)
         with nullcontext() if cache is None else cache.all_or_nothing():
-            start, real = (0, padding) if cache is None else self._checked_cache(cache).note(ids, padding)
+            start, real = (0, padding) if cache is None else cache.note(ids, padding)
             self._check_sides(cache, real)
             memory = self._memory(source, source_padding, memory, cache, gate_at)
             if cache is not None:
@@ -305,14 +306,11 @@ class Transformer(nn.Module):
             )
         return ids.long()
 
-    def _checked_cache(self, cache: ModelCache) -> ModelCache:
-        if not isinstance(cache, ModelCache):
+    def _check_cache(self, cache: ModelCache | None) -> None:
+        if cache is not None and not isinstance(cache, ModelCache):
             raise HeadwiseError(f"cache must come from model.cache(), got {cache!r}.")
-        if self.checkpointing and torch.is_grad_enabled():
-            raise HeadwiseError(
-                "a cache holds numbers, not graphs; call under torch.no_grad(), or turn checkpointing off."
-            )
-        return cache
+        if cache is not None and self.checkpointing and torch.is_grad_enabled():
+            raise HeadwiseError("a cache holds numbers, not graphs; use torch.no_grad(), or turn checkpointing off.")
 
     def _check_sides(self, cache: ModelCache | None, real: Tensor | None) -> None:
         """Windows and ALiBi count places, padding among them: with a cache, padding must all lie on the left."""

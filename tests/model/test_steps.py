@@ -73,6 +73,11 @@ def test_padding_on_the_right_is_refused_where_places_are_counted(heads: dict) -
     model(IDS, padding=right.flip(1), cache=model.cache())
 
 
+def test_a_cache_comes_from_the_model() -> None:
+    with pytest.raises(hw.HeadwiseError, match=r"cache must come from model\.cache\(\), got 'growing'"):
+        make()(IDS, cache="growing")
+
+
 def test_a_cache_and_checkpointing_do_not_go_together() -> None:
     model = make()
     model.checkpointing = True
