@@ -1,0 +1,1 @@
+"""The little language: endless English-like documents with gold relations."""
