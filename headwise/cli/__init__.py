@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from headwise.cli import demo, export, generate, info, presets
+from headwise.cli import corpus, demo, export, generate, info, presets
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("info")(info.run)
 app.command("generate")(generate.run)
 app.command("export")(export.run)
 app.command("presets")(presets.run)
+app.command("corpus")(corpus.run)
 
 
 def main() -> None:
