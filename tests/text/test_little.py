@@ -20,7 +20,7 @@ BOTH = [*DOCUMENTS["train"], *DOCUMENTS["held-out"]]
 PLURAL_VERBS = {many for _, many in (*v.TRANSITIVE, *v.INTRANSITIVE, v.SAY, v.DO, v.IS, v.WAS)}
 LEXICAL = {form: one for one, many in (*v.TRANSITIVE, *v.INTRANSITIVE) for form in (one, many)}
 WEATHER = {power for power, _, _ in v.WEATHER}
-FIRST = "if Henry Marsh paints the swords , then he always likes that princess . if a brother wants a pretty"
+FIRST = "if James Turner paints the swords , then he always sees that princess . if a brother wants a pretty"
 KIND_OF_STATE = {state: kind for kind, state in v.STATES.items()}
 
 

@@ -70,9 +70,11 @@ TOPICS = tuple(_NOUNS)
 FIRST_NAMES = {
     "Tom": "he", "Alice": "she", "Jack": "he", "Mary": "she", "Peter": "he",
     "Emma": "she", "David": "he", "Lucy": "she", "Henry": "he", "Rose": "she",
+    "James": "he", "Sarah": "she",
 }  # fmt: skip
 SURNAMES = (
     "Smith", "Jones", "Baker", "Wood", "Hill", "Stone", "Carter", "Fisher", "Reed", "Marsh", "Walker", "Cooper",
+    "Bell", "Lane", "Gray", "Miller", "Turner", "Shaw", "Moore", "Clark", "Hunt", "Webb", "Cole", "Field",
 )  # fmt: skip
 
 # a verb is (with one subject, with several)
