@@ -26,7 +26,7 @@ PUBLIC_NAMES = [
     *("Tokenizer", "embed"),
     *("export", "load"),
 ]
-VERBS = ["demo", "export", "generate", "info", "presets"]
+VERBS = ["corpus", "demo", "export", "generate", "info", "presets"]
 
 
 def room_of(path: Path) -> str:

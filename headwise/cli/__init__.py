@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import demo, export, generate, info, presets
+from headwise.cli import corpus, demo, export, generate, info, presets
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("info")(info.run)
 app.command("generate")(generate.run)
 app.command("export")(export.run)
 app.command("presets")(presets.run)
+app.command("corpus")(corpus.run)
 
 
 def _version(asked: bool) -> None:

@@ -1,7 +1,19 @@
-"""Room 5: words come in."""
+"""Room 5: words come in. Names are loaded when first used: words need no torch, vectors do."""
 
-from headwise.text.align import Alignment
-from headwise.text.embed import embed
-from headwise.text.tokenizer import Tokenizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headwise.text.align import Alignment
+    from headwise.text.tokenizer import Tokenizer
+    from headwise.text.vectors import embed
 
 __all__ = ["Alignment", "Tokenizer", "embed"]
+
+_FILES = {"Alignment": "align", "Tokenizer": "tokenizer", "embed": "vectors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module 'headwise.text' has no attribute {name!r}")
+    return getattr(import_module(f"headwise.text.{_FILES[name]}"), name)

@@ -1,0 +1,135 @@
+"""The words, as tables of data: what class each belongs to, its number, gender, animacy and topic.
+
+What a noun *is* (its kind) decides what may be said of it later: an animal is tired, cloth is soft. So the word behind
+"because it is" can only be known by whoever knows which noun "it" stands for.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Noun:
+    """One form of a noun. `pronoun` is the one that stands for it: gender, number and animacy in one word."""
+
+    text: str
+    lemma: str
+    plural: bool
+    pronoun: str  # he, she, it, they
+    kind: str
+    topic: str
+    index: int  # of the lemma, in the order of the tables; splits go by it
+
+
+# topic: singular plural kind
+_NOUNS = {
+    "farm": """brother brothers man, sister sisters woman, horse horses animal, goat goats animal, barn barns building,
+               cart carts vehicle, shovel shovels tool, carrot carrots food""",
+    "castle": """king kings ruler-m, queen queens ruler-f, prince princes ruler-m, princess princesses ruler-f,
+                 hawk hawks animal, tower towers building, sword swords tool, robe robes cloth""",
+    "kitchen": """son sons child-m, daughter daughters child-f, cat cats animal, cake cakes food, plum plums food,
+                  knife knives tool, towel towels cloth""",
+    "sea": """uncle uncles man, aunt aunts woman, crab crabs animal, seal seals animal, boat boats vehicle,
+              ship ships vehicle, pier piers building, sail sails cloth""",
+    "home": """father fathers man, mother mothers woman, dog dogs animal, pillow pillows cloth, blanket blankets cloth,
+               house houses building, pie pies food, hammer hammers tool""",
+    "town": """boy boys child-m, girl girls child-f, pigeon pigeons animal, train trains vehicle, truck trucks vehicle,
+               bridge bridges building, shop shops building, bun buns food""",
+}
+# as the table says it: kind, and the pronoun of one of them
+_KINDS = {
+    "man": ("family", "he"), "woman": ("family", "she"),
+    "child-m": ("child", "he"), "child-f": ("child", "she"),
+    "ruler-m": ("ruler", "he"), "ruler-f": ("ruler", "she"),
+}  # fmt: skip
+
+# kind: what is said of it where a pronoun stands for it
+STATES = {
+    "family": "kind", "child": "young", "ruler": "proud", "named": "late", "animal": "tired",
+    "cloth": "soft", "food": "sweet", "tool": "sharp", "vehicle": "fast", "building": "tall",
+}  # fmt: skip
+PEOPLE = ("family", "child", "ruler", "named")
+ANIMATE = (*PEOPLE, "animal")
+
+
+def _nouns() -> tuple[Noun, ...]:
+    forms = []
+    for topic, table in _NOUNS.items():
+        for row in table.split(","):
+            one, many, told = row.split()
+            kind, pronoun = _KINDS.get(told, (told, "it"))
+            index = len(forms) // 2
+            forms.append(Noun(one, one, False, pronoun, kind, topic, index))
+            forms.append(Noun(many, one, True, "they", kind, topic, index))
+    return tuple(forms)
+
+
+NOUNS = _nouns()
+NOUN = {noun.text: noun for noun in NOUNS}
+TOPICS = tuple(_NOUNS)
+
+FIRST_NAMES = {
+    "Tom": "he", "Alice": "she", "Jack": "he", "Mary": "she", "Peter": "he",
+    "Emma": "she", "David": "he", "Lucy": "she", "Henry": "he", "Rose": "she",
+    "James": "he", "Sarah": "she",
+}  # fmt: skip
+SURNAMES = (
+    "Smith", "Jones", "Baker", "Wood", "Hill", "Stone", "Carter", "Fisher", "Reed", "Marsh", "Walker", "Cooper",
+    "Bell", "Lane", "Gray", "Miller", "Turner", "Shaw", "Moore", "Clark", "Hunt", "Webb", "Cole", "Field",
+)  # fmt: skip
+
+# a verb is (with one subject, with several)
+TRANSITIVE = (
+    ("sees", "see"), ("likes", "like"), ("finds", "find"), ("wants", "want"), ("follows", "follow"), ("knows", "know"),
+    ("draws", "draw"), ("paints", "paint"), ("hears", "hear"), ("needs", "need"), ("loves", "love"),
+    ("remembers", "remember"),
+)  # fmt: skip
+INTRANSITIVE = (
+    ("sleeps", "sleep"), ("sings", "sing"), ("waits", "wait"), ("runs", "run"), ("jumps", "jump"), ("rests", "rest"),
+    ("smiles", "smile"), ("dances", "dance"),
+)  # fmt: skip
+SAY, DO, IS, WAS = ("says", "say"), ("does", "do"), ("is", "are"), ("was", "were")
+
+ADJECTIVES = (
+    "old", "new", "small", "big", "red", "blue", "green", "black", "clean", "strange", "quiet", "famous", "pretty",
+    "little", "thin", "heavy",
+)  # fmt: skip
+# cause: (what does it, what it does, how things are then)
+WEATHER = (
+    ("rain", "falls", "wet"), ("sun", "shines", "warm"), ("wind", "blows", "cold"),
+    ("night", "comes", "dark"), ("fire", "burns", "hot"),
+)  # fmt: skip
+EFFECTS = tuple(effect for _, _, effect in WEATHER)
+
+SINGULAR = ("the", "the", "a", "this", "that", "every")  # twice: twice as often
+PLURAL = ("the", "the", "some", "these", "those", "many")
+POSSESSIVES = {"he": "his", "she": "her", "it": "its", "they": "their"}
+PREPOSITIONS = ("near", "behind", "beside", "under", "with")
+ADVERBS = ("here", "there", "often", "again", "quietly", "slowly")  # behind a verb
+PRE_ADVERBS = ("always", "never", "still")  # before it
+OPENERS = {"today": IS, "now": IS, "yesterday": WAS, "once": WAS}  # when, and the verb that follows
+CONNECTIVES = ("because", "so", "and", "if", "then")
+QUESTIONS = ("where", "what", "who", "which")
+ANSWERS = ("yes", "no", "not")
+BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))  # the last two are quotes
+QUOTES = BRACKETS[3:]
+CLOSERS = tuple(closer for _, closer in BRACKETS)
+STOPS = (".", "?", ",")
+
+CLASSES = (
+    *("noun", "name", "verb", "auxiliary", "adjective", "adverb", "determiner", "pronoun", "possessive", "preposition"),
+    *("conjunction", "question", "answer", "delimiter", "bracket", "quote"),
+)
+
+# Every word once, in an order that stays: the place of a word is its id.
+VOCABULARY: tuple[str, ...] = tuple(
+    dict.fromkeys(
+        [
+            *STOPS, *(mark for pair in BRACKETS for mark in pair),
+            *SINGULAR, "an", *PLURAL, *POSSESSIVES, *POSSESSIVES.values(), *PREPOSITIONS,
+            *CONNECTIVES, *QUESTIONS, *ANSWERS, *OPENERS, *ADVERBS, *PRE_ADVERBS, *IS, *WAS, *DO, *SAY,
+            *(form for verb in (*TRANSITIVE, *INTRANSITIVE) for form in verb),
+            *(word for row in WEATHER for word in row), *ADJECTIVES, *STATES.values(),
+            *FIRST_NAMES, *SURNAMES, *NOUN,
+        ]
+    )
+)  # fmt: skip
