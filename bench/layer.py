@@ -155,7 +155,7 @@ def memory_of(name: str, T: int) -> float:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true", help="fewer rounds")
+    arguments.add_argument("--rounds", type=int, default=31)
     arguments.add_argument("--memory-of", nargs=2, metavar=("LAYER", "T"), help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.memory_of:
@@ -163,7 +163,7 @@ def main() -> None:
         return
     console = Console(file=sys.stdout, width=110)
     console.print(f"{machine()}. Above 1 in 'times ours': slower than ours.")
-    time_layers(7 if given.quick else 31, console)
+    time_layers(given.rounds, console)
     memory(console)
 
 
