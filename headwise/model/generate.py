@@ -148,6 +148,8 @@ def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | Non
                 f"a prompt tensor is (batch, tokens), got {tuple(prompt.shape)}; one prompt is (1, tokens)."
             )
         return prompt.to(model.device), None
+    if not isinstance(prompt, str | list | tuple):
+        raise HeadwiseError(f"a prompt is a text, a list of token ids, or a tensor; got {type(prompt).__name__}.")
     rows: Sequence[Any] = (
         [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], Integral) else prompt
     )

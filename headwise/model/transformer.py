@@ -280,6 +280,8 @@ class Transformer(nn.Module):
                         f"gates name layer {key}; the model has {', '.join(map(str, self.spec.sites))}."
                     )
                 new = {key: torch.as_tensor(amount)}
+            elif not isinstance(key, str):
+                raise HeadwiseError(f"gates name heads by address, '5.1' or '5.*'; got {key!r}.")
             else:
                 new = self.heads.select(key).gates(amount)
             for site, gate in new.items():

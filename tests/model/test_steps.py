@@ -106,3 +106,10 @@ def test_bare_numbers_are_not_taken_for_layers() -> None:
     """5,1 is one keystroke from 5.1, and would silence two whole layers."""
     with pytest.raises(hw.HeadwiseError, match=r"'0' names a layer, not heads; write 0\.\* for all its heads"):
         make()(IDS, gates={"0,1": 0.0})
+
+
+def test_gates_are_named_by_address_and_prompts_are_lists() -> None:
+    with pytest.raises(hw.HeadwiseError, match=r"gates name heads by address, '5\.1' or '5\.\*'; got 0"):
+        make()(IDS, gates={0: 0.0})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(hw.HeadwiseError, match="a prompt is a text, a list of token ids, or a tensor; got ndarray"):
+        make().generate(IDS[0].numpy(), 2)
