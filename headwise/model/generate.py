@@ -150,9 +150,8 @@ def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | Non
         return prompt.to(model.device), None
     if not isinstance(prompt, str | list | tuple):
         raise HeadwiseError(f"a prompt is a text, a list of token ids, or a tensor; got {type(prompt).__name__}.")
-    rows: Sequence[Any] = (
-        [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], Integral) else prompt
-    )
+    alone = isinstance(prompt, str) or not prompt or isinstance(prompt[0], Integral)
+    rows: Any = [prompt] if alone else prompt
     if _is_text(prompt):
         if model.tokenizer is None:
             raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")

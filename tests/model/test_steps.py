@@ -112,4 +112,4 @@ def test_gates_are_named_by_address_and_prompts_are_lists() -> None:
     with pytest.raises(hw.HeadwiseError, match=r"gates name heads by address, '5\.1' or '5\.\*'; got 0"):
         make()(IDS, gates={0: 0.0})  # pyright: ignore[reportArgumentType]
     with pytest.raises(hw.HeadwiseError, match="a prompt is a text, a list of token ids, or a tensor; got ndarray"):
-        make().generate(IDS[0].numpy(), 2)
+        make().generate(IDS[0].numpy(), 2)  # pyright: ignore[reportArgumentType]
