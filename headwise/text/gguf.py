@@ -17,7 +17,7 @@ _LLAMA3 = (
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 CUTS = {"default": None, "gpt-2": None, "smollm": "digits", "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
 
-CONTROL, BYTE = 3, 6  # token types of GGUF
+CONTROL = 3  # the type GGUF gives to tokens that are no text
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:

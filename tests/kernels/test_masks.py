@@ -306,8 +306,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "additive mask": (lambda: allow(torch.zeros(T, S)), "pass additive scores as bias="),
     "documents of one axis": (lambda: document(torch.zeros(S)), r"\(batch, tokens\); got shape \(11,\)"),
     "no masks": (lambda: per_head([]), "needs at least one mask"),
-    "a tensor among masks": (lambda: per_head([coins(T, S)]), r"got Tensor; wrap a tensor with hw.allow"),  # type: ignore
-    "a tensor after &": (lambda: causal() & coins(T, S), "expected a mask, got Tensor"),  # type: ignore
+    "a tensor among masks": (lambda: per_head([coins(T, S)]), r"got Tensor; wrap a tensor with hw.allow"),  # pyright: ignore
+    "a tensor after &": (lambda: causal() & coins(T, S), "expected a mask, got Tensor"),  # pyright: ignore
     "mask of one axis": (lambda: allow(coins(S)), r"\(T, S\), \(B, T, S\) or \(B, H, T, S\); got shape \(11,\)"),
     "padding too short": (
         call_with(padding(coins(B, 5))),
@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a misfit inside &": (call_with(causal() & padding(coins(B, 5))), "there are 11 keys"),
     "a misfit for one head": (call_with(per_head([causal(), padding(coins(B, 5)), causal()])), "there are 11 keys"),
-    "a bare tensor": (call_with(coins(T, S)), r"mask must be a Mask, got Tensor; wrap a tensor with hw.allow"),  # type: ignore
+    "a bare tensor": (call_with(coins(T, S)), r"mask must be a Mask, got Tensor; wrap a tensor with hw.allow"),  # pyright: ignore
     "heads that do not divide": (
         lambda: from_mha(coins(5, T, S), heads=H),
         "5 leading rows, not a multiple of 3 heads",
