@@ -105,7 +105,7 @@ def adapt(case: Case) -> Adapted:
     masks, bias = where_to_look(case, q.shape[2], k.shape[2])
     mask = masks[0] if masks else None
     for other in masks[1:]:
-        mask = mask & other  # pyright: ignore[reportOperatorIssue]
+        mask = mask & other  # pyright: ignore[reportOptionalOperand]
     softcap = attributes.get("softcap") or None  # the operator writes 0 for none
     terms = make_terms(q, k, v, mask=mask, bias=bias, softcap=softcap, scale=attributes.get("scale"))
     return Adapted(q, k, v, terms)
