@@ -14,8 +14,9 @@ _ROOMS = {
     "kernels": ("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
-    "text": ("Tokenizer", "embed"),
+    "text": ("Corpus", "Tokenizer", "embed"),
     "weights": ("export", "load"),
+    "train": ("Recipe", "train"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -25,8 +26,9 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
-    "Tokenizer", "embed",
+    "Corpus", "Tokenizer", "embed",
     "export", "load",
+    "Recipe", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
-    from headwise.text import Tokenizer, embed
+    from headwise.text import Corpus, Tokenizer, embed
+    from headwise.train import Recipe, train
     from headwise.weights import export, load
 
 

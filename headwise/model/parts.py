@@ -93,9 +93,13 @@ class Output(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, V)"""
+        return self.vocabulary(self.prepare(x))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """What comes before the vocabulary: (…, D) → (…, D)"""
         if self.transform is not None and self.norm is not None:
             x = self.norm(self.bend(self.transform(x)))
-        return self.vocabulary(x)
+        return x
 
 
 class Pooler(nn.Module):

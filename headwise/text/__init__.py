@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headwise.text.align import Alignment
+    from headwise.text.corpus import Corpus
     from headwise.text.tokenizer import Tokenizer
     from headwise.text.vectors import embed
 
-__all__ = ["Alignment", "Tokenizer", "embed"]
+__all__ = ["Alignment", "Corpus", "Tokenizer", "embed"]
 
-_FILES = {"Alignment": "align", "Tokenizer": "tokenizer", "embed": "vectors"}
+_FILES = {"Alignment": "align", "Corpus": "corpus", "Tokenizer": "tokenizer", "embed": "vectors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,9 +6,11 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from headwise.errors import HeadwiseError
+from headwise.text.corpus import Corpus
+from headwise.text.little.vocabulary import VOCABULARY
 from headwise.text.tokenizer import Tokenizer
 
-END, UNKNOWN = "<end>", "<unknown>"
+END, UNKNOWN, MASK = "<end>", "<unknown>", "<mask>"
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -70,6 +72,39 @@ def bpe_tokenizer(texts: Iterable[str], size: int = 4096) -> Tokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, {"eos": 0, "bos": 0})
+
+
+def make_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
+    """One of the above by name, fitted to a corpus where it needs one: byte, character, word, bpe or bpe:8000.
+
+    >>> len(make_tokenizer("character", Corpus.of("abba")))
+    4
+    """
+    kind, _, size = name.partition(":")
+    if kind not in ("byte", "character", "word", "bpe") or (size and (kind != "bpe" or not size.isdigit())):
+        raise HeadwiseError(f"there is no tokenizer {name!r}; use byte, character, word, or bpe:SIZE.")
+    if kind == "byte":
+        return byte_tokenizer()
+    if kind == "word":
+        return word_tokenizer(VOCABULARY)
+    texts = (piece.text for piece in corpus.pieces())
+    if kind == "bpe":
+        return bpe_tokenizer(texts, int(size or 4096))
+    return character_tokenizer("".join(set().union(*texts)))
+
+
+def add_mask(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with a token that hides others, for the masked objective; as it is, if it has one.
+
+    >>> t = add_mask(byte_tokenizer())
+    >>> t.mask, len(t)
+    (257, 258)
+    """
+    if tokenizer.mask is not None:
+        return tokenizer
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens([MASK])
+    return Tokenizer(backend, {**tokenizer.special, "mask": backend.token_to_id(MASK)})
 
 
 def _of_units(vocab: dict[str, int], cut: object, join: object | None) -> Tokenizer:

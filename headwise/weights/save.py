@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from headwise.errors import HeadwiseError
@@ -19,15 +20,20 @@ if TYPE_CHECKING:
 def save(model: "Transformer", folder: str | Path) -> Path:
     """Write a model, pruned or not; `load(folder)` brings it back bit by bit. A model that was there is replaced."""
     with whole_folder(folder, ("spec.json",)) as new:
-        (new / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
-        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        if model.spec.tied:
-            state.pop("output.vocabulary.weight", None)
-        storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
-        save_file(state, new / "model.safetensors", metadata={"format": "headwise-1", "storage": storage})
-        if model.tokenizer is not None:
-            model.tokenizer.save(new)
+        write_model(model, new)
     return Path(folder)
+
+
+def write_model(model: "Transformer", folder: Path) -> None:
+    """Write a model's files into a folder that is there."""
+    (folder / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.spec.tied:
+        state.pop("output.vocabulary.weight", None)
+    storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
+    save_file(state, folder / "model.safetensors", metadata={"format": "headwise-1", "storage": storage})
+    if model.tokenizer is not None:
+        model.tokenizer.save(folder)
 
 
 @contextmanager
@@ -49,7 +55,7 @@ def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
         _flush(new)
         new.chmod(0o755)
         _take_place(new, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise HeadwiseError(f"{folder} could not be written ({error}); nothing was changed.") from error
     finally:
         if new is not None:

@@ -1,0 +1,175 @@
+"""What is read: a text, a list of texts, a file, a folder of files, or something embedded. Read in pieces, never whole."""
+
+import codecs
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from headwise.errors import HeadwiseError
+from headwise.text.documents import Document
+from headwise.text.treebank import read_documents
+
+PLAIN = (".txt", ".text", ".md", "")  # files of plain text
+RELATED = (".conllu", ".jsonl", ".tsv")  # files of documents with relations
+BLOCK = 1 << 20  # bytes read at once
+
+
+class Piece(NamedTuple):
+    """Some text, and whether a text ends with it: a long file comes in many pieces."""
+
+    text: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts, one after the other, as often as asked. `fingerprint` changes when they do.
+
+    >>> corpus = Corpus.of(["One text.", "Another."])
+    >>> [piece.text for piece in corpus.pieces()]
+    ['One text.', 'Another.']
+    >>> Corpus.little(documents=2).name
+    'the little language (train, 2 documents, seed 0)'
+    """
+
+    name: str
+    fingerprint: str
+    _read: Callable[[], Iterator[Piece | Document]] = field(repr=False)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The texts, long ones in pieces cut where lines end."""
+        empty = True
+        for item in self._read():
+            piece = Piece(item.text, True) if isinstance(item, Document) else item
+            empty = empty and not piece.text
+            yield piece
+        if empty:
+            raise HeadwiseError(f"{self.name} is empty; give some text.")
+
+    @staticmethod
+    def of(given: "str | Path | Corpus | Iterable[str] | None") -> "Corpus":
+        """A text, a list of texts, a path (a file or a folder) or a corpus; None is the embedded probe set.
+
+        A string that names a file or a folder is a path, any other is a text.
+        """
+        if given is None:
+            return Corpus.probe()
+        if isinstance(given, Corpus):
+            return given
+        if isinstance(given, Path) or (isinstance(given, str) and _is_path(given)):
+            return Corpus._of_path(Path(given))
+        texts = [given] if isinstance(given, str) else list(given)
+        wrong = next((text for text in texts if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got a list with {wrong!r} in it.")
+        name = "the text" if isinstance(given, str) else f"a list of {len(texts)} texts"
+        return Corpus(name, _digest(*texts), lambda: (Piece(text, True) for text in texts))
+
+    @staticmethod
+    def little(split: str = "train", *, documents: int = 20_000, seed: int = 0) -> "Corpus":
+        """So many documents of the little language."""
+        from headwise.text.little import LittleLanguage
+        from headwise.text.little.splits import check_split
+
+        check_split(split)
+        if documents < 1:
+            raise HeadwiseError(f"the number of documents must be at least 1, got {documents}.")
+        name = f"the little language ({split}, {documents} documents, seed {seed})"
+        return Corpus(name, _digest(name), lambda: islice(LittleLanguage(seed, split), documents))
+
+    @staticmethod
+    def probe() -> "Corpus":
+        """The embedded probe set: hand-written English sentences with gold relations."""
+        from headwise.text.probe import probe_set
+
+        documents = probe_set()
+        return Corpus("the probe set", _digest(*(d.text for d in documents)), lambda: iter(documents))
+
+    @staticmethod
+    def _of_path(path: Path) -> "Corpus":
+        if path.is_dir():
+            files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in PLAIN[:-1])
+            if not files:
+                raise HeadwiseError(f"there is no text in the folder {path}; it needs {', '.join(PLAIN[:-1])} files.")
+        elif path.is_file():
+            files = [path]
+        else:
+            raise HeadwiseError(f"there is no file or folder {path}.")
+        for file in files:
+            if file.stat().st_size == 0:
+                raise HeadwiseError(f"{file} is empty; give a file with some text.")
+        if path.suffix in RELATED and path.is_file():
+            return Corpus(str(path), _digest_of(files), partial(read_documents, path))
+        if path.is_file() and path.suffix not in PLAIN:
+            known = ", ".join(suffix for suffix in (*PLAIN, *RELATED) if suffix)
+            raise HeadwiseError(f"{path} is not a kind of file that is read here; known: {known}.")
+        return Corpus(str(path), _digest_of(files), lambda: (piece for file in files for piece in read_text(file)))
+
+
+def read_text(path: Path) -> Iterator[Piece]:
+    """A UTF-8 file, however long, in pieces cut where a line ends."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    lines, waiting = 1, ""
+    with open(path, "rb") as file:
+        while True:
+            block = file.read(BLOCK)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                line = lines + waiting.count("\n") + error.object[: error.start].count(b"\n")
+                raise HeadwiseError(
+                    f"{path}, line {line}: byte {error.object[error.start]:#04x} is not UTF-8; convert the file first."
+                ) from None
+            if not block:
+                yield Piece(waiting + text, True)
+                return
+            waiting += text
+            cut = _cut(waiting)
+            if cut:
+                lines += waiting.count("\n", 0, cut)
+                yield Piece(waiting[:cut], False)
+                waiting = waiting[cut:]
+
+
+def _cut(text: str) -> int:
+    """Behind the last line end that has no white space around it: there, tokens of the parts are those of the whole."""
+    place = len(text) - 1
+    while (place := text.rfind("\n", 1, place)) > 0:
+        if not text[place - 1].isspace() and not text[place + 1].isspace():
+            return place + 1
+    return 0
+
+
+def _is_path(given: str) -> bool:
+    """Whether a string means a path: there is such a file, or it looks like nothing else."""
+    if not given or "\n" in given or "\0" in given:
+        return False
+    if os.path.exists(given):  # says no to a text too long for a name, where Path would complain
+        return True
+    return not any(c.isspace() for c in given) and (Path(given).suffix in (*PLAIN[:-1], *RELATED) or "/" in given)
+
+
+def _digest(*texts: str) -> str:
+    made = hashlib.sha256()
+    for text in texts:
+        made.update(f"{len(text)}:".encode())
+        made.update(text.encode("utf-8", "surrogatepass"))
+    return made.hexdigest()
+
+
+def _digest_of(files: list[Path]) -> str:
+    """By name, length, and how each file begins and ends: quick however long it is."""
+    made = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        made.update(f"{path.name}:{size}:".encode())
+        with open(path, "rb") as file:
+            made.update(file.read(1 << 16))
+            file.seek(max(0, size - (1 << 16)))
+            made.update(file.read())
+    return made.hexdigest()

@@ -1,0 +1,310 @@
+"""The loop: read, predict, correct; look up now and then, and write down where we are."""
+
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.model import Transformer
+from headwise.spec import ModelSpec
+from headwise.text import Tokenizer
+from headwise.text.corpus import Corpus
+from headwise.train.batches import Windows, causal, masked
+from headwise.train.checkpoint import Checkpoints
+from headwise.train.evaluate import evaluate
+from headwise.train.loss import LanguageLoss
+from headwise.train.optimise import make_optimizer, trainable
+from headwise.train.prepare import Prepared, prepare
+from headwise.train.progress import Clock, Watch
+from headwise.train.recipe import Recipe
+from headwise.train.run import Metrics
+from headwise.train.team import Team, gather
+
+Call = Callable[[Transformer, int], object]
+
+
+@dataclass
+class Trained:
+    """What a run gave: the model, how far it came, every logged row, and how it ended."""
+
+    model: Transformer
+    step: int
+    loss: float  # of the last step
+    valid_loss: float | None  # of the last evaluation, on text that was held out
+    best_step: int  # of the best evaluation
+    stopped: str  # finished | early | interrupted
+    seconds: float  # of this call
+    history: list[dict[str, float]] = field(repr=False)
+    folder: Path | None = None
+
+
+def train(
+    model: ModelSpec | Transformer,
+    corpus: Any = None,
+    recipe: Recipe | None = None,
+    *,
+    out: str | Path | None = None,
+    valid: Any = None,
+    tokenizer: Tokenizer | str | None = None,
+    device: str | torch.device | None = None,
+    call: Call | None = None,
+    every: int = 100,
+    progress: bool = True,
+) -> Trained:
+    """Train a new model from a spec, or go on with one that is there, on a text.
+
+    `corpus` is a text, a list of texts, a path or a Corpus; none is the little language. `out` is a folder for checkpoints,
+    metrics and the model: run the same again and a stopped run goes on, to the same bits. `tokenizer` is one that was
+    loaded or made, or "byte", "character", "word" (the little language), "bpe:4096"; a new model's vocabulary is set to it.
+    `call(model, step)` is called before the first step, after every `every` steps and after the last.
+
+    >>> from headwise.spec import AttentionSpec
+    >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
+    >>> made = train(spec, "to be or not to be " * 50, Recipe(steps=20, batch=4, warmup=2, rate=0.01), progress=False)
+    >>> made.step, made.loss < 5, made.stopped
+    (20, True, 'finished')
+    """
+    recipe = recipe or Recipe()
+    texts = Corpus.little() if corpus is None else Corpus.of(corpus)
+    if corpus is None and valid is None:
+        valid = Corpus.little("held-out", documents=1000)
+    held_out = None if valid is None else Corpus.of(valid)
+    if every < 1:
+        raise HeadwiseError(f"every must be at least 1, got {every}.")
+    with gather(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
+        folder = Path(scratch) if out is None else Path(out)
+        start = prepare(model, texts, held_out, recipe, tokenizer, folder, team)
+        return Loop(start, recipe, team, None if out is None else folder, progress).run(call, every)
+
+
+class Loop:
+    """One run: `run` goes from wherever the last checkpoint is to the end."""
+
+    def __init__(self, start: Prepared, recipe: Recipe, team: Team, folder: Path | None, progress: bool) -> None:
+        self.recipe, self.team, self.folder = recipe, team, folder
+        self.model, self.tokens, self.context = start.model, start.tokens, start.context
+        self.mask = start.tokenizer.mask if start.objective == "masked" else None
+        self.windows = Windows(self.tokens.train, self.context, recipe.seed)
+        if recipe.holdout > 0 and len(self.tokens.valid) < 2:
+            raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
+        self.optimizer = make_optimizer(self.model, recipe)
+        self.step, self.loss, self.valid_loss = 0, float("nan"), None
+        self.best, self.best_step, self.worse = float("inf"), 0, 0
+        self.stopped = "finished"
+        self.precision = precision_of(recipe, team.device)
+        self.scaler = torch.amp.GradScaler(team.device.type, enabled=self.precision == torch.float16)
+        self.watch = Watch(recipe.steps, 0, progress and team.leads)
+        say = self.watch.say if team.leads else (lambda text: None)
+        self.checkpoints = None if folder is None else Checkpoints(folder / "checkpoints", recipe.keep, say)
+        self.best_weights: dict[str, Tensor] | None = None  # kept in memory where there is no folder
+        self._resume(say)
+        self.metrics = Metrics(folder if team.leads else None, self.step)
+
+    def run(self, call: Call | None, every: int) -> Trained:
+        """All steps that are left."""
+        recipe, clock = self.recipe, Clock()
+        self.model.train()
+        self.model.checkpointing, before = recipe.checkpointing, self.model.checkpointing
+        made: nn.Module = LanguageLoss(self.model)
+        if recipe.compile:
+            made.compile()
+        module = self.team.wrap(made, unused=self.model.pooler is not None)
+        try:
+            with interruptible() as interrupted:
+                if call is not None and self.step == 0:
+                    self._call(call)
+                while self.step < recipe.steps and self.stopped == "finished":
+                    norm = self._step(module)
+                    clock.tokens += recipe.batch * self.context
+                    if self.step % recipe.log_every == 0 or self.step == recipe.steps:
+                        self._log(norm, clock)
+                    last = self.step == recipe.steps
+                    improved = (
+                        self._evaluate(clock, whole=last) if last or self.step % recipe.evaluate_every == 0 else False
+                    )
+                    if call is not None and (self.step % every == 0 or last):
+                        self._call(call)
+                    if recipe.patience and self.worse >= recipe.patience:
+                        self.stopped = "early"
+                    if self._asked_to_stop(interrupted):
+                        self.stopped = "interrupted"
+                    if last or improved or self.step % recipe.save_every == 0 or self.stopped != "finished":
+                        self._save()
+            self._finish()
+        finally:
+            self.watch.close()
+            self.model.checkpointing = before
+            self.model.eval()
+        return Trained(
+            self.model, self.step, self.loss, self.valid_loss, self.best_step, self.stopped, clock.seconds,
+            self.metrics.rows, self.folder,
+        )  # fmt: skip
+
+    def _step(self, module: nn.Module) -> float:
+        """One step: gradients of all parts, clipped, applied. Returns the length of the gradient."""
+        recipe, team, step = self.recipe, self.team, self.step
+        torch.manual_seed(_mix(recipe.seed, step, team.rank))  # so that a resumed run draws what an unbroken one would
+        self.model.head_dropout_progress(step / recipe.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.rate_at(step)
+        parts, loss = recipe.accumulate, torch.zeros((), device=team.device)
+        for part in range(parts):
+            ids, targets = self._read(step, part)
+            alone = part < parts - 1 and team.size > 1
+            with module.no_sync() if alone else nullcontext():  # pyright: ignore[reportCallIssue]
+                with torch.autocast(team.device.type, self.precision, enabled=self.precision != torch.float32):
+                    made = module(ids, targets) / parts
+                self.scaler.scale(made).backward()
+            loss += made.detach()
+        self.scaler.unscale_(self.optimizer)
+        values = [value for _, value in trainable(self.model)]
+        norm = nn.utils.clip_grad_norm_(values, recipe.clip or float("inf"))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        if self.step % recipe.log_every == 0 or self.step == recipe.steps:
+            (total,) = team.total(float(loss))
+            self.loss = total / team.size
+            if not self.loss < float("inf"):
+                raise HeadwiseError(
+                    f"the loss is {self.loss} at step {self.step}; lower the rate ({recipe.rate}) or lengthen the warm-up. "
+                    f"The last checkpoint is as it was."
+                )
+        return float(norm)
+
+    def _read(self, step: int, part: int) -> tuple[Tensor, Tensor]:
+        """This process's rows of one part of a step."""
+        recipe, team = self.recipe, self.team
+        rows = recipe.batch // recipe.accumulate // team.size
+        first = step * recipe.batch + (part * team.size + team.rank) * rows
+        read = torch.from_numpy(self.windows.rows(first, rows))  # (rows, context + 1)
+        if self.mask is None:
+            ids, targets = causal(read)
+        else:
+            ids, targets = masked(read, recipe.mask_share, self.mask, self.model.spec.vocab, [recipe.seed, first])
+        return ids.to(team.device, non_blocking=True), targets.to(team.device, non_blocking=True)
+
+    def _log(self, norm: float, clock: Clock) -> None:
+        if self.team.leads:
+            speed = clock.speed()
+            tokens = self.step * self.recipe.batch * self.context
+            self.metrics.add(
+                {"step": self.step, "tokens": tokens, "loss": self.loss, "rate": self.recipe.rate_at(self.step - 1),
+                 "gradient": norm, "tokens_per_second": round(speed)}
+            )  # fmt: skip
+            self.watch.step(self.step, self.loss, speed)
+
+    def _evaluate(self, clock: Clock, whole: bool) -> bool:
+        """Look up from the book: the loss on what was held out. True if it is the best so far."""
+        if len(self.tokens.valid) < 2:
+            return False
+        most = None if whole else self.recipe.evaluate_tokens
+        with torch.autocast(self.team.device.type, self.precision, enabled=self.precision != torch.float32):
+            self.valid_loss = evaluate(
+                self.model, self.tokens.valid, self.context, self.recipe, self.mask, self.team, most
+            )
+        if self.team.leads:
+            self.metrics.add({"step": self.step, "valid_loss": self.valid_loss})
+            self.watch.evaluation(self.step, self.loss, self.valid_loss, clock.seconds)
+        improved = self.valid_loss < self.best
+        self.worse = 0 if improved else self.worse + 1
+        if improved:
+            self.best, self.best_step = self.valid_loss, self.step
+            if self.checkpoints is None and self.recipe.patience:
+                self.best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return improved
+
+    def _call(self, call: Call) -> None:
+        """Let the caller look at the model as it is; what is drawn or switched there changes nothing here."""
+        was = self.model.training
+        with torch.random.fork_rng():
+            call(self.model, self.step)
+        self.model.train(was)
+
+    def _asked_to_stop(self, interrupted: list[int]) -> bool:
+        if self.team.size == 1:
+            return bool(interrupted)
+        if self.step % self.recipe.log_every:  # all must agree, and agreeing takes time
+            return False
+        return self.team.total(float(bool(interrupted)))[0] > 0
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        if self.checkpoints is not None and self.team.leads:
+            state = {
+                "step": self.step, "loss": self.loss, "valid_loss": self.valid_loss, "best": self.best,
+                "best_step": self.best_step, "worse": self.worse, "scaler": self.scaler.state_dict(),
+            }  # fmt: skip
+            self.checkpoints.save(self.model, self.optimizer, state, self.step, self.best_step)
+        self.team.wait()
+
+    def _resume(self, say: Callable[[str], None]) -> None:
+        if self.checkpoints is None:
+            return
+        newest = self.checkpoints.newest() if self.team.leads else None
+        found = int(self.team.total(float(newest or 0))[0])
+        if not found:
+            return
+        state = self.checkpoints.restore(found, self.model, self.optimizer)
+        self.step, self.loss, self.valid_loss = state["step"], state["loss"], state["valid_loss"]
+        self.best, self.best_step, self.worse = state["best"], state["best_step"], state["worse"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.recipe.patience and self.worse >= self.recipe.patience:
+            self.stopped = "early"
+        say(f"going on from step {self.step} of {self.recipe.steps}")
+
+    def _finish(self) -> None:
+        """The end: the best weights if it stopped early, and the model in its folder."""
+        if self.stopped == "early" and self.best_step:
+            if self.checkpoints is not None:
+                self.checkpoints.restore(self.best_step, self.model, None)
+            elif self.best_weights is not None:
+                self.model.load_state_dict(self.best_weights)
+        if self.folder is not None and self.stopped != "interrupted" and self.team.leads:
+            self.model.save(self.folder / "model")
+        self.team.wait()
+
+
+def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The numbers products are computed in."""
+    if recipe.precision != "auto":
+        return getattr(torch, recipe.precision)
+    has = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if has else torch.float32
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """One number from three, far apart for neighbours."""
+    return ((seed * 1_000_003 + step) * 1_000_003 + rank) % (1 << 63)
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C or a polite kill is noted, so that the step can end and be saved; a second one is obeyed at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

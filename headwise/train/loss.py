@@ -1,0 +1,50 @@
+"""What is made small: the surprise at the tokens asked for, without ever holding all their logits at once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import LinearCrossEntropyOptions
+
+from headwise.errors import HeadwiseError
+from headwise.model import Transformer
+from headwise.train.batches import IGNORE
+
+WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
+
+
+class LanguageLoss(nn.Module):
+    """A model with its loss: ids and targets (B, T) → the mean cross-entropy, in nats, of the targets that are asked for."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        if model.output is None:
+            raise HeadwiseError(
+                'this model has no output over the vocabulary to train; give its spec output="lm" or "mlm".'
+            )
+        if model.spec.kind == "encoder-decoder":
+            raise HeadwiseError("a text has no source to read; train a decoder or an encoder.")
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T), (B, T) → ()"""
+        hidden = self.model(ids, hidden=True).flatten(0, 1)  # (B·T, D)
+        return cross_entropy(self.model, hidden, targets.flatten())
+
+
+def cross_entropy(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Hidden states (N, D) and targets (N,) → the mean cross-entropy; in chunks where the vocabulary is large."""
+    output = model.output
+    assert output is not None
+    if output.transform is not None:  # masked: few of many are asked for
+        asked = targets != IGNORE
+        hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
+    hidden = output.prepare(hidden)
+    vocabulary = output.vocabulary
+    chunks = None
+    if len(targets) * model.spec.vocab > WHOLE:
+        chunks = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
+        if torch.is_autocast_enabled(hidden.device.type):  # the chunked form is outside autocast's reach
+            hidden = hidden.to(vocabulary.weight.dtype)
+    return F.linear_cross_entropy(
+        hidden, vocabulary.weight, targets, linear_bias=vocabulary.bias, ignore_index=IGNORE, options=chunks
+    )

@@ -1,0 +1,117 @@
+"""Before the first step: the tokenizer, the model, the tokens, and the folder they belong to."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.model import Transformer
+from headwise.spec import ModelSpec
+from headwise.text import Tokenizer
+from headwise.text.corpus import Corpus
+from headwise.text.make import add_mask, make_tokenizer
+from headwise.train.recipe import Recipe
+from headwise.train.run import claim
+from headwise.train.team import Team
+from headwise.train.tokens import Tokens, read_tokens, write_tokens
+
+
+@dataclass
+class Prepared:
+    """All that a run starts from."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    tokens: Tokens
+    context: int
+    objective: str
+    resumed: bool
+
+
+def prepare(
+    given: ModelSpec | Transformer,
+    corpus: Corpus,
+    valid: Corpus | None,
+    recipe: Recipe,
+    tokenizer: Tokenizer | str | None,
+    folder: Path,
+    team: Team,
+) -> Prepared:
+    """Check what was asked, claim the folder, and make or find everything in it."""
+    spec = given.spec if isinstance(given, Transformer) else given
+    if not isinstance(spec, ModelSpec):
+        raise HeadwiseError(f'train takes a ModelSpec or a Transformer, e.g. hw.preset("nano"); got {given!r}.')
+    objective = recipe.objective
+    if objective == "auto":
+        objective = "masked" if spec.kind == "encoder" else "causal"
+    if (objective == "masked") != (spec.kind == "encoder"):
+        raise HeadwiseError(
+            f"the {objective} objective does not suit a model of kind {spec.kind}; leave objective out."
+        )
+    context = recipe.context or spec.context
+    if context > spec.context and spec.positions == "learned":
+        raise HeadwiseError(f"a context of {context} is more than the {spec.context} positions of the model.")
+    if recipe.batch % (recipe.accumulate * team.size):
+        raise HeadwiseError(
+            f"a batch of {recipe.batch} rows cannot be shared by {team.size} processes in {recipe.accumulate} parts each; "
+            f"make it a multiple of {recipe.accumulate * team.size}."
+        )
+    if tokenizer is None:
+        tokenizer = _own(given) or ("word" if corpus.name.startswith("the little language") else "byte")
+    asked = {
+        "spec": json.loads(spec.to_json()),
+        "recipe": asdict(recipe),
+        "text": corpus.fingerprint,
+        "held out": None if valid is None else valid.fingerprint,
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else _digest(tokenizer.backend.to_str().encode()),
+        "weights": _weights(given) if isinstance(given, Transformer) else None,
+    }
+    resumed = False
+    if team.leads:
+        resumed = claim(folder, asked)
+        if not (folder / "tokens" / "tokens.json").is_file():
+            made = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, corpus)
+            if objective == "masked":
+                made = add_mask(made)
+            write_tokens(folder / "tokens", corpus, valid, made, recipe.holdout)
+    team.wait()
+    made = Tokenizer.load(folder / "tokens")
+    model = _model(given, made, recipe.seed)
+    return Prepared(model.to(team.device), made, read_tokens(folder / "tokens"), context, objective, resumed)
+
+
+def _own(given: ModelSpec | Transformer) -> Tokenizer | None:
+    own = given.tokenizer if isinstance(given, Transformer) else None
+    return own if isinstance(own, Tokenizer) else None
+
+
+def _model(given: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> Transformer:
+    """A new model, its vocabulary that of the tokenizer; or the one that was given, if the tokenizer suits it."""
+    if isinstance(given, ModelSpec):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Transformer(replace(given, vocab=len(tokenizer)))
+        model.tokenizer = tokenizer
+        return model
+    if len(tokenizer) > given.spec.vocab:
+        raise HeadwiseError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {given.spec.vocab}; use the model's own tokenizer."
+        )
+    given.tokenizer = given.tokenizer or tokenizer
+    return given
+
+
+def _weights(model: Transformer) -> str:
+    state = model.state_dict()
+    return _digest(*(value.detach().cpu().contiguous().view(torch.uint8).numpy().data for value in state.values()))
+
+
+def _digest(*parts: Any) -> str:
+    made = hashlib.sha256()
+    for part in parts:
+        made.update(part)
+    return made.hexdigest()

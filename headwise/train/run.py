@@ -1,0 +1,101 @@
+"""The folder of a run: what was asked for, what was measured.
+
+run.json            spec, recipe and text of the run: running it again goes on only if they are the same
+metrics.jsonl       one line per logged step and per evaluation
+tokens/             the text as token ids
+checkpoints/        step-00000250/ and so on
+model/              the finished model
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import HeadwiseError
+
+RUN, METRICS = "run.json", "metrics.jsonl"
+
+
+def claim(folder: Path, asked: dict[str, Any]) -> bool:
+    """Make a folder the home of this run; True if it was so before. A folder of another run is refused."""
+    noted = folder / RUN
+    if noted.is_file():
+        try:
+            before = json.loads(noted.read_text(encoding="utf-8"))
+        except ValueError:
+            raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
+        differing = [key for key in asked if before.get(key) != asked[key]]
+        if differing:
+            told = "; ".join(f"{key} was {_short(before.get(key), asked[key])}" for key in differing)
+            raise HeadwiseError(f"{folder} holds another run ({told}); choose another folder, or ask for the same.")
+        return True
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(noted, json.dumps(asked, indent=2))
+    except OSError as error:
+        raise HeadwiseError(f"{folder} could not be written ({error}).") from None
+    return False
+
+
+def _short(before: Any, now: Any) -> str:
+    """What differs between two records, as few words as will do."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in keys[:3])
+    return f"{before!r}, now {now!r}"
+
+
+class Metrics:
+    """Rows of numbers, kept in memory and, if there is a folder, in a JSON Lines file."""
+
+    def __init__(self, folder: Path | None, upto: int) -> None:
+        self.path = None if folder is None else folder / METRICS
+        self.rows: list[dict[str, float]] = []
+        if self.path is not None and self.path.is_file():
+            self.rows = [row for row in _read(self.path) if row["step"] <= upto]  # what comes after is done again
+            self._guard(lambda path: _write(path, "".join(json.dumps(row) + "\n" for row in self.rows)))
+
+    def add(self, row: dict[str, float]) -> None:
+        """One more row, on the disk at once."""
+        self.rows.append(row)
+        self._guard(lambda path: _append(path, json.dumps(row) + "\n"))
+
+    def _guard(self, write: Any) -> None:
+        try:
+            if self.path is not None:
+                write(self.path)
+        except OSError as error:
+            raise HeadwiseError(f"{self.path} could not be written ({error}); checkpoints are as they were.") from None
+
+
+def _append(path: Path, text: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _read(path: Path) -> list[dict[str, float]]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break  # the line a killed run was writing
+    return rows
+
+
+def _write(path: Path, text: str) -> None:
+    """A small file, whole or not at all."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

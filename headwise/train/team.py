@@ -1,0 +1,73 @@
+"""Several processes, one training: who I am, and how numbers are shared. Started by torchrun; alone, nothing happens."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headwise.errors import HeadwiseError
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that train together."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes and speaks."""
+        return self.rank == 0
+
+    def wrap(self, module: nn.Module, unused: bool) -> nn.Module:
+        """Let gradients be averaged over the team (https://arxiv.org/abs/2006.15704)."""
+        if self.size == 1:
+            return module
+        ids = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=ids, find_unused_parameters=unused)
+
+    def total(self, *numbers: float) -> list[float]:
+        """Sums over the team."""
+        if self.size == 1:
+            return list(numbers)
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared)
+        return shared.tolist()
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def gather(device: str | torch.device | None) -> Iterator[Team]:
+    """The team that torchrun started, or a team of one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    started = False
+    if size > 1 and not dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        on_gpu = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
+        if on_gpu:
+            device = f"cuda:{local}"
+            torch.cuda.set_device(local)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        started = True
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise HeadwiseError(f"the device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    try:
+        together = dist.is_initialized()
+        yield Team(dist.get_rank() if together else 0, dist.get_world_size() if together else 1, place)
+    finally:
+        if started:
+            dist.destroy_process_group()
