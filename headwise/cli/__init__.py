@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import corpus, demo, export, generate, info, presets
+from headwise.cli import corpus, demo, export, generate, info, presets, train
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("generate")(generate.run)
 app.command("export")(export.run)
 app.command("presets")(presets.run)
 app.command("corpus")(corpus.run)
+app.command("train")(train.run)
 
 
 def _version(asked: bool) -> None:

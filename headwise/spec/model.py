@@ -138,6 +138,41 @@ class ModelSpec(Wire):
         }
         return replace(self, kept=left)
 
+    def resized(
+        self,
+        *,
+        layers: int | None = None,
+        width: int | None = None,
+        heads: int | None = None,
+        context: int | None = None,
+    ) -> "ModelSpec":
+        """The same kind of model in another size; what follows from width and heads follows again.
+
+        >>> from headwise.spec.presets import preset
+        >>> spec = preset("llama2-70b").resized(layers=2, width=256, heads=16)
+        >>> spec.attention.head_dim, spec.attention.kv_heads, spec.hidden
+        (16, 2, 896)
+        """
+        old = self.attention
+        width, heads = self.width if width is None else width, old.heads if heads is None else heads
+        if (width, heads) != (old.width, old.heads):
+            groups = heads * old.kv_heads // max(1, old.heads)  # as many queries to a key as before, where that can be
+            sizes = {
+                "head_dim": 0,
+                "value_dim": 0,
+                "kv_width": 0,
+                "kv_heads": groups if groups and heads % groups == 0 else 0,
+            }
+            old = replace(old, width=width, heads=heads, **sizes)
+        return replace(
+            self,
+            attention=old,
+            hidden=round(self.hidden * width / self.width),
+            layers=self.layers if layers is None else layers,
+            context=self.context if context is None else context,
+            kept=() if (heads, layers) != (self.attention.heads, None) else self.kept,
+        )
+
     # Counting, without building anything.
 
     @property

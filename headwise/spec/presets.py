@@ -20,6 +20,11 @@ ROWS: dict[str, tuple[dict, dict, str]] = {
         {"width": 384, "heads": 6},
         "a small decoder over bytes, the size of nanoGPT's Shakespeare run",
     ),
+    "little": (
+        {"vocab": 280, "context": 128, "layers": 4, "norm": "rms", "positions": "none", "mlp_bias": False},
+        {"width": 128, "heads": 8, "rotary": Rotary()},
+        "a small decoder for the little language, the default of headwise train",
+    ),
     "transformer-base": (
         {"vocab": 37000, "context": 512, "layers": 6, "kind": "encoder-decoder", "form": "post", "activation": "relu",
          "positions": "sinusoidal", "embed_scale": 512**0.5, "dropout": 0.1},

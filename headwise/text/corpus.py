@@ -52,8 +52,8 @@ class Corpus:
             raise HeadwiseError(f"{self.name} is empty; give some text.")
 
     @staticmethod
-    def of(given: "str | Path | Corpus | Iterable[str] | None") -> "Corpus":
-        """A text, a list of texts, a path (a file or a folder) or a corpus; None is the embedded probe set.
+    def of(given: "str | Path | Corpus | Iterable[str | Path] | None") -> "Corpus":
+        """A text, a list of texts, a path (a file or a folder), several, or a corpus; None is the embedded probe set.
 
         A string that names a file or a folder is a path, any other is a text.
         """
@@ -63,10 +63,12 @@ class Corpus:
             return given
         if isinstance(given, Path) or (isinstance(given, str) and _is_path(given)):
             return Corpus._of_path(Path(given))
-        texts = [given] if isinstance(given, str) else list(given)
-        wrong = next((text for text in texts if not isinstance(text, str)), None)
-        if wrong is not None:
-            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got a list with {wrong!r} in it.")
+        items = [given] if isinstance(given, str) else list(given)
+        if items and all(isinstance(item, Path) for item in items):
+            return Corpus._joined([Corpus._of_path(Path(path)) for path in items])
+        texts = [item for item in items if isinstance(item, str)]
+        if len(texts) < len(items):
+            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")
         name = "the text" if isinstance(given, str) else f"a list of {len(texts)} texts"
         return Corpus(name, _digest(*texts), lambda: (Piece(text, True) for text in texts))
 
@@ -89,6 +91,13 @@ class Corpus:
 
         documents = probe_set()
         return Corpus("the probe set", _digest(*(d.text for d in documents)), lambda: iter(documents))
+
+    @staticmethod
+    def _joined(parts: "list[Corpus]") -> "Corpus":
+        name = ", ".join(part.name for part in parts)
+        return Corpus(
+            name, _digest(*(part.fingerprint for part in parts)), lambda: (i for p in parts for i in p._read())
+        )
 
     @staticmethod
     def _of_path(path: Path) -> "Corpus":

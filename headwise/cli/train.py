@@ -1,0 +1,103 @@
+"""headwise train: a transformer from scratch, on the little language or on any text."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def run(
+    text: Annotated[
+        list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Checkpoints, metrics and the model; the same again goes on.")
+    ] = None,
+    valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
+    preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "little",
+    layers: Annotated[int | None, typer.Option(help="Blocks, if not the preset's.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads of a layer, if not the preset's.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width, if not the preset's.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a row, if not the preset's.")] = None,
+    head_dropout: Annotated[float, typer.Option(help="How likely a head is silent in a step.")] = 0.0,
+    head_dropout_schedule: Annotated[str, typer.Option(help="constant, ramp or v.")] = "constant",
+    tokenizer: Annotated[str | None, typer.Option(help="byte, character, word or bpe:SIZE.")] = None,
+    masked: Annotated[bool, typer.Option("--masked", help="An encoder that fills gaps, not a decoder.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Parts a step is cut into, to save memory.")] = None,
+    rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile: slow to start, then quicker.")] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute activations: less memory, more time.")
+    ] = False,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
+    patience: Annotated[int | None, typer.Option(help="Evaluations without progress before it stops.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
+    from headwise.spec import preset as named
+    from headwise.train import train
+    from headwise.train.exam import exam
+    from headwise.train.little import LITTLE, little_texts
+
+    spec = named(preset).resized(layers=layers, heads=heads, width=width, context=context)
+    silent = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
+    spec = replace(spec, attention=replace(spec.attention, **silent))
+    if masked:
+        spec = replace(spec, kind="encoder", output="mlm")
+    asked = {
+        "steps": steps, "batch": batch, "accumulate": accumulate, "rate": rate, "warmup": warmup, "precision": precision,
+        "evaluate_every": evaluate_every, "patience": patience, "save_every": save_every,
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    recipe = replace(LITTLE, **given, compile=compile, checkpointing=checkpointing, seed=seed)
+    texts, held_out = (text, valid) if text else little_texts(recipe, spec.context)
+    made = train(spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device)
+    if int(os.environ.get("RANK", "0")):
+        return  # under torchrun the first process speaks for all
+    examined = not text and not masked and made.stopped != "interrupted"
+    marks = exam(made.model) if examined else ()
+    tokens = made.step * recipe.batch * spec.context
+    result = {
+        "steps": made.step, "tokens": tokens, "loss": made.loss, "valid_loss": made.valid_loss, "stopped": made.stopped,
+        "best_step": made.best_step, "seconds": made.seconds, "parameters": made.model.spec.parameters,
+        "model": None if out is None else str(out / "model"),
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps({**result, "recipe": asdict(recipe), "exam": [mark._asdict() for mark in marks]}, indent=2))
+    else:
+        report(result, marks)
+
+
+def report(result: dict[str, Any], marks: tuple) -> None:
+    """What came of it, for a person."""
+    from rich.console import Console
+
+    from headwise.show.tables import make_table
+
+    console = Console()
+    held_out = "" if result["valid_loss"] is None else f", held out {result['valid_loss']:.4f}"
+    console.print(
+        f"{result['stopped']} at step {result['steps']}, {result['tokens']:,} tokens, {result['seconds']:.0f} s, "
+        f"{result['parameters']:,} parameters: loss {result['loss']:.4f}{held_out}",
+        highlight=False,
+    )
+    if marks:
+        columns = ["quiz", "questions", "right", "chance", "bigram"]
+        console.print(make_table("The right word is the first choice, on held-out documents", columns, marks))
+    if result["model"]:
+        what = (
+            "to go on, run the same again"
+            if result["stopped"] == "interrupted"
+            else f"the model is in {result['model']}"
+        )
+        console.print(what, highlight=False)
