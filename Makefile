@@ -45,6 +45,7 @@ bench: $(VENV)-bench/installed
 	$(VENV)-bench/bin/python -m bench.imports
 	$(VENV)-bench/bin/python -m bench.layer
 	$(VENV)-bench/bin/python -m bench.generate
+	$(VENV)-bench/bin/python -m bench.train
 	$(VENV)-bench/bin/python -m bench.load
 
 clean:

@@ -23,10 +23,11 @@ PUBLIC_NAMES = [
     *("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",
-    *("Tokenizer", "embed"),
+    *("Corpus", "Tokenizer", "embed"),
     *("export", "load"),
+    *("Recipe", "train"),
 ]
-VERBS = ["corpus", "demo", "export", "generate", "info", "presets"]
+VERBS = ["corpus", "demo", "export", "generate", "info", "presets", "train"]
 
 
 def room_of(path: Path) -> str:

@@ -14,7 +14,7 @@ def run(
         list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Checkpoints, metrics and the model; the same again goes on.")
+        Path | None, typer.Option(help="The run's folder; none: runs/ and the text's name. The same again goes on.")
     ] = None,
     valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
     preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "little",
@@ -48,6 +48,7 @@ def run(
     from headwise.train import train
     from headwise.train.exam import exam
     from headwise.train.little import LITTLE, little_texts
+    from headwise.train.loop import finite
 
     spec = named(preset).resized(layers=layers, heads=heads, width=width, context=context)
     silent = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
@@ -61,6 +62,8 @@ def run(
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     recipe = replace(LITTLE, **given, compile=compile, checkpointing=checkpointing, seed=seed)
     texts, held_out = (text, valid) if text else little_texts(recipe, spec.context)
+    held_out = valid or held_out
+    out = out or Path("runs") / (text[0].stem if text else "little")
     made = train(spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device)
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun the first process speaks for all
@@ -68,9 +71,9 @@ def run(
     marks = exam(made.model) if examined else ()
     tokens = made.step * recipe.batch * spec.context
     result = {
-        "steps": made.step, "tokens": tokens, "loss": made.loss, "valid_loss": made.valid_loss, "stopped": made.stopped,
-        "best_step": made.best_step, "seconds": made.seconds, "parameters": made.model.spec.parameters,
-        "model": None if out is None else str(out / "model"),
+        "steps": made.step, "tokens": tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
+        "stopped": made.stopped, "best_step": made.best_step, "seconds": made.seconds,
+        "parameters": made.model.spec.parameters, "model": str(out / "model"),
     }  # fmt: skip
     if as_json:
         print(json.dumps({**result, "recipe": asdict(recipe), "exam": [mark._asdict() for mark in marks]}, indent=2))
@@ -88,16 +91,11 @@ def report(result: dict[str, Any], marks: tuple) -> None:
     held_out = "" if result["valid_loss"] is None else f", held out {result['valid_loss']:.4f}"
     console.print(
         f"{result['stopped']} at step {result['steps']}, {result['tokens']:,} tokens, {result['seconds']:.0f} s, "
-        f"{result['parameters']:,} parameters: loss {result['loss']:.4f}{held_out}",
+        f"{result['parameters']:,} parameters: loss {result['loss'] or float('nan'):.4f}{held_out}",
         highlight=False,
     )
     if marks:
         columns = ["quiz", "questions", "right", "chance", "bigram"]
         console.print(make_table("The right word is the first choice, on held-out documents", columns, marks))
-    if result["model"]:
-        what = (
-            "to go on, run the same again"
-            if result["stopped"] == "interrupted"
-            else f"the model is in {result['model']}"
-        )
-        console.print(what, highlight=False)
+    again = result["stopped"] == "interrupted"
+    console.print("to go on, run the same again" if again else f"the model is in {result['model']}", highlight=False)

@@ -79,12 +79,13 @@ class Read(nn.Module):
 
     def _weight(self, letters: str) -> Tensor:
         slab, rows = self._rows_in_slab(letters)
-        return getattr(self, f"{slab}_weight")[rows]
+        weight = getattr(self, f"{slab}_weight")
+        return weight if letters == slab else weight[rows]  # a slice would cost a copy in the backward pass
 
     def _bias(self, letters: str) -> Tensor | None:
         slab, rows = self._rows_in_slab(letters)
         bias = getattr(self, f"{slab}_bias")
-        return None if bias is None else bias[rows]
+        return bias if bias is None or letters == slab else bias[rows]
 
     def _rows_in_slab(self, letters: str) -> tuple[str, slice]:
         """Where neighbouring letters are kept: the slab, and their rows in it."""

@@ -63,6 +63,8 @@ class Corpus:
             return given
         if isinstance(given, Path) or (isinstance(given, str) and _is_path(given)):
             return Corpus._of_path(Path(given))
+        if not isinstance(given, str | Iterable):
+            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")
         items = [given] if isinstance(given, str) else list(given)
         if items and all(isinstance(item, Path) for item in items):
             return Corpus._joined([Corpus._of_path(Path(path)) for path in items])
@@ -146,11 +148,14 @@ def read_text(path: Path) -> Iterator[Piece]:
 
 
 def _cut(text: str) -> int:
-    """Behind the last line end that has no white space around it: there, tokens of the parts are those of the whole."""
-    place = len(text) - 1
-    while (place := text.rfind("\n", 1, place)) > 0:
-        if not text[place - 1].isspace() and not text[place + 1].isspace():
-            return place + 1
+    """Where a line ends behind a letter or a digit; failing that, where a word does: there, before the white space, tokens
+    of the parts are those of the whole."""
+    for mark in ("\n", " "):
+        place = len(text)
+        while (place := text.rfind(mark, 1, place)) > 0:
+            edge = place - 1 if mark == "\n" and text[place - 1] == "\r" else place
+            if edge and text[edge - 1].isalnum():
+                return edge
     return 0
 
 
@@ -172,13 +177,8 @@ def _digest(*texts: str) -> str:
 
 
 def _digest_of(files: list[Path]) -> str:
-    """By name, length, and how each file begins and ends: quick however long it is."""
     made = hashlib.sha256()
     for path in files:
-        size = path.stat().st_size
-        made.update(f"{path.name}:{size}:".encode())
         with open(path, "rb") as file:
-            made.update(file.read(1 << 16))
-            file.seek(max(0, size - (1 << 16)))
-            made.update(file.read())
+            made.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return made.hexdigest()

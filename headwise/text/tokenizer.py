@@ -55,13 +55,13 @@ class Tokenizer:
     def align(self, text: str, words: Sequence[str] | None = None, special: bool = True) -> Alignment:
         """Tokens, words and characters of a text; `words` are those given, in order, or found by spaces and marks."""
         made = self.backend.encode(text, add_special_tokens=special)
-        spans = [_trim(text, span) for span in made.offsets]
+        spans = [trim(text, span) for span in made.offsets]
         return Alignment.of(text, made.ids, made.tokens, spans, words)
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json, and tokenizer_config.json with the special tokens: what transformers reads, too."""
         folder = Path(folder)
-        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         named = {f"{role}_token": self.token(id) for role, id in self.special.items() if id is not None}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -109,7 +109,7 @@ class Tokenizer:
         return Tokenizer(backend, {role: pieces.get(name) for role, name in names.items()})
 
 
-def _trim(text: str, span: tuple[int, int]) -> tuple[int, int]:
+def trim(text: str, span: tuple[int, int]) -> tuple[int, int]:
     """A byte-level token's span takes in the space before it; the word it belongs to begins behind."""
     start, end = span
     while start < end and text[start].isspace():

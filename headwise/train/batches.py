@@ -43,25 +43,23 @@ class Windows:
         rows = np.empty((count, self.context + 1), dtype=np.int64)
         for i in range(count):
             epoch, place = divmod(first + i, self.count)
-            phase, order = _epoch(
-                self.seed, epoch, self.count, len(self.tokens) - 1 - self.count * self.context, self.context
-            )
+            phase, order = _epoch(self.seed, epoch, self.count, len(self.tokens) - 1 - self.count * self.context)
             start = phase + int(order[place]) * self.context
             rows[i] = self.tokens[start : start + self.context + 1]
         return rows
 
 
 @lru_cache(maxsize=4)
-def _epoch(seed: int, epoch: int, windows: int, spare: int, context: int) -> tuple[int, np.ndarray]:
+def _epoch(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.ndarray]:
     """Where the windows of an epoch begin, and the order they are read in."""
     dice = np.random.default_rng([seed, epoch])
-    return int(dice.integers(min(spare + 1, context))), dice.permutation(windows)
+    return int(dice.integers(spare + 1)), dice.permutation(windows)
 
 
 def in_order(tokens: np.ndarray, context: int, most: int | None = None) -> Iterator[np.ndarray]:
     """Windows side by side, for evaluation, each token predicted once: (≤ context + 1,) each; at most so many tokens."""
     starts = range(0, max(0, len(tokens) - 1), context)
-    wanted = len(starts) if most is None else max(1, most // context)
+    wanted = max(1, len(starts) if most is None else most // context)
     step = max(1, -(-len(starts) // wanted))
     for start in starts[::step]:
         yield tokens[start : start + context + 1].astype(np.int64)
@@ -72,18 +70,22 @@ def causal(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def masked(rows: Tensor, share: float, mask: int, vocab: int, seed: list[int]) -> tuple[Tensor, Tensor]:
+def masked(rows: Tensor, share: float, mask: int, vocab: int, seed: list[int], first: int = 0) -> tuple[Tensor, Tensor]:
     """Hide some tokens and ask for them (https://arxiv.org/abs/1810.04805): (B, T + 1) → inputs and targets (B, T).
 
-    Of the chosen, 80 % become the mask, 10 % another token, 10 % stay. Each row hides equally many, so rows weigh the same.
+    Of the chosen, 80 % become the mask, 10 % another token, 10 % stay. Each row hides equally many, so rows weigh the same,
+    and draws by its own number, `first` and on, so that it matters not with which others it is read.
     """
     inputs = rows[:, :-1].clone()  # (B, T)
     B, T = inputs.shape
     hidden = max(1, round(share * T))
-    dice = np.random.default_rng(seed)
-    places = torch.from_numpy(dice.random((B, T)).argsort(1)[:, :hidden].copy())  # (B, hidden)
-    targets = torch.full_like(inputs, IGNORE).scatter(1, places, inputs.gather(1, places))
-    fate = torch.from_numpy(dice.random((B, hidden)))
-    others = torch.from_numpy(dice.integers(vocab, size=(B, hidden)))
-    new = torch.where(fate < 0.8, mask, torch.where(fate < 0.9, others, inputs.gather(1, places)))
-    return inputs.scatter(1, places, new), targets
+    places, fate, others = np.empty((B, hidden), np.int64), np.empty((B, hidden)), np.empty((B, hidden), np.int64)
+    for row in range(B):
+        dice = np.random.default_rng([*seed, first + row])
+        places[row] = dice.permutation(T)[:hidden]
+        fate[row], others[row] = dice.random(hidden), dice.integers(vocab, size=hidden)
+    where, chance = torch.from_numpy(places), torch.from_numpy(fate)  # (B, hidden)
+    asked = inputs.gather(1, where)
+    targets = torch.full_like(inputs, IGNORE).scatter(1, where, asked)
+    new = torch.where(chance < 0.8, mask, torch.where(chance < 0.9, torch.from_numpy(others), asked))
+    return inputs.scatter(1, where, new), targets

@@ -29,7 +29,7 @@ def evaluate(
         if mask is None:
             ids, targets = causal(rows)
         else:
-            ids, targets = masked(rows, recipe.mask_share, mask, model.spec.vocab, [recipe.seed, number, 1])
+            ids, targets = masked(rows, recipe.mask_share, mask, model.spec.vocab, [recipe.seed, 1], pairs[0][0])
         count = int((targets != IGNORE).sum())
         total += float(loss(ids.to(team.device), targets.to(team.device))) * count
         asked += count

@@ -1,5 +1,6 @@
 """The loop: read, predict, correct; look up now and then, and write down where we are."""
 
+import math
 import signal
 import tempfile
 import threading
@@ -18,14 +19,14 @@ from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.train.batches import Windows, causal, masked
-from headwise.train.checkpoint import Checkpoints
+from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss
 from headwise.train.optimise import make_optimizer, trainable
 from headwise.train.prepare import Prepared, prepare
 from headwise.train.progress import Clock, Watch
 from headwise.train.recipe import Recipe
-from headwise.train.run import Metrics
+from headwise.train.run import Metrics, note
 from headwise.train.team import Team, gather
 
 Call = Callable[[Transformer, int], object]
@@ -81,8 +82,17 @@ def train(
         raise HeadwiseError(f"every must be at least 1, got {every}.")
     with gather(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
         folder = Path(scratch) if out is None else Path(out)
+        if out is None and team.size > 1:
+            raise HeadwiseError("several processes need a folder they share; give out=…")
         start = prepare(model, texts, held_out, recipe, tokenizer, folder, team)
-        return Loop(start, recipe, team, None if out is None else folder, progress).run(call, every)
+        threads = torch.get_num_threads()
+        loop = Loop(start, recipe, team, None if out is None else folder, progress)
+        if team.leads:
+            note(folder, start.asked)  # from here on the folder is this run's
+        try:
+            return loop.run(call, every)
+        finally:
+            torch.set_num_threads(threads)
 
 
 class Loop:
@@ -96,6 +106,7 @@ class Loop:
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
             raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
         self.optimizer = make_optimizer(self.model, recipe)
+        self.trained = [value for _, value in trainable(self.model)]
         self.step, self.loss, self.valid_loss = 0, float("nan"), None
         self.best, self.best_step, self.worse = float("inf"), 0, 0
         self.stopped = "finished"
@@ -127,9 +138,7 @@ class Loop:
                     if self.step % recipe.log_every == 0 or self.step == recipe.steps:
                         self._log(norm, clock)
                     last = self.step == recipe.steps
-                    improved = (
-                        self._evaluate(clock, whole=last) if last or self.step % recipe.evaluate_every == 0 else False
-                    )
+                    improved = (last or self.step % recipe.evaluate_every == 0) and self._evaluate(clock)
                     if call is not None and (self.step % every == 0 or last):
                         self._call(call)
                     if recipe.patience and self.worse >= recipe.patience:
@@ -151,6 +160,7 @@ class Loop:
     def _step(self, module: nn.Module) -> float:
         """One step: gradients of all parts, clipped, applied. Returns the length of the gradient."""
         recipe, team, step = self.recipe, self.team, self.step
+        self.optimizer.zero_grad(set_to_none=True)  # whoever looked may have left gradients
         torch.manual_seed(_mix(recipe.seed, step, team.rank))  # so that a resumed run draws what an unbroken one would
         self.model.head_dropout_progress(step / recipe.steps)
         for group in self.optimizer.param_groups:
@@ -165,21 +175,22 @@ class Loop:
                 self.scaler.scale(made).backward()
             loss += made.detach()
         self.scaler.unscale_(self.optimizer)
-        values = [value for _, value in trainable(self.model)]
-        norm = nn.utils.clip_grad_norm_(values, recipe.clip or float("inf"))
+        norm = nn.utils.get_total_norm([value.grad for value in self.trained if value.grad is not None])
+        length = float(norm)
+        if not length < float("inf") and self.precision != torch.float16:  # there the scaler leaves such a step out
+            raise HeadwiseError(
+                f"the gradient is {length} at step {step + 1}; lower the rate ({recipe.rate}) or lengthen the warm-up. "
+                f"The last checkpoint is as it was."
+            )
+        if recipe.clip and not length <= recipe.clip:
+            nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         if self.step % recipe.log_every == 0 or self.step == recipe.steps:
             (total,) = team.total(float(loss))
             self.loss = total / team.size
-            if not self.loss < float("inf"):
-                raise HeadwiseError(
-                    f"the loss is {self.loss} at step {self.step}; lower the rate ({recipe.rate}) or lengthen the warm-up. "
-                    f"The last checkpoint is as it was."
-                )
-        return float(norm)
+        return length
 
     def _read(self, step: int, part: int) -> tuple[Tensor, Tensor]:
         """This process's rows of one part of a step."""
@@ -190,35 +201,36 @@ class Loop:
         if self.mask is None:
             ids, targets = causal(read)
         else:
-            ids, targets = masked(read, recipe.mask_share, self.mask, self.model.spec.vocab, [recipe.seed, first])
+            ids, targets = masked(read, recipe.mask_share, self.mask, self.model.spec.vocab, [recipe.seed], first)
         return ids.to(team.device, non_blocking=True), targets.to(team.device, non_blocking=True)
 
     def _log(self, norm: float, clock: Clock) -> None:
         if self.team.leads:
             speed = clock.speed()
-            tokens = self.step * self.recipe.batch * self.context
-            self.metrics.add(
-                {"step": self.step, "tokens": tokens, "loss": self.loss, "rate": self.recipe.rate_at(self.step - 1),
-                 "gradient": norm, "tokens_per_second": round(speed)}
-            )  # fmt: skip
+            row = {
+                "step": self.step, "tokens": self.step * self.recipe.batch * self.context, "loss": self.loss,
+                "rate": self.recipe.rate_at(self.step - 1), "gradient": norm, "tokens_per_second": round(speed),
+            }  # fmt: skip
+            self.metrics.add({name: value for name, value in row.items() if math.isfinite(value)})
             self.watch.step(self.step, self.loss, speed)
 
-    def _evaluate(self, clock: Clock, whole: bool) -> bool:
+    def _evaluate(self, clock: Clock) -> bool:
         """Look up from the book: the loss on what was held out. True if it is the best so far."""
-        if len(self.tokens.valid) < 2:
+        valid, most = self.tokens.valid, self.recipe.evaluate_tokens
+        if len(valid) < 2:
             return False
-        most = None if whole else self.recipe.evaluate_tokens
         with torch.autocast(self.team.device.type, self.precision, enabled=self.precision != torch.float32):
-            self.valid_loss = evaluate(
-                self.model, self.tokens.valid, self.context, self.recipe, self.mask, self.team, most
-            )
+            loss = evaluate(self.model, valid, self.context, self.recipe, self.mask, self.team, most)
+            self.valid_loss = loss
+            if self.step == self.recipe.steps and len(valid) > most:  # the last word is on all of it
+                self.valid_loss = evaluate(self.model, valid, self.context, self.recipe, self.mask, self.team, None)
         if self.team.leads:
             self.metrics.add({"step": self.step, "valid_loss": self.valid_loss})
             self.watch.evaluation(self.step, self.loss, self.valid_loss, clock.seconds)
-        improved = self.valid_loss < self.best
+        improved = loss < self.best
         self.worse = 0 if improved else self.worse + 1
         if improved:
-            self.best, self.best_step = self.valid_loss, self.step
+            self.best, self.best_step = loss, self.step
             if self.checkpoints is None and self.recipe.patience:
                 self.best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         return improved
@@ -242,8 +254,9 @@ class Loop:
     def _save(self) -> None:
         if self.checkpoints is not None and self.team.leads:
             state = {
-                "step": self.step, "loss": self.loss, "valid_loss": self.valid_loss, "best": self.best,
+                "step": self.step, "loss": finite(self.loss), "valid_loss": self.valid_loss, "best": finite(self.best),
                 "best_step": self.best_step, "worse": self.worse, "scaler": self.scaler.state_dict(),
+                "threads": torch.get_num_threads(),
             }  # fmt: skip
             self.checkpoints.save(self.model, self.optimizer, state, self.step, self.best_step)
         self.team.wait()
@@ -256,24 +269,40 @@ class Loop:
         if not found:
             return
         state = self.checkpoints.restore(found, self.model, self.optimizer)
-        self.step, self.loss, self.valid_loss = state["step"], state["loss"], state["valid_loss"]
-        self.best, self.best_step, self.worse = state["best"], state["best_step"], state["worse"]
+        self.step, self.valid_loss = state["step"], state["valid_loss"]
+        self.loss = float("nan") if state["loss"] is None else state["loss"]
+        self.best = float("inf") if state["best"] is None else state["best"]
+        self.best_step, self.worse = state["best_step"], state["worse"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.recipe.patience and self.worse >= self.recipe.patience:
             self.stopped = "early"
+        if state["threads"] != torch.get_num_threads():  # sums are shared out over threads: other threads, other bits
+            say(f"using {state['threads']} threads, as before")
+            torch.set_num_threads(state["threads"])
         say(f"going on from step {self.step} of {self.recipe.steps}")
 
     def _finish(self) -> None:
         """The end: the best weights if it stopped early, and the model in its folder."""
         if self.stopped == "early" and self.best_step:
             if self.checkpoints is not None:
+                wrong = check(self.checkpoints.path(self.best_step))
+                if wrong is not None:
+                    raise HeadwiseError(
+                        f"the best checkpoint, of step {self.best_step}, is damaged ({wrong}); the newest is "
+                        f"{self.checkpoints.path(self.step)}."
+                    )
                 self.checkpoints.restore(self.best_step, self.model, None)
             elif self.best_weights is not None:
                 self.model.load_state_dict(self.best_weights)
         if self.folder is not None and self.stopped != "interrupted" and self.team.leads:
             self.model.save(self.folder / "model")
         self.team.wait()
+
+
+def finite(number: float) -> float | None:
+    """A number as JSON can hold it."""
+    return number if math.isfinite(number) else None
 
 
 def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.make import add_mask, make_tokenizer
 from headwise.train.recipe import Recipe
-from headwise.train.run import claim
+from headwise.train.run import is_same
 from headwise.train.team import Team
 from headwise.train.tokens import Tokens, read_tokens, write_tokens
 
@@ -29,7 +29,7 @@ class Prepared:
     tokens: Tokens
     context: int
     objective: str
-    resumed: bool
+    asked: dict[str, Any]  # what was asked for, as it is noted in the folder
 
 
 def prepare(
@@ -70,10 +70,9 @@ def prepare(
         "tokenizer": tokenizer if isinstance(tokenizer, str) else _digest(tokenizer.backend.to_str().encode()),
         "weights": _weights(given) if isinstance(given, Transformer) else None,
     }
-    resumed = False
     if team.leads:
-        resumed = claim(folder, asked)
-        if not (folder / "tokens" / "tokens.json").is_file():
+        known = is_same(folder, asked)
+        if not known or not (folder / "tokens" / "tokens.json").is_file():
             made = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, corpus)
             if objective == "masked":
                 made = add_mask(made)
@@ -81,7 +80,7 @@ def prepare(
     team.wait()
     made = Tokenizer.load(folder / "tokens")
     model = _model(given, made, recipe.seed)
-    return Prepared(model.to(team.device), made, read_tokens(folder / "tokens"), context, objective, resumed)
+    return Prepared(model.to(team.device), made, read_tokens(folder / "tokens"), context, objective, asked)
 
 
 def _own(given: ModelSpec | Transformer) -> Tokenizer | None:
@@ -101,7 +100,7 @@ def _model(given: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> T
         raise HeadwiseError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {given.spec.vocab}; use the model's own tokenizer."
         )
-    given.tokenizer = given.tokenizer or tokenizer
+    given.tokenizer = tokenizer
     return given
 
 

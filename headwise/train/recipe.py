@@ -65,12 +65,12 @@ class Recipe(Wire):
             ("mask_share", 0, 1),
             ("floor", 0, 1),
             ("holdout", 0, 0.9),
-            ("beta1", 0, 1),
-            ("beta2", 0, 1),
+            ("beta1", 0, 0.9999),
+            ("beta2", 0, 0.99999),
         ):
             if not low <= getattr(self, name) <= high:
                 raise HeadwiseError(f"{name} must lie between {low} and {high}, got {getattr(self, name)}.")
-        if not 0 < self.rate < math.inf or self.clip < 0 or self.weight_decay < 0:
+        if not (0 < self.rate < math.inf and 0 <= self.clip < math.inf and 0 <= self.weight_decay < math.inf):
             raise HeadwiseError(
                 f"the rate must be above 0, clip and weight_decay at least 0; "
                 f"got {self.rate}, {self.clip} and {self.weight_decay}."

@@ -9,6 +9,7 @@ model/              the finished model
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,29 +17,39 @@ from typing import Any
 from headwise.errors import HeadwiseError
 
 RUN, METRICS = "run.json", "metrics.jsonl"
+LITTER = (".run.json-", ".metrics.jsonl-", ".tokens-", ".model-")
 
 
-def claim(folder: Path, asked: dict[str, Any]) -> bool:
-    """Make a folder the home of this run; True if it was so before. A folder of another run is refused."""
+def is_same(folder: Path, asked: dict[str, Any]) -> bool:
+    """Whether a folder holds this very run. One that holds another, or something else, is refused; litter is swept up."""
     noted = folder / RUN
-    if noted.is_file():
-        try:
-            before = json.loads(noted.read_text(encoding="utf-8"))
-        except ValueError:
-            raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
-        differing = [key for key in asked if before.get(key) != asked[key]]
-        if differing:
-            told = "; ".join(f"{key} was {_short(before.get(key), asked[key])}" for key in differing)
-            raise HeadwiseError(f"{folder} holds another run ({told}); choose another folder, or ask for the same.")
-        return True
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
+    if folder.is_file():
+        raise HeadwiseError(f"{folder} is a file, something else than a run; choose another folder.")
+    for stray in folder.glob(".*"):  # what a killed run was writing
+        if stray.name.startswith(LITTER):
+            shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
+    if not noted.is_file():
+        if folder.is_dir() and {path.name for path in folder.iterdir()} - {"tokens"}:
+            raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
+        return False  # new, or never got as far as a first step
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(noted, json.dumps(asked, indent=2))
-    except OSError as error:
-        raise HeadwiseError(f"{folder} could not be written ({error}).") from None
-    return False
+        before = json.loads(noted.read_text(encoding="utf-8"))
+    except ValueError:
+        raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
+    differing = [key for key in asked if before.get(key) != asked[key]]
+    if differing:
+        told = "; ".join(f"{key} was {_short(before.get(key), asked[key])}" for key in differing)
+        raise HeadwiseError(f"{folder} holds another run ({told}); choose another folder, or ask for the same.")
+    return True
+
+
+def note(folder: Path, asked: dict[str, Any]) -> None:
+    """Make a folder the home of this run."""
+    if not (folder / RUN).is_file():
+        try:
+            _write(folder / RUN, json.dumps(asked, indent=2))
+        except OSError as error:
+            raise HeadwiseError(f"{folder} could not be written ({error}).") from None
 
 
 def _short(before: Any, now: Any) -> str:
@@ -56,7 +67,9 @@ class Metrics:
         self.path = None if folder is None else folder / METRICS
         self.rows: list[dict[str, float]] = []
         if self.path is not None and self.path.is_file():
-            self.rows = [row for row in _read(self.path) if row["step"] <= upto]  # what comes after is done again
+            self.rows = [
+                row for row in _read(self.path) if (row["step"] or 0) <= upto
+            ]  # what comes after is done again
             self._guard(lambda path: _write(path, "".join(json.dumps(row) + "\n" for row in self.rows)))
 
     def add(self, row: dict[str, float]) -> None:
@@ -95,6 +108,7 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

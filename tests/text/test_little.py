@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise
 
 import pytest
 
@@ -20,7 +20,7 @@ BOTH = [*DOCUMENTS["train"], *DOCUMENTS["held-out"]]
 PLURAL_VERBS = {many for _, many in (*v.TRANSITIVE, *v.INTRANSITIVE, v.SAY, v.DO, v.IS, v.WAS)}
 LEXICAL = {form: one for one, many in (*v.TRANSITIVE, *v.INTRANSITIVE) for form in (one, many)}
 WEATHER = {power for power, _, _ in v.WEATHER}
-FIRST = "if James Turner paints the swords , then he always sees that princess . if a brother wants a pretty"
+FIRST = "these new and little princes always hear Emma Hunt . James Turner needs these small strange brothers with"
 KIND_OF_STATE = {state: kind for kind, state in v.STATES.items()}
 
 
@@ -266,7 +266,8 @@ def pairs_of(document: Document) -> set[tuple[str, ...]]:
         if name(subject) and words[verb] in LEXICAL:
             pairs.add(("verb", name(subject), LEXICAL[words[verb]]))
     pairs |= {("adjective", words[source], name(target)) for source, target in arcs(document, "adjective-noun")}
-    pairs |= {("name", word, after) for word, after in pairwise(words) if word in v.FIRST_NAMES}
+    people = sorted(set(words) & set(v.FIRST_NAMES))
+    pairs |= {("meeting", one, other) for one, other in combinations(people, 2)}
     spans = arcs(document, "bracket", "quote")
     pairs |= {("nesting", words[a], words[c]) for b, a in spans for d, c in spans if a < c < d < b}
     return pairs
@@ -276,7 +277,7 @@ def test_no_pair_of_words_is_in_both_splits() -> None:
     train, held_out = (set().union(*map(pairs_of, DOCUMENTS[split])) for split in ("train", "held-out"))
     assert not train & held_out
     for pairs in (train, held_out):
-        assert {pair[0] for pair in pairs} == {"verb", "adjective", "name", "nesting"}
+        assert {pair[0] for pair in pairs} == {"verb", "adjective", "meeting", "nesting"}
     assert len(held_out) > 300
 
 

@@ -1,6 +1,7 @@
 """Which words may meet. Every word occurs in both splits; the pairs listed here occur in one of them only.
 
-Pairs: subject and verb, adjective and noun, first name and surname, a bracket and the bracket within it.
+Pairs: subject and verb, adjective and noun, two people in one document, a bracket and the bracket within it. Not first name
+and surname: whoever learns who is never called what is right in training, and must then copy against better knowledge.
 """
 
 from collections.abc import Sequence

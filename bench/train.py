@@ -1,0 +1,248 @@
+"""Tokens per second in training, eager and compiled, beside others of the same size, and the memory of a step.
+
+    python -m bench.train              everything, 31 rounds a size
+    python -m bench.train --rounds 3   quicker
+
+Ours is the step of `headwise.train` itself: it seeds, reads, predicts, clips and corrects. The others go through the plain
+loop that everybody writes, over the same windows of the same tokens. Ours and GPT-2 start from the same weights.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+import headwise as hw
+from bench.measure import machine, peak_memory, rise_in_memory, take_turns
+from headwise.show.tables import make_table
+from headwise.text.corpus import Corpus
+from headwise.text.make import make_tokenizer
+from headwise.train.batches import Windows, causal
+from headwise.train.loop import Loop
+from headwise.train.loss import LanguageLoss
+from headwise.train.prepare import Prepared
+from headwise.train.recipe import Recipe
+from headwise.train.team import Team
+from headwise.train.tokens import Tokens
+
+BASE, GPT2 = "headwise", "transformers GPT-2"
+FORMS = ("eager", "compiled")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the batch it is trained on, and what ours should reach there."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    vocab: int
+    goal: float  # others' time / ours
+    steps: int  # in a turn
+
+    def __str__(self) -> str:
+        return (
+            f"width {self.width}, {self.layers} layers, {self.heads} heads, "
+            f"batch {self.batch} × {self.context} tokens, vocabulary {self.vocab}"
+        )
+
+
+SIZES = {
+    "128/4": Size(128, 4, 4, 64, 12, 65, goal=1.2, steps=10),  # nanoGPT's setting for a CPU
+    "384/6": Size(384, 6, 6, 256, 8, 257, goal=1.0, steps=1),
+}
+RECIPE = Recipe(steps=1_000_000, holdout=0.0)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Somebody's model, and one step of its training."""
+
+    model: nn.Module
+    step: Callable[[], object]
+
+    @property
+    def parameters(self) -> int:
+        """How many; tied ones once."""
+        return sum(value.numel() for value in self.model.parameters())
+
+
+class PlainLoss(nn.Module):
+    """Another's model with its loss, so that both are compiled together, as ours are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T), (B, T) → ()"""
+        made = self.model(ids)
+        logits = made if isinstance(made, Tensor) else made.logits  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def some_tokens(size: Size) -> np.ndarray:
+    return np.random.default_rng(0).integers(size.vocab, size=200_000, dtype=np.uint16)
+
+
+def make_gpt2(size: Size, activation: str = "gelu_new") -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=size.vocab, n_positions=size.context, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
+        activation_function=activation, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def ours(size: Size, compiled: bool) -> Contestant:
+    shape = hw.preset("gpt2").resized(layers=size.layers, width=size.width, heads=size.heads, context=size.context)
+    model = hw.Transformer(replace(shape, vocab=size.vocab))
+    with tempfile.TemporaryDirectory() as folder:
+        make_gpt2(size).save_pretrained(folder)
+        model.load_state_dict(hw.load(folder).state_dict())
+    tokens = Tokens(some_tokens(size), np.empty(0, np.uint16), "random")
+    tokenizer = make_tokenizer("byte", Corpus.of("not read"))
+    start = Prepared(model, tokenizer, tokens, size.context, "causal", {})
+    recipe = replace(RECIPE, batch=size.batch, compile=compiled)
+    loop = Loop(start, recipe, Team(0, 1, torch.device("cpu")), None, progress=False)
+    module = LanguageLoss(model.train())
+    if compiled:
+        module.compile()
+    return Contestant(model, lambda: loop._step(module))
+
+
+def plain(model: nn.Module, size: Size, compiled: bool) -> Contestant:
+    """The loop everybody writes."""
+    module = PlainLoss(model.train())
+    if compiled:
+        module.compile()
+    betas = (RECIPE.beta1, RECIPE.beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), RECIPE.rate, betas, weight_decay=RECIPE.weight_decay, fused=True)
+    windows = Windows(some_tokens(size), size.context, RECIPE.seed)
+    done = 0
+
+    def step() -> float:
+        nonlocal done
+        ids, targets = causal(torch.from_numpy(windows.rows(done * size.batch, size.batch)))
+        loss = module(ids, targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), RECIPE.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done += 1
+        return float(norm)
+
+    return Contestant(model, step)
+
+
+def gpt2(size: Size, compiled: bool, activation: str = "gelu_new") -> Contestant:
+    return plain(make_gpt2(size, activation), size, compiled)
+
+
+def x_transformers(size: Size, compiled: bool) -> Contestant:
+    from x_transformers import Decoder, TransformerWrapper  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    layers = Decoder(
+        dim=size.width, depth=size.layers, heads=size.heads, attn_dim_head=size.width // size.heads, attn_flash=True
+    )
+    model = TransformerWrapper(num_tokens=size.vocab, max_seq_len=size.context, attn_layers=layers, tie_embedding=True)
+    return plain(model, size, compiled)
+
+
+BUILDERS: dict[str, Callable[[Size, bool], Contestant]] = {
+    BASE: ours,
+    GPT2: gpt2,
+    "the same, GELU in one piece": partial(gpt2, activation="gelu_pytorch_tanh"),
+}
+if importlib.util.find_spec("x_transformers"):
+    BUILDERS["x-transformers"] = x_transformers
+
+
+def check_same(contestants: dict[str, Contestant]) -> None:
+    """The same parameters, and a first gradient of the same length: what is timed is the same computation."""
+    one, other = contestants[BASE], contestants[GPT2]
+    assert one.parameters == other.parameters, f"{one.parameters:,} and {other.parameters:,} parameters"
+    norms = [float(each.step()) for each in (one, other)]  # pyright: ignore[reportArgumentType]
+    assert math.isclose(*norms, rel_tol=1e-3), f"first gradients of lengths {norms}"
+
+
+def several(step: Callable[[], object], times: int) -> Callable[[], None]:
+    def turn() -> None:
+        for _ in range(times):
+            step()
+
+    return turn
+
+
+def time_training(name: str, form: str, rounds: int, console: Console) -> None:
+    size = SIZES[name]
+    contestants = {who: build(size, form == "compiled") for who, build in BUILDERS.items()}
+    check_same(contestants)
+    for contestant in contestants.values():
+        several(contestant.step, 3)()  # compiling, and the optimizer's state
+    turns = {who: several(contestant.step, size.steps) for who, contestant in contestants.items()}
+    timings = take_turns(turns, BASE, rounds)
+    tokens = size.steps * size.batch * size.context
+    rows = []
+    for who, t in timings.items():
+        memory = peak_memory("bench.train", "--memory-of", who, name, form)
+        goal = "" if who == BASE else f"≥ {size.goal} {'✓' if 1 / t.speed >= size.goal else '✗'}"
+        spread = "" if who == BASE else f"{1 / t.high:.2f} – {1 / t.low:.2f}"
+        rows.append(
+            [who, contestants[who].parameters, round(tokens / t.best), round(tokens / t.median), 1 / t.speed, spread,
+             goal, round(memory, 1)]
+        )  # fmt: skip
+    columns = ["who", "parameters", "tokens/s best", "median", "times ours", "quartiles", "goal", "step MB"]
+    console.print(make_table(f"{form}, {size} ({rounds} rounds of {size.steps} steps)", columns, rows))
+
+
+def memory_of(who: str, name: str, form: str) -> float:
+    """A step at its peak, above the weights and the optimizer's state; what earlier steps left free is given back first."""
+    contestant = BUILDERS[who](SIZES[name], form == "compiled")
+    several(contestant.step, 3)()
+    rises = []
+    for _ in range(3):
+        ctypes.CDLL(None).malloc_trim(0)
+        rises.append(rise_in_memory(contestant.step))
+    return statistics.median(rises)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=31)
+    arguments.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    arguments.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    arguments.add_argument("--memory-of", nargs=3, metavar=("WHO", "SIZE", "FORM"), help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    logging.disable_progress_bar()
+    if given.memory_of:
+        print(memory_of(*given.memory_of))
+        return
+    console = Console(file=sys.stdout, width=120)
+    console.print(f"{machine()}. 'times ours' is time beside ours: above 1, ours is quicker.")
+    for name in given.sizes:
+        for form in given.forms:
+            time_training(name, form, given.rounds, console)
+
+
+if __name__ == "__main__":
+    main()

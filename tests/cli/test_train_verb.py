@@ -1,0 +1,158 @@
+"""headwise train as a person or a program uses it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise as hw
+
+SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--batch", "4", "--warmup", "2"]
+TEXT = "the dog saw the cat, and the cat ran to the tree.\n" * 20
+
+
+def headwise(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headwise", "train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_json_is_all_that_comes_out(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = headwise(text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert told["steps"] == told["recipe"]["steps"] == 5
+    assert told["tokens"] == 5 * 4 * 8
+    assert told["stopped"] == "finished"
+    assert told["exam"] == []
+    assert told["model"] == str(out / "model")
+    assert 0 < told["loss"] < 7
+    assert 0 < told["valid_loss"] < 7
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["step 2", "step 4", "step 5"]
+    model = hw.load(out / "model")
+    assert told["parameters"] == sum(value.numel() for value in model.parameters())
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1] == {"step": 5, "valid_loss": told["valid_loss"]}
+
+    again = headwise(text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
+    assert json.loads(again.stdout) | {"seconds": 0} == told | {"seconds": 0}
+    assert again.stderr == "going on from step 5 of 5\n"
+
+
+def test_for_a_person(text: Path, tmp_path: Path) -> None:
+    done = headwise(text, *SIZES, "--steps", "3", "--out", tmp_path / "run", "--masked", "--tokenizer", "character")
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 3, 96 tokens" in done.stdout
+    assert str(tmp_path / "run" / "model") in done.stdout.replace("\n", "")
+    model = hw.load(tmp_path / "run" / "model")
+    assert model.spec.kind == "encoder"
+    assert model.spec.vocab == len(set(TEXT)) + 3  # with unknown, end and mask
+
+
+def bad(tmp_path: Path) -> dict[str, list[str | Path]]:
+    (tmp_path / "words.txt").write_text(TEXT)
+    (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9\n" * 30)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("abc")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter").write_text("dear all")
+    words = tmp_path / "words.txt"
+    return {
+        "no file or folder": [tmp_path / "nowhere.txt"],
+        "latin.txt, line 2: byte 0xe9 is not UTF-8": [tmp_path / "latin.txt"],
+        "empty.txt is empty": [tmp_path / "empty.txt"],
+        "fewer than a context": [tmp_path / "short.txt"],
+        "not a kind of file": [tmp_path / "photo.png"],
+        "no text in the folder": [tmp_path / "folder"],
+        "something else": [words, "--out", tmp_path / "full"],
+        "no tokenizer 'letters'": [words, "--tokenizer", "letters"],
+        "steps must be at least 1": [words, "--steps", "0"],
+        "the rate must be above 0": [words, "--rate", "-1"],
+        "'float8' is unknown": [words, "--precision", "float8"],
+        "'nonsense' cannot be used": [words, "--device", "nonsense"],
+        "not divisible by heads": [words, "--heads", "3"],
+        "cannot be cut into 3": [words, "--accumulate", "3"],
+        "tiny-nothing": [words, "--preset", "tiny-nothing"],
+        "nowhere.txt": [words, "--valid", tmp_path / "nowhere.txt"],
+    }
+
+
+def in_process(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    from headwise.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["headwise", "train", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return stopped.value.code or 0, capsys.readouterr()
+
+
+def test_what_cannot_be_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for message, arguments in bad(tmp_path).items():
+        asked = [*SIZES, "--steps", "2", *map(str, arguments)]
+        code, said = in_process(asked, monkeypatch, capsys)
+        assert code == 2, message
+        assert said.out == ""
+        assert message in said.err
+        assert said.err.count("\n") == 1, said.err
+        assert said.err.startswith("headwise: ")
+
+
+def test_an_error_of_a_process_is_no_traceback(tmp_path: Path) -> None:
+    done = headwise(tmp_path / "nowhere.txt", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"headwise: there is no file or folder {tmp_path / 'nowhere.txt'}.\n"
+
+
+def test_a_mistake_put_right_goes_through(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that never began has no claim on its folder."""
+    asked = [str(text), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
+    assert in_process([*asked, "--tokenizer", "letters"], monkeypatch, capsys)[0] == 2
+    code, said = in_process([*asked, "--tokenizer", "character"], monkeypatch, capsys)
+    assert code == 0, said.err
+
+
+def test_a_text_put_right_goes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "words.txt"
+    asked = [str(path), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
+    for wrong in (b"caf\xe9 " * 200, b"abc"):
+        path.write_bytes(wrong)
+        assert in_process(asked, monkeypatch, capsys)[0] == 2
+    path.write_text(TEXT)
+    code, said = in_process(asked, monkeypatch, capsys)
+    assert code == 0, said.err
+
+
+def test_a_text_to_evaluate_on_is_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a text it is the little language that is read; an own text to evaluate on is then used, or refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text("")  # empty: whoever reads it, must complain
+    code, said = in_process(["--valid", "other.txt", *SIZES, "--steps", "1"], monkeypatch, capsys)
+    assert code == 2
+    assert "other.txt" in said.err or "--valid" in said.err

@@ -1,0 +1,192 @@
+"""What is read, from wherever it comes: whole, in order, and in pieces that change nothing."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bench.measure import rise_in_memory
+from headwise.errors import HeadwiseError
+from headwise.text import Corpus, Tokenizer, corpus
+from headwise.text.corpus import read_text
+from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer
+
+SAMPLE = "the theory of the thing, thin  things\n\nand   then\tsome\r\nmore: don't 12 345\n" * 20
+CHARACTERS = " \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u2028\u3000\ufeffabthe'.,1é漢🙂\u0301"
+
+
+def joined(given: Any) -> list[str]:
+    """The texts of a corpus, long ones put together again."""
+    texts, open_text = [], ""
+    for piece in Corpus.of(given).pieces():
+        open_text += piece.text
+        if piece.ends:
+            texts.append(open_text)
+            open_text = ""
+    assert open_text == ""
+    return texts
+
+
+# Where texts come from.
+
+
+def test_texts_lists_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "c.text").write_text("third")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    (tmp_path / "README").write_text("bare")
+    assert joined("one two") == ["one two"]
+    assert joined(["one", "two"]) == ["one", "two"]
+    assert joined(text for text in ("one", "two")) == ["one", "two"]
+    assert joined(tmp_path / "b.txt") == ["second"]
+    assert joined(str(tmp_path / "b.txt")) == ["second"]
+    assert joined(tmp_path / "README") == ["bare"]
+    assert joined(tmp_path) == ["first", "second", "third"]
+    assert joined([tmp_path / "b.txt", tmp_path / "a.md"]) == ["second", "first"]
+    assert joined([tmp_path / "deep", tmp_path / "a.md"]) == ["third", "first"]
+    again = Corpus.of(tmp_path)
+    assert list(again.pieces()) == list(again.pieces())  # as often as asked
+    assert Corpus.of(again) is again
+
+
+def test_a_generator_is_read_as_often_as_asked() -> None:
+    made = Corpus.of(text for text in ("one", "two"))
+    assert [piece.text for piece in made.pieces()] == [piece.text for piece in made.pieces()] == ["one", "two"]
+
+
+def test_relations_are_read_as_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"words": ["the", "cat"], "relations": []}\n{"words": ["sat"], "relations": []}\n'
+    )
+    assert joined(tmp_path / "a.jsonl") == ["the cat", "sat"]
+
+
+@pytest.mark.parametrize("suffix", [".pdf", ".TXTX", ".json", ".bin"])
+def test_a_kind_of_file_that_is_not_read_is_told(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"file{suffix}").write_text("some text")
+    with pytest.raises(HeadwiseError, match=r"not a kind of file.*\.txt"):
+        Corpus.of(tmp_path / f"file{suffix}")
+
+
+def test_what_is_not_there_or_empty_is_told(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=r"no file or folder.*nowhere\.txt"):
+        Corpus.of(tmp_path / "nowhere.txt")
+    with pytest.raises(HeadwiseError, match="no file or folder"):
+        Corpus.of("nowhere.txt")
+    with pytest.raises(HeadwiseError, match="no text in the folder"):
+        Corpus.of(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(HeadwiseError, match=r"empty\.txt is empty"):
+        Corpus.of(tmp_path / "empty.txt")
+    with pytest.raises(HeadwiseError, match=r"empty\.txt is empty"):
+        Corpus.of(tmp_path)
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(HeadwiseError, match="empty"):
+        list(Corpus.of(tmp_path / "mark.txt").pieces())
+    for nothing in ("", [], [""]):
+        with pytest.raises(HeadwiseError, match="empty"):
+            list(Corpus.of(nothing).pieces())
+
+
+@pytest.mark.parametrize("wrong", [5, b"bytes", ["one", Path("two.txt")], [1, 2], 3.5])
+def test_what_is_no_text_is_told(wrong: Any) -> None:
+    with pytest.raises(HeadwiseError, match="a text, a list of texts or a path"):
+        Corpus.of(wrong)
+
+
+def test_fingerprints_change_with_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    texts: list[Any] = ["ab", ["ab"], ["a", "b"], ["b", "a"], "ba", ["ab", ""]]
+    assert len({Corpus.of(text).fingerprint for text in texts}) >= len(texts) - 1  # a text alone is a list of one
+    made = set()
+    for text in ("x" * 100, "x" * 99 + "y", "y" + "x" * 99, "x" * 101, "x" * 300_000, "x" * 299_999 + "y"):
+        path.write_text(text)
+        made.add(Corpus.of(path).fingerprint)
+    assert len(made) == 6
+
+
+def test_fingerprints_see_a_change_in_the_middle_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 300_000)
+    before = Corpus.of(path).fingerprint
+    path.write_text("x" * 150_000 + "y" + "x" * 149_999)
+    assert Corpus.of(path).fingerprint != before
+
+
+# Files that are not UTF-8.
+
+
+@pytest.mark.parametrize("block", [7, 64, 1 << 20])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("line", [1, 2, 37])
+def test_what_is_not_utf8_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int, mark: bytes, block: int
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK", block)
+    path = tmp_path / "latin.txt"
+    path.write_bytes(mark + "ä line\n".encode() * (line - 1) + b"caf\xe9 at last\n" + b"more\n" * 10)
+    with pytest.raises(HeadwiseError, match=rf"latin\.txt, line {line}: byte 0xe9 is not UTF-8"):
+        list(Corpus.of(path).pieces())
+
+
+def test_a_character_cut_off_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "BLOCK", 5)
+    (tmp_path / "cut.txt").write_bytes(b"one\ntwo\nthr\xe6\xbc")
+    with pytest.raises(HeadwiseError, match=r"cut\.txt, line 3: byte 0xe6"):
+        list(Corpus.of(tmp_path / "cut.txt").pieces())
+
+
+# Pieces.
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "byte": byte_tokenizer(),
+    "character": character_tokenizer(SAMPLE + CHARACTERS),
+    "bpe": bpe_tokenizer([SAMPLE], 400),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(text=st.text(CHARACTERS, min_size=1, max_size=120), block=st.integers(1, 9), mark=st.booleans())
+def test_pieces_are_the_file_and_their_tokens_its_tokens(
+    name: str, text: str, block: int, mark: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK", block)
+    path = tmp_path / "a.txt"
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode())
+    pieces = list(read_text(path))
+    whole = text if mark else text.removeprefix("\ufeff")  # the mark of a file is not part of its text
+    assert "".join(piece.text for piece in pieces) == whole
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    tokenizer = TOKENIZERS[name]
+    ids = [id for piece in pieces for id in tokenizer.encode(piece.text, special=False)]
+    assert ids == tokenizer.encode(whole, special=False)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(corpus, "BLOCK", 100)
+    path = tmp_path / "a.txt"
+    path.write_bytes(f"a line of some words{end}".encode() * 200)
+    longest = max(len(piece.text) for piece in read_text(path))
+    assert longest < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_file_of_fifty_megabytes_takes_little_memory(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "long.txt"
+    line = f"a line of some words, and a few more of them{end}".encode()
+    with open(path, "wb") as file:
+        for _ in range(50):
+            file.write(line * ((1 << 20) // len(line)))
+
+    def work() -> None:
+        assert sum(len(piece.text) for piece in Corpus.of(path).pieces()) == os.path.getsize(path)
+
+    assert rise_in_memory(work) < 15
