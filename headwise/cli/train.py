@@ -60,8 +60,9 @@ def run(
         "evaluate_every": evaluate_every, "patience": patience, "save_every": save_every,
     }  # fmt: skip
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    recipe = replace(LITTLE, **given, compile=compile, checkpointing=checkpointing, seed=seed)
-    texts, held_out = (text, valid) if text else little_texts(recipe, spec.context)
+    rows = "windows" if text else LITTLE.rows
+    recipe = replace(LITTLE, **given, rows=rows, compile=compile, checkpointing=checkpointing, seed=seed)
+    texts, held_out = (text, valid) if text else little_texts(recipe)
     held_out = valid or held_out
     out = out or Path("runs") / (text[0].stem if text else "little")
     made = train(spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device)
@@ -69,9 +70,8 @@ def run(
         return  # under torchrun the first process speaks for all
     examined = not text and not masked and made.stopped != "interrupted"
     marks = exam(made.model) if examined else ()
-    tokens = made.step * recipe.batch * spec.context
     result = {
-        "steps": made.step, "tokens": tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
+        "steps": made.step, "tokens": made.tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
         "stopped": made.stopped, "best_step": made.best_step, "seconds": made.seconds,
         "parameters": made.model.spec.parameters, "model": str(out / "model"),
     }  # fmt: skip

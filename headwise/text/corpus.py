@@ -41,19 +41,22 @@ class Corpus:
     fingerprint: str
     _read: Callable[[], Iterator[Piece | Document]] = field(repr=False)
 
-    def pieces(self) -> Iterator[Piece]:
-        """The texts, long ones in pieces cut where lines end."""
+    def items(self) -> Iterator[Piece | Document]:
+        """What is read: documents where there are relations, else pieces of text."""
         empty = True
         for item in self._read():
-            piece = Piece(item.text, True) if isinstance(item, Document) else item
-            empty = empty and not piece.text
-            yield piece
+            empty = empty and not item.text
+            yield item
         if empty:
             raise HeadwiseError(f"{self.name} is empty; give some text.")
 
+    def pieces(self) -> Iterator[Piece]:
+        """The texts, long ones in pieces cut where lines end."""
+        return (Piece(item.text, True) if isinstance(item, Document) else item for item in self.items())
+
     @staticmethod
-    def of(given: "str | Path | Corpus | Iterable[str | Path] | None") -> "Corpus":
-        """A text, a list of texts, a path (a file or a folder), several, or a corpus; None is the embedded probe set.
+    def of(given: "str | Path | Corpus | Iterable[str | Path | Document] | None") -> "Corpus":
+        """A text, a list of texts or documents, a path or several, or a corpus; None is the embedded probe set.
 
         A string that names a file or a folder is a path, any other is a text.
         """
@@ -66,8 +69,13 @@ class Corpus:
         if not isinstance(given, str | Iterable):
             raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")
         items = [given] if isinstance(given, str) else list(given)
-        if items and all(isinstance(item, Path) for item in items):
-            return Corpus._joined([Corpus._of_path(Path(path)) for path in items])
+        paths = [item for item in items if isinstance(item, Path)]
+        if paths and len(paths) == len(items):
+            return Corpus._joined([Corpus._of_path(path) for path in paths])
+        documents = [item for item in items if isinstance(item, Document)]
+        if documents and len(documents) == len(items):
+            name = f"a list of {len(documents)} documents"
+            return Corpus(name, _digest(*map(repr, documents)), lambda: iter(documents))
         texts = [item for item in items if isinstance(item, str)]
         if len(texts) < len(items):
             raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")

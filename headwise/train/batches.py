@@ -1,8 +1,9 @@
 """Which tokens a step reads. It follows from the seed and the step alone, so a run can go on from any step."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -49,6 +50,59 @@ class Windows:
         return rows
 
 
+@dataclass(frozen=True)
+class Texts:
+    """The same, but a row is one text: from the end token before it to its own. Longer ones are cut, shorter ones padded.
+
+    >>> texts = Texts(np.array([5, 6, 0, 7, 0]), context=4, seed=0, end=0)
+    >>> sorted(texts.rows(0, 2).tolist())
+    [[0, 5, 6, 0], [0, 7, 0, -1]]
+    """
+
+    tokens: np.ndarray
+    context: int
+    seed: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.count == 0:
+            raise HeadwiseError("there is no text that ends; rows='texts' is for a corpus of many texts.")
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Where each text ends."""
+        return np.flatnonzero(self.tokens == self.end)
+
+    @property
+    def count(self) -> int:
+        """Texts in an epoch."""
+        return len(self.ends)
+
+    def text(self, number: int) -> np.ndarray:
+        """One text between two end tokens, at most context + 1 tokens."""
+        start = int(self.ends[number - 1]) + 1 if number else 0
+        read = self.tokens[start : int(self.ends[number]) + 1].astype(np.int64)
+        return np.concatenate(([self.end], read))[: self.context + 1]
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Texts first … first + count − 1 of the endless order: (count, the longest), −1 behind the shorter ones."""
+        numbers = (divmod(first + i, self.count) for i in range(count))
+        return stack([self.text(int(_epoch(self.seed, epoch, self.count, 0)[1][place])) for epoch, place in numbers])
+
+    def in_order(self, most: int | None = None) -> Iterator[np.ndarray]:
+        """All texts, for evaluation, or some spread evenly: at most about so many tokens."""
+        share = 1.0 if most is None else max(1, len(self.tokens)) / most
+        return (self.text(number) for number in range(0, self.count, max(1, math.ceil(share))))
+
+
+def stack(rows: list[np.ndarray]) -> np.ndarray:
+    """Rows of different lengths as one array, −1 behind the shorter ones."""
+    made = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
+    for row, tokens in zip(made, rows, strict=True):
+        row[: len(tokens)] = tokens
+    return made
+
+
 @lru_cache(maxsize=4)
 def _epoch(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.ndarray]:
     """Where the windows of an epoch begin, and the order they are read in."""
@@ -57,7 +111,7 @@ def _epoch(seed: int, epoch: int, windows: int, spare: int) -> tuple[int, np.nda
 
 
 def in_order(tokens: np.ndarray, context: int, most: int | None = None) -> Iterator[np.ndarray]:
-    """Windows side by side, for evaluation, each token predicted once: (≤ context + 1,) each; at most so many tokens."""
+    """Windows side by side, for evaluation, each token asked for once: (≤ context + 1,) each; at most so many tokens."""
     starts = range(0, max(0, len(tokens) - 1), context)
     wanted = max(1, len(starts) if most is None else most // context)
     step = max(1, -(-len(starts) // wanted))
@@ -66,26 +120,24 @@ def in_order(tokens: np.ndarray, context: int, most: int | None = None) -> Itera
 
 
 def causal(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token asks for the next: (B, T + 1) → inputs and targets (B, T)."""
-    return rows[:, :-1], rows[:, 1:]
+    """Each token asks for the next: (B, T + 1), −1 where there is none → inputs and targets (B, T)."""
+    return rows[:, :-1].clamp(min=0), rows[:, 1:].masked_fill(rows[:, 1:] < 0, IGNORE)
 
 
 def masked(rows: Tensor, share: float, mask: int, vocab: int, seed: list[int], first: int = 0) -> tuple[Tensor, Tensor]:
     """Hide some tokens and ask for them (https://arxiv.org/abs/1810.04805): (B, T + 1) → inputs and targets (B, T).
 
-    Of the chosen, 80 % become the mask, 10 % another token, 10 % stay. Each row hides equally many, so rows weigh the same,
-    and draws by its own number, `first` and on, so that it matters not with which others it is read.
+    Of the chosen, 80 % become the mask, 10 % another token, 10 % stay. Each row draws by its own number, `first` and on, so
+    that it matters not with which others it is read.
     """
-    inputs = rows[:, :-1].clone()  # (B, T)
-    B, T = inputs.shape
-    hidden = max(1, round(share * T))
-    places, fate, others = np.empty((B, hidden), np.int64), np.empty((B, hidden)), np.empty((B, hidden), np.int64)
-    for row in range(B):
+    inputs = rows[:, :-1].clamp(min=0)  # (B, T)
+    targets = torch.full_like(inputs, IGNORE)
+    for row, real in enumerate((rows[:, :-1] >= 0).sum(1).tolist()):
         dice = np.random.default_rng([*seed, first + row])
-        places[row] = dice.permutation(T)[:hidden]
-        fate[row], others[row] = dice.random(hidden), dice.integers(vocab, size=hidden)
-    where, chance = torch.from_numpy(places), torch.from_numpy(fate)  # (B, hidden)
-    asked = inputs.gather(1, where)
-    targets = torch.full_like(inputs, IGNORE).scatter(1, where, asked)
-    new = torch.where(chance < 0.8, mask, torch.where(chance < 0.9, torch.from_numpy(others), asked))
-    return inputs.scatter(1, where, new), targets
+        hidden = max(1, round(share * real))
+        where = torch.from_numpy(dice.permutation(real)[:hidden])
+        chance, others = torch.from_numpy(dice.random(hidden)), torch.from_numpy(dice.integers(vocab, size=hidden))
+        asked = inputs[row, where]
+        targets[row, where] = asked
+        inputs[row, where] = torch.where(chance < 0.8, mask, torch.where(chance < 0.9, others, asked))
+    return inputs, targets

@@ -18,7 +18,7 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
-from headwise.train.batches import Windows, causal, masked
+from headwise.train.batches import IGNORE, Texts, Windows, causal, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss
@@ -38,6 +38,7 @@ class Trained:
 
     model: Transformer
     step: int
+    tokens: int  # read so far
     loss: float  # of the last step
     valid_loss: float | None  # of the last evaluation, on text that was held out
     best_step: int  # of the best evaluation
@@ -102,12 +103,19 @@ class Loop:
         self.recipe, self.team, self.folder = recipe, team, folder
         self.model, self.tokens, self.context = start.model, start.tokens, start.context
         self.mask = start.tokenizer.mask if start.objective == "masked" else None
-        self.windows = Windows(self.tokens.train, self.context, recipe.seed)
+        self.end = None
+        if recipe.rows == "texts":
+            self.end = start.tokenizer.eos if start.tokenizer.eos is not None else start.tokenizer.sep
+            if self.end is None:
+                raise HeadwiseError("the tokenizer has no end token to tell texts apart; use rows='windows'.")
+            self.windows = Texts(self.tokens.train, self.context, recipe.seed, self.end)
+        else:
+            self.windows = Windows(self.tokens.train, self.context, recipe.seed)
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
             raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
         self.optimizer = make_optimizer(self.model, recipe)
         self.trained = [value for _, value in trainable(self.model)]
-        self.step, self.loss, self.valid_loss = 0, float("nan"), None
+        self.step, self.seen, self.loss, self.valid_loss = 0, 0, float("nan"), None  # seen: tokens
         self.best, self.best_step, self.worse = float("inf"), 0, 0
         self.stopped = "finished"
         self.precision = precision_of(recipe, team.device)
@@ -133,8 +141,9 @@ class Loop:
                 if call is not None and self.step == 0:
                     self._call(call)
                 while self.step < recipe.steps and self.stopped == "finished":
+                    before_step = self.seen
                     norm = self._step(module)
-                    clock.tokens += recipe.batch * self.context
+                    clock.tokens += self.seen - before_step
                     if self.step % recipe.log_every == 0 or self.step == recipe.steps:
                         self._log(norm, clock)
                     last = self.step == recipe.steps
@@ -153,7 +162,7 @@ class Loop:
             self.model.checkpointing = before
             self.model.eval()
         return Trained(
-            self.model, self.step, self.loss, self.valid_loss, self.best_step, self.stopped, clock.seconds,
+            self.model, self.step, self.seen, self.loss, self.valid_loss, self.best_step, self.stopped, clock.seconds,
             self.metrics.rows, self.folder,
         )  # fmt: skip
 
@@ -165,13 +174,16 @@ class Loop:
         self.model.head_dropout_progress(step / recipe.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
+        ids, targets, padding, asked = self._read(step)
         parts, loss = recipe.accumulate, torch.zeros((), device=team.device)
+        rows = recipe.batch // parts // team.size
         for part in range(parts):
-            ids, targets = self._read(step, part)
+            mine = slice((part * team.size + team.rank) * rows, (part * team.size + team.rank + 1) * rows)
+            some = [None if x is None else x[mine].to(team.device, non_blocking=True) for x in (ids, targets, padding)]
             alone = part < parts - 1 and team.size > 1
             with module.no_sync() if alone else nullcontext():  # pyright: ignore[reportCallIssue]
                 with torch.autocast(team.device.type, self.precision, enabled=self.precision != torch.float32):
-                    made = module(ids, targets) / parts
+                    made = module(some[0], some[1], asked, some[2]) * team.size  # the team takes the mean of gradients
                 self.scaler.scale(made).backward()
             loss += made.detach()
         self.scaler.unscale_(self.optimizer)
@@ -192,23 +204,25 @@ class Loop:
             self.loss = total / team.size
         return length
 
-    def _read(self, step: int, part: int) -> tuple[Tensor, Tensor]:
-        """This process's rows of one part of a step."""
-        recipe, team = self.recipe, self.team
-        rows = recipe.batch // recipe.accumulate // team.size
-        first = step * recipe.batch + (part * team.size + team.rank) * rows
-        read = torch.from_numpy(self.windows.rows(first, rows))  # (rows, context + 1)
+    def _read(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """All rows of a step: ids, targets, where an encoder must not look, and how many targets are asked for."""
+        recipe, first = self.recipe, step * self.recipe.batch
+        read = torch.from_numpy(
+            self.windows.rows(first, recipe.batch)
+        )  # (batch, ≤ context + 1), −1 where there is none
         if self.mask is None:
             ids, targets = causal(read)
         else:
             ids, targets = masked(read, recipe.mask_share, self.mask, self.model.spec.vocab, [recipe.seed], first)
-        return ids.to(team.device, non_blocking=True), targets.to(team.device, non_blocking=True)
+        real = read[:, :-1] >= 0
+        self.seen += int(real.sum())
+        return ids, targets, None if self.mask is None or bool(real.all()) else real, int((targets != IGNORE).sum())
 
     def _log(self, norm: float, clock: Clock) -> None:
         if self.team.leads:
             speed = clock.speed()
             row = {
-                "step": self.step, "tokens": self.step * self.recipe.batch * self.context, "loss": self.loss,
+                "step": self.step, "tokens": self.seen, "loss": self.loss,
                 "rate": self.recipe.rate_at(self.step - 1), "gradient": norm, "tokens_per_second": round(speed),
             }  # fmt: skip
             self.metrics.add({name: value for name, value in row.items() if math.isfinite(value)})
@@ -220,10 +234,12 @@ class Loop:
         if len(valid) < 2:
             return False
         with torch.autocast(self.team.device.type, self.precision, enabled=self.precision != torch.float32):
-            loss = evaluate(self.model, valid, self.context, self.recipe, self.mask, self.team, most)
+            loss = evaluate(self.model, valid, self.context, self.recipe, self.mask, self.team, most, self.end)
             self.valid_loss = loss
             if self.step == self.recipe.steps and len(valid) > most:  # the last word is on all of it
-                self.valid_loss = evaluate(self.model, valid, self.context, self.recipe, self.mask, self.team, None)
+                self.valid_loss = evaluate(
+                    self.model, valid, self.context, self.recipe, self.mask, self.team, None, self.end
+                )
         if self.team.leads:
             self.metrics.add({"step": self.step, "valid_loss": self.valid_loss})
             self.watch.evaluation(self.step, self.loss, self.valid_loss, clock.seconds)
@@ -254,9 +270,9 @@ class Loop:
     def _save(self) -> None:
         if self.checkpoints is not None and self.team.leads:
             state = {
-                "step": self.step, "loss": finite(self.loss), "valid_loss": self.valid_loss, "best": finite(self.best),
-                "best_step": self.best_step, "worse": self.worse, "scaler": self.scaler.state_dict(),
-                "threads": torch.get_num_threads(),
+                "step": self.step, "seen": self.seen, "loss": finite(self.loss), "valid_loss": self.valid_loss,
+                "best": finite(self.best), "best_step": self.best_step, "worse": self.worse,
+                "scaler": self.scaler.state_dict(), "threads": torch.get_num_threads(),
             }  # fmt: skip
             self.checkpoints.save(self.model, self.optimizer, state, self.step, self.best_step)
         self.team.wait()
@@ -269,7 +285,7 @@ class Loop:
         if not found:
             return
         state = self.checkpoints.restore(found, self.model, self.optimizer)
-        self.step, self.valid_loss = state["step"], state["valid_loss"]
+        self.step, self.seen, self.valid_loss = state["step"], state["seen"], state["valid_loss"]
         self.loss = float("nan") if state["loss"] is None else state["loss"]
         self.best = float("inf") if state["best"] is None else state["best"]
         self.best_step, self.worse = state["best_step"], state["worse"]

@@ -25,13 +25,13 @@ class LanguageLoss(nn.Module):
             raise HeadwiseError("a text has no source to read; train a decoder or an encoder.")
         self.model = model
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """(B, T), (B, T) → ()"""
-        hidden = self.model(ids, hidden=True).flatten(0, 1)  # (B·T, D)
-        return cross_entropy(self.model, hidden, targets.flatten())
+    def forward(self, ids: Tensor, targets: Tensor, total: int | None = None, padding: Tensor | None = None) -> Tensor:
+        """(B, T), (B, T) → (). With `total` the sum is divided by that: parts of a step then add up to its mean."""
+        hidden = self.model(ids, padding=padding, hidden=True).flatten(0, 1)  # (B·T, D)
+        return cross_entropy(self.model, hidden, targets.flatten(), total)
 
 
-def cross_entropy(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(model: Transformer, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
     """Hidden states (N, D) and targets (N,) → the mean cross-entropy; in chunks where the vocabulary is large."""
     output = model.output
     assert output is not None
@@ -45,6 +45,13 @@ def cross_entropy(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor
         chunks = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
         if torch.is_autocast_enabled(hidden.device.type):  # the chunked form is outside autocast's reach
             hidden = hidden.to(vocabulary.weight.dtype)
-    return F.linear_cross_entropy(
-        hidden, vocabulary.weight, targets, linear_bias=vocabulary.bias, ignore_index=IGNORE, options=chunks
+    summed = F.linear_cross_entropy(
+        hidden,
+        vocabulary.weight,
+        targets,
+        linear_bias=vocabulary.bias,
+        ignore_index=IGNORE,
+        reduction="mean" if total is None else "sum",
+        options=chunks,
     )
+    return summed if total is None else summed / total

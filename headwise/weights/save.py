@@ -36,6 +36,28 @@ def write_model(model: "Transformer", folder: Path) -> None:
         model.tokenizer.save(folder)
 
 
+def whole_file(path: str | Path, data: bytes) -> Path:
+    """Write a file that takes its place only when all of it is written."""
+    path = Path(path)
+    new = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        new = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.chmod(0o644)
+        new.replace(path)
+    except OSError as error:
+        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+    finally:
+        if new is not None:
+            new.unlink(missing_ok=True)
+    return path
+
+
 @contextmanager
 def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
     """A folder to write into that takes its place only when all is written; on an error nothing is changed.

@@ -20,7 +20,7 @@ BOTH = [*DOCUMENTS["train"], *DOCUMENTS["held-out"]]
 PLURAL_VERBS = {many for _, many in (*v.TRANSITIVE, *v.INTRANSITIVE, v.SAY, v.DO, v.IS, v.WAS)}
 LEXICAL = {form: one for one, many in (*v.TRANSITIVE, *v.INTRANSITIVE) for form in (one, many)}
 WEATHER = {power for power, _, _ in v.WEATHER}
-FIRST = "these new and little princes always hear Emma Hunt . James Turner needs these small strange brothers with"
+FIRST = "if James Turner paints the swords , then he still likes the sword . James Turner with every"
 KIND_OF_STATE = {state: kind for kind, state in v.STATES.items()}
 
 

@@ -56,16 +56,3 @@ def join(*parts: Word | Fragment, head: Word | None = None) -> Fragment:
     if head is None:
         head = parts[0] if isinstance(parts[0], Word) else parts[0].head
     return Fragment(words, head, arcs, phrases)
-
-
-def again(told: Fragment) -> Fragment:
-    """The same words once more, with the same arcs among them.
-
-    >>> first = join(Word("a", "determiner"), Word("dog", "noun"))
-    >>> second = again(first)
-    >>> [word.text for word in second.words], second.words[0] is first.words[0]
-    (['a', 'dog'], False)
-    """
-    new = {word: Word(word.text, word.kind, word.noun) for word in told.words}
-    arcs = [(name, new[source], new[target]) for name, source, target in told.arcs]
-    return Fragment([*new.values()], new[told.head], arcs, [(new[first], new[last]) for first, last in told.phrases])

@@ -7,7 +7,7 @@ noun fits, though another may be nearer.
 from collections.abc import Callable
 
 from headwise.text.little import vocabulary as v
-from headwise.text.little.fragments import Fragment, Word, again, join
+from headwise.text.little.fragments import Fragment, Word, join
 from headwise.text.little.phrases import (
     Scene,
     acting,
@@ -155,21 +155,10 @@ def relative(scene: Scene, head: Word, noun: Noun) -> Fragment:
 
 def speaking(scene: Scene) -> Fragment:
     """The king says , " the queen waits here " ."""
-    return says(scene, enclosed(scene, scene.pick((3, 4))))
-
-
-def echoing(scene: Scene) -> Fragment:
-    """The king says , " the queen waits here " . Tom Reed still says , " the queen waits here " ."""
-    said = enclosed(scene, scene.pick((3, 4)))
-    return join(says(scene, said), says(scene, again(said)))
-
-
-def says(scene: Scene, said: Fragment) -> Fragment:
-    """The king says , " … " ."""
     noun = scene.noun(animate=True)
     subject = noun_phrase(scene, noun, tails=0.3)
     verb = inflect(v.SAY, noun)
-    whole = join(subject, *before_verb(scene), verb, stop(","), said, stop(), head=verb)
+    whole = join(subject, *before_verb(scene), verb, stop(","), enclosed(scene, scene.pick((3, 4))), stop(), head=verb)
     return whole.relate("subject-verb", subject.head, verb)
 
 
@@ -259,6 +248,5 @@ def asking_whether(scene: Scene) -> Fragment:
 
 # how often each kind of sentence is told
 PATTERNS: dict[Callable[[Scene], Fragment], int] = {
-    resolving: 5, agreeing: 3, telling: 3, meeting: 3, speaking: 1, echoing: 3, owning: 2, causing: 2, supposing: 2,
-    asking: 3,
+    resolving: 5, agreeing: 3, telling: 4, meeting: 2, speaking: 3, owning: 2, causing: 2, supposing: 2, asking: 3,
 }  # fmt: skip
