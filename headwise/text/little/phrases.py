@@ -73,9 +73,9 @@ class Scene:
         return adjective
 
     def _people(self) -> tuple[Noun, ...]:
-        """One person with a name, sometimes two, who share no name; and only some meet in this split."""
+        """One person with a name, now and then two, who share no name; and only some meet in this split."""
         people: list[Noun] = []
-        wanted = self.pick((1, 1, 1, 1, 2))
+        wanted = self.pick((1, 1, 1, 1, 1, 1, 1, 2))
         while len(people) < wanted:
             free = [index for index in range(len(_FIRST)) if all(self._may_meet(index, one.index) for one in people)]
             if not free:
