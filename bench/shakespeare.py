@@ -20,7 +20,7 @@ from headwise.show.tables import make_table
 THEIRS = hw.ModelSpec(vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=4), mlp_bias=False)
 NANOGPT = hw.Recipe(
     steps=2000, batch=12, rate=1e-3, floor=0.1, warmup=100, weight_decay=0.1, beta1=0.9, beta2=0.99, clip=1.0,
-    evaluate_every=2000,
+    evaluate_every=2000, rows="random",
 )  # fmt: skip
 OURS = replace(
     THEIRS,
@@ -30,7 +30,7 @@ OURS = replace(
     activation="swiglu",
     hidden=344,
 )
-BETTER = replace(NANOGPT, rate=4e-3, floor=0.0, warmup=50)
+BETTER = replace(NANOGPT, rate=4e-3, floor=0.0, warmup=50, rows="windows")
 
 
 def run(spec: hw.ModelSpec, recipe: hw.Recipe, text: Path, seeds: int) -> list[object]:

@@ -17,6 +17,14 @@ _ROOMS = {
     "text": ("Corpus", "Tokenizer", "embed"),
     "weights": ("export", "load"),
     "train": ("Recipe", "train"),
+    "look.record": ("record",),
+    "look.attend": ("attend",),
+    "look.profile": ("profile",),
+    "look.result": ("Profile",),
+    "look.ablate": ("ablated", "patched"),
+    "look.importance": ("importance",),
+    "look.between": ("between",),
+    "look.biography": ("Biography",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -29,12 +37,21 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Corpus", "Tokenizer", "embed",
     "export", "load",
     "Recipe", "train",
+    "record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
+    from headwise.look.ablate import ablated, patched
+    from headwise.look.attend import attend
+    from headwise.look.between import between
+    from headwise.look.biography import Biography
+    from headwise.look.importance import importance
+    from headwise.look.profile import profile
+    from headwise.look.record import record
+    from headwise.look.result import Profile
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
     from headwise.text import Corpus, Tokenizer, embed

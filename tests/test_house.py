@@ -26,8 +26,9 @@ PUBLIC_NAMES = [
     *("Corpus", "Tokenizer", "embed"),
     *("export", "load"),
     *("Recipe", "train"),
+    *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),
 ]
-VERBS = ["corpus", "demo", "export", "generate", "info", "presets", "train"]
+VERBS = ["ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads", "info", "presets", "train"]
 
 
 def room_of(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import corpus, demo, export, generate, info, presets, train
+from headwise.cli import ablate, attend, corpus, demo, export, generate, head, heads, info, presets, train
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -26,6 +26,10 @@ app.command("export")(export.run)
 app.command("presets")(presets.run)
 app.command("corpus")(corpus.run)
 app.command("train")(train.run)
+app.command("heads")(heads.run)
+app.command("head")(head.run)
+app.command("attend")(attend.run)
+app.command("ablate")(ablate.run)
 
 
 def _version(asked: bool) -> None:

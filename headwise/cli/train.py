@@ -4,9 +4,15 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from headwise.look.biography import Biography
+    from headwise.model import Transformer
+
+HEADS = "heads.npz"
 
 
 def run(
@@ -39,6 +45,9 @@ def run(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     patience: Annotated[int | None, typer.Option(help="Evaluations without progress before it stops.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    watch_heads: Annotated[
+        bool, typer.Option("--watch-heads", help="Measure every head at each evaluation, into heads.npz of the folder.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -65,9 +74,20 @@ def run(
     texts, held_out = (text, valid) if text else little_texts(recipe)
     held_out = valid or held_out
     out = out or Path("runs") / (text[0].stem if text else "little")
-    made = train(spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device)
-    if int(os.environ.get("RANK", "0")):
-        return  # under torchrun the first process speaks for all
+    leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process looks and speaks for all
+    watched = _begin(out / HEADS) if watch_heads and leads else None
+
+    def look(model: "Transformer", step: int) -> None:
+        if watched is not None:
+            watched(model, step)
+            watched.save(out / HEADS)
+
+    made = train(
+        spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device,
+        call=None if watched is None else look, every=recipe.evaluate_every,
+    )  # fmt: skip
+    if not leads:
+        return
     examined = not text and not masked and made.stopped != "interrupted"
     marks = exam(made.model) if examined else ()
     result = {
@@ -75,13 +95,34 @@ def run(
         "stopped": made.stopped, "best_step": made.best_step, "seconds": made.seconds,
         "parameters": made.model.spec.parameters, "model": str(out / "model"),
     }  # fmt: skip
+    lives = [] if watched is None else summarise(watched)
     if as_json:
-        print(json.dumps({**result, "recipe": asdict(recipe), "exam": [mark._asdict() for mark in marks]}, indent=2))
+        told = {**result, "recipe": asdict(recipe), "exam": [mark._asdict() for mark in marks]}
+        if watched is not None:
+            told |= {"heads": [dict(zip(("measure", "head", "value", "half_at"), life, strict=True)) for life in lives]}
+        print(json.dumps(told, indent=2))
     else:
-        report(result, marks)
+        report(result, marks, lives)
 
 
-def report(result: dict[str, Any], marks: tuple) -> None:
+def summarise(watched: "Biography") -> list[tuple[str, str, float, int | None]]:
+    """For each measure the head with most of it, how much, and the step at which it first had half of that."""
+    rows = []
+    for measure in watched.names if watched.steps else ():
+        head, value = watched.best(measure)
+        half = watched.born(measure, value / 2).get(head) if value > 0 else None  # half of nothing is no news
+        rows.append((measure, head, value, half))
+    return rows
+
+
+def _begin(path: Path) -> "Biography":
+    """A new biography, or the one a stopped run left."""
+    from headwise.look.biography import Biography
+
+    return Biography.load(path) if path.is_file() else Biography()
+
+
+def report(result: dict[str, Any], marks: tuple, lives: list[tuple[str, str, float, int | None]]) -> None:
     """What came of it, for a person."""
     from rich.console import Console
 
@@ -97,5 +138,10 @@ def report(result: dict[str, Any], marks: tuple) -> None:
     if marks:
         columns = ["quiz", "questions", "right", "chance", "bigram"]
         console.print(make_table("The right word is the first choice, on held-out documents", columns, marks))
+    if lives:
+        rows = [(*life[:3], "–" if life[3] is None else life[3]) for life in lives]
+        console.print(
+            make_table("The best head of each measure", ["measure", "head", "value", "half of it at step"], rows)
+        )
     again = result["stopped"] == "interrupted"
     console.print("to go on, run the same again" if again else f"the model is in {result['model']}", highlight=False)

@@ -5,16 +5,18 @@ scaling its probabilities, and the kernel never has to know: looking at or silen
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import Terms, maps
+from headwise.kernels.batched import maps_of_rows
 from headwise.spec import Address, SiteAddress
 
 Listener = Callable[["Seen"], None]
@@ -49,6 +51,10 @@ class Seen:
     def maps(self) -> Tensor:
         """Who looked at whom: the attention weights of every head, (B, H, T, S), rebuilt from q and k."""
         return maps(self.q, self.k, self.terms)
+
+    def rows(self, rows: Sequence[int]) -> Tensor:
+        """Some rows of the maps: (B, H, rows, S)."""
+        return torch.cat([maps_of_rows(self.q, self.k, self.terms, range(row, row + 1)) for row in rows], 2)
 
 
 class Site:

@@ -21,6 +21,11 @@ def batched_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, col
 
 def maps(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     """The attention weights themselves, dropout aside. (B, H, T, S)"""
+    return maps_of_rows(q, k, terms, range(q.shape[2]))
+
+
+def maps_of_rows(q: Tensor, k: Tensor, terms: Terms, rows: range) -> Tensor:
+    """The same for some queries. (B, H, R, S)"""
     T, S = q.shape[2], k.shape[2]
-    scores = visible_scores(raw_scores(q, spread(k, terms.groups), terms), terms, range(T), range(S), T, S)
-    return weights(scores, terms, terms.may_be_empty(T, S))
+    scores = raw_scores(q[:, :, rows.start : rows.stop], spread(k, terms.groups), terms)
+    return weights(visible_scores(scores, terms, rows, range(S), T, S), terms, terms.may_be_empty(T, S))

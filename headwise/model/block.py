@@ -61,26 +61,35 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, beside: Beside) -> Tensor:
         """(B, T, D) → (B, T, D)"""
+        read = self.reads(x)
+        return self.finish(x, read, self.attend(read, beside), beside)
+
+    def reads(self, x: Tensor) -> Tensor:
+        """What attention reads of the stream: (B, T, D) → (B, T, D)"""
+        return x if self.form == "post" else self.norm_attention(x)
+
+    def attend(self, read: Tensor, beside: Beside) -> Tensor:
+        """What attention writes: (B, T, D) → (B, T, D)"""
+        here = self.attention.site.address
+        cache = None if beside.cache is None else beside.cache.layers.get(here)
+        mask = beside.mask_for(cache, read.shape[1])
+        out = self.attention(read, mask=mask, positions=beside.angles, gate=beside.gates.get(here), cache=cache)
+        return self.dropout(out)
+
+    def finish(self, x: Tensor, read: Tensor, wrote: Tensor, beside: Beside) -> Tensor:
+        """The rest of the block, row by row, so that any rows can be asked for alone: (B, T, D) three times → (B, T, D)"""
         if self.form == "pre":
-            x = x + self._attend(self.norm_attention(x), beside)
+            x = x + wrote
             if self.cross is not None:
                 x = x + self._look_across(self.norm_cross(x), beside)
             return x + self._mlp(self.norm_mlp(x))  # pyright: ignore[reportOptionalCall]
         if self.form == "post":
-            x = self.norm_attention(x + self._attend(x, beside))
+            x = self.norm_attention(x + wrote)
             if self.cross is not None:
                 x = self.norm_cross(x + self._look_across(x, beside))
             return self.norm_mlp(x + self._mlp(x))  # pyright: ignore[reportOptionalCall]
-        normed = self.norm_attention(x)
-        out = x + self._attend(normed, beside) + self._mlp(normed)
+        out = x + wrote + self._mlp(read)
         return out if self.cross is None else out + self._look_across(self.norm_cross(x), beside)
-
-    def _attend(self, x: Tensor, beside: Beside) -> Tensor:
-        here = self.attention.site.address
-        cache = None if beside.cache is None else beside.cache.layers.get(here)
-        mask = beside.mask_for(cache, x.shape[1])
-        out = self.attention(x, mask=mask, positions=beside.angles, gate=beside.gates.get(here), cache=cache)
-        return self.dropout(out)
 
     def _look_across(self, x: Tensor, beside: Beside) -> Tensor:
         assert self.cross is not None

@@ -145,12 +145,24 @@ class Transformer(nn.Module):
             raise HeadwiseError(
                 f"this model is of kind {self.spec.kind}; encode is for an encoder-decoder. Call model(ids)."
             )
-        source = self._checked_ids(source, padding)
-        positions = self._positions(source, 0, padding)
-        real = None if padding is None else padding.bool()
-        beside = Beside(real=real, angles=self._angles(positions), gates=self.resolve_gates(gates))
-        x = self._through(self.encoder_blocks, self._embed(source, positions, None), beside)
+        x, beside = self.begin(source, padding=padding, gates=gates)
+        x = self._through(self.encoder_blocks, x, beside)
         return x if self.encoder_norm is None else self.encoder_norm(x)
+
+    def begin(self, ids: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> tuple[Tensor, Beside]:
+        """The stream before the first block, (B, T, D), and what travels beside it: to walk through the blocks by hand.
+
+        In an encoder-decoder these are the encoder's blocks.
+        """
+        ids = self._checked_ids(ids, padding)
+        positions = self._positions(ids, 0, padding)
+        beside = Beside(
+            causal=self.spec.kind == "decoder",
+            real=None if padding is None else padding.bool(),
+            angles=self._angles(positions),
+            gates=self.resolve_gates(gates),
+        )
+        return self._embed(ids, positions, None), beside
 
     def pooled(self, ids: Tensor, *, padding: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """An encoder's summary of each text: (B, T) → (B, D)."""

@@ -50,6 +50,16 @@ class Windows:
         return rows
 
 
+class Anywhere(Windows):
+    """The same, but each window begins anywhere, drawn by its own number."""
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Windows first … first + count − 1: (count, context + 1)."""
+        last = len(self.tokens) - self.context
+        starts = (int(np.random.default_rng([self.seed, first + i]).integers(last)) for i in range(count))
+        return np.stack([self.tokens[start : start + self.context + 1] for start in starts]).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Texts:
     """The same, but a row is one text: from the end token before it to its own. Longer ones are cut, shorter ones padded.

@@ -18,7 +18,7 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
-from headwise.train.batches import IGNORE, Texts, Windows, causal, masked
+from headwise.train.batches import IGNORE, Anywhere, Texts, Windows, causal, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss
@@ -110,7 +110,8 @@ class Loop:
                 raise HeadwiseError("the tokenizer has no end token to tell texts apart; use rows='windows'.")
             self.windows = Texts(self.tokens.train, self.context, recipe.seed, self.end)
         else:
-            self.windows = Windows(self.tokens.train, self.context, recipe.seed)
+            kind = Anywhere if recipe.rows == "random" else Windows
+            self.windows = kind(self.tokens.train, self.context, recipe.seed)
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
             raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
         self.optimizer = make_optimizer(self.model, recipe)

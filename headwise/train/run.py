@@ -17,7 +17,7 @@ from typing import Any
 from headwise.errors import HeadwiseError
 
 RUN, METRICS = "run.json", "metrics.jsonl"
-LITTER = (".run.json-", ".metrics.jsonl-", ".tokens-", ".model-")
+LITTER = (".run.json-", ".metrics.jsonl-", ".tokens-", ".model-", ".heads.npz-")
 
 
 def is_same(folder: Path, asked: dict[str, Any]) -> bool:

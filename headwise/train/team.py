@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +41,13 @@ class Team:
         shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared)
         return shared.tolist()
+
+    def add_up(self, numbers: np.ndarray) -> None:
+        """Sums over the team, in place."""
+        if self.size > 1:
+            shared = torch.from_numpy(numbers).to(self.device)
+            dist.all_reduce(shared)
+            numbers[...] = shared.cpu().numpy()
 
     def wait(self) -> None:
         """Until all are here."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.train.batches import IGNORE, Windows, causal, in_order, masked
+from headwise.train.batches import IGNORE, Anywhere, Texts, Windows, causal, in_order, masked
 
 sizes = st.tuples(st.integers(1, 9), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + 1 + pair[1]))
 
@@ -135,3 +135,25 @@ def test_hiding_follows_from_the_seed() -> None:
     one, same, other = (masked(rows, 0.3, MASK, VOCAB, seed) for seed in ([1, 2], [1, 2], [1, 3]))
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not torch.equal(one[1], other[1])
+
+
+def test_windows_drawn_anywhere_depend_on_their_number_alone_and_reach_everything() -> None:
+    windows = Anywhere(np.arange(30), 4, 1)
+    rows = windows.rows(0, 600)
+    assert rows.shape == (600, 5)
+    assert (np.diff(rows, axis=1) == 1).all()
+    assert np.array_equal(rows[7:11], windows.rows(7, 4))
+    assert set(rows[:, 0]) == set(range(26))
+
+
+def test_texts_are_whole_rows_each_once_an_epoch() -> None:
+    tokens = np.array([5, 6, 0, 7, 0, 8, 9, 8, 9, 0])
+    texts = Texts(tokens, 3, 0, end=0)
+    assert texts.count == 3
+    rows = {tuple(row) for row in texts.rows(0, 3).tolist()}
+    assert rows == {(0, 5, 6, 0), (0, 7, 0, -1), (0, 8, 9, 8)}  # the long one is cut
+    ids, targets = causal(torch.tensor([[0, 7, 0, -1]]))
+    assert ids.tolist() == [[0, 7, 0]]
+    assert targets.tolist() == [[7, 0, IGNORE]]
+    with pytest.raises(HeadwiseError, match="no text that ends"):
+        Texts(np.array([1, 2, 3]), 3, 0, end=0)

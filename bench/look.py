@@ -1,0 +1,146 @@
+"""Looking at every head beside not looking: time and memory of a full pass over one text.
+
+python -m bench.look              512, 2048 and 4096 tokens
+python -m bench.look --rounds 3   quicker
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import headwise as hw
+from bench.measure import machine, peak_memory, rise_in_memory, take_turns
+from headwise.heads.site import Seen
+from headwise.look.classes import CLASSES
+from headwise.look.evidence import Evidence
+from headwise.look.inputs import Batch, Unit
+from headwise.look.surface import Surface
+from headwise.look.tally import Tally
+from headwise.show.tables import make_table
+
+LENGTHS = (512, 2048, 4096)
+GOALS = {512: "≤ 1.25", 2048: "≤ 1.5", 4096: "≤ 1.7"}
+VOCAB, HEADS = 1000, 144
+BASE = "fused forward"
+
+
+def make_model(T: int) -> hw.Transformer:
+    """GPT-2 small's trunk, no vocabulary projection."""
+    torch.manual_seed(0)
+    return hw.Transformer(replace(hw.preset("gpt2"), vocab=VOCAB, context=T, output="none")).eval()
+
+
+def make_batch(T: int) -> Batch:
+    ids = torch.randint(VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
+    unit = Unit(0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
+    return Batch((unit,), ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def listening(model: hw.Transformer, batch: Batch, see: Callable[[Seen, int], None]) -> None:
+    with torch.no_grad(), ExitStack() as stack:
+        for number, site in enumerate(model.sites()):
+            stack.enter_context(site.listen(lambda seen, first=12 * number: see(seen, first)))
+        model(batch.ids)
+
+
+def full(model: hw.Transformer, batch: Batch, every: int = 1) -> Callable[[], None]:
+    """Our pass: all surface measures and evidence, in row blocks."""
+    flags = (torch.rand(VOCAB, len(CLASSES), generator=torch.Generator().manual_seed(2)) < 0.1).float()
+
+    def work() -> None:
+        surface = Surface(Tally(HEADS), Evidence(HEADS), flags, every)
+        listening(model, batch, lambda seen, first: surface.see(seen, batch, first))
+
+    return work
+
+
+def dense(model: hw.Transformer, batch: Batch) -> Callable[[], None]:
+    """What one would write: every map whole, and the same kinds of measures on it."""
+    flags = (torch.rand(VOCAB, len(CLASSES), generator=torch.Generator().manual_seed(2)) < 0.1).float()[batch.ids[0]]
+
+    def see(seen: Seen, first: int) -> None:
+        p = seen.maps()  # (1, H, T, T)
+        T = p.shape[-1]
+        place = torch.arange(T)
+        keep = [-(p * p.clamp(min=1e-30).log()).sum(-1), 1 / p.square().sum(-1), p.amax(-1), p @ flags, p[..., 0]]
+        keep += [p @ place.float(), p.argmax(-1)]
+        keep += [p.diagonal(-offset, 2, 3) for offset in range(32)]
+        distance = place[:, None] - place
+        keep += [
+            (p * ((distance >= low) & (distance < 2 * low))).sum(-1) for low in (32 << i for i in range(8)) if low < T
+        ]
+        W_O = seen.site.W_O
+        norms = ((seen.v @ (W_O @ W_O.mT)) * seen.v).sum(-1).clamp(min=0).sqrt()
+        valued = p * norms[:, :, None]
+        keep += [(valued / valued.sum(-1, keepdim=True)).diagonal(-offset, 2, 3) for offset in range(32)]
+
+    return lambda: listening(model, batch, see)
+
+
+def plain(model: hw.Transformer, batch: Batch) -> Callable[[], Tensor]:
+    def work() -> Tensor:
+        with torch.no_grad():
+            return model(batch.ids)
+
+    return work
+
+
+def memory(what: str, T: int) -> None:
+    """In a process of its own: the rise above the model and its first forward."""
+    model, batch = make_model(T), make_batch(T)
+    work = {"forward": plain, "full": full, "dense": dense}[what](model, batch)
+    plain(model, make_batch(64))()
+    print(rise_in_memory(work))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument(
+        "--long", type=int, default=32768, help="one long text, one block of rows in 16; 0: leave it out"
+    )
+    parser.add_argument("--memory", nargs=2)
+    options = parser.parse_args()
+    if options.memory:
+        memory(options.memory[0], int(options.memory[1]))
+        return
+    console = Console()
+    console.print(f"GPT-2 small's trunk, one text; {machine()}", highlight=False)
+    rows = []
+    for T in options.lengths:
+        model, batch = make_model(T), make_batch(T)
+        contestants: dict[str, Callable[[], object]] = {BASE: plain(model, batch), "full profile": full(model, batch)}
+        if T <= 2048:
+            contestants["dense maps, the same measures"] = dense(model, batch)
+        for name, timing in take_turns(
+            contestants, BASE, options.rounds if T < 4096 else max(2, options.rounds // 2)
+        ).items():
+            goal = GOALS.get(T, "") if name == "full profile" else ""
+            rows.append([T, name, timing.best, 1 / timing.speed, f"{1 / timing.high:.2f}–{1 / timing.low:.2f}", goal])
+    console.print(
+        make_table(
+            "Time, as a multiple of the forward pass", ["tokens", "", "seconds", "ratio", "quartiles", "goal"], rows
+        )
+    )
+    most = max(options.lengths)
+    taken = [[what, peak_memory("bench.look", "--memory", what, str(most))] for what in ("forward", "full")]
+    console.print(make_table(f"Memory beyond the model, MB, {most} tokens (goal ≤ 250)", ["", "MB"], taken))
+    if options.long:
+        model, batch = make_model(options.long), make_batch(options.long)
+        start = time.perf_counter()
+        full(model, batch, every=16)()
+        console.print(
+            f"{options.long} tokens, one block of rows in 16: {time.perf_counter() - start:.0f} s", highlight=False
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

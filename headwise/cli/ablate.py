@@ -1,0 +1,46 @@
+"""headwise ablate: what every head is worth."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    heads: Annotated[str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*")] = "*",
+    by: Annotated[str, typer.Option(help="ablation (exact), gradient or attribution (quick).")] = "ablation",
+    how: Annotated[str, typer.Option(help="What stands in for a head: mean, zero or resample.")] = "mean",
+    metric: Annotated[str, typer.Option(help="loss (all tokens) or last (the last one).")] = "loss",
+    length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many texts.")] = 32,
+    most: Annotated[int, typer.Option(help="How many heads to show.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Take heads away one by one and say what the model loses, with intervals."""
+    from dataclasses import fields
+    from itertools import islice
+
+    from rich.console import Console
+
+    from headwise.look.importance import Worth, importance
+    from headwise.show.progress import noting
+    from headwise.show.tables import make_table
+    from headwise.text.corpus import Corpus
+    from headwise.weights import load
+
+    loaded = load(model)
+    given: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
+    texts = [item.text for item in islice(Corpus.of(given).items(), limit)]
+    with noting() as note:
+        worth = importance(
+            loaded, texts, by=by, how=how, heads=heads, metric=metric, longest=length,  # pyright: ignore[reportArgumentType]
+            progress=lambda done, of: note("heads", done, of),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(worth.to_dict(), indent=2))
+        return
+    columns = [field.name.replace("_", " ") for field in fields(Worth)]
+    Console().print(make_table(f"What the model loses without a head, by {by}", columns, worth.rows()[:most]))

@@ -1,0 +1,104 @@
+"""headwise attend: one sentence, and where its words look."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headwise.look.attend import Attended
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    text: Annotated[str, typer.Argument(help="What the model reads.")],
+    head: Annotated[
+        str | None, typer.Option(help="A head, 5.1, or several, 5.*; left out: all, and the hardest looks are shown.")
+    ] = None,
+    word: Annotated[str | None, typer.Option("--from", help="Show where this word looks; the#2 is the second.")] = None,
+    to: Annotated[str | None, typer.Option(help="With --from: rank heads by how hard it looks at this word.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Keep the tokens of a word apart.")] = False,
+    source: Annotated[str | None, typer.Option(help="What an encoder-decoder reads; TEXT is what it writes.")] = None,
+    most: Annotated[int, typer.Option(help="How many lines to show for a word, or in all.", min=1)] = 8,
+    heat: Annotated[str | None, typer.Option(help="Draw a heat map into this file (svg, png, pdf).")] = None,
+    arcs: Annotated[str | None, typer.Option(help="Draw lines between words into this file (svg, png, pdf).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Show where the words of a sentence look."""
+    from headwise.errors import HeadwiseError
+    from headwise.look.attend import attend
+    from headwise.weights import load
+
+    if to is not None and word is None:
+        raise HeadwiseError("--to needs --from, the word that looks.")
+    if (heat or arcs) and head is None:
+        raise HeadwiseError("a picture shows some heads; say which, e.g. --head 5.1.")
+    seen = attend(load(model), text, "*" if head is None else head, words=not tokens, source=source)
+    if heat or arcs:
+        from headwise.show import attend as draw
+
+        if heat:
+            draw.heat_map(seen, seen.heads, heat)
+        if arcs:
+            draw.arcs(seen, seen.heads, arcs, word)
+    if as_json:
+        print(json.dumps(_answer(seen, head, word, to, most), indent=2))
+    else:
+        _print(seen, head, word, to, most)
+
+
+def _answer(seen: "Attended", head: str | None, word: str | None, to: str | None, most: int) -> dict:
+    """What was asked, as data: heads for a pair, the hardest looks, where one word looks, or whole maps."""
+    said = {"text": seen.text, "words": list(seen.words)}
+    if word is not None and to is not None:
+        found = seen.heads_for(word, to, most)
+        return {**said, "from": word, "to": to, "heads": [{"head": h, "weight": weight} for h, weight in found]}
+    if head is None:
+        return {**said, "looks": [look._asdict() for look in seen.strongest(most, word)]}
+    if word is not None:
+        return {**said, "from": word, "rows": {name: dict(seen.row(word, name)) for name in seen.heads}}
+    return seen.to_dict()
+
+
+def _print(seen: "Attended", head: str | None, word: str | None, to: str | None, most: int) -> None:
+    from rich.console import Console
+    from rich.markup import escape  # a word may look like [b], which is a command to rich
+
+    from headwise.show.tables import make_table
+
+    console = Console()
+    if word is not None and to is not None:
+        rows = [(name, weight, _bar(weight)) for name, weight in seen.heads_for(word, to, most)]
+        title = escape(f"Heads in which {word} looks at {to}")
+        console.print(make_table(title, ["head", "weight", ""], rows))
+    elif head is None:
+        looks = [
+            (look.head, escape(look.word), escape(look.attended), look.weight, _bar(look.weight))
+            for look in seen.strongest(most, word)
+        ]
+        title = "The hardest looks" if word is None else escape(f"The hardest looks of {word}")
+        columns = ["head", "word", "looks at", "weight", ""]
+        console.print(make_table(f"{title} (not at itself, the first or a special token)", columns, looks))
+    else:
+        for name in seen.heads:
+            rows = [(escape(one), escape(other), *rest) for one, other, *rest in _rows(seen, name, word, most)]
+            console.print(make_table(f"Head {name}", ["word", "looks at", "weight", ""], rows))
+
+
+def _rows(seen: "Attended", head: str, word: str | None, most: int) -> list[tuple[str, str, float, str]]:
+    """One line per look: all of one word's, or the three hardest of each."""
+    looking = seen.sides(head)[0]
+    chosen = [looking.find(word)] if word is not None else range(len(looking.names))
+    shown = most if word is not None else min(most, 3)
+    rows = []
+    for place in chosen:
+        for rank, (attended, weight) in enumerate(seen.row(place, head)[:shown]):
+            if weight >= 0.005:
+                rows.append((looking.names[place] if rank == 0 else "", attended, weight, _bar(weight)))
+    return rows
+
+
+def _bar(weight: float, width: int = 24) -> str:
+    """A bar in eighths of a cell."""
+    eighths = round(weight * width * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(width)

@@ -1,0 +1,40 @@
+"""headwise head: one head's full story."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle, a folder, a file or a hub id; or a saved profile.")],
+    head: Annotated[str, typer.Argument(help="Its address: 5.1.")],
+    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Tell one head's full story: roles and what speaks for them, measures, evidence, what it promotes."""
+    from headwise.look.profile import profile
+    from headwise.look.result import Profile
+    from headwise.look.writes import copying
+    from headwise.show.heads import show_head
+    from headwise.show.progress import noting
+    from headwise.weights import load
+
+    corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
+    copies = None
+    if Path(model).is_file() and model.endswith(".npz"):
+        made = Profile.load(model)
+    else:
+        loaded = load(model)
+        loaded.heads[head]  # a wrong address is told before the work begins
+        with noting() as note:
+            made = profile(loaded, corpus, note=note)
+        copies = copying(loaded, head)[head]
+    told = made[head]
+    if as_json:
+        print(json.dumps({**told.to_dict(), "copying": copies}, indent=2))
+    else:
+        show_head(made, told)
+        if copies is not None:
+            print(f"copying (OV): {copies:+.2f}")

@@ -1,0 +1,81 @@
+"""headwise heads: what every head does."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headwise.look.result import Profile
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    treebank: Annotated[Path | None, typer.Option(help="Documents with gold relations: .conllu, .jsonl, .tsv.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Take relations from the probe set, whatever the text.")
+    ] = False,
+    layers: Annotated[str | None, typer.Option(help="Show these layers only: 0-3, or 5,7.")] = None,
+    role: Annotated[str | None, typer.Option(help="Show heads with this role only.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    control: Annotated[
+        str | None, typer.Option(help="random-init or shuffled: what would be seen without learning.")
+    ] = None,
+    no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the whole profile to this file.")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, a record per head.")] = False,
+) -> None:
+    """Say what every head of a model does, how sure that is, and what shows it."""
+    from headwise.look.profile import profile
+    from headwise.show.progress import noting
+    from headwise.text.corpus import Corpus
+    from headwise.weights import load
+
+    loaded = load(model)
+    corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
+    relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
+    if treebank is not None and corpus is None:
+        corpus, relations = treebank, None
+    with noting() as note:
+        made = profile(
+            loaded, corpus, relations=relations, longest=length, causal=not no_causal, control=control, note=note
+        )
+    if save is not None:
+        made.save(save)
+    wanted = chosen(made, layers, role)
+    if as_json:
+        heads = [head.to_dict() for head in made if str(head.address) in wanted]
+        print(json.dumps({**made.to_dict(), "heads": heads}, indent=2))
+    elif as_csv:
+        rows = [row for row in made.table() if row["head"] in wanted]
+        writer = csv.DictWriter(sys.stdout, rows[0] if rows else ["head"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        from headwise.show.heads import show_profile
+
+        show_profile(made, wanted)
+
+
+def chosen(made: "Profile", layers: str | None, role: str | None) -> set[str]:
+    """The heads to show."""
+    from headwise.errors import HeadwiseError, close_names
+    from headwise.spec.address import select
+
+    addresses = (
+        made.addresses
+        if layers is None
+        else select(",".join(f"{part}.*" for part in layers.split(",")), made.addresses)
+    )
+    wanted = {str(address) for address in addresses}
+    if role is not None:
+        found = made.roles()
+        if role not in found:
+            raise HeadwiseError(f"no head here has the role {role!r}; {close_names(role, found)}")
+        wanted &= {str(address) for address in found[role]}
+    return wanted

@@ -1,0 +1,238 @@
+"""A biography: every head's measures again and again while a model is trained, on the same few texts.
+
+Heads begin alike and find their work at different times, some of them suddenly (https://arxiv.org/abs/2209.11895).
+"""
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.look.classes import class_flags
+from headwise.look.inputs import Unit, make_batches, read_units, run, tokenizer_of
+from headwise.look.relations import Relations
+from headwise.look.repeats import Echo, Repeats, make_repeats
+from headwise.look.surface import Surface
+from headwise.look.tally import Tally
+from headwise.model import Transformer
+from headwise.spec import Address
+from headwise.text.corpus import Corpus
+from headwise.text.documents import Document
+from headwise.text.little import VOCABULARY
+from headwise.weights.save import whole_file
+
+MEASURES = ("entropy", "confidence", "distance", "first", "offset 1", "induction", "duplicate")
+VERSION = 1
+DOCUMENTS = 48  # a look must be cheap beside the steps between two looks
+
+
+class Biography:
+    """Give it to `hw.train(…, call=biography, every=100)`, or call it with a model and a step.
+
+    The texts are made at the first look and stay: `corpus`, or some documents of the little language for models that read
+    it, or some of the probe set. `relations`: ask for gold arcs too, where the corpus has some; `coreference > hits` is the
+    share of arcs whose target is the word looked at most.
+
+    >>> from headwise.spec import AttentionSpec, ModelSpec
+    >>> from headwise.train import Recipe, train
+    >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
+    >>> biography = Biography("to be or not to be")
+    >>> recipe = Recipe(steps=6, batch=4, warmup=2)
+    >>> made = train(spec, "to be or not to be " * 50, recipe, call=biography, every=4, progress=False)
+    >>> biography.steps, biography.addresses, len(biography.of("0.1", "induction"))
+    ([0, 4, 6], ('0.0', '0.1'), 3)
+    """
+
+    def __init__(self, corpus: Any = None, relations: bool = True) -> None:
+        self.corpus, self.relations = corpus, relations
+        self.steps: list[int] = []
+        self.addresses: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self._rows: list[np.ndarray] = []  # for each step (heads, measures)
+        self._digest = ""  # of the texts, so that two sets of them never share a curve
+        self._probe: tuple[list[Unit], Repeats] | None = None
+
+    def __call__(self, model: Transformer, step: int) -> None:
+        """Look at a model as it is at a step; a step that was seen before is seen anew."""
+        if model.spec.kind == "encoder-decoder":
+            raise HeadwiseError("a biography reads one text at a time; an encoder-decoder needs two.")
+        addresses = tuple(str(address) for site in model.sites() for address in site.addresses)
+        if self.addresses and addresses != self.addresses:
+            raise HeadwiseError(
+                f"this biography is of {len(self.addresses)} heads, {self.addresses[0]} to {self.addresses[-1]}; the model "
+                f"has {len(addresses)} heads that are not the same. Begin another for it."
+            )
+        with _quiet(model), torch.no_grad():
+            units, repeats = self._read(model)
+            names, row = _look(model, len(addresses), units, repeats, self.relations)
+        if self.names and names != self.names:
+            raise HeadwiseError(
+                f"this biography keeps {len(self.names)} measures, this look gave {len(names)}; begin another."
+            )
+        self.addresses, self.names = addresses, names
+        self._keep(step, row)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Everything: (steps, heads, measures), float32."""
+        empty = np.zeros((0, len(self.addresses), len(self.names)), dtype=np.float32)
+        return np.stack(self._rows) if self._rows else empty
+
+    def of(self, head: str, measure: str) -> list[float]:
+        """One head's life in one measure: a number for each of `steps`."""
+        if head not in self.addresses:
+            raise HeadwiseError(f"there is no head {head!r} here; {close_names(head, self.addresses)}")
+        return self.values[:, self.addresses.index(head), self._place(measure)].tolist()
+
+    def born(self, measure: str, threshold: float) -> dict[str, int]:
+        """The first step at which each head reached a threshold; heads that never did are left out."""
+        reached = self.values[..., self._place(measure)] >= threshold  # (steps, heads)
+        return {
+            head: self.steps[int(reached[:, i].argmax())]
+            for i, head in enumerate(self.addresses)
+            if reached[:, i].any()
+        }
+
+    def best(self, measure: str) -> tuple[str, float]:
+        """The head with the most of a measure at the last step, and how much."""
+        place = self._place(measure)
+        last = self._rows[-1][:, place]  # (heads,)
+        if np.isnan(last).all():
+            raise HeadwiseError(f"{measure!r} has no number for any head; the texts never ask for it.")
+        head = int(np.nanargmax(last))
+        return self.addresses[head], float(last[head])
+
+    def save(self, path: str | Path) -> Path:
+        """Write one compressed file; `Biography.load` brings it back."""
+        told = {
+            "version": VERSION, "steps": self.steps, "heads": self.addresses, "names": self.names,
+            "relations": self.relations, "texts": self._digest,
+        }  # fmt: skip
+        written = BytesIO()
+        np.savez_compressed(written, values=self.values, told=np.frombuffer(json.dumps(told).encode(), dtype=np.uint8))
+        return whole_file(path, written.getvalue())
+
+    @staticmethod
+    def load(path: str | Path, corpus: Any = None) -> "Biography":
+        """Read a file written by `save`. To go on with it, give the corpus it was made with, if there was one."""
+        try:
+            data = BytesIO(Path(path).read_bytes())  # numpy leaves a damaged file open
+            with np.load(data, allow_pickle=False) as file:
+                values, told = file["values"], json.loads(file["told"].tobytes())
+            if told["version"] != VERSION:
+                raise HeadwiseError(f"it is of version {told['version']}, this is {VERSION}")
+            return _restored(values, told, corpus)
+        except FileNotFoundError:
+            raise HeadwiseError(f"there is no file {path}.") from None
+        except Exception as error:  # zipfile, zlib, numpy and json each have their own
+            raise HeadwiseError(
+                f"{path} is not a biography that can be read here ({error}); move it away and begin anew."
+            ) from None
+
+    def _place(self, measure: str) -> int:
+        if not self.steps:
+            raise HeadwiseError("this biography is empty; give it to hw.train(…, call=biography), or call it.")
+        if measure not in self.names:
+            raise HeadwiseError(f"{measure!r} was not measured; {close_names(measure, self.names)}")
+        return self.names.index(measure)
+
+    def _keep(self, step: int, row: np.ndarray) -> None:
+        place = bisect_left(self.steps, step)
+        known = self.steps[place : place + 1] == [step]
+        self.steps[place : place + known] = [step]
+        self._rows[place : place + known] = [row]
+
+    def _read(self, model: Transformer) -> tuple[list[Unit], Repeats]:
+        """The texts, the same at every look."""
+        if self._probe is None:
+            corpus = _default(model) if self.corpus is None else self.corpus
+            units, repeats = list(read_units(model, corpus)), make_repeats(model, sequences=8, length=16)
+            told = json.dumps([[unit.ids for unit in units], repeats.twice.tolist(), repeats.once.tolist()])
+            digest = hashlib.sha256(told.encode()).hexdigest()
+            if self._digest not in ("", digest):
+                raise HeadwiseError("this biography was made with other texts; load it with the same corpus=….")
+            self._probe, self._digest = (units, repeats), digest
+        return self._probe
+
+
+def _default(model: Transformer) -> Corpus:
+    """Documents in a language the model may know; where none fits into its context, their texts, to be cut."""
+    tokenizer = tokenizer_of(model)
+    little = set(tokenizer.backend.get_vocab()) >= set(VOCABULARY)
+    corpus = Corpus.little("held-out", documents=DOCUMENTS, seed=7) if little else Corpus.probe()
+    documents = [item for item in corpus.items() if isinstance(item, Document)]
+    fitting = [one for one in documents if len(tokenizer.encode(one.text)) <= model.spec.context]
+    return Corpus.of(
+        fitting[:: max(1, len(fitting) // DOCUMENTS)][:DOCUMENTS] or [one.text for one in documents[:DOCUMENTS]]
+    )
+
+
+def _look(
+    model: Transformer, heads: int, units: list[Unit], repeats: Repeats, ask: bool
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """One look: the names of the measures, and (heads, measures)."""
+    tally = Tally(heads)
+    surface = Surface(tally, None, class_flags(tokenizer_of(model), model.spec.vocab))
+    asked = ask and any(unit.document is not None for unit in units)
+    relations = Relations.of(tally, units, model.spec.kind == "decoder") if asked else None
+    for batch in make_batches(units, 2048, device=model.device):
+        with ExitStack() as stack:
+            stack.enter_context(_listening(model, surface.see, batch))
+            if relations is not None:
+                relations.begin(batch)
+                stack.enter_context(_listening(model, relations.see, batch))
+            run(model, batch)
+    echo = Echo(tally, repeats)
+    for some, ids, repeated in islice(
+        repeats.batches(), 0, None, 2
+    ):  # of R R and R R′ the first alone: no null is kept
+        with _listening(model, echo.see, some, repeated):
+            model(ids.to(model.device), hidden=True)
+    names = MEASURES
+    if relations is not None:
+        there = relations.arcs.sum(0) > 0  # a decoder is never asked about words to come
+        names += tuple(f"{one} hits" for one, some in zip(relations.questions, there, strict=True) if some)
+    return names, np.stack([tally.mean(name) for name in names], 1).astype(np.float32)
+
+
+@contextmanager
+def _listening(model: Transformer, see: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        first = 0
+        for site in model.sites():
+            stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
+            first += len(site.head_ids)
+        yield
+
+
+@contextmanager
+def _quiet(model: Transformer) -> Iterator[None]:
+    """No dropout within; afterwards every module is as it was, be some frozen and others not."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _restored(values: np.ndarray, told: dict[str, Any], corpus: Any) -> Biography:
+    made = Biography(corpus, bool(told["relations"]))
+    made.steps = [int(step) for step in told["steps"]]
+    made.addresses = tuple(str(Address.parse(head)) for head in told["heads"])
+    made.names, made._digest = tuple(map(str, told["names"])), str(told["texts"])
+    shape = (len(made.steps), len(made.addresses), len(made.names))
+    if values.shape != shape or values.dtype != np.float32 or made.steps != sorted(set(made.steps)):
+        raise HeadwiseError(f"its numbers are {values.dtype} {values.shape}, not float32 {shape} in the order of steps")
+    made._rows = list(values)
+    return made

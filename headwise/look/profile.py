@@ -1,0 +1,200 @@
+"""A profile: every head of a model, measured over a corpus in one streaming pass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.look.causal import climb
+from headwise.look.classes import class_flags
+from headwise.look.evidence import Evidence
+from headwise.look.inputs import Batch, Unit, make_batches, read_units, run, tokenizer_of
+from headwise.look.relations import Relations
+from headwise.look.repeats import Echo, make_repeats
+from headwise.look.result import Profile
+from headwise.look.roles import Support, judge, make_cases, rest
+from headwise.look.runs import mean_activations
+from headwise.look.surface import Surface
+from headwise.look.tally import Tally
+from headwise.model import Transformer
+from headwise.text.corpus import Corpus
+from headwise.text.little import VOCABULARY
+from headwise.train.team import Team, gather
+
+Note = Callable[[str, int, int], object]  # what is done, how much of it, of how much
+CONTROLS = ("random-init", "shuffled")
+
+
+def profile(
+    model: Transformer,
+    corpus: Any = None,
+    *,
+    relations: Any = None,
+    longest: int | None = None,
+    tokens: int = 2048,
+    every: int = 1,
+    causal: bool = True,
+    control: str | None = None,
+    seed: int = 0,
+    note: Note | None = None,
+) -> Profile:
+    """What every head does, over a corpus: a text, a list of texts, a path or a Corpus; none is the embedded probe set,
+    or the little language for its own models.
+
+    `relations` are documents with gold arcs, if not the corpus's own. `longest`: tokens of a unit of plain text. `tokens`: in
+    a batch. `every`: only one block of 128 rows in so many, for very long texts. `causal`: climb the last rung, by ablation.
+    `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
+    """
+    if control is not None and control not in CONTROLS:
+        raise HeadwiseError(f"there is no control {control!r}; use {' or '.join(CONTROLS)}.")
+    if model.spec.kind == "encoder-decoder":
+        raise HeadwiseError(
+            "a profile reads one text at a time; an encoder-decoder needs two. Use hw.attend with source=…."
+        )
+    if control == "random-init":
+        model = _random_twin(model, seed)
+    note = note or (lambda what, done, of: None)
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), gather(model.device) as team:
+            return _Pass(model, longest, tokens, every, seed, control == "shuffled", note, team).run(
+                corpus, relations, causal
+            )
+    finally:
+        model.train(was)
+
+
+class _Pass:
+    """One profile in the making."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        longest: int | None,
+        tokens: int,
+        every: int,
+        seed: int,
+        shuffled: bool,
+        note: Note,
+        team: Team,
+    ) -> None:
+        self.model, self.longest, self.tokens, self.every, self.note = model, longest, tokens, every, note
+        self.seed, self.shuffled, self.team = seed, shuffled, team
+        self.sites = model.sites()
+        self.addresses = tuple(address for site in self.sites for address in site.addresses)
+        self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
+
+    def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
+        units = self._units(self._documents(None) if corpus is None else corpus)
+        related = units if arcs is None and any(unit.document for unit in units) else self._units(self._documents(arcs))
+        if len(units) < self.team.size or len(related) < self.team.size:
+            raise HeadwiseError(
+                f"{len(units)} texts cannot be shared out over {self.team.size} processes; start fewer."
+            )
+        relations = self._read(units, related)
+        self._share(relations, units)
+        self._repeats()
+        found, family = judge(make_cases(self.tally, relations), len(self.addresses))
+        if causal and self.model.output is not None and self.model.spec.kind == "decoder":
+            self._climb(found, related, units)
+        per_layer = np.concatenate(
+            [np.full(len(site.head_ids), len(site.head_ids)) for site in self.sites if site.head_ids]
+        )
+        return Profile(
+            self.addresses, self.tally, relations, self.evidence.contexts(), found, rest(self.tally, per_layer), family,
+            {"texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related)},
+        )  # fmt: skip
+
+    def _units(self, corpus: Any) -> list[Unit]:
+        units = list(read_units(self.model, corpus, self.longest))
+        return [_shuffled(unit, self.seed) for unit in units] if self.shuffled else units
+
+    def _documents(self, arcs: Any) -> Corpus:
+        if arcs is not None:
+            return Corpus.of(arcs)
+        words = set(tokenizer_of(self.model).backend.get_vocab())
+        return Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+
+    @contextmanager
+    def _listening(self, see: Callable[..., None], *arguments: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            first = 0
+            for site in self.sites:
+                stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
+                first += len(site.head_ids)
+            yield
+
+    def _batches(self, units: list[Unit], what: str) -> Iterator[Batch]:
+        done, mine = 0, units[self.team.rank :: self.team.size]
+        for batch in make_batches(mine, self.tokens, device=self.model.device):
+            self.note(what, done, len(mine))
+            yield batch
+            done += len(batch.units)
+        self.note(what, len(mine), len(mine))
+
+    def _read(self, units: list[Unit], related: list[Unit]) -> Relations | None:
+        """The texts, and the documents with relations: in one pass where they are the same."""
+        flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
+        surface = Surface(self.tally, self.evidence, flags, self.every)
+        documents = [] if self.shuffled else [unit for unit in related if unit.document is not None]
+        relations = Relations.of(self.tally, documents, self.model.spec.kind == "decoder") if documents else None
+        together = relations is not None and related is units
+        for batch in self._batches(units, "texts"):
+            with ExitStack() as stack:
+                stack.enter_context(self._listening(surface.see, batch))
+                if together and relations is not None:
+                    relations.begin(batch)
+                    stack.enter_context(self._listening(relations.see, batch))
+                run(self.model, batch)
+        if relations is not None and not together:
+            for batch in self._batches(documents, "relations"):
+                relations.begin(batch)
+                with self._listening(relations.see, batch):
+                    run(self.model, batch)
+        return relations
+
+    def _share(self, relations: Relations | None, units: list[Unit]) -> None:
+        """What every process counted, added up; the evidence of all."""
+        if self.team.size == 1:
+            return
+        for arrays in (self.tally.sums, self.tally.counts, *([] if relations is None else [relations.arrays()])):
+            for name in sorted(arrays):
+                self.team.add_up(arrays[name])
+        self.evidence.gather(self.team, units)
+
+    def _repeats(self) -> None:
+        repeats = make_repeats(self.model, seed=self.seed)
+        echo = Echo(self.tally, repeats)
+        for some, ids, repeated in repeats.batches():
+            self.note("repeats", some.start, len(repeats.twice))
+            with self._listening(echo.see, some, repeated):
+                self.model(ids, hidden=True)
+        self.note("repeats", len(repeats.twice), len(repeats.twice))
+
+    def _climb(self, found: list[list[Support]], related: list[Unit], units: list[Unit]) -> None:
+        """The last rung."""
+        texts = [tokenizer_of(self.model).decode(unit.ids) for unit in units[:64]]
+        means = mean_activations(self.model, texts)
+        short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
+        for done, of in climb(self.model, self.addresses, found, related, short, means):
+            self.note("ablations", done, of)
+
+
+def _random_twin(model: Transformer, seed: int) -> Transformer:
+    """A model of the same spec that has learned nothing."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        twin = Transformer(model.spec).to(model.device)
+    twin.tokenizer = model.tokenizer
+    return twin
+
+
+def _shuffled(unit: Unit, seed: int) -> Unit:
+    """The same tokens in another order; the first and the last stay where they are, as special tokens do."""
+    order = np.random.default_rng([seed, unit.number]).permutation(max(0, len(unit.ids) - 2)) + 1
+    return replace(unit, ids=(unit.ids[0], *(unit.ids[i] for i in order), *unit.ids[1:][-1:]))

@@ -1,0 +1,217 @@
+"""Relations: does a head's attention follow gold arcs, beyond what a fixed offset would?
+
+Word by word: attention to a split word is the sum over its tokens, from it the mean over its tokens. Both directions. Besides
+the arcs of the documents two sets are taken: words of the same phrase, and words of the same class.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.heads.site import Seen
+from headwise.look.inputs import Batch, Unit
+from headwise.look.rows import walk
+from headwise.look.tally import BUCKETS, Tally
+
+NEAREST = range(-5, 6)  # the fixed offsets that are tried as a baseline
+SETS = ("same phrase", "same class")
+KINDS = ("hits", "mass", "valued hits", "valued mass")
+_EXACT, _STEPS, _SIGHT = 16, 3, 10  # offsets told apart one by one; bins beyond; bins of visible words
+STRATA = (2 * (_EXACT + _STEPS) + 1) * _SIGHT
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The pairs of one unit that are asked about, by words: who looks at whom, under which question."""
+
+    question: np.ndarray  # (A,)
+    source: np.ndarray  # (A,)
+    target: np.ndarray  # (A,)
+    stratum: np.ndarray  # (A,)
+    pairs: np.ndarray  # (P, 3): every visible pair of words, and its stratum
+    to_word: Tensor  # (T, W): 1 where a token belongs to a word
+    from_word: Tensor  # (W, T): the mean over a word's tokens
+
+
+@dataclass(eq=False)
+class Relations:
+    """Listens at the sites and counts, per question: `det >` looks from dependent to head, `det <` from head to dependent."""
+
+    tally: Tally
+    questions: tuple[str, ...]
+    causal: bool
+    strata: np.ndarray = field(init=False)  # (buckets, questions, strata): how many arcs lie in each
+    offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many arcs each fixed offset hits
+    arcs: np.ndarray = field(init=False)  # (buckets, questions)
+    on_arcs: np.ndarray = field(init=False)  # (questions, heads, strata): weight on arcs
+    on_all: np.ndarray = field(init=False)  # (heads, strata): weight on all pairs
+    pairs: np.ndarray = field(init=False)  # (strata,)
+    _prepared: dict[int, Asked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Q, H = len(self.questions), self.tally.heads
+        self.strata, self.offsets = np.zeros((BUCKETS, Q, STRATA)), np.zeros((BUCKETS, Q, len(NEAREST)))
+        self.arcs, self.on_arcs = np.zeros((BUCKETS, Q)), np.zeros((Q, H, STRATA))
+        self.on_all, self.pairs = np.zeros((H, STRATA)), np.zeros(STRATA)
+        self.fields = tuple(f"{question} {kind}" for question in self.questions for kind in KINDS)
+
+    @staticmethod
+    def of(tally: Tally, units: Iterable[Unit], causal: bool) -> "Relations":
+        """For all relations that occur in these units."""
+        documents = [unit.document for unit in units if unit.document is not None]
+        names = sorted({arc.name for document in documents for arc in document.relations})
+        sets = [
+            name
+            for name, there in zip(SETS, ("phrases", "classes"), strict=True)
+            if any(getattr(d, there) for d in documents)
+        ]
+        return Relations(tally, tuple(f"{name} {way}" for name in (*names, *sets) for way in "><"), causal)
+
+    def begin(self, batch: Batch) -> None:
+        """Count what does not depend on heads: the arcs, by offset and stratum."""
+        self._prepared = {}
+        for unit in batch.units:
+            if unit.document is None:
+                continue
+            asked = self._ask(unit)
+            self._prepared[unit.number] = asked
+            bucket = unit.number % BUCKETS
+            np.add.at(self.strata[bucket], (asked.question, asked.stratum), 1)
+            np.add.at(self.arcs[bucket], asked.question, 1)
+            offset = asked.target - asked.source
+            near = np.abs(offset) <= max(NEAREST)
+            np.add.at(self.offsets[bucket], (asked.question[near], offset[near] - NEAREST.start), 1)
+            np.add.at(self.pairs, asked.pairs[:, 2], 1)
+
+    def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
+        """One call at one site."""
+        B, H = seen.q.shape[:2]
+        sums, counts = torch.zeros(B, H, len(self.fields)), torch.zeros(B, 1, len(self.fields))
+        plain, valued = self._word_maps(seen, batch)
+        for row, unit in enumerate(batch.units):
+            asked = self._prepared.get(unit.number)
+            if asked is None or not len(asked.question):
+                continue
+            made = torch.zeros(H, len(self.questions), len(KINDS))
+            question, source, target = (torch.from_numpy(x) for x in (asked.question, asked.source, asked.target))
+            for kind, words in ((0, plain[row]), (2, valued[row])):  # (H, W, W)
+                best = words.masked_fill(torch.eye(words.shape[-1], dtype=torch.bool), -1.0).argmax(-1)  # (H, W)
+                weight = words[:, source, target]  # (H, A)
+                made[..., kind].index_add_(1, question, ((best[:, source] == target) & (weight > 0)).float())
+                made[..., kind + 1].index_add_(1, question, weight)
+            sums[row] = made.flatten(1)
+            counts[row, 0] = torch.bincount(question, minlength=len(self.questions)).repeat_interleave(len(KINDS))
+            self._add_strata(plain[row], asked, slice(first_head, first_head + H))
+        self.tally.add(self.fields, slice(first_head, first_head + H), [u.number for u in batch.units], sums, counts)
+
+    def _add_strata(self, words: Tensor, asked: Asked, heads: slice) -> None:
+        """The weight on all pairs and on arcs, by stratum: their difference is the weight on pairs that are no arcs."""
+        H = len(words)
+        source, target, stratum = (torch.from_numpy(asked.pairs[:, i]) for i in range(3))
+        table = torch.zeros(H, STRATA).index_add_(1, stratum, words[:, source, target])
+        self.on_all[heads] += table.numpy()
+        flat = torch.from_numpy(asked.question * STRATA + asked.stratum)
+        on = words[:, torch.from_numpy(asked.source), torch.from_numpy(asked.target)]
+        table = torch.zeros(H, len(self.questions) * STRATA).index_add_(1, flat, on)
+        self.on_arcs[:, heads] += table.unflatten(1, (-1, STRATA)).transpose(0, 1).numpy()
+
+    def _word_maps(self, seen: Seen, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """Word-by-word attention of each unit, plain and weighted by what is fetched: (H, W, W) each."""
+        W_O, H = seen.site.W_O, seen.q.shape[1]
+        v = seen.v[:, list(seen.terms.groups)]
+        norms = ((v @ (W_O @ W_O.mT)) * v).sum(-1).clamp(min=0).sqrt()  # (B, H, S)
+        inputs = torch.stack((torch.ones_like(norms), norms), -1)
+        asked = [self._prepared.get(unit.number) for unit in batch.units]
+        plain = [torch.zeros(H, *[0 if a is None else a.to_word.shape[1]] * 2) for a in asked]
+        valued = [torch.zeros_like(one) for one in plain]
+        starts = batch.first.tolist()
+        for block in walk(seen, inputs):
+            p = block.share(block.e)
+            weighted = block.e * norms[:, block.heads, None, block.cols.start : block.cols.stop]
+            weighted = weighted / block.features[..., 1].clamp(min=1e-30)[..., None]
+            for row, (one, start) in enumerate(zip(asked, starts, strict=True)):
+                if one is None:
+                    continue
+                rows, cols = (
+                    range(max(r.start - start, 0), min(r.stop - start, len(one.to_word)))
+                    for r in (block.rows, block.cols)
+                )
+                if not len(rows) or not len(cols):
+                    continue
+                low, left = rows.start + start - block.rows.start, cols.start + start - block.cols.start
+                part = (row, slice(None), slice(low, low + len(rows)), slice(left, left + len(cols)))
+                into, out = one.from_word[:, rows.start : rows.stop], one.to_word[cols.start : cols.stop]
+                plain[row][block.heads] += into @ (p[part].float().cpu() @ out)
+                valued[row][block.heads] += into @ (weighted[part].float().cpu() @ out)
+        return plain, valued
+
+    def _ask(self, unit: Unit) -> Asked:
+        document, aligned = unit.document, unit.alignment
+        assert document is not None
+        W, T = len(document.words), len(unit.ids)
+        to_word = torch.zeros(T, W)
+        for token, word in enumerate(aligned.word_of_token):
+            if word is not None:
+                to_word[token, word] = 1
+        from_word = to_word.T / to_word.sum(0).clamp(min=1)[:, None]
+        first = aligned.word_of_token[0]  # the word where heads rest; None behind a start token
+        question, source, target = [], [], []
+        for number, (name, way) in enumerate(one.rsplit(" ", 1) for one in self.questions):
+            for s, t in self._pairs_of(unit, name):
+                s, t = (s, t) if way == ">" else (t, s)
+                if s != t and t != first and (t < s or not self.causal):
+                    question.append(number)
+                    source.append(s)
+                    target.append(t)
+        q, s, t = (np.array(x, dtype=np.int64) for x in (question, source, target))
+        every = np.stack(np.meshgrid(np.arange(W), np.arange(W), indexing="ij"), -1).reshape(-1, 2)
+        seen = (every[:, 0] != every[:, 1]) & ((every[:, 1] < every[:, 0]) | (not self.causal))
+        if first is not None:
+            seen &= every[:, 1] != first
+        every = every[seen]
+        pairs = np.concatenate((every, self._stratum(every[:, 0], every[:, 1], W)[:, None]), 1)
+        return Asked(q, s, t, self._stratum(s, t, W), pairs, to_word, from_word)
+
+    def _pairs_of(self, unit: Unit, name: str) -> Iterable[tuple[int, int]]:
+        document = unit.document
+        assert document is not None
+        if name == "same phrase":
+            short = [range(first, end) for first, end in document.phrases if end - first <= 8]
+            return {(i, j) for phrase in short for i in phrase for j in phrase if i < j}
+        if name == "same class":
+            kinds = document.classes
+            return [(i, j) for i in range(len(kinds)) for j in range(i + 1, len(kinds)) if kinds[i] == kinds[j]]
+        return [(arc.source, arc.target) for arc in document.relations if arc.name == name]
+
+    def _stratum(self, source: np.ndarray, target: np.ndarray, words: int) -> np.ndarray:
+        """Pairs at the same offset whose rows see about as many words."""
+        offset = target - source
+        beyond = np.minimum(
+            _EXACT + 1 + np.log2(np.maximum(np.abs(offset), _EXACT + 1) / (_EXACT + 1)).astype(int), _EXACT + _STEPS
+        )
+        size = np.where(np.abs(offset) <= _EXACT, np.abs(offset), beyond)
+        place = np.sign(offset) * size + _EXACT + _STEPS
+        sight = source if self.causal else np.full_like(source, words - 1)
+        return place * _SIGHT + np.minimum(np.log2(np.maximum(sight, 1)).astype(int), _SIGHT - 1)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that was counted, by name: what is saved, and what adds up."""
+        return {name: getattr(self, name) for name in ("strata", "offsets", "arcs", "on_arcs", "on_all", "pairs")}
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each bucket, question and head the weight pairs that are no arcs get in the arcs' strata, and the coverage.
+
+        (buckets, questions, heads): sums over the arcs; (questions,): the share of those whose stratum has such pairs. The
+        others are held against their own mean, so that they show nothing.
+        """
+        others = self.pairs - self.strata.sum(0)  # (questions, strata): pairs that are no arcs
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = (self.on_all - self.on_arcs) / others[:, None]  # (questions, heads, strata)
+        has = others > 0
+        own = self.on_arcs / np.maximum(self.strata.sum(0), 1)[:, None]
+        sums = np.einsum("bqs,qhs->bqh", self.strata, np.where(has[:, None], mean, own))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return sums, (self.strata.sum(0) * has).sum(-1) / self.strata.sum((0, 2))

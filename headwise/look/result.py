@@ -1,0 +1,227 @@
+"""What a profile holds, and how it is asked, saved, merged and compared."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headwise.errors import HeadwiseError
+from headwise.look.evidence import Context
+from headwise.look.relations import Relations
+from headwise.look.roles import RUNGS, Support
+from headwise.look.tally import Tally
+from headwise.spec import Address
+from headwise.weights.save import whole_file
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+VERSION = 1
+SHOWN = ("entropy", "confidence", "distance", "first", "write share")
+
+
+@dataclass(frozen=True)
+class HeadProfile:
+    """One head: its best-supported role with rung, score, null and interval; the runners-up; where it rests; its evidence."""
+
+    address: Address
+    role: str  # `unclear` where nothing is supported
+    rung: str
+    score: float | None
+    null: float | None
+    interval: tuple[float, float] | None
+    detail: str
+    effect: float | None
+    supports: tuple[Support, ...]  # best first, patterns included
+    rest: tuple[str, ...]
+    evidence: tuple[Context, ...]
+    measures: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        made = asdict(self)
+        made["address"] = str(self.address)
+        made["measures"] = {name: value for name, value in self.measures.items() if np.isfinite(value)}
+        return made
+
+
+@dataclass(eq=False)
+class Profile:
+    """Every head of a model, measured. `profile["5.1"]` is one of them."""
+
+    addresses: tuple[Address, ...]
+    tally: Tally
+    relations: Relations | None
+    evidence: list[list[Context]]
+    supports: list[list[Support]]
+    rests: list[tuple[str, ...]]
+    family: int  # how many tests were made
+    about: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __iter__(self) -> Iterator[HeadProfile]:
+        return (self[address] for address in self.addresses)
+
+    def __getitem__(self, which: str | Address) -> HeadProfile:
+        address = which if isinstance(which, Address) else Address.parse(which)
+        if address not in self.addresses:
+            raise HeadwiseError(
+                f"there is no head {address} in this profile; it has {self.addresses[0]} to {self.addresses[-1]}."
+            )
+        place = self.addresses.index(address)
+        supports = self.supports[place]
+        best = supports[0] if supports and RUNGS.index(supports[0].rung) >= 2 else None
+        told = ("unclear", RUNGS[bool(supports)], None, None, None, "", None)
+        if best is not None:
+            told = (best.role, best.rung, best.score, best.null, best.interval, best.detail, best.effect)
+        measures = {name: float(self.measure(name)[place]) for name in self.tally.fields if _is_plain(name)}
+        return HeadProfile(address, *told, tuple(supports), self.rests[place], tuple(self.evidence[place]), measures)
+
+    def measure(self, name: str) -> np.ndarray:
+        """One measure of every head, (heads,): `entropy`, `offset 1`, `delimiter`, `det > hits` …"""
+        return self.tally.mean(name)
+
+    def by_layer(self, name: str) -> np.ndarray:
+        """A measure's mean in each layer, early to late: (layers,)."""
+        values = self.measure(name)
+        sites = list(dict.fromkeys(address.site for address in self.addresses))
+        return np.array(
+            [np.nanmean([v for v, a in zip(values, self.addresses, strict=True) if a.site == s]) for s in sites]
+        )
+
+    def best(self, role: str, half: str = "reporting") -> HeadProfile | None:
+        """The head with the best support for a role, or None."""
+        having = [
+            (s.rank, i)
+            for i, some in enumerate(self.supports)
+            for s in some
+            if s.role == role and RUNGS.index(s.rung) > 1
+        ]
+        return self[self.addresses[max(having)[1]]] if having else None
+
+    def roles(self) -> dict[str, list[Address]]:
+        """Every role that some head has, with its heads, best first."""
+        found: dict[str, list[tuple[tuple[int, float], Address]]] = {}
+        for address, supports in zip(self.addresses, self.supports, strict=True):
+            if supports and RUNGS.index(supports[0].rung) >= 2:
+                found.setdefault(supports[0].role, []).append((supports[0].rank, address))
+        return {
+            role: [a for _, a in sorted(heads, key=lambda x: x[0], reverse=True)]
+            for role, heads in sorted(found.items())
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per head."""
+        return [
+            {
+                "head": str(head.address), "role": head.role, "detail": head.detail, "rung": head.rung,
+                "score": head.score, "null": head.null, "low": (head.interval or (None, None))[0],
+                "high": (head.interval or (None, None))[1], "effect": head.effect, "rest": ", ".join(head.rest),
+                **{name: head.measures[name] for name in SHOWN},
+            }
+            for head in self
+        ]  # fmt: skip
+
+    def to_frame(self) -> "DataFrame":
+        """The table as a pandas DataFrame, indexed by head, with every measure."""
+        try:
+            import pandas
+        except ImportError:
+            raise HeadwiseError(
+                "a frame needs pandas: pip install 'headwise[frame]'; or use profile.table()."
+            ) from None
+        rows = [{**row, **head.measures} for row, head in zip(self.table(), self, strict=True)]
+        return pandas.DataFrame(rows).set_index("head")
+
+    def diff(self, other: "Profile") -> list[dict[str, Any]]:
+        """What changed from this profile to another, head by head: roles, rungs, measures; heads that are gone or new."""
+        rows = []
+        for address in dict.fromkeys((*self.addresses, *other.addresses)):
+            before = self[address] if address in self.addresses else None
+            after = other[address] if address in other.addresses else None
+            row: dict[str, Any] = {
+                "head": str(address),
+                "before": before.role if before else "absent", "after": after.role if after else "absent",
+                "rung before": before.rung if before else "", "rung after": after.rung if after else "",
+            }  # fmt: skip
+            if before and after:
+                row |= {name: after.measures[name] - before.measures[name] for name in SHOWN}
+            rows.append(row)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: one record per head."""
+        return {
+            "version": VERSION,
+            "about": self.about,
+            "family": self.family,
+            "heads": [head.to_dict() for head in self],
+        }
+
+    # Files.
+
+    def save(self, path: str | Path) -> Path:
+        """Write one compressed file; `Profile.load` brings it back."""
+        arrays = {f"sums/{group}": value for group, value in self.tally.sums.items()}
+        arrays |= {f"counts/{group}": value for group, value in self.tally.counts.items()}
+        told = {
+            "version": VERSION, "about": self.about, "family": self.family, "heads": [str(a) for a in self.addresses],
+            "fields": self.tally.fields, "rests": self.rests,
+            "evidence": [[asdict(c) for c in some] for some in self.evidence],
+            "supports": [[asdict(s) for s in some] for some in self.supports],
+        }  # fmt: skip
+        if self.relations is not None:
+            told["questions"], told["causal"] = self.relations.questions, self.relations.causal
+            arrays |= {f"relations/{name}": value for name, value in self.relations.arrays().items()}
+        written = BytesIO()
+        arrays["told"] = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
+        np.savez_compressed(written, **arrays)  # pyright: ignore[reportArgumentType]
+        return whole_file(path, written.getvalue())
+
+    @staticmethod
+    def load(path: str | Path) -> "Profile":
+        """Read a file written by `save`; one that is damaged or of another version is refused."""
+        try:
+            with np.load(BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            told = json.loads(arrays.pop("told").tobytes())
+        except FileNotFoundError:
+            raise HeadwiseError(f"there is no file {path}.") from None
+        except Exception as error:  # zipfile, zlib, numpy and json each have their own
+            raise HeadwiseError(f"{path} is not a profile, or is damaged ({error}); make it anew.") from None
+        if told.get("version") != VERSION:
+            raise HeadwiseError(
+                f"{path} is a profile of version {told.get('version')}, this is {VERSION}; make it anew."
+            )
+        addresses = tuple(Address.parse(text) for text in told["heads"])
+        tally = Tally(len(addresses), {name: (group, place) for name, (group, place) in told["fields"].items()})
+        for name, value in arrays.items():
+            kind, _, group = name.partition("/")
+            if kind in ("sums", "counts"):
+                getattr(tally, kind)[group] = value
+        relations = None
+        if "questions" in told:
+            relations = Relations(tally, tuple(told["questions"]), told["causal"])
+            for name in relations.arrays():
+                setattr(relations, name, arrays[f"relations/{name}"])
+        return Profile(
+            addresses, tally, relations, [[Context(**c) for c in some] for some in told["evidence"]],
+            [[_support(s) for s in some] for some in told["supports"]], [tuple(r) for r in told["rests"]],
+            told["family"], told["about"],
+        )  # fmt: skip
+
+
+def _support(told: dict[str, Any]) -> Support:
+    intervals = {name: tuple(told[name]) for name in ("interval", "effect_interval") if told[name] is not None}
+    return Support(**{**told, **intervals})
+
+
+def _is_plain(name: str) -> bool:
+    """Measures that stand for themselves, not for a null or a twin of another."""
+    return not any(mark in name for mark in (" null", "valued", "aimed", "uniform"))

@@ -1,0 +1,252 @@
+"""Roles: what a head may be said to do, each a row of data; and the ladder of evidence a head has to climb.
+
+    pattern     its score, on the half of the texts used for choosing, is above its null by the role's threshold
+    selective   so it is on the other half, and the difference is no accident (max-T over all heads, roles and directions)
+    effective   so it is when attention is weighted by the length of what it fetches
+    causal      taking the head away hurts the role's own probe more than taking away others of its layer
+
+No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.look.diagonals import WINDOW
+from headwise.look.relations import NEAREST, SETS, Relations
+from headwise.look.statistics import FEWEST, bootstrap, max_t
+from headwise.look.tally import CHOOSING, REPORTING, Tally
+
+RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
+
+
+@dataclass(frozen=True)
+class Role:
+    """One row: the measures whose sum is the score, and how far above its null it must be, (score − null) / (1 − null)."""
+
+    name: str
+    measures: tuple[str, ...]  # of the tally; each has a null and a valued twin
+    threshold: float
+    probe: str | None = None  # what is asked of the model when the head is taken away
+    detail: str = ""  # told beside the role: an offset, a direction
+
+
+def offset_role(offset: int) -> Role:
+    """A head that looks a fixed number of tokens back, or ahead."""
+    names = {1: "previous token", -1: "next token", 0: "self"}
+    probe = "repeats" if offset == 1 else None
+    return Role(
+        names.get(offset, "fixed offset"), (f"aimed {offset}",), 0.3, probe, "" if offset in names else f"{-offset:+d}"
+    )
+
+
+LOCAL = tuple(f"aimed {offset}" for offset in (-3, -2, -1, 1, 2, 3))
+TABLE = (
+    *(offset_role(offset) for offset in range(1 - WINDOW, WINDOW)),
+    Role("local", LOCAL, 0.4, None, "within 3"),
+    Role("delimiter", ("delimiter",), 0.3),
+    Role("capitalised", ("capitalised",), 0.3),
+    Role("digit", ("digit",), 0.3),
+    Role("rare word", ("rare",), 0.3),
+    Role("long range", ("long range",), 0.4, None, f"beyond {WINDOW}"),
+    Role("induction", ("induction",), 0.1, "repeats"),
+    Role("duplicate token", ("duplicate",), 0.1, "repeats"),
+)
+RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
+EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
+# relation: where a model that follows it must show it
+PROBES = {
+    "bracket": "later word", "quote": "later word", "copy": "later word", "if-then": "later word",
+    "subject-verb": "later word", "nsubj": "later word", "pronoun-antecedent": "referent",
+}  # fmt: skip
+TOLD = {
+    "related": "semantic",
+    "pronoun-antecedent": "coreference",
+    "coref": "coreference",
+    "same class": "part of speech",
+}
+NARROW = ("previous token", "next token", "self", "fixed offset")
+RESTS = ("sink", "special token", "broad", "idle")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One role in one form, for all heads at once: sums per bucket and head, and what they are sums over."""
+
+    role: Role
+    scores: np.ndarray  # (buckets, heads)
+    nulls: np.ndarray
+    valued: np.ndarray
+    counts: np.ndarray
+
+    def gain(self, half: int, valued: bool = False) -> np.ndarray:
+        """(score − null) / (1 − null) on one half: (heads,); NaN where nothing was asked."""
+        score, null = self.mean(half, valued), self.null(half)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return (score - null) / (1 - null)
+
+    def mean(self, half: int, valued: bool = False) -> np.ndarray:
+        """The score on one half: (heads,)."""
+        return _ratio((self.valued if valued else self.scores)[half::2], self.counts[half::2])
+
+    def null(self, half: int) -> np.ndarray:
+        """The null on one half: (heads,)."""
+        return _ratio(self.nulls[half::2], self.counts[half::2])
+
+
+@dataclass(frozen=True)
+class Support:
+    """What speaks for one head having one role."""
+
+    role: str
+    detail: str
+    rung: str
+    score: float  # on the half for reporting
+    null: float
+    interval: tuple[float, float]
+    gain: float
+    p: float  # family-wise
+    coverage: float  # rows or arcs that could have the target, per unit of the half for reporting
+    probe: str | None
+    rows: int
+    effect: float | None = (
+        None  # what taking the head away costs its probe, beyond others of its layer, in nats a token
+    )
+    effect_interval: tuple[float, float] | None = None
+
+    def with_effect(self, effect: float, low: float, high: float) -> "Support":
+        """The same with what ablation showed; causal if its interval lies above 0."""
+        rung = "causal" if low > 0 else self.rung
+        return replace(self, rung=rung, effect=effect, effect_interval=(low, high))
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Roles rank by rung, then by gain."""
+        return RUNGS.index(self.rung), self.gain
+
+
+def make_cases(tally: Tally, relations: Relations | None, only: str | None = None) -> list[Case]:
+    """Every role that was measured, or one of them."""
+    cases = list(_table_cases(tally))
+    if relations is not None:
+        cases += _relation_cases(tally, relations)
+    if only is not None:
+        known = {case.role.name for case in cases}
+        if only not in known:
+            raise HeadwiseError(f"there is no role {only!r} here; {close_names(only, known)}")
+        cases = [case for case in cases if case.role.name == only]
+    return cases
+
+
+def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
+    """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests."""
+    if not cases:
+        return [[] for _ in range(heads)], 0
+    scores, nulls, valued, counts = (
+        np.stack([getattr(case, name)[REPORTING::2] for case in cases], -1)
+        for name in ("scores", "nulls", "valued", "counts")
+    )  # (buckets, heads, cases)
+    p, family = max_t(scores, nulls, counts)
+    p_valued, _ = max_t(valued, nulls, counts)
+    found: list[list[Support]] = [[] for _ in range(heads)]
+    for number, case in enumerate(cases):
+        chosen, told, heavy = case.gain(CHOOSING), case.gain(REPORTING), case.gain(REPORTING, valued=True)
+        enough = (case.counts[REPORTING::2] > 0).sum(0) >= FEWEST
+        wanted = np.flatnonzero((np.nan_to_num(chosen, nan=-1.0) >= case.role.threshold) & enough & np.isfinite(told))
+        if not len(wanted):
+            continue
+        low, high = bootstrap(case.scores[REPORTING::2][:, wanted], case.counts[REPORTING::2][:, wanted])
+        score, null = case.mean(REPORTING), case.null(REPORTING)
+        rows = case.counts[REPORTING::2].sum(0)
+        for place, head in enumerate(wanted):
+            rung = 1
+            if told[head] >= case.role.threshold and p[head, number] < 0.05:
+                rung = 3 if heavy[head] >= case.role.threshold / 2 and p_valued[head, number] < 0.05 else 2
+            found[head].append(
+                Support(
+                    case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
+                    (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
+                    float(rows[head] / max(1, (case.counts[REPORTING::2, head] > 0).sum())), case.role.probe, int(rows[head]),
+                )
+            )  # fmt: skip
+    for supports in found:
+        supports.sort(key=lambda support: support.rank, reverse=True)
+    return [_one_each(supports) for supports in found], family
+
+
+def rest(tally: Tally, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
+    """Where each head rests: on the first token, on special tokens, everywhere alike, or without writing anything."""
+    first, special, relative = tally.mean("first"), tally.mean("special"), tally.mean("relative entropy")
+    share = tally.mean("write share") * heads_in_layer
+    flags = np.stack((first > 0.3, (special > 0.3) & (first <= 0.3), relative > 0.9, share < 0.2), -1)
+    return [tuple(name for name, there in zip(RESTS, row, strict=True) if there) for row in flags]
+
+
+def _one_each(supports: list[Support]) -> list[Support]:
+    """Each role once, in its best form; `local` only where no single offset says nearly as much."""
+    seen: set[str] = set()
+    kept = [one for one in supports if not (one.role in seen or seen.add(one.role))]
+    local = next((one for one in kept if one.role == "local"), None)
+    narrow = [one for one in kept if local and one.role in NARROW and RUNGS.index(one.rung) >= RUNGS.index(local.rung)]
+    if local and any(one.gain >= 0.7 * local.gain for one in narrow):
+        kept.remove(local)
+    return kept
+
+
+def _table_cases(tally: Tally) -> Iterator[Case]:
+    for role in TABLE:
+        there = [name for name in role.measures if name in tally.fields]
+        if not there:
+            continue
+        parts = [[tally.per_bucket(_twin(name, kind)) for name in there] for kind in ("", " null", " valued")]
+        counts = np.max([rows for _, rows in parts[0]], 0)
+        if counts.sum() == 0:
+            continue
+        null_counts = np.max([rows for _, rows in parts[1]], 0)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other rows
+            rate = np.where(null_counts > 0, np.sum([s for s, _ in parts[1]], 0) / null_counts, 0.0)
+        scores, valued = (np.sum([sums for sums, _ in part], 0) for part in (parts[0], parts[2]))
+        yield Case(role, scores, rate * counts, valued, counts)
+
+
+def _twin(name: str, kind: str) -> str:
+    """`aimed 1` has the null `aimed null 1`, `delimiter` has `delimiter null`."""
+    word, _, number = name.partition(" ")
+    return f"aimed{kind} {number}" if word == "aimed" else name + kind
+
+
+def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
+    expected, _ = relations.expected()  # (buckets, questions, heads)
+    for number, question in enumerate(relations.questions):
+        name, way = question.rsplit(" ", 1)
+        if name == "unrelated" or relations.arcs[:, number].sum() == 0:
+            continue
+        mass, counts = tally.per_bucket(f"{question} mass")
+        role = Role(TOLD.get(name, name), (question,), RELATION, PROBES.get(name), way)
+        if name in SETS:
+            yield Case(role, mass, expected[:, number], tally.per_bucket(f"{question} valued mass")[0], counts)
+            continue
+        hits, valued = (tally.per_bucket(f"{question} {kind}")[0] for kind in ("hits", "valued hits"))
+        nulls = _best_offset(relations, number)[:, None] * np.ones(tally.heads)
+        if (
+            f"unrelated {way}" in relations.questions and name == "related"
+        ):  # the same frames with a word that has nothing to do
+            other, arcs = tally.per_bucket(f"unrelated {way} hits")
+            nulls = np.maximum(nulls, counts * _ratio(other, arcs))
+        excess = _ratio(mass, counts) - _ratio(expected[:, number], counts)
+        follows = np.nan_to_num(excess) >= EXCESS  # a hard positional head has exactly none
+        yield Case(role, hits * follows, nulls, valued * follows, counts)
+
+
+def _best_offset(relations: Relations, question: int) -> np.ndarray:
+    """How many arcs the best fixed offset hits in each bucket; the offset is chosen on the half for choosing."""
+    hits = relations.offsets[:, question]  # (buckets, offsets)
+    allowed = np.array([offset != 0 and (offset < 0 or not relations.causal) for offset in NEAREST])
+    return hits[:, np.argmax(hits[CHOOSING::2].sum(0) * allowed)]
+
+
+def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return sums.sum(0) / counts.sum(0)

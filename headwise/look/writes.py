@@ -1,0 +1,251 @@
+"""What heads write: whether they copy, which words they promote, how much of a layer's output is theirs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.heads.head import Circuit, Head, Pattern
+from headwise.heads.site import Seen
+from headwise.heads.writes import PerHead
+from headwise.look.attend import Parts, attend, quiet
+from headwise.look.attribution import Attribution, logit_attribution
+from headwise.look.inputs import make_batches, read_units, run, tokenizer_of
+from headwise.look.record import pick, record
+from headwise.look.tally import Tally
+from headwise.model import Transformer
+from headwise.spec import Address
+
+__all__ = [
+    "Attribution",
+    "Promoted",
+    "ValueWeighted",
+    "WriteShare",
+    "copying",
+    "logit_attribution",
+    "value_weighted",
+    "vocabulary",
+    "write_share",
+]
+
+
+def copying(model: Transformer, heads: Pattern = "*") -> dict[str, float]:
+    """How far each head writes what it reads: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
+
+    1 where every direction comes back as it was read, −1 where all come back negated
+    (https://transformer-circuits.pub/2021/framework). Random weights give 0 with a spread of about 1.5 / head_dim: a score
+    within twice that says nothing. The norm before the layer is left out. A head that writes nothing has no score, NaN.
+
+    >>> from headwise.spec import preset
+    >>> -1 <= copying(Transformer(preset("nano")), "5.1")["5.1"] <= 1
+    True
+    """
+    scores = {}
+    for head in model.heads.select(pick(heads, model.spec.addresses)):
+        values = Circuit(head.W_V.detach().double(), head.W_O.detach().double()).eigenvalues()  # (e,), complex
+        size = values.abs().sum()
+        scores[str(head.address)] = float(values.real.sum() / size) if size > 0 else float("nan")
+    return scores
+
+
+class Promoted(NamedTuple):
+    """What a head does with one token it looks at: the words it makes likelier and less likely, with their scores."""
+
+    token: str
+    promotes: list[tuple[str, float]]
+    suppresses: list[tuple[str, float]]
+
+
+def vocabulary(
+    model: Transformer, head: str | Address, tokens: str | Sequence[int], k: int = 10, *, typical: bool = False,
+    corpus: Any = None,
+) -> list[Promoted]:  # fmt: skip
+    """The words a head promotes and suppresses when it looks at nothing but a token, for each token given.
+
+    The token's vector goes through the norm before the layer, W_V, W_O, the final norm's weight and the output layer. Two
+    things are approximate. The vector: by default the bare embedding, which is what the first layer reads (positions left
+    out) and less and less what later ones do; with `typical` the mean of what this layer reads where the token stands in a
+    corpus. And the final norm's scale, which depends on everything else: scores are right up to a positive factor.
+    """
+    one = _decoder_head(model, head)
+    ids = tokenizer_of(model).encode(tokens, special=False) if isinstance(tokens, str) else [int(i) for i in tokens]
+    if not ids:
+        raise HeadwiseError("there is no token to look at; give a text or token ids.")
+    with quiet(model), torch.no_grad():
+        read = _typical_inputs(model, one, ids, corpus) if typical else _bare_inputs(model, one, ids)  # (n, D)
+        value = read @ one.W_V
+        value = value if one.b_V is None else value + one.b_V  # (n, e)
+        scores = _to_vocabulary(model, value @ one.W_O)  # (n, V)
+        k = min(k, scores.shape[1])
+        up, down = scores.topk(k), scores.topk(k, largest=False)
+    return [
+        Promoted(_word(model, i), _named(model, *_row(up, row)), _named(model, *_row(down, row)))
+        for row, i in enumerate(ids)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ValueWeighted:
+    """A head's map before and after weighing what is looked at by how much it brings: (words, words)."""
+
+    words: tuple[str, ...]
+    attention: Tensor
+    weighted: Tensor
+
+
+def value_weighted(model: Transformer, text: str, head: str | Address, *, words: bool = True) -> ValueWeighted:
+    """Attention times the length of what is brought, p_ij ‖v_j W_O‖, each row scaled to sum to 1.
+
+    A look at a token whose value is next to nothing moves nothing (https://arxiv.org/abs/2004.10102). v_j holds its bias.
+    """
+    address = Address.parse(head) if isinstance(head, str) else head
+    with record(model, address, what=("v", "map")) as recording:
+        seen = attend(model, text, address, words=words)
+    parts, found = seen.sides(address)[0], recording[address]
+    with torch.no_grad():
+        lengths = (found.v[0] @ model.heads[address].W_O).norm(dim=-1)  # (S,): ‖v_j W_O‖
+        weights = found.map()[0] * lengths  # (T, S)
+        total = weights.sum(-1, keepdim=True)
+        weights = (weights / total.where(total > 0, 1.0)).float()
+    return ValueWeighted(seen.words, seen.map(address), _by_words(weights, parts))
+
+
+class WriteShare(NamedTuple):
+    """A head's part in its layer's output: along the output, and by length. Each sums to 1 over the heads of a layer."""
+
+    share: float  # mean of ⟨o_h, Σo⟩ / ‖Σo‖²; below 0 where a head writes against the others
+    norm_share: float  # mean of ‖o_h‖ / Σ‖o‖
+    rows: int
+
+
+def write_share(
+    model: Transformer, corpus: Any = None, *, longest: int | None = None, tokens: int = 4096
+) -> dict[str, WriteShare]:
+    """How much of its layer's output each head carries through W_O, mean over the tokens of a corpus.
+
+    The bias b_O is nobody's. One streaming pass; nothing of the shape (B, T, H, D) is built.
+    """
+    sites = model.sites()
+    starts = dict(zip(sites, _starts([len(site.head_ids) for site in sites]), strict=True))
+    tally = Tally(sum(len(site.head_ids) for site in sites))
+    with quiet(model), torch.no_grad():
+        for batch in make_batches(read_units(model, corpus, longest), tokens, device=model.device):
+            numbers = [unit.number for unit in batch.units]
+
+            def hear(seen: Seen, real: Tensor = batch.real, numbers: list[int] = numbers) -> None:
+                if seen.z.shape[1]:
+                    shares, counted = _shares(seen, real)
+                    heads = slice(starts[seen.site], starts[seen.site] + seen.z.shape[1])
+                    tally.add(("share", "norm_share"), heads, numbers, shares, counted[:, None, None])
+
+            with ExitStack() as listening:
+                for site in sites:
+                    listening.enter_context(site.listen(hear))
+                run(model, batch)
+    addresses = [address for site in sites for address in site.addresses]
+    if not addresses:
+        return {}
+    along, lengths = tally.mean("share"), tally.mean("norm_share")
+    rows = tally.per_bucket("share")[1].sum(0)
+    return {str(a): WriteShare(float(along[i]), float(lengths[i]), int(rows[i])) for i, a in enumerate(addresses)}
+
+
+def _shares(seen: Seen, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the rows of each text, (B, H, 2), and how many rows counted, (B,)."""
+    z, W_O = seen.z, seen.site.W_O
+    writes = PerHead(z, W_O, None)
+    whole = torch.einsum("bhte,hed->btd", z, W_O)  # (B, T, D)
+    along = (torch.einsum("btd,hed->bhte", whole, W_O) * z).sum(-1)  # ⟨o_h, Σo⟩: (B, H, T)
+    size = whole.square().sum(-1)  # (B, T)
+    counts = real & (size > 0)  # a row to which nobody wrote has no shares
+    lengths = writes.norms()  # (B, H, T)
+    along = along / size.where(counts, 1.0)[:, None]
+    lengths = lengths / lengths.sum(1, keepdim=True).where(counts[:, None], 1.0)
+    both = torch.stack((along, lengths), -1) * counts[:, None, :, None]  # (B, H, T, 2)
+    return both.sum(2), counts.sum(1)
+
+
+def _decoder_head(model: Transformer, head: str | Address) -> Head:
+    one = model.heads[head if isinstance(head, Address) else Address.parse(head)]
+    if model.norm is None or model.output is None or model.spec.output != "lm" or one.address.stack in ("enc", "cross"):
+        raise HeadwiseError(
+            f"what {one.address} promotes cannot be read off: that takes a pre-norm decoder with a language-model output, "
+            f"and a head that reads its stream."
+        )
+    return one
+
+
+def _block(model: Transformer, one: Head) -> Any:
+    return model.blocks[one.address.layer]
+
+
+def _bare_inputs(model: Transformer, one: Head, ids: list[int]) -> Tensor:
+    """The embeddings as the first layer reads them, positions left out: (n, D)."""
+    embed = model.embed
+    x = embed.tokens(torch.tensor(ids, device=model.device)) * model.spec.embed_scale
+    x = x if embed.types is None else x + embed.types.weight[0]
+    x = x if embed.norm is None else embed.norm(x)
+    return _block(model, one).norm_attention(x)
+
+
+def _typical_inputs(model: Transformer, one: Head, ids: list[int], corpus: Any) -> Tensor:
+    """The mean of what the layer reads where each token stands in a corpus: (n, D)."""
+    wanted = torch.tensor(ids, device=model.device)
+    sums, counts = torch.zeros(len(ids), model.spec.width, dtype=torch.double), torch.zeros(len(ids))
+    for batch in make_batches(read_units(model, corpus), device=model.device):
+        with _inputs(_block(model, one).attention) as caught:
+            run(model, batch)
+        stands = (batch.ids[..., None] == wanted) & batch.real[..., None]  # (B, T, n)
+        sums += torch.einsum("btn,btd->nd", stands.double(), caught[0].double()).cpu()
+        counts += stands.sum((0, 1)).cpu()
+    missing = [_word(model, i) for i, count in zip(ids, counts.tolist(), strict=True) if not count]
+    if missing:
+        raise HeadwiseError(
+            f"{', '.join(map(repr, missing))} does not stand in the corpus; give corpus=… where it does, or typical=False."
+        )
+    return (sums / counts[:, None]).to(one.W_V)
+
+
+@contextmanager
+def _inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """What a layer is given, while open."""
+    caught: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
+    try:
+        yield caught
+    finally:
+        hook.remove()
+
+
+def _to_vocabulary(model: Transformer, wrote: Tensor) -> Tensor:
+    """Scores of all words, up to the final norm's scale: (n, D) → (n, V)"""
+    assert model.output is not None
+    norm: Any = model.norm
+    wrote = wrote - wrote.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else wrote
+    return (wrote * norm.weight) @ model.output.vocabulary.weight.mT
+
+
+def _by_words(weights: Tensor, parts: Parts) -> Tensor:
+    return parts.means(weights) @ (weights @ parts.sums(weights))
+
+
+def _row(found: Any, row: int) -> tuple[list[int], list[float]]:
+    return found.indices[row].tolist(), found.values[row].tolist()
+
+
+def _named(model: Transformer, ids: list[int], scores: list[float]) -> list[tuple[str, float]]:
+    return [(_word(model, i), score) for i, score in zip(ids, scores, strict=True)]
+
+
+def _word(model: Transformer, id: int) -> str:
+    """A token as it would be written, or its number if the vocabulary is longer than the tokenizer."""
+    tokenizer = tokenizer_of(model)
+    return tokenizer.backend.decode([id], skip_special_tokens=False) if id < len(tokenizer) else f"#{id}"
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    return [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,0 +1,132 @@
+"""Heads in the terminal: the grid of all heads in colour, the best of each role with its evidence, one head's whole story."""
+
+from rich.console import Console
+from rich.text import Text
+
+from headwise.look.result import HeadProfile, Profile
+from headwise.show.tables import make_table
+
+# role: two letters and a colour; roles that are not here are relations
+SIGNS = {
+    "previous token": ("pr", "cyan"), "next token": ("nx", "cyan"), "fixed offset": ("of", "cyan"), "self": ("se", "cyan"),
+    "local": ("lo", "cyan"), "induction": ("in", "magenta"), "duplicate token": ("du", "magenta"), "copy": ("co", "magenta"),
+    "delimiter": ("de", "yellow"), "capitalised": ("ca", "yellow"), "digit": ("di", "yellow"), "rare word": ("ra", "yellow"),
+    "long range": ("lr", "blue"), "same phrase": ("ph", "blue"), "part of speech": ("ps", "blue"),
+    "semantic": ("sm", "green"), "coreference": ("cf", "green"), "possessive": ("po", "green"), "bracket": ("br", "red"),
+    "quote": ("qu", "red"),
+}  # fmt: skip
+STRONG = {"selective": "", "effective": "bold ", "causal": "bold reverse "}
+
+
+def show_profile(profile: Profile, wanted: set[str], console: Console | None = None) -> None:
+    """Print the grid, then the strongest head of each role with evidence."""
+    console = console or Console()
+    about = profile.about
+    console.print(
+        f"{len(profile)} heads on {about['texts']:,} texts, {about['tokens']:,} tokens; {about['documents']:,} documents "
+        f"with relations; {profile.family:,} tests",
+        highlight=False,
+    )
+    console.print(grid(profile, wanted))
+    rows = []
+    for role, heads in profile.roles().items():
+        there = [address for address in heads if str(address) in wanted]
+        if there:
+            head = profile[there[0]]
+            assert head.score is not None
+            assert head.null is not None
+            assert head.interval is not None
+            rows.append(
+                [
+                    _sign(role)[0],
+                    role,
+                    len(there),
+                    str(head.address),
+                    head.detail,
+                    head.rung,
+                    head.score,
+                    head.null,
+                    _interval(head.interval),
+                    _effect(head),
+                ]
+            )
+    columns = ["", "role", "heads", "best", "", "rung", "score", "null", "95 %", "effect"]
+    console.print(make_table("The strongest head of each role", columns, rows))
+    for role, heads in profile.roles().items():
+        there = [address for address in heads if str(address) in wanted]
+        if there and profile[there[0]].evidence:
+            seen = profile[there[0]].evidence[0]
+            console.print(Text.assemble((f"{role} {there[0]}", "bold"), f"  {seen.weight:.2f}  {seen.text}"))
+
+
+def grid(profile: Profile, wanted: set[str]) -> Text:
+    """Layers × heads: two letters for a role, brighter the higher the rung; · is unclear, lower-case grey a resting state."""
+    drawn = Text()
+    sites = list(dict.fromkeys(address.site for address in profile.addresses))
+    for site in sites:
+        here = [address for address in profile.addresses if address.site == site and str(address) in wanted]
+        if not here:
+            continue
+        drawn.append(f"{site!s:>7} ", "dim")
+        for address in here:
+            head = profile[address]
+            if head.role == "unclear":
+                drawn.append(f" {_resting(head)} ", "dim")
+            else:
+                letters, colour = _sign(head.role)
+                drawn.append(f" {letters} ", STRONG[head.rung] + colour)
+        drawn.append("\n")
+    return drawn
+
+
+def show_head(profile: Profile, head: HeadProfile, console: Console | None = None) -> None:
+    """Print one head's full story."""
+    console = console or Console()
+    console.print(Text.assemble((f"head {head.address}", "bold"), f"  {head.role} {head.detail}  ({head.rung})"))
+    if head.rest:
+        console.print(f"rests: {', '.join(head.rest)}", highlight=False)
+    rows = [
+        [
+            s.role,
+            s.detail,
+            s.rung,
+            s.score,
+            s.null,
+            _interval(s.interval),
+            f"{s.p:.4f}",
+            s.rows,
+            "" if s.effect is None else f"{s.effect:+.3f}",
+        ]
+        for s in head.supports
+    ]
+    if rows:
+        columns = ["role", "", "rung", "score", "null", "95 %", "p", "rows", "effect"]
+        console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
+    shape = [
+        name for name in head.measures if " " not in name or name in ("relative entropy", "write share", "long range")
+    ]
+    console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in shape]))
+    near = [(offset, head.measures[f"offset {offset}"]) for offset in range(8) if f"offset {offset}" in head.measures]
+    console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)
+    for seen in head.evidence:
+        console.print(Text(f"{seen.weight:.2f}  {seen.text}"))
+
+
+def _sign(role: str) -> tuple[str, str]:
+    return SIGNS.get(role, (role[:2], "green"))
+
+
+def _resting(head: HeadProfile) -> str:
+    return (
+        {"sink": "‥", "special token": "‥", "broad": "~~", "idle": "__"}.get(head.rest[0], "··").ljust(2, "‥")
+        if head.rest
+        else "··"
+    )
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.2f}–{ends[1]:.2f}"
+
+
+def _effect(head: HeadProfile) -> str:
+    return "" if head.effect is None else f"{head.effect:+.3f}"

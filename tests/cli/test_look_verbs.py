@@ -1,0 +1,85 @@
+"""headwise heads, head and ablate, as a program uses them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from headwise.cli import app
+from headwise.errors import HeadwiseError
+from headwise.look.result import Profile
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.corpus import Corpus
+from headwise.text.little import VOCABULARY
+from headwise.text.make import word_tokenizer
+from headwise.weights.save import save
+
+HEADS = [f"{layer}.{head}" for layer in range(2) for head in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tokenizer = word_tokenizer(VOCABULARY)
+    torch.manual_seed(0)
+    spec = ModelSpec(vocab=len(tokenizer), context=128, layers=2, attention=AttentionSpec(width=32, heads=4))
+    model = Transformer(spec)
+    model.tokenizer = tokenizer
+    return str(save(model, tmp_path_factory.mktemp("models") / "small"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("texts") / "little.txt"
+    path.write_text("\n".join(item.text for item in Corpus.little("held-out", documents=8).items()))
+    return str(path)
+
+
+def headwise(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "140"})
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def test_heads(folder: str, texts: str, tmp_path: Path) -> None:
+    saved = tmp_path / "small.npz"
+    told = json.loads(headwise("heads", folder, texts, "--no-causal", "--save", str(saved), "--json"))
+    assert [head["address"] for head in told["heads"]] == HEADS
+    assert all(head["role"] == "unclear" and 0 < head["measures"]["entropy"] < 5 for head in told["heads"])
+    assert told["about"]["documents"] == 500, "relations come from the little language, whose words the model reads"
+    assert told["heads"] == json.loads(json.dumps(Profile.load(saved).to_dict()))["heads"]
+    one = json.loads(headwise("head", str(saved), "1.2", "--json"))
+    assert one["copying"] is None, "a profile has no weights"
+    assert one["measures"] == told["heads"][6]["measures"]
+
+
+def test_some_heads_as_a_table(folder: str, texts: str) -> None:
+    lines = headwise("heads", folder, texts, "--no-causal", "--layers", "1", "--csv").splitlines()
+    assert lines[0].startswith("head,role,")
+    assert [line.split(",")[0] for line in lines[1:]] == HEADS[4:]
+
+
+def test_head(folder: str, texts: str) -> None:
+    told = json.loads(headwise("head", folder, "0.3", texts, "--json"))
+    assert told["address"] == "0.3"
+    assert -1 <= told["copying"] <= 1
+    assert told["evidence"]
+    with pytest.raises(HeadwiseError, match=r"7\.0"):
+        headwise("head", folder, "7.0", texts)
+
+
+def test_ablate(folder: str, texts: str) -> None:
+    told = json.loads(headwise("ablate", folder, texts, "--heads", "1.*", "--limit", "4", "--json"))
+    assert sorted(head["head"] for head in told["heads"]) == HEADS[4:]
+    assert told["by"] == "ablation"
+    assert told["how"] == "mean"
+
+
+def test_what_cannot_be_done(folder: str, texts: str) -> None:
+    with pytest.raises(HeadwiseError, match="random-init or shuffled"):
+        headwise("heads", folder, texts, "--control", "sorted")
+    with pytest.raises(HeadwiseError, match="no head here has the role"):
+        headwise("heads", folder, texts, "--no-causal", "--role", "juggler")

@@ -1,0 +1,289 @@
+"""Relations, word by word: against plain loops over dense maps, with split words, both directions, any padding."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.heads.site import Seen
+from headwise.kernels import Mask, causal, padding
+from headwise.look import rows
+from headwise.look.inputs import Batch, Unit, make_batch
+from headwise.look.relations import Relations
+from headwise.look.roles import make_cases
+from headwise.look.tally import BUCKETS, Tally
+from headwise.text import Tokenizer
+from headwise.text.documents import Document, Relation
+from tests.look.dense import by_scores
+
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "head",
+    "##s",
+    "##ing",
+    "attend",
+    "look",
+    "back",
+    "a",
+    "b",
+    "c",
+    "d",
+]
+WORDS = ("heads", "attending", "look", "back", "looks", "a", "b", "c", "d", "headsing")
+FRAMED = Tokenizer.from_wordpiece(PIECES)  # [CLS] … [SEP]
+
+
+def bare(text: str) -> list[int]:
+    return FRAMED.encode(text, special=False)
+
+
+def make_units(framed: bool, count: int = 9, seed: int = 0, longest: int = 12) -> list[Unit]:
+    """Random words, split and whole, with random arcs, classes and phrases."""
+    draw, made = np.random.default_rng(seed), []
+    for number in range(count):
+        n = int(draw.integers(4, longest))
+        words = [WORDS[i] for i in draw.integers(0, len(WORDS), n)]
+        pairs = {(int(s), int(t)) for s, t in draw.integers(0, n, (n, 2)) if s != t}
+        arcs = [Relation(("det", "subject of")[(s + t) % 2], s, t) for s, t in sorted(pairs)]
+        document = Document(
+            " ".join(words), tuple(words), tuple(arcs), tuple("NV"[i % 2] for i in range(n)), ((0, 3), (1, n))
+        )
+        made.append(unit_of(3 * number + 1, document, framed))
+    return made
+
+
+def unit_of(number: int, document: Document, framed: bool = False) -> Unit:
+    ids = FRAMED.encode(document.text, special=framed)
+    return Unit(number, tuple(ids), document, partial(FRAMED.align, document.text, document.words, framed))
+
+
+def call(batch: Batch, is_causal: bool, heads: int = 3, scores: Tensor | None = None) -> Seen:
+    """Random scores for a batch, with the mask a model would have."""
+    B, T = batch.ids.shape
+    draws = torch.Generator().manual_seed(T)
+    made = 2 * torch.randn(B, heads, T, T, generator=draws).double() if scores is None else scores
+    mask: Mask = padding(batch.real)
+    norms = torch.rand(T, generator=draws) + 0.5
+    return by_scores(made, causal() & mask if is_causal else mask, norms=norms)
+
+
+def listened(batches: list[Batch], is_causal: bool, heads: int = 3) -> tuple[Relations, list[Seen]]:
+    units = [unit for batch in batches for unit in batch.units]
+    relations = Relations.of(Tally(heads), units, is_causal)
+    seen = [call(batch, is_causal, heads) for batch in batches]
+    for batch, one in zip(batches, seen, strict=True):
+        relations.begin(batch)
+        relations.see(one, batch, 0)
+    return relations, seen
+
+
+def word_map(unit: Unit, p: np.ndarray) -> np.ndarray:
+    """To a word: the sum over its columns. From it: the mean over its rows. (H, T, T) → (H, W, W)"""
+    places = unit.alignment.tokens_of_word
+    made = np.zeros((len(p), len(places), len(places)))
+    for i, sources in enumerate(places):
+        for j, targets in enumerate(places):
+            made[:, i, j] = np.mean([[sum(p[h, s, t] for t in targets) for s in sources] for h in range(len(p))], 1)
+    return made
+
+
+def asked(unit: Unit, question: str, is_causal: bool) -> Iterator[tuple[int, int]]:
+    """The pairs a question is about: visible ones, none that points at the word the text begins with."""
+    name, way = question.rsplit(" ", 1)
+    document = unit.document
+    assert document is not None
+    W, first = len(document.words), unit.alignment.word_of_token[0]
+    if name == "same class":
+        pairs = {(i, j) for i in range(W) for j in range(i + 1, W) if document.classes[i] == document.classes[j]}
+    elif name == "same phrase":
+        pairs = {(i, j) for a, b in document.phrases if b - a <= 8 for i in range(a, b) for j in range(i + 1, b)}
+    else:
+        pairs = {(arc.source, arc.target) for arc in document.relations if arc.name == name}
+    for s, t in pairs:
+        s, t = (s, t) if way == ">" else (t, s)
+        if t != first and s != t and (t < s or not is_causal):
+            yield s, t
+
+
+def unit_maps(batches: list[Batch], seen: list[Seen], valued: bool = False) -> Iterator[tuple[Unit, np.ndarray]]:
+    for batch, one in zip(batches, seen, strict=True):
+        p = one.maps().numpy()
+        if valued:
+            p = p * one.v[..., 0].numpy()[:, :, None]
+            p = p / np.maximum(p.sum(-1, keepdims=True), 1e-30)
+        for row, unit in enumerate(batch.units):
+            start = int(batch.first[row])
+            here = slice(start, start + len(unit.ids))
+            yield unit, word_map(unit, p[row][:, here, here])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("framed", [True, False])
+def test_hits_and_mass(side: str, is_causal: bool, framed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if side == "left":
+        monkeypatch.setattr(rows, "ROWS", 5)
+        monkeypatch.setattr(rows, "CELLS", 300)
+    units = make_units(framed)
+    batches = [make_batch(units[:4], side), make_batch(units[4:], side)]
+    relations, seen = listened(batches, is_causal)
+    assert set(relations.questions) == {
+        f"{n} {w}" for n in ("det", "subject of", "same phrase", "same class") for w in "><"
+    }
+    for question in relations.questions:
+        for kind, valued in (("", False), ("valued ", True)):
+            hits, mass, arcs = np.zeros(3), np.zeros(3), 0
+            for unit, words in unit_maps(batches, seen, valued):
+                for s, t in asked(unit, question, is_causal):
+                    others = np.delete(words[:, s], s, 1)
+                    hits += np.delete(np.arange(words.shape[1]), s)[others.argmax(1)] == t
+                    mass += words[:, s, t]
+                    arcs += 1
+            got_hits, counts = relations.tally.per_bucket(f"{question} {kind}hits")
+            got_mass, _ = relations.tally.per_bucket(f"{question} {kind}mass")
+            np.testing.assert_array_equal(counts.sum(0), arcs, err_msg=question)
+            np.testing.assert_array_equal(got_hits.sum(0), hits, err_msg=question)
+            np.testing.assert_allclose(got_mass.sum(0), mass, rtol=1e-5, atol=1e-5, err_msg=question)
+
+
+def test_split_words_of_a_uniform_encoder() -> None:
+    """Attention to a word of k tokens is k/n, and a row sums to what words have in all."""
+    unit = make_units(framed=False, count=1, seed=4, longest=13)[0]
+    batch = make_batch([unit])
+    relations = Relations.of(Tally(1), [unit], causal=False)
+    relations.begin(batch)
+    n = len(unit.ids)
+    plain, _ = relations._word_maps(by_scores(torch.zeros(1, 1, n, n).double()), batch)
+    sizes = np.array([len(places) for places in unit.alignment.tokens_of_word])
+    np.testing.assert_allclose(plain[0][0], np.tile(sizes / n, (len(sizes), 1)), atol=1e-6)
+    assert max(sizes) > 1
+
+
+def sight(source: int, words: int, is_causal: bool) -> int:
+    """Rows that see about as many words: by powers of two."""
+    return int(np.log2(max(1, source if is_causal else words - 1)))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("framed", [True, False])
+def test_what_other_pairs_get(is_causal: bool, framed: bool) -> None:
+    """expected(): each arc's weight if it were any pair at the same offset whose row sees about as much."""
+    units = make_units(framed, count=14, seed=2)
+    batches = [make_batch(units[:5], "left"), make_batch(units[5:])]
+    relations, seen = listened(batches, is_causal)
+    maps = list(unit_maps(batches, seen))
+    sums, coverage = relations.expected()
+    for number, question in enumerate(relations.questions):
+        others: dict[tuple, list[np.ndarray]] = {}
+        for unit, words in maps:
+            W, first = words.shape[1], unit.alignment.word_of_token[0]
+            arcs = set(asked(unit, question, is_causal))
+            for s in range(W):
+                for t in range(s if is_causal else W):
+                    if s != t and t != first and (s, t) not in arcs:
+                        others.setdefault((t - s, sight(s, W, is_causal)), []).append(words[:, s, t])
+        want, covered, arcs = np.zeros((BUCKETS, 3)), 0, 0
+        for unit, words in maps:
+            for s, t in asked(unit, question, is_causal):
+                found = others.get((t - s, sight(s, words.shape[1], is_causal)))
+                arcs += 1
+                covered += found is not None
+                want[unit.number % BUCKETS] += 0 if found is None else np.mean(found, 0)
+        if covered == arcs:
+            np.testing.assert_allclose(sums[:, number], want, rtol=1e-4, atol=1e-5, err_msg=question)
+        if arcs:
+            assert coverage[number] == pytest.approx(covered / arcs), question
+        assert relations.arcs[:, number].sum() == arcs
+
+
+def previous_word(units: list[Unit], is_causal: bool) -> Relations:
+    """A hard head from each word to the one before, words being single tokens."""
+    relations = Relations.of(Tally(1), units, is_causal)
+    for unit in units:
+        batch, n = make_batch([unit]), len(unit.ids)
+        relations.begin(batch)
+        scores = 200.0 * torch.eye(n).roll(-1, 1).tril().double()
+        scores[0, 0] = 200.0  # it has nobody before it
+        relations.see(call(batch, is_causal, 1, scores[None, None]), batch, 0)
+    return relations
+
+
+def single_tokens(arcs: list[list[tuple[int, int]]], n: int = 9) -> list[Unit]:
+    words = ("a", "b", "c", "d", "look", "back", "head", "attend", "a")[:n]
+    return [unit_of(i, Document.of(words, [Relation("det", s, t) for s, t in some])) for i, some in enumerate(arcs)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_previous_word_head_is_no_syntax(is_causal: bool) -> None:
+    arcs = [[(2, 1), (5, 4), (7, 2), (3, 6)], [(8, 7), (6, 2), (4, 3)], [(3, 1), (5, 4)], [(2, 5)]]
+    relations = previous_word(single_tokens(arcs), is_causal)
+    flat = [(s, t) for some in arcs for s, t in some if t < s or not is_causal]
+    share = np.mean([t == s - 1 for s, t in flat])
+    assert relations.tally.mean("det > hits") == pytest.approx([share])
+    sums, coverage = relations.expected()
+    number = relations.questions.index("det >")
+    assert coverage[number] == 1
+    mass, counts = relations.tally.per_bucket("det > mass")
+    assert mass.sum() == pytest.approx(sums[:, number].sum(), abs=1e-9), "no excess at all"
+    assert counts.sum() == len(flat)
+
+
+def test_strata_without_other_pairs_are_left_out() -> None:
+    """Every pair of neighbours is an arc: there is nothing to compare a previous-word head with, so it has no excess."""
+    everywhere = [[(i, i - 1) for i in range(1, 9)] + [(6, 2)], [(i, i - 1) for i in range(1, 9)] + [(8, 3)]] * 6
+    relations = previous_word(single_tokens(everywhere), is_causal=True)
+    _, coverage = relations.expected()
+    number = relations.questions.index("det >")
+    assert coverage[number] == pytest.approx(12 / (12 + 12 * 7)), "pairs at the first word are not asked for"
+    for case in make_cases(relations.tally, relations, "det"):
+        if case.role.detail == ">":
+            assert case.mean(0) == pytest.approx([0]), "without excess weight a head follows nothing"
+
+
+def test_pairs_of_words_of_one_class_need_others_too() -> None:
+    """All words are of one class: a head of any kind has nothing to show, for no pair is of two classes."""
+    words = ("a", "b", "c", "d", "look", "back")
+    units = [unit_of(i, Document.of(words, classes=["N"] * 6)) for i in range(12)]
+    relations = previous_word(units, is_causal=True)
+    case = next(c for c in make_cases(relations.tally, relations) if c.role.name == "part of speech")
+    assert not np.nan_to_num(case.gain(1)) > 0
+
+
+def test_the_best_offset_is_fitted_on_the_half_for_choosing() -> None:
+    """Even numbers choose: there −1 is best; odd ones report, where −3 would have been better."""
+    arcs = [[(4, 3), (5, 4), (8, 5)] if i % 2 == 0 else [(4, 1), (5, 2), (8, 7)] for i in range(20)]
+    relations = previous_word(single_tokens(arcs), is_causal=True)
+    case = next(c for c in make_cases(relations.tally, relations, "det") if c.role.detail == ">")
+    assert case.null(0) == pytest.approx([2 / 3])
+    assert case.null(1) == pytest.approx([1 / 3]), "the share of −1, not of −3"
+
+
+def test_arcs_by_offset() -> None:
+    units = make_units(framed=True, count=20, seed=7)
+    relations, _ = listened([make_batch(units)], is_causal=False)
+    number = relations.questions.index("det >")
+    want = Counter(t - s for unit in units for s, t in asked(unit, "det >", False))
+    got = relations.offsets[:, number].sum(0)
+    assert got.tolist() == [want[offset] for offset in range(-5, 6)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_head_that_looks_at_no_word_hits_none(is_causal: bool) -> None:
+    """All weight on [CLS]: words get nothing, and nothing is no hit, not even on the word that comes first."""
+    units = [unit_of(i, Document.of("abcd", [Relation("det", 2, 0), Relation("det", 3, 0)]), True) for i in range(3)]
+    batch = make_batch(units)
+    relations = Relations.of(Tally(1), units, is_causal)
+    relations.begin(batch)
+    scores = torch.zeros(3, 1, 6, 6).double()
+    scores[..., 0] = 2000.0
+    relations.see(call(batch, is_causal, 1, scores), batch, 0)
+    assert relations.tally.mean("det > mass") == pytest.approx([0])
+    assert relations.tally.mean("det > hits") == pytest.approx([0])

@@ -1,0 +1,215 @@
+"""Roles: heads built by hand get their labels and no others; heads that learned nothing get none; A chooses, B reports."""
+
+import numpy as np
+import pytest
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.look.profile import profile
+from headwise.look.result import Profile
+from headwise.look.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
+from headwise.look.tally import BUCKETS, Tally
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.corpus import Corpus
+from headwise.text.little import VOCABULARY
+from headwise.text.make import word_tokenizer
+from tests.look.built import DECODER, ENCODER, decoder, documents, encoder
+
+
+@pytest.fixture(scope="module")
+def decoded() -> Profile:
+    return profile(decoder(), documents())
+
+
+@pytest.fixture(scope="module")
+def encoded() -> Profile:
+    return profile(encoder(), documents())
+
+
+def told(made: Profile, head: str) -> list[str]:
+    """Every role a head may be said to have, best first."""
+    return [support.role for support in made[head].supports if RUNGS.index(support.rung) >= 2]
+
+
+@pytest.mark.parametrize("head", DECODER)
+def test_built_heads_of_a_decoder(head: str, decoded: Profile) -> None:
+    role, rung = DECODER[head]
+    assert decoded[head].role == role
+    assert told(decoded, head) == [role] * (role != "unclear")
+    assert rung is None or decoded[head].rung == rung
+    if role not in ("unclear", "digit"):
+        assert decoded[head].score == pytest.approx(1, abs=1 / 30)
+
+
+@pytest.mark.parametrize("head", ENCODER)
+def test_built_heads_of_an_encoder(head: str, encoded: Profile) -> None:
+    role, detail = ENCODER[head]
+    assert (encoded[head].role, encoded[head].detail) == (role, detail)
+    assert told(encoded, head) == [role] * (role != "unclear")
+    assert role == "unclear" or encoded[head].rung == "effective", "a headless encoder has no probe"
+
+
+def test_a_score_is_at_most_one(decoded: Profile, encoded: Profile) -> None:
+    for made in (decoded, encoded):
+        for head in made:
+            assert all(support.score <= 1 + 1e-6 for support in head.supports), head.supports
+
+
+def test_where_they_rest(decoded: Profile) -> None:
+    rests = {str(head.address): head.rest for head in decoded}
+    assert rests["0.1"] == ("sink",), "all it does is rest"
+    assert "sink" in rests["0.2"], "a duplicate-token head without a duplicate"
+    assert "sink" in rests["1.0"], "an induction head rests most of the time, and is one still"
+    assert rests["0.0"] == rests["1.1"] == rests["1.2"] == ()
+    assert "broad" in rests["0.4"]
+    assert rests["0.5"] == ("broad", "idle")
+
+
+def test_the_offset_and_the_direction_are_told(decoded: Profile, encoded: Profile) -> None:
+    assert decoded["1.1"].detail == "-3"
+    assert decoded["0.3"].detail == ">", "from the closer to the opener"
+    assert encoded["0.3"].detail == "<"
+
+
+def test_nulls_and_intervals(decoded: Profile) -> None:
+    for head in decoded:
+        if head.role != "unclear":
+            assert head.score is not None
+            assert head.null is not None
+            assert head.interval is not None
+            assert head.null < head.score
+            assert head.interval[0] <= head.score + 1e-9 <= head.interval[1] + 2e-9
+    previous = decoded["0.0"].supports[0]
+    n = np.array([len(d.words) for d in documents()[1::2]])
+    assert previous.rows == (n - 2).sum(), "rows whose previous token is not the first, in the half for reporting"
+    uniform = sum((1 / np.arange(3, k + 1)).sum() for k in n) / (n - 2).sum()
+    assert previous.null == pytest.approx(uniform, abs=1e-6)
+
+
+def test_taking_the_previous_token_head_away_breaks_induction(decoded: Profile) -> None:
+    for head in ("0.0", "1.0"):
+        effect = decoded[head].supports[0]
+        assert effect.effect is not None
+        assert effect.effect_interval is not None
+        assert effect.effect > 1
+        assert effect.effect_interval[0] > 0
+    duplicate = decoded["0.2"].supports[0]
+    assert duplicate.effect is not None, "it was asked, and does not help"
+    assert all(s.effect is None for s in decoded["1.1"].supports), "a role without a probe is not asked"
+
+
+def test_without_ablation_nobody_is_causal() -> None:
+    made = profile(decoder(), documents(), causal=False)
+    assert {head.rung for head in made} == {"unclear", "effective"}
+    assert [head.role for head in made] == [role for role, _ in DECODER.values()]
+
+
+def test_a_head_that_fetches_nothing_is_not_effective() -> None:
+    """It looks at the previous token, but what it fetches there is nothing: only the first token has a value."""
+    model = decoder()
+    layer = next(iter(model.attention_layers()))
+    head = layer.heads[0]
+    with torch.no_grad():
+        head.W_V.zero_()
+        head.W_V[model.tokenizer.encode("1 2")] = 1.0  # pyright: ignore
+    made = profile(model, documents(), causal=False)
+    assert made["0.0"].rung == "selective"
+    assert made["0.0"].role == "previous token"
+
+
+def untrained(seed: int) -> Transformer:
+    tokenizer = word_tokenizer(VOCABULARY)
+    torch.manual_seed(seed)
+    attention = AttentionSpec(width=48, heads=6)
+    model = Transformer(ModelSpec(vocab=len(tokenizer), context=160, layers=3, attention=attention))
+    model.tokenizer = tokenizer
+    return model
+
+
+def false_alarms(seeds: range) -> float:
+    """The share of heads of random models that are said to have a role."""
+    little = list(Corpus.little("held-out", documents=60, seed=1).items())
+    made = [profile(untrained(seed), little, causal=False, seed=seed) for seed in seeds]
+    return float(np.mean([head.role != "unclear" for one in made for head in one]))
+
+
+def test_heads_that_learned_nothing_have_no_role() -> None:
+    assert false_alarms(range(4)) <= 0.01
+
+
+@pytest.mark.slow
+def test_heads_that_learned_nothing_have_no_role_over_many_seeds() -> None:
+    assert false_alarms(range(100, 120)) <= 0.01
+
+
+def cases_of(heads: int, arcs: int, rate: float, seed: int = 0) -> Case:
+    """Heads that hit so many of the arcs of each half by chance alone, and a null that says so."""
+    draw = np.random.default_rng(seed)
+    counts = np.zeros((BUCKETS, heads))
+    for half in (0, 1):
+        counts[half::2][: BUCKETS // 2] = np.bincount(draw.integers(0, BUCKETS // 2, arcs), minlength=BUCKETS // 2)[:, None]
+    scores = draw.binomial(counts.astype(int), rate).astype(float)
+    return Case(Role("det", (), 0.1), scores, rate * counts, scores, counts)
+
+
+@pytest.mark.parametrize(("arcs", "best"), [(100, 0.54), (3000, 0.426)])
+def test_choosing_makes_heads_look_skilled_and_reporting_does_not(arcs: int, best: float) -> None:
+    """The best of 288 heads under a null of 40 %: 54 % where it was chosen, 40 % where it is reported."""
+    chosen, reported, claimed = [], [], 0
+    for seed in range(20):
+        case = cases_of(288, arcs, 0.4, seed)
+        winner = int(case.mean(0).argmax())
+        chosen.append(case.mean(0)[winner])
+        reported.append(case.mean(1)[winner])
+        found, family = judge([case], 288)
+        assert family == 288
+        for head, supports in enumerate(found):
+            assert all(s.score == pytest.approx(case.mean(1)[head]) for s in supports), "scores are of B"
+        claimed += sum(RUNGS.index(s.rung) >= 2 for supports in found for s in supports)
+    assert np.mean(chosen) == pytest.approx(best, abs=0.01)
+    assert np.mean(reported) == pytest.approx(0.4, abs=0.03)
+    assert claimed <= 2, "family-wise 5 %: one in twenty families"
+
+
+def test_a_skilled_head_among_many_is_found() -> None:
+    case = cases_of(288, 600, 0.4)
+    case.scores[:, 7] = case.valued[:, 7] = np.random.default_rng(1).binomial(case.counts[:, 7].astype(int), 0.7)
+    found, _ = judge([case], 288)
+    assert [head for head, s in enumerate(found) if s and RUNGS.index(s[0].rung) >= 2] == [7]
+    assert found[7][0].gain == pytest.approx((0.7 - 0.4) / 0.6, abs=0.07)
+    assert found[7][0].rung == "effective"
+
+
+def test_a_head_that_is_skilled_in_one_half_only_is_no_more_than_a_pattern() -> None:
+    case = cases_of(40, 600, 0.4)
+    case.scores[0::2, 3] = case.counts[0::2, 3]
+    case.scores[1::2, 5] = case.counts[1::2, 5]
+    found, _ = judge([case], 40)
+    assert found[3][0].rung == "pattern"
+    assert found[5] == [], "what was not chosen is not reported"
+
+
+def test_one_role_alone() -> None:
+    made = profile(decoder(), documents(), causal=False)
+    cases = make_cases(made.tally, made.relations, "induction")
+    assert [case.role.name for case in cases] == ["induction"]
+    found, _ = judge(cases, len(made))
+    assert [str(a) for a, s in zip(made.addresses, found, strict=True) if s] == ["1.0"]
+    with pytest.raises(HeadwiseError, match="there is no role 'inductoin' here; .*induction"):
+        make_cases(made.tally, made.relations, "inductoin")
+
+
+def test_nothing_to_judge() -> None:
+    assert judge([], 3) == ([[], [], []], 0)
+    names = ("first", "special", "relative entropy", "write share")
+    tally = Tally(3)
+    values = torch.tensor([[[0.31, 0, 0.5, 0.3], [0.3, 0.4, 0.95, 0.3], [0.1, 0.3, 0.9, 0.01]]])
+    tally.add(names, slice(0, 3), [0], values.double(), torch.ones(1, 1, 4))
+    assert rest(tally, np.full(3, 3)) == [("sink",), ("special token", "broad"), ("idle",)]
+
+
+def test_the_table_has_each_role_in_each_form_once() -> None:
+    forms = [(role.name, role.detail) for role in TABLE]
+    assert len(set(forms)) == len(forms)
+    assert all(0 < role.threshold < 1 for role in TABLE)
