@@ -1,6 +1,8 @@
 """Attention by distance: the diagonals of a block, one by one near the query, by powers of two farther away."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +43,7 @@ class Diagonals:
         block, batch = self.block, self.batch
         wide = slice(0, 2 * WINDOW - 1 if block.ahead else WINDOW)
         e = block.at(1 - WINDOW if block.ahead else 0, WINDOW)  # (B, h, R, o)
-        S = batch.real.shape[1]
-        rows = torch.arange(block.rows.start, block.rows.stop, device=e.device) + block.past
-        target = rows[:, None] - torch.tensor(OFFSETS[wide], device=e.device)  # (R, o)
-        first, column = batch.first[:, None, None], target.clamp(0, S - 1)
-        inside = (target >= first) & (target < S) & batch.real[:, column] & self.real[..., None]  # (B, R, o)
-        aimed = (inside & (target > first)).to(e)
-        inside = inside.to(e)
+        column, inside, aimed = self._once("near", lambda: self._targets(OFFSETS[wide], e))
         p = block.share(e)
         hits = (e == 1).to(e)  # the largest e is 1
         hits = hits / hits.sum(-1, keepdim=True).clamp(min=1)  # a tie is shared out
@@ -57,10 +53,30 @@ class Diagonals:
             ("offset", p, inside), ("argmax", hits, inside), ("aimed", p, aimed), ("aimed null", uniform, aimed),
             ("aimed valued", valued, aimed),
         ):  # fmt: skip
-            out[kind][0][..., wide] += torch.einsum("bhro,bro->bho", values, counts)
+            out[kind][0][..., wide] += (values * counts[:, None]).sum(2)
             out[kind][1][..., wide] += counts.sum(1)[:, None]
-        self._long(p.sum(-1), inside, valued.sum(-1), first, out["long"])
+        near = p.sum(-1)
+        self._long(near, inside, valued.sum(-1), batch.first[:, None, None], out["long"])
+        self._far(near, out["bins"])
         return (e[..., WINDOW - 1] == 1) | (block.features[..., 2] == 1)
+
+    def _once(self, what: str, work: Callable[[], Any]) -> Any:
+        """What does not depend on the head is the same at every layer and for every group of heads."""
+        block = self.block
+        key = (what, block.rows, block.cols, block.past, block.ahead, int(block.visible.sum()))  # windows may differ
+        if key not in self.batch.memo:
+            self.batch.memo[key] = work()
+        return self.batch.memo[key]
+
+    def _targets(self, offsets: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The column at each offset from each row, (R, o); which are tokens, and which of those not the first: (B, R, o)."""
+        block, batch = self.block, self.batch
+        S = batch.real.shape[1]
+        rows = torch.arange(block.rows.start, block.rows.stop, device=like.device) + block.past
+        target = rows[:, None] - torch.tensor(offsets, device=like.device)
+        first, column = batch.first[:, None, None], target.clamp(0, S - 1)
+        inside = (target >= first) & (target < S) & batch.real[:, column] & self.real[..., None]
+        return column, inside.to(like), (inside & (target > first)).to(like)
 
     def _long(self, near: Tensor, inside: Tensor, near_valued: Tensor, first: Tensor, out: Tensor) -> None:
         """What is left of each row when the near, the first token and repeated tokens are taken away."""
@@ -75,7 +91,9 @@ class Diagonals:
         repeated, repeated_valued, repeats = self._repeated()
         mass = block.share(block.features[..., 0])
         visible = block.visible.to(near)
-        null = (visible - inside.sum(-1)[:, None] - far_first - repeats) / visible.clamp(min=1)
+        null = (visible - inside.sum(-1)[:, None] - far_first * self._sees_first(first) - repeats) / visible.clamp(
+            min=1
+        )
         last = self.batch.real.sum(1)[:, None] - 1
         far = (place > WINDOW) | ((last - place >= WINDOW) & block.ahead)
         counts = (self.real & far).to(near)[:, None]  # rows that have something far to look at
@@ -83,9 +101,32 @@ class Diagonals:
         out[0] += (torch.stack(made, -1).clamp(min=0) * counts[..., None]).sum(2)
         out[1] += counts.sum(2)[..., None]
 
+    def _sees_first(self, first: Tensor) -> Tensor:
+        """Whether a row may see the first token at all, which a window can forbid: (B or 1, 1 or h, R or 1)."""
+        block = self.block
+        if block.cols.start > int(first.max()):
+            return torch.zeros(1, 1, 1, device=first.device)
+        if block.allowed is None:
+            return torch.ones(1, 1, 1, device=first.device)
+        column = (first - block.cols.start).clamp(0, len(block.cols) - 1)[..., None]  # (B, 1, 1, 1)
+        allowed = block.allowed.expand(len(first), -1, -1, len(block.cols))
+        seen = allowed.gather(-1, column.expand(*allowed.shape[:3], 1))[..., 0]
+        return (seen & (first >= block.cols.start)).to(block.e)
+
     def _repeated(self) -> tuple[Tensor, Tensor, Tensor]:
         """Far keys that repeat the query's token, or follow one that does: their share of each row, valued, and count."""
-        block, batch, e = self.block, self.batch, self.block.e
+        block, e = self.block, self.block.e
+        b, r, c, counts = self._once("repeated", self._pairs)
+        found = torch.zeros(2, *block.total.shape, dtype=e.dtype, device=e.device)
+        picked = e[b, :, r, c]  # (pairs, h)
+        valued = picked * self.norms[b, :, c + block.cols.start]
+        found[0].permute(0, 2, 1).index_put_((b, r), picked, accumulate=True)
+        found[1].permute(0, 2, 1).index_put_((b, r), valued, accumulate=True)
+        return block.share(found[0]), found[1] / self.valued_total.clamp(min=1e-30), counts.to(e)
+
+    def _pairs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where those keys are, by example, row and column of the block, and how many a row has, (B, 1, R)."""
+        block, batch = self.block, self.batch
         ids = batch.ids.masked_fill(~batch.real, -1)
         rows = slice(block.rows.start + block.past, block.rows.stop + block.past)
         cols = slice(block.cols.start, block.cols.stop)
@@ -98,29 +139,36 @@ class Diagonals:
         if block.allowed is not None and block.allowed.shape[1] == 1:
             same &= block.allowed[:, 0]
         b, r, c = same.nonzero(as_tuple=True)
-        found = torch.zeros(2, *block.total.shape, dtype=e.dtype, device=e.device)
-        picked = e[b, :, r, c]  # (pairs, h)
-        valued = picked * self.norms[b, :, c + block.cols.start]
-        found[0].permute(0, 2, 1).index_put_((b, r), picked, accumulate=True)
-        found[1].permute(0, 2, 1).index_put_((b, r), valued, accumulate=True)
-        return block.share(found[0]), found[1] / self.valued_total.clamp(min=1e-30), same.sum(-1)[:, None].to(e)
+        return b, r, c, same.sum(-1)[:, None]
 
-    def far(self, out: Tensor) -> None:
-        """Add up the bins beyond the window into (2, B, h, bins)."""
+    def _far(self, near: Tensor, out: Tensor) -> None:
+        """Add up the bins beyond the window into (2, B, h, bins); the last that is reached is what is left of the row."""
         block = self.block
         back = block.rows.stop + block.past - block.cols.start  # the farthest a row of this block can look, and ahead
         ahead = block.cols.stop - block.rows.start - block.past
-        weight = block.share(self.real[:, None].to(block.e).expand_as(block.total))  # (B, h, R)
+        whole = back - len(block.rows)  # so far back every row can look
+        real = self.real[:, None].to(near)
+        left = block.share(block.features[..., 0]) - near  # (B, h, R)
         for number, low in enumerate(EDGES):
-            counts = self._rows_beyond(low)
+            counts = self._once(f"beyond {low}", lambda low=low: self._rows_beyond(low))
             if counts is None:
                 break
-            for sign, reach in ((1, back), (-1, ahead)):
-                high = min(2 * low, reach + 1)
-                if low < high:
-                    some = block.at(low, high) if sign > 0 else block.at(1 - high, 1 - low)
-                    out[0, ..., number] += (some.sum(-1) * weight).sum(-1)
+            if not block.ahead and 2 * low > whole and back <= 2 * low:
+                some = left
+            else:
+                some = self._bin(low, min(2 * low, back + 1), min(2 * low, ahead + 1))
+                left = left - some
+            out[0, ..., number] += (some * real).sum(-1)
             out[1, ..., number] += counts
+
+    def _bin(self, low: int, back: int, ahead: int) -> Tensor:
+        """The share of each row that lies from `low` to below these distances: (B, h, R)."""
+        block, total = self.block, torch.zeros_like(self.block.total)
+        if low < back:
+            total = total + block.at(low, back).sum(-1)
+        if low < ahead and block.ahead:
+            total = total + block.at(1 - ahead, 1 - low).sum(-1)
+        return block.share(total)
 
     def _rows_beyond(self, low: int) -> Tensor | None:
         """How many rows have a key at least so far away, (B, 1); None if none has."""

@@ -1,7 +1,7 @@
 """What a model reads while it is looked at: texts as units, units in batches."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -41,8 +41,9 @@ class Batch:
     units: tuple[Unit, ...]
     ids: Tensor  # (B, T)
     real: Tensor  # (B, T): True at tokens, False at padding
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what is the same for all heads, worked out once
 
-    @property
+    @cached_property
     def first(self) -> Tensor:
         """Where each row's first token stands, (B,)."""
         return self.real.long().argmax(1)

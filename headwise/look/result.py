@@ -199,22 +199,29 @@ class Profile:
             raise HeadwiseError(
                 f"{path} is a profile of version {told.get('version')}, this is {VERSION}; make it anew."
             )
-        addresses = tuple(Address.parse(text) for text in told["heads"])
-        tally = Tally(len(addresses), {name: (group, place) for name, (group, place) in told["fields"].items()})
-        for name, value in arrays.items():
-            kind, _, group = name.partition("/")
-            if kind in ("sums", "counts"):
-                getattr(tally, kind)[group] = value
-        relations = None
-        if "questions" in told:
-            relations = Relations(tally, tuple(told["questions"]), told["causal"])
-            for name in relations.arrays():
-                setattr(relations, name, arrays[f"relations/{name}"])
-        return Profile(
-            addresses, tally, relations, [[Context(**c) for c in some] for some in told["evidence"]],
-            [[_support(s) for s in some] for some in told["supports"]], [tuple(r) for r in told["rests"]],
-            told["family"], told["about"],
-        )  # fmt: skip
+        try:
+            return _rebuilt(told, arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            raise HeadwiseError(f"{path} lacks something a profile has ({error}); make it anew.") from None
+
+
+def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
+    addresses = tuple(Address.parse(text) for text in told["heads"])
+    tally = Tally(len(addresses), {name: (group, place) for name, (group, place) in told["fields"].items()})
+    for name, value in arrays.items():
+        kind, _, group = name.partition("/")
+        if kind in ("sums", "counts"):
+            getattr(tally, kind)[group] = value
+    relations = None
+    if "questions" in told:
+        relations = Relations(tally, tuple(told["questions"]), told["causal"])
+        for name in relations.arrays():
+            setattr(relations, name, arrays[f"relations/{name}"])
+    return Profile(
+        addresses, tally, relations, [[Context(**c) for c in some] for some in told["evidence"]],
+        [[_support(s) for s in some] for some in told["supports"]], [tuple(r) for r in told["rests"]],
+        told["family"], told["about"],
+    )  # fmt: skip
 
 
 def _support(told: dict[str, Any]) -> Support:

@@ -15,7 +15,7 @@ from headwise.heads.site import Seen
 from headwise.kernels.terms import raw_scores, spread
 
 ROWS = 128  # queries in a block
-CELLS = 1 << 19  # scores in a block, about
+CELLS = 1 << 21  # scores in a block, about
 
 
 @dataclass(frozen=True, eq=False)

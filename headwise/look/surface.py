@@ -41,7 +41,6 @@ class Surface:
             self._rows(block, batch, real, here["rows"])
             diagonals = Diagonals(block, batch, real, norms[:, block.heads], block.features[..., _NORM])
             resting = diagonals.near(here)
-            diagonals.far(here["bins"])
             if self.evidence is not None:
                 heads = slice(first_head + block.heads.start, first_head + block.heads.stop)
                 self.evidence.add(heads, block, resting | ~real[:, None], batch.units, batch.first)

@@ -65,6 +65,9 @@ class Tally:
         if self.heads != other.heads:
             raise HeadwiseError(f"tallies of {self.heads} and of {other.heads} heads cannot be merged.")
         merged = Tally(self.heads, {**self.fields, **other.fields})
+        moved = any(merged.fields[name] != place for name, place in self.fields.items())
+        if moved or len(set(merged.fields.values())) < len(merged.fields):
+            raise HeadwiseError("tallies of different measures cannot be merged; measure both alike.")
         for kind in ("sums", "counts"):
             mine, theirs, both = (getattr(tally, kind) for tally in (self, other, merged))
             for group in {**mine, **theirs}:

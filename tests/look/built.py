@@ -88,7 +88,7 @@ def within(offset: int) -> Tensor:
 
 
 def blank(heads: int, layers: int, kind: str = "decoder") -> Transformer:
-    """A model that does nothing: one unit vector per token and place, no MLP, heads that look everywhere and write nothing."""
+    """A model that does nothing: one unit vector per token and place, no MLP, heads that see all and write nothing."""
     # ‖x‖² is 2 at first, a token and a place: there a score is BETA.
     attention = AttentionSpec(width=WIDTH, heads=heads, head_dim=V + P, value_dim=V, scale=2.0 / WIDTH)
     spec = ModelSpec(

@@ -33,10 +33,10 @@ def by_scores(
 
     `norms` (S,) are the lengths of what each key writes; 1 if left out.
     """
-    B, H, T, S = scores.shape
+    B, H, _, S = scores.shape
     eye = torch.eye(S, dtype=scores.dtype).expand(B, H, S, S)
     v = (torch.ones(S) if norms is None else norms).to(scores)[None, None, :, None].expand(B, H, S, 1)
-    output = SimpleNamespace(slices=torch.eye(3, dtype=scores.dtype)[None, :1].expand(H, 1, 3))
+    output: Any = SimpleNamespace(slices=torch.eye(3, dtype=scores.dtype)[None, :1].expand(H, 1, 3))
     terms = Terms(scale=1.0, groups=tuple(range(H)), mask=mask, sink=sink)
     z = maps(scores, eye, terms) @ v
     return Seen(Site(SiteAddress("", 0), tuple(range(H)), output), scores, eye, v, terms, z)

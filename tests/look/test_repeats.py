@@ -137,11 +137,9 @@ def test_against_whole_maps() -> None:
     m, tally = repeats.length, Tally(4)
     listener, kept = Echo(tally, repeats), []
     for some, ids, repeated in repeats.batches(2):
-        with model.sites()[0].listen(
-            lambda seen, s=some, r=repeated: (
-                kept.append((r, maps(seen.q, seen.k, seen.terms))),
-                listener.see(seen, s, r, 0),
-            )
+        with (
+            model.sites()[0].listen(lambda seen, r=repeated: kept.append((r, maps(seen.q, seen.k, seen.terms)))),
+            model.sites()[0].listen(lambda seen, s=some, r=repeated: listener.see(seen, s, r, 0)),
         ):
             model(ids, hidden=True)
     for kind, repeated in (("", True), (" null", False)):

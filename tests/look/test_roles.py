@@ -148,7 +148,9 @@ def cases_of(heads: int, arcs: int, rate: float, seed: int = 0) -> Case:
     draw = np.random.default_rng(seed)
     counts = np.zeros((BUCKETS, heads))
     for half in (0, 1):
-        counts[half::2][: BUCKETS // 2] = np.bincount(draw.integers(0, BUCKETS // 2, arcs), minlength=BUCKETS // 2)[:, None]
+        counts[half::2][: BUCKETS // 2] = np.bincount(draw.integers(0, BUCKETS // 2, arcs), minlength=BUCKETS // 2)[
+            :, None
+        ]
     scores = draw.binomial(counts.astype(int), rate).astype(float)
     return Case(Role("det", (), 0.1), scores, rate * counts, scores, counts)
 
@@ -196,7 +198,7 @@ def test_one_role_alone() -> None:
     assert [case.role.name for case in cases] == ["induction"]
     found, _ = judge(cases, len(made))
     assert [str(a) for a, s in zip(made.addresses, found, strict=True) if s] == ["1.0"]
-    with pytest.raises(HeadwiseError, match="there is no role 'inductoin' here; .*induction"):
+    with pytest.raises(HeadwiseError, match=r"there is no role 'inductoin' here; .*induction"):
         make_cases(made.tally, made.relations, "inductoin")
 
 
@@ -204,7 +206,7 @@ def test_nothing_to_judge() -> None:
     assert judge([], 3) == ([[], [], []], 0)
     names = ("first", "special", "relative entropy", "write share")
     tally = Tally(3)
-    values = torch.tensor([[[0.31, 0, 0.5, 0.3], [0.3, 0.4, 0.95, 0.3], [0.1, 0.3, 0.9, 0.01]]])
+    values = torch.tensor([[[0.31, 0, 0.5, 0.3], [0.25, 0.4, 0.95, 0.3], [0.1, 0.25, 0.85, 0.01]]])
     tally.add(names, slice(0, 3), [0], values.double(), torch.ones(1, 1, 4))
     assert rest(tally, np.full(3, 3)) == [("sink",), ("special token", "broad"), ("idle",)]
 

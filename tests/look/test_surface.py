@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import lgamma
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def test_class_masses_of_a_uniform_head(mask: Mask | None) -> None:
 
 
 ATTENTION = AttentionSpec(width=24, heads=4, head_dim=6, bias=True)
-SIZES = {"vocab": VOCAB, "context": 210, "layers": 2, "hidden": 13}
+SIZES: dict[str, Any] = {"vocab": VOCAB, "context": 210, "layers": 2, "hidden": 13}
 VARIANTS = {
     "decoder": ModelSpec(**SIZES, attention=ATTENTION),
     "encoder": ModelSpec(**SIZES, attention=ATTENTION, kind="encoder", output="none"),
