@@ -47,6 +47,8 @@ bench: $(VENV)-bench/installed
 	$(VENV)-bench/bin/python -m bench.generate
 	$(VENV)-bench/bin/python -m bench.train
 	$(VENV)-bench/bin/python -m bench.load
+	$(VENV)-bench/bin/python -m bench.look
+	$(VENV)-bench/bin/python -m bench.importance
 
 clean:
 	rm -rf $(VENV) $(VENV)-bench dist build .pytest_cache .ruff_cache .hypothesis

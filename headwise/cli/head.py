@@ -19,6 +19,7 @@ def run(
     from headwise.look.writes import copying
     from headwise.show.heads import show_head
     from headwise.show.progress import noting
+    from headwise.spec import Address
     from headwise.weights import load
 
     corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
@@ -27,6 +28,7 @@ def run(
         made = Profile.load(model)
     else:
         loaded = load(model)
+        Address.parse(head)
         loaded.heads[head]  # a wrong address is told before the work begins
         with noting() as note:
             made = profile(loaded, corpus, note=note)

@@ -63,7 +63,7 @@ def read_units(model: Transformer, corpus: Any, longest: int | None = None) -> I
         raise HeadwiseError(
             f"{longest} tokens are more than the {room} positions of the model; choose a smaller length."
         )
-    longest = min(longest or LONGEST, room)
+    longest = min(LONGEST if longest is None else longest, room)
     if longest <= len(before) + len(behind):
         raise HeadwiseError(f"a length of {longest} tokens leaves no room for text; choose a longer one.")
     number = 0

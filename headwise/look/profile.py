@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from headwise.look.runs import mean_activations
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
 from headwise.model import Transformer
+from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 from headwise.train.team import Team, gather
@@ -196,5 +198,17 @@ def _random_twin(model: Transformer, seed: int) -> Transformer:
 
 def _shuffled(unit: Unit, seed: int) -> Unit:
     """The same tokens in another order; the first and the last stay where they are, as special tokens do."""
-    order = np.random.default_rng([seed, unit.number]).permutation(max(0, len(unit.ids) - 2)) + 1
-    return replace(unit, ids=(unit.ids[0], *(unit.ids[i] for i in order), *unit.ids[1:][-1:]))
+    n = len(unit.ids)
+    inner = np.random.default_rng([seed, unit.number]).permutation(max(0, n - 2)) + 1
+    order = [0, *inner.tolist(), n - 1][:n]
+    return replace(unit, ids=tuple(unit.ids[i] for i in order), document=None, _align=partial(_reordered, unit, order))
+
+
+def _reordered(unit: Unit, order: list[int]) -> Alignment:
+    """The tokens of a unit in another order, as a text of its own."""
+    aligned = unit.alignment
+    pieces = [aligned.text[slice(*aligned.spans[i])].strip() or aligned.tokens[i] for i in order]
+    ends = np.cumsum([len(piece) + 1 for piece in pieces])
+    spans = [(int(end) - 1 - len(piece), int(end) - 1) for end, piece in zip(ends, pieces, strict=True)]
+    ids, tokens = [unit.ids[i] for i in order], [aligned.tokens[i] for i in order]
+    return Alignment.of(" ".join(pieces), ids, tokens, spans)

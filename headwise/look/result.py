@@ -90,12 +90,13 @@ class Profile:
     def by_layer(self, name: str) -> np.ndarray:
         """A measure's mean in each layer, early to late: (layers,)."""
         values = self.measure(name)
-        sites = list(dict.fromkeys(address.site for address in self.addresses))
-        return np.array(
-            [np.nanmean([v for v, a in zip(values, self.addresses, strict=True) if a.site == s]) for s in sites]
-        )
+        layers: dict[object, list[float]] = {address.site: [] for address in self.addresses}
+        for value, address in zip(values, self.addresses, strict=True):
+            if np.isfinite(value):
+                layers[address.site].append(value)
+        return np.array([np.mean(some) if some else np.nan for some in layers.values()])
 
-    def best(self, role: str, half: str = "reporting") -> HeadProfile | None:
+    def best(self, role: str) -> HeadProfile | None:
         """The head with the best support for a role, or None."""
         having = [
             (s.rank, i)
@@ -195,13 +196,12 @@ class Profile:
             raise HeadwiseError(f"there is no file {path}.") from None
         except Exception as error:  # zipfile, zlib, numpy and json each have their own
             raise HeadwiseError(f"{path} is not a profile, or is damaged ({error}); make it anew.") from None
-        if told.get("version") != VERSION:
-            raise HeadwiseError(
-                f"{path} is a profile of version {told.get('version')}, this is {VERSION}; make it anew."
-            )
+        version = told.get("version") if isinstance(told, dict) else None
+        if version != VERSION:
+            raise HeadwiseError(f"{path} is a profile of version {version}, this is {VERSION}; make it anew.")
         try:
             return _rebuilt(told, arrays)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise HeadwiseError(f"{path} lacks something a profile has ({error}); make it anew.") from None
 
 

@@ -208,6 +208,8 @@ def _table_cases(tally: Tally) -> Iterator[Case]:
         with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other rows
             rate = np.where(null_counts > 0, np.sum([s for s, _ in parts[1]], 0) / null_counts, 0.0)
         scores, valued = (np.sum([sums for sums, _ in part], 0) for part in (parts[0], parts[2]))
+        if len(there) > 1:  # at the edges of a text rows have but some of the targets; no row counts for more than one
+            counts = np.maximum(counts, np.maximum(scores, valued))
         yield Case(role, scores, rate * counts, valued, counts)
 
 

@@ -14,7 +14,8 @@ def noting() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {}
 
         def note(what: str, done: int, of: int) -> None:

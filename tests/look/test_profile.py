@@ -61,7 +61,7 @@ def test_random_heads_have_no_roles(sharpness: float) -> None:
 
 @pytest.mark.parametrize("other", [{"tokens": 512}, {"tokens": 4096}])
 def test_batches_change_nothing(made: Profile, other: dict[str, int]) -> None:
-    again = profile(make(), little(), **other)
+    again = profile(make(), little(), tokens=other["tokens"])
     assert set(again.tally.fields) == set(made.tally.fields)
     for name in made.tally.fields:
         np.testing.assert_allclose(again.measure(name), made.measure(name), rtol=0, atol=1e-5, err_msg=name)
@@ -82,9 +82,13 @@ def test_two_halves_make_a_whole() -> None:
         tally = Tally(8)
         surface = Surface(tally, None, flags)
         for batch in make_batches(some, 700):
-            with torch.no_grad(), model.sites()[0].listen(lambda seen, b=batch: surface.see(seen, b, 0)):
-                with model.sites()[1].listen(lambda seen, b=batch: surface.see(seen, b, 4)):
-                    run(model, batch)
+            first, second = model.sites()[:2]
+            with (
+                torch.no_grad(),
+                first.listen(lambda seen, b=batch: surface.see(seen, b, 0)),
+                second.listen(lambda seen, b=batch: surface.see(seen, b, 4)),
+            ):
+                run(model, batch)
         return tally
 
     whole, merged = passed(units), passed(units[:23]).merge(passed(units[23:]))
