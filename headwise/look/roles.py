@@ -66,6 +66,7 @@ TOLD = {
     "pronoun-antecedent": "coreference",
     "coref": "coreference",
     "same class": "part of speech",
+    "delimiter": "sentence end",  # a full stop looks at the one before; the class of tokens has the other name
 }
 NARROW = ("previous token", "next token", "self", "fixed offset")
 RESTS = ("sink", "special token", "broad", "idle")
