@@ -1,5 +1,6 @@
 """A profile: every head of a model, measured over a corpus in one streaming pass."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,8 +17,8 @@ from headwise.look.evidence import Evidence
 from headwise.look.inputs import Batch, Unit, make_batches, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
 from headwise.look.repeats import Echo, make_repeats
-from headwise.look.result import Profile
-from headwise.look.roles import Support, judge, make_cases, rest
+from headwise.look.result import OWN, Profile
+from headwise.look.roles import Support
 from headwise.look.runs import mean_activations
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
@@ -64,9 +65,7 @@ def profile(
     model.eval()
     try:
         with torch.no_grad(), gather(model.device) as team:
-            return _Pass(model, longest, tokens, every, seed, control == "shuffled", note, team).run(
-                corpus, relations, causal
-            )
+            return _Pass(model, longest, tokens, every, seed, control, note, team).run(corpus, relations, causal)
     finally:
         model.train(was)
 
@@ -81,12 +80,12 @@ class _Pass:
         tokens: int,
         every: int,
         seed: int,
-        shuffled: bool,
+        control: str | None,
         note: Note,
         team: Team,
     ) -> None:
         self.model, self.longest, self.tokens, self.every, self.note = model, longest, tokens, every, note
-        self.seed, self.shuffled, self.team = seed, shuffled, team
+        self.seed, self.control, self.team = seed, control, team
         self.sites = model.sites()
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
@@ -101,20 +100,18 @@ class _Pass:
         relations = self._read(units, related)
         self._share(relations, units)
         self._repeats()
-        found, family = judge(make_cases(self.tally, relations), len(self.addresses))
+        about = {
+            "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
+            "relations": OWN if related is units else _digest(related), "control": self.control, "seed": self.seed,
+        }  # fmt: skip
+        made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), about)
         if causal and self.model.output is not None and self.model.spec.kind == "decoder":
-            self._climb(found, related, units)
-        per_layer = np.concatenate(
-            [np.full(len(site.head_ids), len(site.head_ids)) for site in self.sites if site.head_ids]
-        )
-        return Profile(
-            self.addresses, self.tally, relations, self.evidence.contexts(), found, rest(self.tally, per_layer), family,
-            {"texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related)},
-        )  # fmt: skip
+            self._climb(made.supports, related, units)
+        return made
 
     def _units(self, corpus: Any) -> list[Unit]:
         units = list(read_units(self.model, corpus, self.longest))
-        return [_shuffled(unit, self.seed) for unit in units] if self.shuffled else units
+        return [_shuffled(unit, self.seed) for unit in units] if self.control == "shuffled" else units
 
     def _documents(self, arcs: Any) -> Corpus:
         if arcs is not None:
@@ -143,7 +140,7 @@ class _Pass:
         """The texts, and the documents with relations: in one pass where they are the same."""
         flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
         surface = Surface(self.tally, self.evidence, flags, self.every)
-        documents = [] if self.shuffled else [unit for unit in related if unit.document is not None]
+        documents = [] if self.control == "shuffled" else [unit for unit in related if unit.document is not None]
         relations = Relations.of(self.tally, documents, self.model.spec.kind == "decoder") if documents else None
         together = relations is not None and related is units
         for batch in self._batches(units, "texts"):
@@ -199,9 +196,14 @@ def _random_twin(model: Transformer, seed: int) -> Transformer:
 def _shuffled(unit: Unit, seed: int) -> Unit:
     """The same tokens in another order; the first and the last stay where they are, as special tokens do."""
     n = len(unit.ids)
-    inner = np.random.default_rng([seed, unit.number]).permutation(max(0, n - 2)) + 1
+    inner = np.random.default_rng([seed, *unit.ids]).permutation(max(0, n - 2)) + 1  # wherever in a corpus it stands
     order = [0, *inner.tolist(), n - 1][:n]
     return replace(unit, ids=tuple(unit.ids[i] for i in order), document=None, _align=partial(_reordered, unit, order))
+
+
+def _digest(units: list[Unit]) -> str:
+    """What was read, in a few characters: whether two profiles read the same."""
+    return hashlib.sha256(repr([unit.ids for unit in units]).encode()).hexdigest()[:16]
 
 
 def _reordered(unit: Unit, order: list[int]) -> Alignment:

@@ -1,6 +1,7 @@
 """What a profile holds, and how it is asked, saved, merged and compared."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -11,8 +12,9 @@ import numpy as np
 
 from headwise.errors import HeadwiseError
 from headwise.look.evidence import Context
+from headwise.look.merge import keep_effect, merge_evidence, merge_relations, merge_tallies
 from headwise.look.relations import Relations
-from headwise.look.roles import RUNGS, Support
+from headwise.look.roles import RUNGS, Support, judge, make_cases, rest
 from headwise.look.tally import Tally
 from headwise.spec import Address
 from headwise.weights.save import whole_file
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 VERSION = 1
+OWN = "own"  # relations are those of the texts themselves, not of documents apart
 SHOWN = ("entropy", "confidence", "distance", "first", "write share")
 
 
@@ -61,6 +64,20 @@ class Profile:
     rests: list[tuple[str, ...]]
     family: int  # how many tests were made
     about: dict[str, Any]
+
+    @staticmethod
+    def of(
+        addresses: tuple[Address, ...],
+        tally: Tally,
+        relations: Relations | None,
+        evidence: list[list[Context]],
+        about: dict[str, Any],
+    ) -> "Profile":
+        """What follows from what was counted: roles, as far as they climb without ablations, and where heads rest."""
+        found, family = judge(make_cases(tally, relations), len(addresses))
+        in_layer = Counter(address.site for address in addresses)
+        per_layer = np.array([in_layer[address.site] for address in addresses])
+        return Profile(addresses, tally, relations, evidence, found, rest(tally, per_layer), family, about)
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -140,6 +157,35 @@ class Profile:
         rows = [{**row, **head.measures} for row, head in zip(self.table(), self, strict=True)]
         return pandas.DataFrame(rows).set_index("head")
 
+    def merge(self, other: "Profile") -> "Profile":
+        """Both together: what one pass over this corpus and then the other's, and over the documents of both, would give.
+
+        Documents with relations that are not the texts themselves and the same in both count once, as repeated tokens do.
+        Roles and rests are judged anew on all that was counted. Ablations are not made again: a role keeps what they
+        showed for it, here or in the other. `variability`, which compares texts with each other, stays that of the larger
+        sample.
+        """
+        _check_alike(self, other)
+        texts, gold = self.about["texts"], (self.about["relations"], other.about["relations"])
+        same = gold[0] == gold[1] != OWN
+        parts = [
+            (made.tally, made.relations, before)
+            for made, before in ((self, 0), (other, self.about["documents"]))
+            if made.relations is not None
+        ]
+        tally = merge_tallies(self.tally, other.tally, texts, [part.fields[0] for _, part, _ in parts if part.fields])
+        relations = merge_relations(tally, parts[:1] if same else parts)
+        about = {
+            **self.about, "texts": texts + other.about["texts"], "tokens": self.about["tokens"] + other.about["tokens"],
+            "documents": self.about["documents"] + (0 if same else other.about["documents"]),
+            "relations": gold[0] if gold[0] == gold[1] else "+".join(gold),
+        }  # fmt: skip
+        evidence = [merge_evidence(a, b, texts) for a, b in zip(self.evidence, other.evidence, strict=True)]
+        made = Profile.of(self.addresses, tally, relations, evidence, about)
+        for place, supports in enumerate(made.supports):
+            supports[:1] = [keep_effect(s, self.supports[place] + other.supports[place]) for s in supports[:1]]
+        return made
+
     def diff(self, other: "Profile") -> list[dict[str, Any]]:
         """What changed from this profile to another, head by head: roles, rungs, measures; heads that are gone or new."""
         rows = []
@@ -203,6 +249,22 @@ class Profile:
             return _rebuilt(told, arrays)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise HeadwiseError(f"{path} lacks something a profile has ({error}); make it anew.") from None
+
+
+def _check_alike(one: Profile, other: Profile) -> None:
+    """Whether two profiles are of one model, made in one way: on the same repeated tokens it gives the same numbers."""
+    if one.addresses != other.addresses:
+        raise HeadwiseError(
+            f"profiles of {len(one)} and of {len(other)} heads that are not the same cannot be merged; see diff."
+        )
+    for what in ("control", "seed"):
+        if one.about[what] != other.about[what]:
+            raise HeadwiseError(
+                f"profiles with {what}={one.about[what]!r} and {other.about[what]!r} cannot be merged; make both alike."
+            )
+    repeats = (made.tally.per_bucket("induction")[0] for made in (one, other))
+    if not np.allclose(*repeats, rtol=1e-4, atol=1e-5):
+        raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
 
 
 def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:

@@ -121,7 +121,10 @@ def test_what_a_profile_answers(made: Profile) -> None:
     assert all(set(SHOWN) < set(row) for row in table)
     assert made.by_layer("entropy") == pytest.approx(made.measure("entropy").reshape(2, 4).mean(1))
     assert made["1.2"].measures["entropy"] == pytest.approx(made.measure("entropy")[6])
-    assert made.about == {"texts": 60, "tokens": made.about["tokens"], "documents": 60}
+    tokens = sum(len(document.words) for document in little().items())
+    assert made.about == {
+        "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "control": None, "seed": 0,
+    }  # fmt: skip
     assert made.family > 8
     assert all(len(head.evidence) for head in made)
     assert made.roles() == {}

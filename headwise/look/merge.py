@@ -1,0 +1,93 @@
+"""Two profiles of one model as one: what was counted over two corpora, as if one pass had read them one after the other.
+
+A text falls into a bucket by its number, so texts that come behind n others are n buckets further on: arrays are rolled, and
+the halves for choosing and for reporting are those of the one pass. What both read alike, such as the repeated tokens,
+counts once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from headwise.look.evidence import KEPT, Context
+from headwise.look.relations import SETS, Relations
+from headwise.look.roles import Support
+from headwise.look.tally import BUCKETS, Tally
+
+ALIKE = ("induction",)  # groups of measures that do not come from the corpus
+SAMPLED = ("variability",)  # groups that come from its first texts
+
+
+def merge_tallies(one: Tally, other: Tally, texts: int, apart: Sequence[str]) -> Tally:
+    """Sums and counts of both, the other's texts numbered behind `texts` of the one; but for the groups `apart`."""
+    merged = _only(one, {*one.sums} - {*ALIKE, *SAMPLED, *apart}, 0).merge(
+        _only(other, {*other.sums} - {*ALIKE, *SAMPLED, *apart}, texts)
+    )
+    merged = merged.merge(_only(one, {*one.sums} & {*ALIKE}, 0))
+    samples = [_only(one, {*one.sums} & {*SAMPLED}, 0), _only(other, {*other.sums} & {*SAMPLED}, texts)]
+    return merged.merge(max(samples, key=_filled))  # of two that are alike, the first
+
+
+def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations, int]]) -> Relations | None:
+    """The arcs of all parts, each with its tally and how many documents came before; `tally` takes up their measures."""
+    if not parts:
+        return None
+    questions = _ordered({question for _, relations, _ in parts for question in relations.questions})
+    merged = Relations(tally, questions, parts[0][1].causal)
+    shape = (BUCKETS, tally.heads, len(merged.fields))
+    sums, counts = np.zeros(shape), np.zeros(shape)  # (buckets, heads, fields)
+    for counted, part, before in parts:
+        at = [questions.index(question) for question in part.questions]
+        merged.strata[:, at] += np.roll(part.strata, before, 0)
+        merged.offsets[:, at] += np.roll(part.offsets, before, 0)
+        merged.arcs[:, at] += np.roll(part.arcs, before, 0)
+        merged.on_arcs[at] += part.on_arcs
+        merged.on_all += part.on_all
+        merged.pairs += part.pairs
+        for name in part.fields:
+            made, rows = counted.per_bucket(name)  # (buckets, heads)
+            sums[..., merged.fields.index(name)] += np.roll(made, before, 0)
+            counts[..., merged.fields.index(name)] += np.roll(rows, before, 0)
+    if merged.fields:
+        tally.sums[merged.fields[0]], tally.counts[merged.fields[0]] = sums, counts
+        tally.fields |= {name: (merged.fields[0], place) for place, name in enumerate(merged.fields)}
+    return merged
+
+
+def merge_evidence(one: list[Context], other: list[Context], texts: int) -> list[Context]:
+    """The strongest of both."""
+    both = [*one, *(replace(context, unit=context.unit + texts) for context in other)]
+    return sorted(both, key=lambda context: -context.weight)[:KEPT]
+
+
+def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
+    """What ablation showed for the same role of the same head: it is about the model, and is not asked again."""
+    for before in earlier:
+        same = (before.role, before.detail) == (support.role, support.detail)
+        if same and before.effect is not None and support.rung == "effective":
+            rung = "causal" if before.rung == "causal" else support.rung
+            return replace(support, rung=rung, effect=before.effect, effect_interval=before.effect_interval)
+    return support
+
+
+def _only(tally: Tally, groups: set[str], before: int) -> Tally:
+    """Some groups of a tally, so many buckets further on."""
+    fields = {name: (group, place) for name, (group, place) in tally.fields.items() if group in groups}
+    sums, counts = (
+        {group: np.roll(array, before, 0) for group, array in arrays.items() if group in groups}
+        for arrays in (tally.sums, tally.counts)
+    )
+    return Tally(tally.heads, fields, sums, counts)
+
+
+def _filled(tally: Tally) -> int:
+    """How many buckets have something in them."""
+    return max((int((counts > 0).any((1, 2)).sum()) for counts in tally.counts.values()), default=0)
+
+
+def _ordered(questions: set[str]) -> tuple[str, ...]:
+    """In the order in which one pass would ask them."""
+    names = {question.rsplit(" ", 1)[0] for question in questions}
+    ordered = (*sorted(names - {*SETS}), *(name for name in SETS if name in names))
+    return tuple(f"{name} {way}" for name in ordered for way in "><")
