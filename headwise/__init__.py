@@ -25,6 +25,8 @@ _ROOMS = {
     "look.importance": ("importance",),
     "look.between": ("between",),
     "look.biography": ("Biography",),
+    "change.prune": ("prune",),
+    "change.plan": ("Plan",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -38,9 +40,12 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "export", "load",
     "Recipe", "train",
     "record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography",
+    "prune", "Plan",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from headwise.change.plan import Plan
+    from headwise.change.prune import prune
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window

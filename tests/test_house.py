@@ -27,6 +27,7 @@ PUBLIC_NAMES = [
     *("export", "load"),
     *("Recipe", "train"),
     *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),
+    *("prune", "Plan"),
 ]
 VERBS = ["ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads", "info", "presets", "train"]
 

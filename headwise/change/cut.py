@@ -1,0 +1,109 @@
+"""Cutting: a new model without some heads. Their slices are gone, and so are keys and values nobody reads any more.
+
+A layer writes Σ_h z[h] W_O[h] + b_O. Cutting a head takes its term out of the sum. Folding leaves its mean behind: what
+it gave on average over a corpus goes into the bias, b_O + mean(z[h]) W_O[h], and costs nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.heads import MultiHeadAttention
+from headwise.heads.head import Pattern
+from headwise.look.runs import Means, chosen_sites
+from headwise.model import Transformer
+from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress, select
+
+Biases = Mapping[SiteAddress, Tensor]  # (D,) each
+
+
+@torch.no_grad()
+def cut(model: Transformer, heads: Pattern, folded: Biases | None = None) -> Transformer:
+    """A smaller model without these heads, sharing no memory with this one, which stays as it is.
+
+    `folded` is added to the output biases of layers, as `fold` makes it; a model that had no such biases gets them.
+
+    >>> from headwise.spec import preset
+    >>> model = Transformer(preset("nano"))
+    >>> small = cut(model, "5.1,3.*")
+    >>> len(small.spec.addresses), model.spec.parameters - small.spec.parameters  # four matrices of 384 × 64, seven times
+    (29, 688128)
+    """
+    check_model(model)
+    gone = heads_to_cut(model, heads)
+    spec = _smaller(model.spec, gone, bool(folded))
+    state = dict(model.state_dict())  # split, with a head axis
+    for name, layer in model.named_modules():
+        if isinstance(layer, MultiHeadAttention):
+            _cut_layer(state, f"{name}.", layer.spec, spec.attention_at(layer.site.address))
+            if spec.attention.out_bias:
+                _add(state, f"{name}.write.", (folded or {}).get(layer.site.address))
+    return _built(spec, state, model)
+
+
+@torch.no_grad()
+def fold(model: Transformer, heads: Pattern, means: Means) -> dict[SiteAddress, Tensor]:
+    """What these heads write on average, summed by layer, in float64: mean(z[h]) W_O[h], (D,) each."""
+    if means.by != "global":
+        raise HeadwiseError("a bias is the same at every position; take means by='global' to fold them.")
+    made = {}
+    for site, chosen in chosen_sites(model, heads):
+        W_O = site.W_O[[site.index(head) for head in chosen]].double()  # (n, e, D)
+        made[site.address] = torch.einsum("ne,ned->d", means.of(chosen).to(W_O), W_O)
+    return made
+
+
+def check_model(model: Transformer) -> None:
+    """Heads are cut from models that are ours."""
+    if not isinstance(model, Transformer):
+        raise HeadwiseError(f"heads are cut from a headwise Transformer; got {type(model).__name__}. Use hw.load(…).")
+
+
+def heads_to_cut(model: Transformer, heads: Pattern) -> tuple[Address, ...]:
+    """The heads a pattern names; not all that there are."""
+    gone = select(heads, model.spec.addresses)
+    if gone and len(gone) == len(model.spec.addresses):
+        raise HeadwiseError(f"that would cut all {len(gone)} heads of the model; keep at least one.")
+    return gone
+
+
+def _smaller(spec: ModelSpec, gone: tuple[Address, ...], folded: bool) -> ModelSpec:
+    spec = spec.without(gone)
+    return replace(spec, attention=replace(spec.attention, out_bias=True)) if folded else spec
+
+
+def _cut_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, after: AttentionSpec) -> None:
+    """Keep the slices of the heads that stay; W_O has its heads on the second axis, all others on the first."""
+    heads = [before.head_ids.index(number) for number in after.head_ids]
+    keys = [before.kv_ids.index(number) for number in after.kv_ids]
+    rows = {"read.q": heads, "read.k": keys, "read.v": keys, "write.weight": heads, "sink": heads, "gate": heads}
+    for part, chosen in rows.items():
+        for name in [name for name in state if name.startswith(prefix + part)]:
+            index = torch.tensor(chosen, dtype=torch.long, device=state[name].device)
+            state[name] = state[name].index_select(1 if part == "write.weight" else 0, index)
+
+
+def _add(state: dict[str, Tensor], prefix: str, more: Tensor | None) -> None:
+    """Add to a layer's output bias, in float64; where there was none it begins at 0."""
+    weight = state[f"{prefix}weight"]
+    bias = state.get(f"{prefix}bias", weight.new_zeros(len(weight)))  # (D,)
+    state[f"{prefix}bias"] = bias if more is None else (bias.double() + more.to(bias.device).double()).to(bias.dtype)
+
+
+def _built(spec: ModelSpec, state: dict[str, Tensor], like: Transformer) -> Transformer:
+    """A model of these tensors, copied; all else is as it was in the one it came from."""
+    storage = next((layer.read.storage for layer in like.attention_layers()), "qkv")
+    small = Transformer(spec, storage=storage, device="meta")
+    if spec.tied:
+        state.pop("output.vocabulary.weight", None)
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    if spec.tied and small.output is not None:
+        own["output.vocabulary.weight"] = own["embed.tokens.weight"]
+    small.load_state_dict(own, assign=True)
+    for new, old in zip(small.attention_layers(), like.attention_layers(), strict=True):
+        new.backend = old.backend
+    small.tokenizer, small.family, small.checkpointing = like.tokenizer, like.family, like.checkpointing
+    return small.train(like.training)

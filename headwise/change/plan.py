@@ -1,0 +1,192 @@
+"""A plan: which heads go, why, and what is folded in for them. Made once, printed, saved, and applied now or later."""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headwise.change.cut import check_model, cut, heads_to_cut
+from headwise.change.cut import fold as fold_means
+from headwise.change.rank import BYS, choose, heads_left
+from headwise.errors import HeadwiseError, close_names
+from headwise.heads.head import Pattern
+from headwise.look.profile import Note
+from headwise.look.runs import mean_activations
+from headwise.model import Transformer
+from headwise.spec import Address, ModelSpec, SiteAddress, select
+from headwise.spec.wire import Wire
+from headwise.text.corpus import Corpus
+from headwise.weights.places import read_text
+from headwise.weights.save import whole_file
+
+By = Literal["named", "ablation", "gradient", "random", "gates"]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What is added to one layer's output bias, (D,)."""
+
+    layer: str
+    bias: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Plan(Wire):
+    """Heads to cut from one model, by their original numbers. `apply` gives the smaller model.
+
+    >>> from headwise.spec import preset
+    >>> model = Transformer(preset("nano"))
+    >>> plan = Plan.make(model, heads="5.1,3.*", fold=False)
+    >>> print(plan)
+    7 of 36 heads are cut, named by hand; nothing is folded.
+      layer 3 loses 0 1 2 3 4 5, all it had
+      layer 5 loses 1
+    >>> len(plan.apply(model).spec.addresses)
+    29
+    """
+
+    spec: ModelSpec = field(repr=False)  # of the model it was made for
+    weights: str = field(repr=False)  # and a digest of its numbers
+    heads: tuple[str, ...]  # these are cut
+    by: By = "named"
+    scores: tuple[float, ...] = field(default=(), repr=False)  # one per head of the model: those with the least go
+    folded: tuple[Folded, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.by not in ("named", *BYS):
+            raise HeadwiseError(f"a plan cannot be made by {self.by!r}; {close_names(self.by, ('named', *BYS))}")
+        if len(select(self.heads, self.spec.addresses)) != len(self.heads):
+            raise HeadwiseError("the plan names a head twice; name each one once.")
+        if self.scores and len(self.scores) != len(self.spec.addresses):
+            raise HeadwiseError(f"the plan has {len(self.scores)} scores for {len(self.spec.addresses)} heads.")
+        for part in self.folded:
+            layer = SiteAddress.parse(part.layer)
+            if layer not in self.spec.sites or len(part.bias) != self.spec.width:
+                raise HeadwiseError(f"the plan folds {len(part.bias)} numbers into layer {layer}, which does not fit.")
+        numbers = [*self.scores, *(number for part in self.folded for number in part.bias)]
+        if not all(map(math.isfinite, numbers)):
+            raise HeadwiseError("the plan holds numbers that are NaN or infinite; make it again.")
+
+    @staticmethod
+    def make(
+        model: Transformer,
+        *,
+        keep: float | None = None,
+        heads: Pattern | None = None,
+        by: str = "ablation",
+        fold: bool = True,
+        on: Any = None,
+        rounds: int = 1,
+        seed: int = 0,
+        steps: int = 200,
+        note: Note | None = None,
+    ) -> "Plan":
+        """Decide which heads go: `heads` names them, or `keep` is the share that stays, the others having the least worth.
+
+        `by` ranks heads on the corpus `on`: ablation (what is lost without each), gradient, random (`seed`), or gates that
+        are learned (`steps`). `fold` leaves the heads' means over `on` behind. `rounds` cuts a little at a time and ranks
+        what is left anew. `note(what, done, of)` hears how far it is.
+        """
+        check_model(model)
+        _check(model, keep, heads, by, fold, on, rounds)
+        corpus = None if on is None else Corpus.of(on)
+        gone = () if heads is None else heads_to_cut(model, heads)
+        means = mean_activations(model, corpus, heads=gone or "*") if fold else None
+        scores: dict[Address, float] = {}
+        if keep is not None:
+            gone, scores = choose(
+                model, corpus, keep, by, means=means, rounds=rounds, seed=seed, steps=steps, note=note
+            )
+        biases = {} if means is None else fold_means(model, gone, means)
+        return Plan(
+            spec=model.spec,
+            weights=digest(model),
+            heads=tuple(map(str, gone)),
+            by="named" if heads is not None else by,  # pyright: ignore[reportArgumentType]
+            scores=tuple(scores[head] for head in model.spec.addresses) if scores else (),
+            folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
+        )
+
+    def apply(self, model: Transformer) -> Transformer:
+        """The smaller model; only for the model this plan was made for."""
+        check_model(model)
+        if model.spec != self.spec:
+            raise HeadwiseError(
+                f"the plan was made for another model: {_sizes(self.spec)}; this one has {_sizes(model.spec)}. "
+                f"Make a plan for it."
+            )
+        if digest(model) != self.weights:
+            raise HeadwiseError(
+                "the plan was made for other weights of the same sizes, or in another dtype; make a plan for this model."
+            )
+        biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
+        return cut(model, self.addresses, biases)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The heads that are cut."""
+        return tuple(map(Address.parse, self.heads))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON, whole or not at all."""
+        return whole_file(path, self.to_json().encode())
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Read a plan back."""
+        return Plan.from_json(read_text(Path(path)))
+
+    def __str__(self) -> str:
+        how = "named by hand" if self.by == "named" else f"chosen by {self.by}"
+        folded = "what they gave on average is folded in" if self.folded else "nothing is folded"
+        lines = [f"{len(self.heads)} of {len(self.spec.addresses)} heads are cut, {how}; {folded}."]
+        gone = set(self.heads)
+        for site in self.spec.sites:
+            there = [site.head(number) for number in self.spec.attention_at(site).head_ids]
+            loses = [head for head in there if str(head) in gone]
+            if loses:
+                whole = ", all it had" if len(loses) == len(there) else ""
+                lines.append(f"  layer {site} loses {' '.join(str(head.head) for head in loses)}{whole}")
+        return "\n".join(lines)
+
+
+def digest(model: Transformer) -> str:
+    """A model's numbers as one short text: names and bytes of all its tensors, tied ones once."""
+    made = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        if not (model.spec.tied and name == "output.vocabulary.weight"):
+            made.update(f"{name}:{tuple(tensor.shape)}".encode())
+            made.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return made.hexdigest()
+
+
+def _check(
+    model: Transformer, keep: float | None, heads: Pattern | None, by: str, fold: bool, on: Any, rounds: int
+) -> None:
+    """What can be told before any work is done."""
+    if (keep is None) == (heads is None):
+        raise HeadwiseError("say which heads go: keep=0.5, the share that stays, or heads='5.1,6.*'; one of the two.")
+    if by not in BYS:
+        raise HeadwiseError(f"heads cannot be ranked by {by!r}; {close_names(str(by), BYS)}")
+    if keep is not None:
+        heads_left(len(model.spec.addresses), keep)
+    if type(rounds) is not int or rounds < 1:
+        raise HeadwiseError(f"rounds must be a whole number of at least 1, got {rounds!r}.")
+    ranked = keep is not None and by != "random"
+    if on is None and (fold or ranked):
+        what = "folding leaves heads' means behind" if fold else f"ranking by {by} asks the model"
+        raise HeadwiseError(f"{what}, so it needs a text: give on=…{', or fold=False' * fold}.")
+    if model.spec.kind == "encoder-decoder" and (fold or ranked):
+        raise HeadwiseError(
+            "a corpus gives an encoder-decoder nothing to translate; name heads='cross.5.1' with fold=False, or use "
+            "headwise.change.cut: cut(model, heads, fold(model, heads, means))."
+        )
+
+
+def _sizes(spec: ModelSpec) -> str:
+    """A model in a few words, to tell it from another."""
+    heads = len(spec.addresses)
+    return f"{heads} heads in {len(spec.sites)} layers, width {spec.width}, vocabulary {spec.vocab}, {spec.kind}"

@@ -1,0 +1,105 @@
+"""Which heads to keep: what each is worth, by one of four ways, and the choice that follows, at once or in rounds."""
+
+from functools import partial
+
+import numpy as np
+
+from headwise.change.cut import cut, fold
+from headwise.change.gates import learn_gates
+from headwise.errors import HeadwiseError, close_names
+from headwise.look.importance import importance
+from headwise.look.profile import Note
+from headwise.look.runs import Means
+from headwise.model import Transformer
+from headwise.spec import Address
+from headwise.text.corpus import Corpus
+
+BYS = ("ablation", "gradient", "random", "gates")
+Scores = dict[Address, float]
+
+
+def rank(
+    model: Transformer,
+    corpus: Corpus | None,
+    by: str,
+    *,
+    keep: float = 0.5,
+    means: Means | None = None,
+    seed: int = 0,
+    steps: int = 200,
+    note: Note | None = None,
+    called: str = "",
+) -> Scores:
+    """What each head is worth: those with the least are cut first.
+
+    ablation:  what is lost without it, one head at a time; its mean stands in where `means` are given, else nothing
+    gradient:  the mean of |∂L/∂ξ| over texts, ξ a gate on the head (https://arxiv.org/abs/1905.10650)
+    gates:     how probably its learned gate is open when the share `keep` is (https://arxiv.org/abs/1905.09418)
+    random:    a number drawn with `seed`, the same for every corpus: what any ranking must beat
+    """
+    if by not in BYS:
+        raise HeadwiseError(f"heads cannot be ranked by {by!r}; {close_names(str(by), BYS)}")
+    if by == "random":
+        draws = np.random.default_rng(seed).random(len(model.spec.addresses))
+        return dict(zip(model.spec.addresses, draws.tolist(), strict=True))
+    if by == "gates":
+        return learn_gates(model, corpus, keep=keep, steps=steps, seed=seed, note=note)
+    worth = importance(
+        model,
+        corpus,
+        by=by,  # pyright: ignore[reportArgumentType]
+        how="zero" if means is None else "mean",
+        means=means,
+        progress=None if note is None else partial(note, called or f"ranking by {by}"),  # pyright: ignore
+    )
+    return dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
+
+
+def choose(
+    model: Transformer,
+    corpus: Corpus | None,
+    keep: float,
+    by: str,
+    *,
+    means: Means | None = None,
+    rounds: int = 1,
+    seed: int = 0,
+    steps: int = 200,
+    note: Note | None = None,
+) -> tuple[tuple[Address, ...], Scores]:
+    """The heads that go so that the share `keep` stays, and every head's score; in rounds, each as it last was ranked.
+
+    One ablation is a lower bound: another head takes over, until it is cut as well. So with `rounds` only a part goes at a
+    time, and what is left is ranked anew in the smaller model.
+    """
+    every = model.spec.addresses
+    left = heads_left(len(every), keep)
+    gone: tuple[Address, ...] = ()
+    scores: Scores = {}
+    rounds = min(rounds, len(every) - left)
+    for turn in range(1, rounds + 1):
+        target = (len(every) - left) * turn // rounds
+        here = model if not gone else cut(model, gone, None if means is None else fold(model, gone, means))
+        share = (len(every) - target) / len(here.spec.addresses)
+        called = f"ranking by {by}" + (f", round {turn} of {rounds}" if rounds > 1 else "")
+        scores |= rank(here, corpus, by, keep=share, means=means, seed=seed, steps=steps, note=note, called=called)
+        gone = (*gone, *worst(here.spec.addresses, scores, target - len(gone)))
+    return tuple(head for head in every if head in gone), scores
+
+
+def worst(heads: tuple[Address, ...], scores: Scores, count: int) -> tuple[Address, ...]:
+    """So many heads with the lowest scores; among equals the first."""
+    return tuple(sorted(heads, key=lambda head: scores[head])[:count])
+
+
+def heads_left(total: int, keep: float) -> int:
+    """How many heads a share is, at least one.
+
+    >>> heads_left(270, 0.5), heads_left(270, 0.001), heads_left(270, 1)
+    (135, 1, 270)
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise HeadwiseError(f"keep is the share of heads that stay, above 0 and at most 1; got {keep!r}.")
+    if not total:
+        raise HeadwiseError("this model has no heads left to cut.")
+    return max(1, round(keep * total))

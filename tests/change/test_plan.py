@@ -1,0 +1,118 @@
+"""Plans: made, printed, saved, applied to the model they were made for, and refused everywhere else."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwise.change.plan import Folded, Plan, digest
+from headwise.change.prune import prune
+from headwise.errors import HeadwiseError
+from headwise.look.ablate import ablated, mean_activations
+from tests.contract.layers import MODELS, assert_equal, make_model, token_ids
+from tests.look.readers import TEXTS, reading
+from tests.train.tiny import same_weights
+
+
+@pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "decoder, cut", "encoder"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_plan_saved_and_applied_later_is_the_prune_of_now(name: str, fold: bool, tmp_path: Path) -> None:
+    model = reading(MODELS[name]).float()
+    plan = Plan.make(model, keep=0.5, on=TEXTS, fold=fold)
+    back = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert back == plan
+    now, later = prune(model, keep=0.5, on=TEXTS, fold=fold), back.apply(model)
+    assert later.spec == now.spec
+    assert same_weights(now, later)
+    assert len(plan.heads) == len(model.spec.addresses) // 2
+    assert len(plan.scores) == len(model.spec.addresses)
+    assert bool(plan.folded) == fold
+
+
+@pytest.mark.parametrize("name", ["decoder, windows", "encoder"])
+@pytest.mark.parametrize("rounds", [1, 3])
+@torch.no_grad()
+def test_a_folded_plan_is_mean_ablation_in_rounds_as_well(name: str, rounds: int) -> None:
+    model, ids = reading(MODELS[name]), token_ids(3, 7)
+    plan = Plan.make(model, keep=0.4, on=TEXTS, rounds=rounds)
+    with ablated(model, plan.addresses, "mean", means=mean_activations(model, TEXTS)):
+        assert_equal(plan.apply(model)(ids), model(ids), 1e-9)
+
+
+@torch.no_grad()
+def test_without_folding_it_is_silence() -> None:
+    model, ids = reading(MODELS["decoder"]), token_ids(3, 7)
+    plan = Plan.make(model, heads="0.1,1.*", fold=False)
+    assert (plan.by, plan.scores, plan.folded, plan.heads) == ("named", (), (), ("0.1", "1.0", "1.1", "1.2", "1.3"))
+    with model.heads["0.1,1.*"].silenced():
+        assert_equal(plan.apply(model)(ids), model(ids), 1e-9)
+
+
+def test_a_plan_tells_what_goes() -> None:
+    model = reading(MODELS["decoder"])
+    assert str(Plan.make(model, heads="0.1,1.*", on=TEXTS)).splitlines() == [
+        "5 of 8 heads are cut, named by hand; what they gave on average is folded in.",
+        "  layer 0 loses 1",
+        "  layer 1 loses 0 1 2 3, all it had",
+    ]
+    assert "0.1" in repr(Plan.make(model, heads="0.1", fold=False))
+
+
+def test_numbers_go_through_json_bit_by_bit() -> None:
+    plan = Plan.make(reading(MODELS["decoder"]), heads="0.1", on=TEXTS)
+    assert Plan.from_json(plan.to_json()).folded[0].bias == plan.folded[0].bias
+    assert len(plan.folded) == 1
+    assert len(plan.folded[0].bias) == plan.spec.width
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    model = reading(MODELS["decoder"])
+    plan = Plan.make(model, heads="0.1", on=TEXTS)
+    other: Any
+    for other, message in (
+        (make_model(replace(model.spec, layers=3)), r"8 heads in 2 layers.*this one has 12 heads in 3 layers"),
+        (make_model(model.spec, seed=1), "other weights of the same sizes"),
+        (reading(MODELS["decoder"]).float(), "another dtype"),
+        (plan.apply(model), "this one has 7 heads"),
+        ("smollm2", "got str"),
+    ):
+        with pytest.raises(HeadwiseError, match=message):
+            plan.apply(other)
+    assert plan.apply(reading(MODELS["decoder"])).spec.addresses == plan.spec.without("0.1").addresses
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+    plan = Plan.make(reading(MODELS["decoder"]), keep=0.5, on=TEXTS)
+    with pytest.raises(HeadwiseError, match="could not be read"):
+        Plan.load(tmp_path / "nowhere.json")
+    text = plan.to_json()
+    for damaged, message in (
+        (text[:100], "not valid JSON"),
+        (json.dumps(json.loads(text) | {"colour": 1}), "no field 'colour'"),
+        (json.dumps(json.loads(text) | {"heads": ["7.7"]}), "no head 7.7"),
+        (json.dumps(json.loads(text) | {"by": "luck"}), "cannot be made by 'luck'"),
+        (json.dumps(json.loads(text) | {"scores": [1.0]}), "1 scores for 8 heads"),
+        (json.dumps(json.loads(text) | {"heads": ["0.1", "0.1"]}), "twice"),
+        (json.dumps(json.loads(text) | {"weights": 3}), "weights must be str"),
+    ):
+        (tmp_path / "plan.json").write_text(damaged)
+        with pytest.raises(HeadwiseError, match=message):
+            Plan.load(tmp_path / "plan.json")
+    for folded in (Folded("0", (1.0,)), Folded("9", plan.folded[0].bias), Folded("0", (float("nan"),) * 12)):
+        with pytest.raises(HeadwiseError, match=r"does not fit|NaN"):
+            replace(plan, folded=(folded,))
+
+
+def test_a_digest_knows_numbers_and_not_how_they_are_kept() -> None:
+    model, made = make_model(MODELS["decoder"]), set()
+    for storage in ("qkv", "q,kv", "q,k,v"):
+        other = make_model(MODELS["decoder"], storage=storage, seed=2)
+        other.load_state_dict(model.state_dict())
+        made.add(digest(other))
+    assert made == {digest(model)}
+    with torch.no_grad():
+        model.heads["1.3"].W_V[0, 0] += 1e-12  # pyright: ignore
+    assert digest(model) not in made
