@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,10 +43,13 @@ def run(
     relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
     if treebank is not None and corpus is None:
         corpus, relations = treebank, None
-    with noting() as note:
+    leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
+    with noting() if leads else nullcontext() as note:
         made = profile(
             loaded, corpus, relations=relations, longest=length, causal=not no_causal, control=control, note=note
         )
+    if not leads:
+        return
     if save is not None:
         made.save(save)
     wanted = chosen(made, layers, role)

@@ -92,11 +92,12 @@ class _Pass:
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
         units = self._units(self._documents(None) if corpus is None else corpus)
-        related = units if arcs is None and any(unit.document for unit in units) else self._units(self._documents(arcs))
-        if len(units) < self.team.size or len(related) < self.team.size:
-            raise HeadwiseError(
-                f"{len(units)} texts cannot be shared out over {self.team.size} processes; start fewer."
-            )
+        related = units if arcs is None and any(unit.document for unit in units) else self._related(arcs)
+        for read, what in ((units, "texts"), (related, "documents with relations")):
+            if 0 < len(read) < self.team.size:  # each needs one, to know what is counted
+                raise HeadwiseError(
+                    f"{len(read)} {what} cannot be shared out over {self.team.size} processes; start fewer."
+                )
         relations = self._read(units, related)
         self._share(relations, units)
         self._repeats()
@@ -112,6 +113,10 @@ class _Pass:
     def _units(self, corpus: Any) -> list[Unit]:
         units = list(read_units(self.model, corpus, self.longest))
         return [_shuffled(unit, self.seed) for unit in units] if self.control == "shuffled" else units
+
+    def _related(self, arcs: Any) -> list[Unit]:
+        """Documents with relations that are not the texts themselves; where tokens are shuffled arcs mean nothing."""
+        return [unit for unit in self._units(self._documents(arcs)) if unit.document is not None]
 
     def _documents(self, arcs: Any) -> Corpus:
         if arcs is not None:
@@ -140,8 +145,7 @@ class _Pass:
         """The texts, and the documents with relations: in one pass where they are the same."""
         flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
         surface = Surface(self.tally, self.evidence, flags, self.every)
-        documents = [] if self.control == "shuffled" else [unit for unit in related if unit.document is not None]
-        relations = Relations.of(self.tally, documents, self.model.spec.kind == "decoder") if documents else None
+        relations = Relations.of(self.tally, related, self.model.spec.kind == "decoder") if related else None
         together = relations is not None and related is units
         for batch in self._batches(units, "texts"):
             with ExitStack() as stack:
@@ -151,7 +155,7 @@ class _Pass:
                     stack.enter_context(self._listening(relations.see, batch))
                 run(self.model, batch)
         if relations is not None and not together:
-            for batch in self._batches(documents, "relations"):
+            for batch in self._batches(related, "relations"):
                 relations.begin(batch)
                 with self._listening(relations.see, batch):
                     run(self.model, batch)

@@ -57,8 +57,9 @@ class Tally:
     def mean(self, name: str, half: int | None = None) -> np.ndarray:
         """The mean over all rows, (heads,), or over those of one half; NaN where there are none."""
         sums, counts = self.per_bucket(name, half)
+        rows = counts.sum(0)
         with np.errstate(invalid="ignore", divide="ignore"):
-            return sums.sum(0) / counts.sum(0)
+            return np.where(rows > 0, sums.sum(0) / rows, np.nan)  # what rounding left in an empty sum is nothing
 
     def merge(self, other: "Tally") -> "Tally":
         """Both together, as if one pass had seen everything."""

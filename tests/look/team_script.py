@@ -1,0 +1,35 @@
+"""What each process of a team runs: python -m tests.look.team_script FOLDER CORPUS; alone it does all the work."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from headwise.look.profile import profile
+from headwise.text.corpus import Corpus
+from tests.look.built import decoder, documents
+from tests.look.test_merge import untrained
+
+TEXTS = [document.text for document in Corpus.little(documents=31, seed=2).items()]
+
+
+def make(which: str) -> Any:
+    """A profile of documents with relations, of texts beside documents, or of too few texts."""
+    if which == "documents":
+        return profile(decoder(), documents(41))
+    if which == "texts":
+        return profile(untrained(), TEXTS, relations=Corpus.little("held-out", documents=9, seed=5), tokens=700)
+    return profile(untrained(), TEXTS[:1])
+
+
+def main() -> None:
+    folder, which = sys.argv[1:]
+    rank = int(os.environ.get("RANK", "0"))
+    made = make(which)
+    made.save(Path(folder) / f"{rank}.npz")
+    sys.stdout.write(json.dumps({"rank": rank, "told": made.to_dict()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
