@@ -163,20 +163,48 @@ def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> Cost:
     (0.67, 0.47)
     """
     rows = length if rows is None else rows
-    layers = [spec.attention_at(site) for site in spec.sites]
-    D, mlp = spec.width, 2 * spec.width * spec.hidden * (3 if spec.activation == "swiglu" else 2)
+    cost = pass_cost(spec, length)
+    whole = cost.whole(rows)
+    quick = whole  # the walk itself
+    for layer, site in enumerate(spec.sites):
+        full = len(spec.sites) - 1 - layer  # MLPs over all rows: this one and those behind it, but for the last
+        onward = cost.write[layer] + sum(cost.attend[layer + 1 :]) + full * length * cost.mlp
+        quick += len(spec.attention_at(site).head_ids) * (onward + rows * (cost.mlp + cost.out))
+    return Cost(quick, whole * len(spec.addresses))
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Floating-point operations of one text's forward pass: matrix products alone, 2 operations a multiplication."""
+
+    attend: tuple[int, ...]  # for each attention layer: projections, scores and what is gathered by them, W_O
+    write: tuple[int, ...]  # W_O alone
+    mlp: int  # for one row
+    out: int  # for one row
+    rows: int  # that pass through MLPs, of all blocks together
+
+    def whole(self, rows: int) -> int:
+        """The pass, with so many rows projected onto the vocabulary."""
+        return sum(self.attend) + self.rows * self.mlp + rows * self.out
+
+
+def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> PassCost:
+    """What a forward pass over so many tokens costs; `causal` leaves out pairs of tokens that a decoder's mask hides.
+
+    >>> from headwise.spec import preset
+    >>> pass_cost(preset("gpt2"), 1).whole(rows=1) // 2 - 2 * 12 * 768  # but for one pair of tokens: one a weight
+    123532032
+    """
+    D, write, attend = spec.width, [], []
+    for site in spec.sites:
+        a = spec.attention_at(site)
+        heads, channels = len(a.head_ids), a.head_dim + a.value_dim
+        hidden = causal and site.stack in ("", "dec") and spec.kind != "encoder"
+        pairs = length * (length + 1) // 2 if hidden else length * length
+        width = D // a.heads if a.input == "slice" else D
+        read = 2 * length * width * (heads * a.head_dim + len(a.kv_ids) * channels)
+        write.append(2 * length * heads * a.value_dim * D)
+        attend.append(read + 2 * pairs * heads * channels + write[-1])
+    mlp = 2 * D * spec.hidden * (3 if spec.activation == "swiglu" else 2)
     out = 2 * D * spec.vocab * (spec.output != "none") + 2 * D * D * (spec.output == "mlm")
-    write = [2 * length * len(a.head_ids) * a.value_dim * D for a in layers]
-    attend = [  # projections, scores and what is gathered by them, W_O
-        2 * length * D * (len(a.head_ids) * a.head_dim + len(a.kv_ids) * (a.head_dim + a.value_dim))
-        + 2 * length * length * len(a.head_ids) * (a.head_dim + a.value_dim)
-        + w
-        for a, w in zip(layers, write, strict=True)
-    ]
-    whole = sum(attend) + length * mlp * len(layers) + rows * out
-    quick = sum(attend) + length * mlp * len(layers) + rows * out  # the walk itself
-    for layer, attention in enumerate(layers):
-        full = len(layers) - 1 - layer  # MLPs over all rows: this one and those behind it, but for the last
-        onward = write[layer] + sum(attend[layer + 1 :]) + full * length * mlp + rows * (mlp + out)
-        quick += len(attention.head_ids) * onward
-    return Cost(quick, whole * sum(len(a.head_ids) for a in layers))
+    return PassCost(tuple(attend), tuple(write), mlp, out, length * (spec.layers + spec.encoder_layers))

@@ -1,0 +1,109 @@
+"""Loss against the share of heads kept: one ranking for each way to choose, cut at every share, beside random cuts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from headwise.change.cut import cut, fold
+from headwise.change.rank import Scores, heads_left, rank, worst
+from headwise.change.trial import Figure, Trial
+from headwise.errors import HeadwiseError
+from headwise.look.profile import Note
+from headwise.look.runs import mean_activations
+from headwise.model import Transformer
+from headwise.text.corpus import Corpus
+
+KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cut. Intervals are over texts, `more` is paired with the full model's loss; of random cuts the mean over seeds is
+    told, and in place of an interval the least and the most of them."""
+
+    by: str
+    keep: float
+    heads: int
+    loss: Figure
+    more: Figure  # than the full model's
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Every cut by every way to choose."""
+
+    metric: str
+    texts: int
+    seeds: int
+    full: Figure
+    points: tuple[Point, ...]
+
+    def of(self, by: str) -> list[Point]:
+        """The cuts of one way to choose, the largest model first."""
+        return [point for point in self.points if point.by == by]
+
+    def rows(self) -> list[list[str | int | float]]:
+        """By, share, heads, loss, and how much more than the full model's, with both ends."""
+        return [[p.by, p.keep, p.heads, p.loss.mean, *asdict(p.more).values()] for p in self.points]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return asdict(self)
+
+
+def curve(
+    model: Transformer,
+    on: Any,
+    test: Any = None,
+    *,
+    keeps: Sequence[float] = KEEPS,
+    bys: Sequence[str] | None = None,
+    folded: bool = True,
+    seeds: int = 3,
+    steps: int = 200,
+    scores: Mapping[str, Scores] | None = None,
+    note: Note | None = None,
+) -> Curve:
+    """Rank heads on one corpus, cut the model at every share, and measure its loss on another (None: the same).
+
+    `bys` is ablation, gradient and random where nothing is said, and gradient only for models with an output. `scores` are
+    rankings that are there already. Gates are learned once, for the middle of the shares.
+    """
+    if bys is None:
+        bys = ("ablation", *(("gradient",) if model.output is not None else ()), "random")
+    if not keeps or not bys or seeds < 1:
+        raise HeadwiseError(f"a curve needs shares, ways to choose and seeds; got {keeps!r}, {bys!r} and {seeds!r}.")
+    counts = {keep: heads_left(len(model.spec.addresses), keep) for keep in sorted(keeps, reverse=True)}
+    corpus = Corpus.of(on)
+    means = mean_activations(model, corpus) if folded else None
+    rankings = {by: [dict((scores or {}).get(by, {}))] for by in bys}
+    for by in bys:
+        if by == "random":
+            rankings[by] = [rank(model, None, by, seed=seed) for seed in range(seeds)]
+        elif not rankings[by][0]:
+            middle = float(np.median(keeps))
+            rankings[by] = [rank(model, corpus, by, keep=middle, means=means, steps=steps, note=note)]
+    trial = Trial.of(model, corpus if test is None else test)
+    points, done, of = [], 0, len(counts) * sum(map(len, rankings.values()))
+    for by, made in rankings.items():
+        for keep, left in counts.items():
+            losses = []
+            for ranking in made:
+                gone = worst(model.spec.addresses, ranking, len(model.spec.addresses) - left)
+                losses.append(trial.losses(cut(model, gone, None if means is None else fold(model, gone, means))))
+                done += 1
+                if note is not None:
+                    note("measuring cuts", done, of)
+            points.append(_point(trial, by, keep, left, losses))
+    return Curve(trial.metric, len(trial.counts), seeds, trial.figure(trial.full), tuple(points))
+
+
+def _point(trial: Trial, by: str, keep: float, left: int, losses: list[np.ndarray]) -> Point:
+    if by != "random":
+        return Point(by, keep, left, trial.figure(losses[0]), trial.difference(losses[0], trial.full))
+    means = [float(loss.sum() / trial.counts.sum()) for loss in losses]
+    full = float(trial.full.sum() / trial.counts.sum())
+    loss = Figure(float(np.mean(means)), min(means), max(means))
+    return Point(by, keep, left, loss, Figure(loss.mean - full, loss.low - full, loss.high - full))

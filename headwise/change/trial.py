@@ -1,0 +1,111 @@
+"""What a change costs: the same texts asked of the full model and of smaller ones, text by text, with intervals."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.look.asked import Asked, ask, check_askable, fewest_tokens
+from headwise.look.attend import quiet
+from headwise.look.inputs import Unit, make_batches, read_units
+from headwise.look.runs import unit_length
+from headwise.look.statistics import bootstrap, bootstrap_difference
+from headwise.model import Transformer
+
+TOKENS = 2048  # run at once
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean with its 95 % interval, drawn over texts."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Texts to ask models for, and the full model's answers.
+
+    A decoder is asked for every next token, an encoder for hidden ones; without an output, the loss of a text is how far its
+    mean state has turned from the full model's, 1 − cosine.
+    """
+
+    batches: tuple[Asked, ...]
+    clean: tuple[Tensor, ...]  # for each batch the full model's answers
+    counts: np.ndarray  # (texts,): how many answers each gives
+
+    @staticmethod
+    def of(model: Transformer, corpus: Any, longest: int | None = None) -> "Trial":
+        """Read a corpus and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
+        check_askable(model, "loss")
+        units = [u for u in _units(model, corpus, longest) if len(u.ids) >= fewest_tokens(model)]
+        if not units:
+            raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")
+        batches = tuple(ask(model, batch) for batch in make_batches(units, TOKENS, device=model.device))
+        counts = torch.cat([asked.counts for asked in batches]).numpy()
+        return Trial(batches, tuple(_answers(model, asked) for asked in batches), counts)
+
+    @property
+    def metric(self) -> str:
+        """What is measured."""
+        return "1 − cosine" if self.batches[0].targets is None else "nats a token"
+
+    @property
+    def full(self) -> np.ndarray:
+        """The full model's summed loss on each text, (texts,)."""
+        return self._losses(self.clean)
+
+    def losses(self, model: Transformer) -> np.ndarray:
+        """A smaller model's summed loss on each text, (texts,)."""
+        return self._losses([_answers(model, asked) for asked in self.batches])
+
+    def figure(self, losses: np.ndarray) -> Figure:
+        """The mean loss."""
+        return _figure(losses.sum() / self.counts.sum(), bootstrap(losses, self.counts))
+
+    def difference(self, losses: np.ndarray, others: np.ndarray) -> Figure:
+        """How much more is lost than by others, on the same texts."""
+        mean = (losses - others).sum() / self.counts.sum()
+        return _figure(mean, bootstrap_difference(losses, self.counts, others, self.counts))
+
+    def _losses(self, answers: Sequence[Tensor]) -> np.ndarray:
+        pairs = zip(self.batches, answers, self.clean, strict=True)
+        made = [a.lost(got, want) if a.targets is None else got for a, got, want in pairs]
+        return torch.cat(made).double().cpu().numpy()
+
+
+def halves(model: Transformer, corpus: Any, limit: int, longest: int | None = None) -> tuple[list[str], list[str]]:
+    """The first `limit` texts of a corpus, long ones cut, dealt out in turn: to choose heads on, and to judge by.
+
+    What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice.
+    """
+    texts = [
+        unit.alignment.text if unit.document is None else unit.document.text
+        for unit in islice(_units(model, corpus, longest), limit)
+    ]
+    if len(texts) < 2:
+        raise HeadwiseError("a single text cannot both choose heads and judge the choice; give more text.")
+    return texts[::2], texts[1::2]
+
+
+def _units(model: Transformer, corpus: Any, longest: int | None) -> Iterator[Unit]:
+    return read_units(model, corpus, unit_length(model, longest))
+
+
+@torch.no_grad()
+def _answers(model: Transformer, asked: Asked) -> Tensor:
+    """Summed surprise of each text, (B,), or its mean state, (B, D)."""
+    with quiet(model):
+        hidden = model(asked.ids, padding=asked.padding, hidden=True)  # (B, T, D)
+        return asked.answers(model, asked.pick(hidden))
+
+
+def _figure(mean: float, interval: tuple[np.ndarray, np.ndarray]) -> Figure:
+    return Figure(float(mean), float(interval[0]), float(interval[1]))

@@ -1,0 +1,213 @@
+"""What cutting brings and costs: sizes against closed forms and torch's own counter, losses against those of plain calls."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from headwise.change.curve import curve
+from headwise.change.prune import prune
+from headwise.change.rank import rank
+from headwise.change.report import Size, report
+from headwise.change.trial import Trial, halves
+from headwise.errors import HeadwiseError
+from headwise.look.sweep import pass_cost
+from headwise.model import Transformer
+from headwise.spec import preset
+from headwise.text.vectors import embed
+from tests.contract.layers import MODELS, make_model, token_ids
+from tests.look.readers import TEXTS, encoded, reading, surprise
+
+MORE = [*TEXTS, "that mat was there", "a cat sat at it"]
+
+
+def losses(model: Transformer) -> np.ndarray:
+    with torch.no_grad():
+        return np.array([float(surprise(model, ids)) for ids in encoded(model)])
+
+
+COUNTS = np.array([len(text) - 1 for text in TEXTS])  # a token a letter
+
+
+# Sizes.
+
+
+def test_sizes_of_gpt2_by_hand() -> None:
+    spec = preset("gpt2")
+    after = spec.without("0-5.*")  # six layers of twelve heads
+    one, other = Size.of(spec), Size.of(after)
+    a_head = 4 * 64 * 768 + 3 * 64  # W_Q, W_K, W_V, W_O and three biases; b_O stays
+    assert one.parameters - other.parameters == 72 * a_head
+    assert (one.heads, other.heads, other.kv_heads, other.layers_without_heads) == (144, 72, 72, 6)
+    assert (one.cache_bytes_per_token, other.cache_bytes_per_token) == (12 * 2 * 768 * 4, 6 * 2 * 768 * 4)
+    assert Size.of(spec, bytes_per_number=2).cache_bytes_per_token == 12 * 2 * 768 * 2
+    a_head_of_512 = 2 * (512 * 4 * 64 * 768 + 2 * 64 * 512 * 513 // 2)
+    assert one.operations - other.operations == 72 * a_head_of_512
+
+
+def test_keys_go_with_their_last_head() -> None:
+    spec = preset("smollm2-135m")  # three heads to a key
+    assert Size.of(spec.without("0.0-1")).cache_bytes_per_token == Size.of(spec).cache_bytes_per_token
+    assert Size.of(spec.without("0.0-2")).cache_bytes_per_token == Size.of(spec).cache_bytes_per_token - 2 * 64 * 4
+    assert Size.of(spec).parameters - Size.of(spec.without("0.0-2")).parameters == (3 + 3 + 1 + 1) * 64 * 576
+    assert Size.of(preset("bert-base")).cache_bytes_per_token == 0
+
+
+@pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "decoder, windows"])
+@torch.no_grad()
+def test_bytes_are_those_a_cache_holds(name: str) -> None:
+    model = make_model(replace(MODELS[name], windows=()))
+    for pattern in ("0.1", "0.0-1,1.2", "0.*"):
+        small = prune(model, heads=pattern, fold=False)
+        cache = small.cache("fixed", 19)
+        small(token_ids(2, 7), cache=cache)
+        assert cache.bytes == 2 * 19 * Size.of(small.spec, bytes_per_number=8).cache_bytes_per_token
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_operations_are_those_torch_counts(name: str) -> None:
+    model = make_model(MODELS[name], backend="batched")
+    source = {"source": token_ids(1, 11, seed=4)} if model.spec.kind == "encoder-decoder" else {}
+    for small in (model, *([] if model.spec.kept or source else [prune(model, heads="0.0-1,1.3", fold=False)])):
+        with FlopCounterMode(display=False) as counter:
+            small(token_ids(1, 11), **source)
+        assert pass_cost(small.spec, 11).whole(rows=11) == counter.get_total_flops()
+
+
+def test_hidden_pairs_cost_nothing() -> None:
+    for name, layers in (("decoder", 2), ("encoder", 0), ("encoder-decoder", 2)):
+        spec = MODELS[name]
+        hidden = 11 * 11 - 11 * 12 // 2
+        saved = pass_cost(spec, 11).whole(11) - pass_cost(spec, 11, causal=True).whole(11)
+        assert saved == layers * 2 * hidden * 4 * 12
+
+
+# Losses.
+
+
+def test_losses_are_those_of_plain_calls() -> None:
+    model = reading(MODELS["decoder, rotary"])
+    small = prune(model, keep=0.5, on=TEXTS)
+    made = report(model, small, TEXTS, folded_on=TEXTS, seeds=4, turns=2)
+    before, after = losses(model), losses(small)
+    randoms = [losses(prune(model, keep=0.5, by="random", on=TEXTS, seed=seed)) for seed in range(4)]
+    total = COUNTS.sum()
+    assert made.texts == len(TEXTS)
+    assert made.metric == "nats a token"
+    assert made.loss_before.mean == pytest.approx(before.sum() / total, abs=1e-9)
+    assert made.loss_after.mean == pytest.approx(after.sum() / total, abs=1e-9)
+    assert made.more.mean == pytest.approx((after - before).sum() / total, abs=1e-9)
+    assert made.random == pytest.approx([one.sum() / total for one in randoms], abs=1e-9)
+    assert made.more_than_random is not None
+    assert made.more_than_random.mean == pytest.approx((after - np.mean(randoms, 0)).sum() / total, abs=1e-9)
+    for figure in (made.loss_before, made.loss_after, made.more, made.more_than_random):
+        assert figure.low < figure.mean < figure.high
+    assert made.before == Size.of(model.spec, 64, 8)
+    assert made.after == Size.of(small.spec, 64, 8)
+    assert len(made.rows()) == 7
+    assert min(*made.seconds, made.speed) > 0
+
+
+def test_intervals_are_over_texts() -> None:
+    model = reading(MODELS["decoder"])
+    small = prune(model, heads="0.1", fold=False)
+    made = report(model, small, TEXTS, seeds=0, turns=1)
+    before, draws = losses(model), np.random.default_rng(5).integers(0, 4, (4000, 4))
+    means = before[draws].sum(1) / COUNTS[draws].sum(1)
+    spread = np.ptp(means)
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert made.loss_before.low == pytest.approx(low, abs=0.05 * spread)
+    assert made.loss_before.high == pytest.approx(high, abs=0.05 * spread)
+    assert made.more_than_random is None
+
+
+def test_nothing_cut_costs_nothing() -> None:
+    model = reading(MODELS["encoder"])
+    made = report(model, prune(model, keep=1, on=TEXTS), TEXTS, turns=1)
+    assert (made.more.mean, made.more.low, made.more.high) == (0, 0, 0)
+    assert made.random == ()
+    assert all(share == pytest.approx(1) for _, before, _, share in made.rows()[:-1] if before)
+
+
+def test_an_encoder_without_output_is_compared_by_its_vectors() -> None:
+    model = reading(MODELS["encoder"], output="none")
+    small = prune(model, keep=0.5, on=TEXTS)
+    made = report(model, small, TEXTS, seeds=0, turns=1)
+    turned = 1 - (embed(model, TEXTS).double() * embed(small, TEXTS).double()).sum(1)
+    assert made.metric == "1 − cosine"
+    assert made.loss_before.mean == pytest.approx(0, abs=1e-12)
+    assert made.loss_after.mean == pytest.approx(float(turned.mean()), abs=1e-6)
+
+
+def test_what_cannot_be_reported() -> None:
+    model = reading(MODELS["decoder"])
+    small = prune(model, heads="0.1", fold=False)
+    for before, after, on, message in (
+        (small, model, TEXTS, "give the full model first"),
+        (model, small, "a", "two tokens"),
+        (model, small, [], "is empty"),
+    ):
+        with pytest.raises(HeadwiseError, match=message):
+            report(before, after, on)
+    with pytest.raises(HeadwiseError, match="nothing to translate"):
+        Trial.of(make_model(MODELS["encoder-decoder"]), TEXTS)
+
+
+# Two halves.
+
+
+def test_texts_are_dealt_out_in_turn() -> None:
+    model = reading(MODELS["decoder"])
+    assert halves(model, TEXTS, 4) == (TEXTS[::2], TEXTS[1::2])
+    assert halves(model, TEXTS, 3) == (TEXTS[:3:2], TEXTS[1:2])
+    chosen, judged = halves(model, "the cat sat " * 30, 10, longest=12)
+    assert [*chosen, *judged] == ["the cat sat "] * 10
+    with pytest.raises(HeadwiseError, match="a single text"):
+        halves(model, "the cat", 8)
+
+
+# The curve.
+
+
+def test_a_curve_is_cuts_at_every_share() -> None:
+    model = reading(MODELS["decoder"])
+    heard: list[Any] = []
+    made = curve(model, TEXTS, keeps=(0.25, 0.75), seeds=2, note=lambda *told: heard.append(told))
+    assert [(p.by, p.keep, p.heads) for p in made.points] == [
+        (by, keep, left) for by in ("ablation", "gradient", "random") for keep, left in ((0.75, 6), (0.25, 2))
+    ]
+    total, full = COUNTS.sum(), losses(model).sum()
+    assert made.full.mean == pytest.approx(full / total, abs=1e-9)
+    for point in made.points:
+        seeds = range(2) if point.by == "random" else (0,)
+        cuts = [prune(model, keep=point.keep, by=point.by, on=TEXTS, seed=seed) for seed in seeds]
+        want = [losses(small).sum() / total for small in cuts]
+        assert point.loss.mean == pytest.approx(np.mean(want), abs=1e-9)
+        assert point.more.mean == pytest.approx(np.mean(want) - full / total, abs=1e-9)
+        if point.by == "random":
+            assert (point.loss.low, point.loss.high) == pytest.approx((min(want), max(want)), abs=1e-9)
+    assert heard[-1] == ("measuring cuts", 8, 8)
+    assert len(made.of("random")) == 2
+    assert len(made.rows()) == 6
+
+
+def test_a_curve_is_measured_on_other_texts_and_takes_rankings_that_are_there() -> None:
+    model = reading(MODELS["decoder"])
+    backwards = {head: -worth for head, worth in rank(model, None, "random").items()}
+    made = curve(model, MORE, TEXTS, keeps=(0.5,), bys=("ablation",), folded=False, scores={"ablation": backwards})
+    gone = sorted(backwards, key=lambda head: backwards[head])[:4]
+    assert made.points[0].loss.mean == pytest.approx(
+        losses(prune(model, heads=gone, fold=False)).sum() / COUNTS.sum(), abs=1e-9
+    )
+    assert [p.by for p in curve(reading(MODELS["encoder"], output="none"), TEXTS, keeps=(0.5,)).points] == [
+        "ablation",
+        "random",
+    ]
+    with pytest.raises(HeadwiseError, match="a curve needs"):
+        curve(model, TEXTS, keeps=())
+    with pytest.raises(HeadwiseError, match="above 0 and at most 1"):
+        curve(model, TEXTS, keeps=(0.5, 0.0))
