@@ -1,11 +1,15 @@
 """The last rung: a head is taken away, and the model is asked what the head's role is good for.
 
 What is asked is the log-probability of certain tokens: the second copy of random tokens for heads that look back at the
-first, the closing bracket for heads that look at the opening one, and so on. A head hurts if it costs more than the other
-heads of its layer do on average, text by text.
+first, the closing bracket for heads that look at the opening one, and so on. A head is causal if its loss
+
+    is above what the other heads of its layer cost on average: the 95 % interval over texts lies above 0;
+    is above what three in four of those others cost: beside idle ones any head would be above the average;
+    is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,7 +19,7 @@ from headwise.look.ablate import stand_in
 from headwise.look.asked import Asked
 from headwise.look.inputs import Unit, make_batches
 from headwise.look.repeats import Repeats
-from headwise.look.roles import TOLD, Support
+from headwise.look.roles import TOLD, Effect, Support
 from headwise.look.runs import Means
 from headwise.look.statistics import bootstrap
 from headwise.look.sweep import sweep
@@ -27,6 +31,8 @@ from headwise.text.little.quizzes import CHOICES
 from headwise.train.batches import IGNORE
 
 DOCUMENTS = 20  # documents a relation's probe reads, at most
+MOST = 0.75  # the share of the layer's other heads that must cost less
+NATS, SHARE = 0.01, 0.01  # the least loss that counts: in nats an answer, and as a share of the whole model's surprise
 
 
 def climb(
@@ -53,9 +59,8 @@ def climb(
             continue
         for head in heads:
             mates = [place for place, other in enumerate(beside) if other.site == addresses[head].site]
-            sums, counts = costs[0][:, mates], costs[1]
             place = mates.index(beside.index(addresses[head]))
-            found[head][0] = found[head][0].with_effect(*hurts(sums, counts, place))
+            found[head][0] = found[head][0].with_effect(costs.only(mates).of(place))
     yield len(wanted), len(wanted)
 
 
@@ -105,22 +110,44 @@ def _words_asked(document: Document, role: str, where: str) -> Iterator[int]:
             yield source + 2  # they are tired: what is said of the one meant
 
 
-def effects(
-    model: Transformer, heads: Sequence[Address], questions: list[Asked], means: Means
-) -> tuple[np.ndarray, np.ndarray]:
-    """What taking away each head costs, by its mean: sums of lost log-probability (buckets, heads), and counts (buckets,)."""
-    sums, counts = np.zeros((BUCKETS, len(heads))), np.zeros(BUCKETS)
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What taking away each of some heads costs: lost log-probability by bucket of texts, and over how many answers."""
+
+    sums: np.ndarray  # (buckets, heads)
+    counts: np.ndarray  # (buckets,)
+    clean: float  # what an answer costs the whole model, in nats
+
+    def only(self, heads: list[int]) -> "Costs":
+        """The same for some of the heads."""
+        return Costs(self.sums[:, heads], self.counts, self.clean)
+
+    def of(self, place: int) -> Effect:
+        """One head beside the others, in nats an answer.
+
+        >>> lost = np.zeros((20, 5))
+        >>> lost[:, 0] = 0.5
+        >>> Costs(lost, np.ones(20), clean=2.0).of(0)
+        Effect(more=0.5, low=0.5, high=0.5, cost=0.5, bar=0.02)
+        """
+        others = np.delete(self.sums, place, 1)
+        answers = max(1.0, self.counts.sum())
+        more = self.sums[:, place] - (others.mean(1) if others.shape[1] else 0.0)
+        low, high = bootstrap(more[:, None], self.counts[:, None])
+        most = float(np.quantile(others.sum(0) / answers, MOST)) if others.shape[1] else 0.0
+        cost = float(self.sums[:, place].sum() / answers)
+        bar = max(most, NATS, SHARE * self.clean)
+        return Effect(float(more.sum() / answers), float(low[0]), float(high[0]), cost, bar)
+
+
+def effects(model: Transformer, heads: Sequence[Address], questions: list[Asked], means: Means) -> Costs:
+    """What taking away each head costs, by its mean."""
+    sums, counts, clean = np.zeros((BUCKETS, len(heads))), np.zeros(BUCKETS), 0.0
     for asked in questions:
-        lost, _ = sweep(model, asked, heads, partial(stand_in, how="mean", means=means, real=asked.real))  # (heads, B)
+        stands = partial(stand_in, how="mean", means=means, real=asked.real)
+        lost, untouched = sweep(model, asked, heads, stands)  # (heads, B), (B,)
         buckets = np.array(asked.units) % BUCKETS
         np.add.at(sums, buckets, lost.T.double().cpu().numpy())
         np.add.at(counts, buckets, asked.counts.numpy())
-    return sums, counts
-
-
-def hurts(sums: np.ndarray, counts: np.ndarray, place: int) -> tuple[float, float, float]:
-    """How much more one head costs than the others of its layer, per token asked for, and its interval."""
-    others = np.delete(sums, place, 1).mean(1) if sums.shape[1] > 1 else np.zeros(len(sums))
-    more = sums[:, place] - others
-    low, high = bootstrap(more[:, None], counts[:, None])
-    return float(more.sum() / max(1.0, counts.sum())), float(low[0]), float(high[0])
+        clean += float(untouched.sum())
+    return Costs(sums, counts, clean / max(1.0, counts.sum()))

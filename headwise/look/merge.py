@@ -66,8 +66,9 @@ def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
     for before in earlier:
         same = (before.role, before.detail) == (support.role, support.detail)
         if same and before.effect is not None and support.rung == "effective":
+            told = ("effect", "effect_interval", "cost", "bar")
             rung = "causal" if before.rung == "causal" else support.rung
-            return replace(support, rung=rung, effect=before.effect, effect_interval=before.effect_interval)
+            return replace(support, rung=rung, **{name: getattr(before, name) for name in told})
     return support
 
 

@@ -3,13 +3,14 @@
     pattern     its score, on the half of the texts used for choosing, is above its null by the role's threshold
     selective   so it is on the other half, and the difference is no accident (max-T over all heads, roles and directions)
     effective   so it is when attention is weighted by the length of what it fetches
-    causal      taking the head away hurts the role's own probe more than taking away others of its layer
+    causal      taking the head away hurts the role's own probe more than taking away others of its layer (see causal.py)
 
 No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -97,6 +98,21 @@ class Case:
         return _ratio(self.nulls[half::2], self.counts[half::2])
 
 
+class Effect(NamedTuple):
+    """What taking a head away costs its role's probe, in nats an answer."""
+
+    more: float  # than the other heads of its layer cost on average
+    low: float  # the interval of that
+    high: float
+    cost: float  # by itself
+    bar: float  # what the cost must be above
+
+    @property
+    def causal(self) -> bool:
+        """Whether the head is needed."""
+        return self.low > 0 and self.cost > self.bar
+
+
 @dataclass(frozen=True)
 class Support:
     """What speaks for one head having one role."""
@@ -112,15 +128,17 @@ class Support:
     coverage: float  # rows or arcs that could have the target, per unit of the half for reporting
     probe: str | None
     rows: int
-    effect: float | None = (
-        None  # what taking the head away costs its probe, beyond others of its layer, in nats a token
-    )
+    effect: float | None = None  # what taking the head away costs its probe, beyond others of its layer, nats an answer
     effect_interval: tuple[float, float] | None = None
+    cost: float | None = None  # what it costs by itself
+    bar: float | None = None  # and what that must be above for the head to be causal
 
-    def with_effect(self, effect: float, low: float, high: float) -> "Support":
-        """The same with what ablation showed; causal if its interval lies above 0."""
-        rung = "causal" if low > 0 else self.rung
-        return replace(self, rung=rung, effect=effect, effect_interval=(low, high))
+    def with_effect(self, found: Effect) -> "Support":
+        """The same with what ablation showed."""
+        rung = "causal" if found.causal else self.rung
+        return replace(
+            self, rung=rung, effect=found.more, effect_interval=(found.low, found.high), cost=found.cost, bar=found.bar
+        )
 
     @property
     def rank(self) -> tuple[int, float]:

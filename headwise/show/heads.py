@@ -95,12 +95,12 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
             _interval(s.interval),
             f"{s.p:.4f}",
             s.rows,
-            "" if s.effect is None else f"{s.effect:+.3f}",
+            *("" if x is None else f"{x:+.3f}" for x in (s.effect, s.cost, s.bar)),
         ]
         for s in head.supports
     ]
     if rows:
-        columns = ["role", "", "rung", "score", "null", "95 %", "p", "rows", "effect"]
+        columns = ["role", "", "rung", "score", "null", "95 %", "p", "rows", "effect", "cost", "bar"]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
     shape = [
         name for name in head.measures if " " not in name or name in ("relative entropy", "write share", "long range")
