@@ -22,6 +22,7 @@ from headwise.look.roles import Support
 from headwise.look.runs import mean_activations
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
+from headwise.look.variability import Varying, sample
 from headwise.model import Transformer
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
@@ -101,6 +102,7 @@ class _Pass:
         relations = self._read(units, related)
         self._share(relations, units)
         self._repeats()
+        self._vary(units)
         about = {
             "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
             "relations": OWN if related is units else _digest(related), "control": self.control, "seed": self.seed,
@@ -178,6 +180,14 @@ class _Pass:
             with self._listening(echo.see, some, repeated):
                 self.model(ids, hidden=True)
         self.note("repeats", len(repeats.twice), len(repeats.twice))
+
+    def _vary(self, units: list[Unit]) -> None:
+        """The same places in several texts; of fewer than two nothing can be said."""
+        some = sample(units)
+        varying = Varying(self.tally, some)
+        if len(some) > 1:
+            with self._listening(varying.see):
+                self.model(varying.ids.to(self.model.device), hidden=True)
 
     def _climb(self, found: list[list[Support]], related: list[Unit], units: list[Unit]) -> None:
         """The last rung."""

@@ -18,6 +18,7 @@ from headwise.text.make import word_tokenizer
 from tests.look.built import DECODER, decoder, documents
 
 DOCUMENTS = documents(60)
+FIRST = ("variability",)  # measured on the first 16 texts; where the first corpus has fewer, the larger sample stays
 
 
 def untrained(seed: int = 0) -> Transformer:
@@ -34,7 +35,7 @@ def assert_same(merged: Profile, whole: Profile, apart: tuple[str, ...] = ()) ->
     assert merged.about == whole.about
     assert merged.tally.fields == whole.tally.fields
     for group in {*whole.tally.sums} - {*apart}:
-        np.testing.assert_array_equal(merged.tally.counts[group], whole.tally.counts[group], err_msg=group)
+        np.testing.assert_allclose(merged.tally.counts[group], whole.tally.counts[group], rtol=1e-6, err_msg=group)
         np.testing.assert_allclose(merged.tally.sums[group], whole.tally.sums[group], rtol=1e-5, atol=1e-4)
     for name in {*whole.tally.fields} - {*apart}:
         for half in (None, 0, 1):
@@ -65,7 +66,10 @@ def whole() -> Profile:
 @pytest.mark.parametrize("at", [1, 23])
 def test_of_two_corpora_comes_what_both_give(at: int, whole: Profile) -> None:
     first, second = (profile(decoder(), some, causal=False) for some in (DOCUMENTS[:at], DOCUMENTS[at:]))
-    assert_same(first.merge(second), whole)
+    assert_same(first.merge(second), whole, FIRST if at < 16 else ())
+    for made in (first.merge(second), second.merge(first)):
+        larger = second if at < 16 else made
+        assert np.array_equal(made.measure("variability"), larger.measure("variability"))
 
 
 def test_evidence_tells_the_text_by_its_number_in_both() -> None:
@@ -80,8 +84,8 @@ def test_evidence_tells_the_text_by_its_number_in_both() -> None:
 
 def test_three_in_any_grouping(whole: Profile) -> None:
     a, b, c = (profile(decoder(), DOCUMENTS[part], causal=False) for part in (slice(9), slice(9, 40), slice(40, None)))
-    assert_same(a.merge(b).merge(c), whole)
-    assert_same(a.merge(b.merge(c)), whole)
+    assert_same(a.merge(b).merge(c), whole, FIRST)
+    assert_same(a.merge(b.merge(c)), whole, FIRST)
 
 
 def test_plain_text_and_documents_that_both_read(tmp_path: Any) -> None:
@@ -102,7 +106,7 @@ def test_documents_apart_that_are_not_the_same_add_up() -> None:
     second = profile(model, texts[5:], relations=gold[7:], causal=False)
     made, whole = first.merge(second), profile(model, texts, relations=gold, causal=False)
     made.about["relations"] = whole.about["relations"]  # how they are told apart is all that differs
-    assert_same(made, whole)
+    assert_same(made, whole, FIRST)
 
 
 def test_questions_that_only_one_corpus_asks() -> None:
@@ -113,14 +117,14 @@ def test_questions_that_only_one_corpus_asks() -> None:
     assert first.relations is not None
     assert second.relations is not None
     assert set(first.relations.questions).isdisjoint(second.relations.questions)
-    assert_same(first.merge(second), profile(model, [*other, *plain], causal=False))
+    assert_same(first.merge(second), profile(model, [*other, *plain], causal=False), FIRST)
     assert_same(second.merge(first), profile(model, [*plain, *other], causal=False))
 
 
 def test_shuffled_texts_merge_too() -> None:
     options = {"control": "shuffled", "causal": False}
     first, second = (profile(decoder(), some, **options) for some in (DOCUMENTS[:11], DOCUMENTS[11:30]))
-    assert_same(first.merge(second), profile(decoder(), DOCUMENTS[:30], **options))
+    assert_same(first.merge(second), profile(decoder(), DOCUMENTS[:30], **options), FIRST)
 
 
 def test_what_ablation_showed_stays() -> None:
