@@ -29,7 +29,7 @@ PUBLIC_NAMES = [
     *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),
     *("prune", "Plan"),
 ]
-VERBS = ["ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads", "info", "presets", "train"]
+VERBS = ["ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads", "info", "presets", "prune", "train"]
 
 
 def room_of(path: Path) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from headwise.change.cut import cut, fold
 from headwise.change.rank import Scores, heads_left, rank, worst
-from headwise.change.trial import Figure, Trial
+from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.look.profile import Note
 from headwise.look.runs import mean_activations
@@ -49,8 +49,8 @@ class Curve:
         return [[p.by, p.keep, p.heads, p.loss.mean, *asdict(p.more).values()] for p in self.points]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return asdict(self)
+        """Everything, as plain data; what is not known is None."""
+        return asdict(self, dict_factory=finite)
 
 
 def curve(
@@ -68,11 +68,9 @@ def curve(
 ) -> Curve:
     """Rank heads on one corpus, cut the model at every share, and measure its loss on another (None: the same).
 
-    `bys` is ablation, gradient and random where nothing is said, and gradient only for models with an output. `scores` are
-    rankings that are there already. Gates are learned once, for the middle of the shares.
+    `scores` are rankings that are there already. Gates are learned once, for the middle of the shares.
     """
-    if bys is None:
-        bys = ("ablation", *(("gradient",) if model.output is not None else ()), "random")
+    bys = usual_bys(model) if bys is None else bys
     if not keeps or not bys or seeds < 1:
         raise HeadwiseError(f"a curve needs shares, ways to choose and seeds; got {keeps!r}, {bys!r} and {seeds!r}.")
     counts = {keep: heads_left(len(model.spec.addresses), keep) for keep in sorted(keeps, reverse=True)}
@@ -98,6 +96,11 @@ def curve(
                     note("measuring cuts", done, of)
             points.append(_point(trial, by, keep, left, losses))
     return Curve(trial.metric, len(trial.counts), seeds, trial.figure(trial.full), tuple(points))
+
+
+def usual_bys(model: Transformer) -> tuple[str, ...]:
+    """Ablation, gradient and random; without an output there is no slope."""
+    return ("ablation", "gradient", "random") if model.output is not None else ("ablation", "random")
 
 
 def _point(trial: Trial, by: str, keep: float, left: int, losses: list[np.ndarray]) -> Point:

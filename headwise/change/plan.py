@@ -52,6 +52,7 @@ class Plan(Wire):
     weights: str = field(repr=False)  # and a digest of its numbers
     heads: tuple[str, ...]  # these are cut
     by: By = "named"
+    rounds: int = 1
     scores: tuple[float, ...] = field(default=(), repr=False)  # one per head of the model: those with the least go
     folded: tuple[Folded, ...] = field(default=(), repr=False)
 
@@ -106,6 +107,7 @@ class Plan(Wire):
             weights=digest(model),
             heads=tuple(map(str, gone)),
             by="named" if heads is not None else by,  # pyright: ignore[reportArgumentType]
+            rounds=rounds,
             scores=tuple(scores[head] for head in model.spec.addresses) if scores else (),
             folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
         )
@@ -129,6 +131,11 @@ class Plan(Wire):
     def addresses(self) -> tuple[Address, ...]:
         """The heads that are cut."""
         return tuple(map(Address.parse, self.heads))
+
+    @property
+    def worth(self) -> dict[Address, float]:
+        """Every head's score, where heads were ranked; in rounds, as each was ranked last."""
+        return dict(zip(self.spec.addresses, self.scores, strict=True)) if self.scores else {}
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON, whole or not at all."""
@@ -176,14 +183,14 @@ def _check(
     if type(rounds) is not int or rounds < 1:
         raise HeadwiseError(f"rounds must be a whole number of at least 1, got {rounds!r}.")
     ranked = keep is not None and by != "random"
-    if on is None and (fold or ranked):
-        what = "folding leaves heads' means behind" if fold else f"ranking by {by} asks the model"
-        raise HeadwiseError(f"{what}, so it needs a text: give on=…{', or fold=False' * fold}.")
     if model.spec.kind == "encoder-decoder" and (fold or ranked):
         raise HeadwiseError(
             "a corpus gives an encoder-decoder nothing to translate; name heads='cross.5.1' with fold=False, or use "
             "headwise.change.cut: cut(model, heads, fold(model, heads, means))."
         )
+    if on is None and (fold or ranked):
+        what = "folding leaves heads' means behind" if fold else f"ranking by {by} asks the model"
+        raise HeadwiseError(f"{what}, so it needs a text: give on=…{', or fold=False' * fold}.")
 
 
 def _sizes(spec: ModelSpec) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from headwise.change.cut import cut, fold
 from headwise.change.rank import rank, worst
-from headwise.change.trial import Figure, Trial
+from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.look.attend import quiet
 from headwise.look.profile import Note
@@ -91,8 +91,8 @@ class Report:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return asdict(self)
+        """Everything, as plain data; what is not known is None."""
+        return asdict(self, dict_factory=finite)
 
 
 def report(

@@ -20,6 +20,11 @@ from headwise.model import Transformer
 TOKENS = 2048  # run at once
 
 
+def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `asdict`: what is not known, NaN, is None, as JSON has it."""
+    return {name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in items}
+
+
 @dataclass(frozen=True)
 class Figure:
     """A mean with its 95 % interval, drawn over texts."""
@@ -77,22 +82,26 @@ class Trial:
 
     def _losses(self, answers: Sequence[Tensor]) -> np.ndarray:
         pairs = zip(self.batches, answers, self.clean, strict=True)
-        made = [a.lost(got, want) if a.targets is None else got for a, got, want in pairs]
+        made = [a.lost(got, want).clamp(min=0) if a.targets is None else got for a, got, want in pairs]
         return torch.cat(made).double().cpu().numpy()
 
 
-def halves(model: Transformer, corpus: Any, limit: int, longest: int | None = None) -> tuple[list[str], list[str]]:
-    """The first `limit` texts of a corpus, long ones cut, dealt out in turn: to choose heads on, and to judge by.
+def read_texts(model: Transformer, corpus: Any, limit: int, longest: int | None = None) -> list[str]:
+    """The first `limit` texts of a corpus, long ones cut into several of `longest` tokens."""
+    if limit < 1:
+        raise HeadwiseError(f"at least one text must be read; got a limit of {limit}.")
+    units = islice(_units(model, corpus, longest), limit)
+    return [unit.alignment.text if unit.document is None else unit.document.text for unit in units]
+
+
+def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Texts dealt out in turn: some to choose heads on, some to judge the choice by.
 
     What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice.
     """
-    texts = [
-        unit.alignment.text if unit.document is None else unit.document.text
-        for unit in islice(_units(model, corpus, longest), limit)
-    ]
     if len(texts) < 2:
         raise HeadwiseError("a single text cannot both choose heads and judge the choice; give more text.")
-    return texts[::2], texts[1::2]
+    return list(texts[::2]), list(texts[1::2])
 
 
 def _units(model: Transformer, corpus: Any, longest: int | None) -> Iterator[Unit]:

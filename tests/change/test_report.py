@@ -1,5 +1,6 @@
 """What cutting brings and costs: sizes against closed forms and torch's own counter, losses against those of plain calls."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from headwise.change.curve import curve
 from headwise.change.prune import prune
 from headwise.change.rank import rank
 from headwise.change.report import Size, report
-from headwise.change.trial import Trial, halves
+from headwise.change.trial import Trial, halves, read_texts
 from headwise.errors import HeadwiseError
 from headwise.look.sweep import pass_cost
 from headwise.model import Transformer
@@ -128,6 +129,9 @@ def test_intervals_are_over_texts() -> None:
 def test_nothing_cut_costs_nothing() -> None:
     model = reading(MODELS["encoder"])
     made = report(model, prune(model, keep=1, on=TEXTS), TEXTS, turns=1)
+    alone = report(model, model, TEXTS[:1], turns=1)  # one text has no spread
+    assert math.isnan(alone.more.low)
+    assert alone.to_dict()["more"] == {"mean": 0.0, "low": None, "high": None}
     assert (made.more.mean, made.more.low, made.more.high) == (0, 0, 0)
     assert made.random == ()
     assert all(share == pytest.approx(1) for _, before, _, share in made.rows()[:-1] if before)
@@ -162,12 +166,13 @@ def test_what_cannot_be_reported() -> None:
 
 def test_texts_are_dealt_out_in_turn() -> None:
     model = reading(MODELS["decoder"])
-    assert halves(model, TEXTS, 4) == (TEXTS[::2], TEXTS[1::2])
-    assert halves(model, TEXTS, 3) == (TEXTS[:3:2], TEXTS[1:2])
-    chosen, judged = halves(model, "the cat sat " * 30, 10, longest=12)
-    assert [*chosen, *judged] == ["the cat sat "] * 10
+    assert read_texts(model, TEXTS, 3) == TEXTS[:3]
+    assert halves(read_texts(model, TEXTS, 9)) == (TEXTS[::2], TEXTS[1::2])
+    assert read_texts(model, "the cat sat " * 30, 10, longest=12) == ["the cat sat "] * 10
     with pytest.raises(HeadwiseError, match="a single text"):
-        halves(model, "the cat", 8)
+        halves(["the cat"])
+    with pytest.raises(HeadwiseError, match="a limit of 0"):
+        read_texts(model, TEXTS, 0)
 
 
 # The curve.

@@ -1,0 +1,130 @@
+"""headwise prune: a smaller model, and what it costs."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headwise.change.curve import Curve
+    from headwise.change.plan import Plan
+    from headwise.change.report import Report
+    from headwise.model import Transformer
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    keep: Annotated[float | None, typer.Option(help="The share of heads that stays: 0.7")] = None,
+    heads: Annotated[str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*")] = None,
+    apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
+    by: Annotated[str, typer.Option(help="Heads are ranked by ablation, gradient, gates or random.")] = "ablation",
+    fold: Annotated[bool, typer.Option(help="Leave behind what cut heads gave on average.")] = True,
+    rounds: Annotated[int, typer.Option(help="Cut in so many rounds, ranking what is left anew.")] = 1,
+    seed: Annotated[int, typer.Option(help="For random cuts and gates.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 200,
+    out: Annotated[Path | None, typer.Option(help="Save the smaller model in this folder.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
+    test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many texts.")] = 64,
+    length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    seeds: Annotated[int, typer.Option(help="So many random cuts to compare with.")] = 3,
+    curve: Annotated[bool, typer.Option("--curve", help="Also cut at every share, by several ways.")] = False,
+    shares: Annotated[str, typer.Option(help="The shares of the curve.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1",
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file: .png, .svg, .pdf")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Cut heads from a model and say what that brought and cost, beside random cuts of the same size."""
+    from headwise.change.curve import curve as trace
+    from headwise.change.curve import usual_bys
+    from headwise.change.plan import Plan
+    from headwise.change.report import report
+    from headwise.errors import HeadwiseError
+    from headwise.show.progress import noting
+    from headwise.show.prune import check_picture, draw_curve, show_curve, show_plan, show_report
+    from headwise.weights import load
+    from headwise.weights.save import whole_folder, write_model
+
+    ways = sum(given is not None for given in (keep, heads, apply))
+    curve = curve or plot is not None
+    if ways > 1 or (not ways and (not curve or out is not None or plan is not None)):
+        raise HeadwiseError("say which heads go, in one way: --keep 0.7, --heads 5.1,6.* or --apply plan.json.")
+    keeps = _numbers(shares)
+    if plot is not None:
+        check_picture(plot)
+    loaded = load(model)
+    choosing, judging = _texts(
+        loaded, text, test, limit, length, chosen=curve or keep is not None or (heads is not None and fold)
+    )
+    made = small = measured = drawn = None
+    with noting() as note:
+        # The folder is asked for first: long work must not end before a folder that cannot be written.
+        with nullcontext() if out is None else whole_folder(out, ("spec.json",)) as folder:
+            if ways:
+                made = Plan.load(apply) if apply is not None else Plan.make(
+                    loaded, keep=keep, heads=heads, by=by, fold=fold, on=choosing, rounds=rounds, seed=seed, steps=steps,
+                    note=note,
+                )  # fmt: skip
+                if plan is not None:
+                    made.save(plan)
+                small = made.apply(loaded)
+                if folder is not None:
+                    write_model(small, folder)
+        if made is not None and small is not None and judging is not None:
+            over = choosing if made.folded else None
+            measured = report(loaded, small, judging, folded_on=over, seeds=seeds, note=note)
+        if curve:
+            ranked = {made.by: made.worth} if made is not None and made.worth and made.rounds == 1 else None
+            folded = fold if made is None else bool(made.folded)
+            bys = (*usual_bys(loaded), *(("gates",) if by == "gates" else ()))
+            drawn = trace(
+                loaded, choosing, judging, keeps=keeps, bys=bys, folded=folded, seeds=seeds, steps=steps, scores=ranked, note=note,
+            )  # fmt: skip
+    if drawn is not None and plot is not None:
+        draw_curve(drawn, plot)
+    if as_json:
+        print(json.dumps(_told(made, out, measured, drawn), indent=2))
+        return
+    for thing, show in ((made, show_plan), (measured, show_report), (drawn, show_curve)):
+        if thing is not None:
+            show(thing)  # pyright: ignore[reportArgumentType]
+
+
+def _texts(
+    model: "Transformer", text: list[str] | None, test: Path | None, limit: int, length: int | None, chosen: bool
+) -> tuple[list[str] | None, list[str] | None]:
+    """What heads are chosen on, and what the choice is judged by; none where a model cannot be asked about texts."""
+    from headwise.change.trial import halves, read_texts
+
+    if model.spec.kind == "encoder-decoder" or model.tokenizer is None:
+        return None, None
+    given: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
+    texts = read_texts(model, given, limit, length)
+    if test is not None:
+        return texts, read_texts(model, test, limit, length)
+    return halves(texts) if chosen or len(texts) > 1 else (texts, texts)
+
+
+def _numbers(shares: str) -> list[float]:
+    """0.9,0.5 as numbers."""
+    from headwise.errors import HeadwiseError
+
+    try:
+        return [float(share) for share in shares.split(",")]
+    except ValueError:
+        raise HeadwiseError(f"shares are numbers with commas between, 0.9,0.5,0.1; got {shares!r}.") from None
+
+
+def _told(made: "Plan | None", out: Path | None, measured: "Report | None", drawn: "Curve | None") -> dict[str, Any]:
+    """The result as plain data; a plan without what it folds, which a saved plan has."""
+    scores = {} if made is None else {str(head): score for head, score in made.worth.items()}
+    return {
+        "plan": None if made is None else {
+            "by": made.by, "rounds": made.rounds, "folded": bool(made.folded), "heads": made.heads, "scores": scores,
+        },
+        "out": None if out is None else str(out),
+        "report": None if measured is None else measured.to_dict(),
+        "curve": None if drawn is None else drawn.to_dict(),
+    }  # fmt: skip
