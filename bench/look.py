@@ -38,7 +38,8 @@ def make_model(T: int) -> hw.Transformer:
 
 
 def make_batch(T: int) -> Batch:
-    ids = torch.randint(VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
+    ids[0, 0] = 0
     unit = Unit(0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
     return Batch((unit,), ids, torch.ones_like(ids, dtype=torch.bool))
 
@@ -50,9 +51,16 @@ def listening(model: hw.Transformer, batch: Batch, see: Callable[[Seen, int], No
         model(batch.ids)
 
 
+def make_flags() -> Tensor:
+    """Classes of tokens: a tenth of the vocabulary in each, and one special token, that texts begin with."""
+    flags = (torch.rand(VOCAB, len(CLASSES), generator=torch.Generator().manual_seed(2)) < 0.1).float()
+    flags[:, CLASSES.index("special")] = torch.arange(VOCAB) == 0
+    return flags
+
+
 def full(model: hw.Transformer, batch: Batch, every: int = 1) -> Callable[[], None]:
     """Our pass: all surface measures and evidence, in row blocks."""
-    flags = (torch.rand(VOCAB, len(CLASSES), generator=torch.Generator().manual_seed(2)) < 0.1).float()
+    flags = make_flags()
 
     def work() -> None:
         surface = Surface(Tally(HEADS), Evidence(HEADS), flags, every)
@@ -63,7 +71,7 @@ def full(model: hw.Transformer, batch: Batch, every: int = 1) -> Callable[[], No
 
 def dense(model: hw.Transformer, batch: Batch) -> Callable[[], None]:
     """What one would write: every map whole, and the same kinds of measures on it."""
-    flags = (torch.rand(VOCAB, len(CLASSES), generator=torch.Generator().manual_seed(2)) < 0.1).float()[batch.ids[0]]
+    flags = make_flags()[batch.ids[0]]
 
     def see(seen: Seen, first: int) -> None:
         p = seen.maps()  # (1, H, T, T)

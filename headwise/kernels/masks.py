@@ -210,7 +210,7 @@ class Allow(Mask):
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Both(Mask):
     """Visible under both masks."""
 
@@ -244,7 +244,7 @@ class Both(Mask):
         self.other.check(B, H, T, S)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Either(Both):
     """Visible under either mask."""
 

@@ -1,23 +1,17 @@
-"""Attention by distance: the diagonals of a block, one by one near the query, by powers of two farther away."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+"""Attention by distance: offsets one by one near the query, by powers of two farther away, and what is long range."""
 
 import torch
 from torch import Tensor
 
+from headwise.look.gather import EDGES, WINDOW, Full, Rows
 from headwise.look.inputs import Batch
-from headwise.look.rows import Block
 
-WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
-EDGES = tuple(WINDOW << i for i in range(11))
 OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, as the diagonals lie
 
-# At each offset: the mean weight there; the share of rows whose largest weight is there; and, over rows whose target is not
-# the first token (a sink would collect those), the mean weight, what a uniform head would have, and the weight times
-# the length of what it fetches, as a share of the row.
-NEAR = ("offset", "argmax", "aimed", "aimed null", "aimed valued")
+# At each offset: the mean weight there; and, over rows whose target is not the first token (a sink would collect those), the
+# mean weight, what a uniform head would have, and the weight times the length of what it fetches, as a share of the row.
+NEAR = ("offset", "aimed", "aimed null", "aimed valued")
+ARGMAX = ("argmax",)  # the share of rows whose largest weight is at that offset
 BINS = tuple(f"distance {low}-{2 * low - 1}" for low in EDGES)
 # Beyond the window, the first token and repeated tokens left out: the weight, a uniform head's, and the valued weight.
 LONG = ("long range", "long range null", "long range valued")
@@ -28,156 +22,94 @@ def near_names(kind: str) -> tuple[str, ...]:
     return tuple(f"{kind} {offset}" for offset in OFFSETS)
 
 
-@dataclass(frozen=True, eq=False)
-class Diagonals:
-    """What a block shows along its diagonals."""
+def near(rows: Rows, batch: Batch, norms: Tensor, valued_total: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums and counts at each offset of the window, (B, H, offsets) each. e is 0 wherever there is no token to see."""
+    inside, aimed = _targets(rows, batch)  # (B, n, o)
+    p = rows.share(rows.near)  # (B, H, n, o)
+    valued = rows.near * _along(norms, rows) * _inverse(valued_total, rows)[..., None]
+    on_first = (inside - aimed)[:, None]  # (B, 1, n, o): 1 where the target is the first token
+    early = on_first.any((0, 1, 3)).nonzero()[:, 0]  # only the first rows of a text have it in their window
+    some = on_first[:, :, early]
+    uniform = (1 / rows.visible.clamp(min=1)).to(p)  # (1 or B, 1 or H, n)
+    null = (uniform.expand(len(p), -1, -1)[:, :, None] @ aimed[:, None])[:, :, 0]  # (B, 1 or H, o)
+    offset = p.sum(2)  # (B, H, o)
+    counts, targets = inside.sum(1)[:, None], aimed.sum(1)[:, None]  # (B, 1, o)
+    return {
+        "offset": (offset, counts),
+        "aimed": (offset - (p[:, :, early] * some).sum(2), targets),
+        "aimed null": (null.expand_as(offset), targets),
+        "aimed valued": (valued.sum(2) - (valued[:, :, early] * some).sum(2), targets),
+    }
 
-    block: Block
-    batch: Batch
-    real: Tensor  # (B, R): rows that are tokens
-    norms: Tensor  # (B, h, S): the length of what each key would write
-    valued_total: Tensor  # (B, h, R): Σ e · norm
 
-    def near(self, out: dict[str, Tensor]) -> Tensor:
-        """Add up the window into (2, B, h, offsets) arrays; returns which rows rest, on the first or on themselves."""
-        block, batch = self.block, self.batch
-        wide = slice(0, 2 * WINDOW - 1 if block.ahead else WINDOW)
-        e = block.at(1 - WINDOW if block.ahead else 0, WINDOW)  # (B, h, R, o)
-        column, inside, aimed = self._once("near", lambda: self._targets(OFFSETS[wide], e))
-        p = block.share(e)
-        hits = (e == 1).to(e)  # the largest e is 1
-        hits = hits / hits.sum(-1, keepdim=True).clamp(min=1)  # a tie is shared out
-        valued = e * self.norms[..., column] / self.valued_total.clamp(min=1e-30)[..., None]
-        uniform = (1 / block.visible.clamp(min=1)).to(e)[..., None].expand(len(e), -1, -1, p.shape[-1])
-        for kind, values, counts in (
-            ("offset", p, inside), ("argmax", hits, inside), ("aimed", p, aimed), ("aimed null", uniform, aimed),
-            ("aimed valued", valued, aimed),
-        ):  # fmt: skip
-            out[kind][0][..., wide] += (values * counts[:, None]).sum(2)
-            out[kind][1][..., wide] += counts.sum(1)[:, None]
-        near = p.sum(-1)
-        self._long(near, inside, valued.sum(-1), batch.first[:, None, None], out["long"])
-        self._far(near, out["bins"])
-        return (e[..., WINDOW - 1] == 1) | (block.features[..., 2] == 1)
+def argmax(rows: Full, batch: Batch) -> tuple[Tensor, Tensor]:
+    """In how many rows each offset has the largest weight, (B, H, offsets); a tie is shared out."""
+    hits = rows.near.floor() * rows.counted[:, None, :, None]  # the largest e is 1, and no other
+    tied = hits.sum(-1, keepdim=True)  # (B, H, n, 1)
+    if bool((tied > 1).any()):
+        hits = hits / tied.clamp(min=1)
+    return hits.sum(2), _targets(rows, batch)[0].sum(1)[:, None]
 
-    def _once(self, what: str, work: Callable[[], Any]) -> Any:
-        """What does not depend on the head is the same at every layer and for every group of heads."""
-        block = self.block
-        key = (what, block.rows, block.cols, block.past, block.ahead, int(block.visible.sum()))  # windows may differ
-        if key not in self.batch.memo:
-            self.batch.memo[key] = work()
-        return self.batch.memo[key]
 
-    def _targets(self, offsets: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The column at each offset from each row, (R, o); which are tokens, and which of those not the first: (B, R, o)."""
-        block, batch = self.block, self.batch
+def bins(rows: Full, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sums by powers of two beyond the window, and how many rows reach that far: (B, H, bins), (B, 1, bins)."""
+    far = rows.far
+    left = rows.features[..., 0] - rows.near.sum(-1) - far.sum(-1)  # (B, H, n)
+    has = rows.last >= 0
+    place = rows.last.clamp(min=0)[:, None]  # (n, 1)
+    far = far.scatter_add(-1, place.expand(*far.shape[:3], 1), (left * has)[..., None])
+    back, ahead = _reach(rows, batch)
+    edges = torch.tensor(EDGES, device=far.device)
+    reached = (torch.maximum(back, ahead) if rows.ahead else back)[..., None] >= edges  # (B, n, bins)
+    return rows.share(far).sum(2), (reached & rows.counted[..., None]).sum(1)[:, None]
+
+
+def long_range(rows: Full, batch: Batch, norms: Tensor, valued_total: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of each row when the near, the first token and repeated tokens are taken away: (B, H, 3), counts."""
+    back, ahead = _reach(rows, batch)
+    far_first = ((back >= WINDOW) & rows.counted).to(norms)[:, None]  # (B, 1, n): the first token is not among the near
+    e_first = rows.features[..., 2] * far_first
+    norm_first = norms.gather(-1, batch.first[:, None, None].expand(-1, norms.shape[1], -1))  # (B, H, 1)
+    heavy = _inverse(valued_total, rows)  # (B, H, n)
+    valued = 1 - ((rows.near * _along(norms, rows)).sum(-1) + e_first * norm_first + rows.repeated[1]) * heavy
+    weight = rows.share(rows.features[..., 0] - rows.near.sum(-1) - e_first - rows.repeated[0])
+    visible, inside = rows.visible.to(norms), _targets(rows, batch)[0].sum(-1)[:, None]
+    null = (visible - inside - far_first * rows.sees_first - rows.repeats) / visible.clamp(min=1)
+    far = (back > WINDOW) | ((ahead >= WINDOW) & rows.ahead)
+    counts = (rows.counted & far).to(norms)[:, None]  # (B, 1, n): rows that have something far to look at
+    made = [(values.clamp(min=0) * counts).sum(2) for values in (weight, null.expand_as(weight), valued)]
+    return torch.stack(made, -1), counts.sum(2)[..., None]
+
+
+def _targets(rows: Rows, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which offsets of each row lead to a token, and which of those not to the first: (B, n, o) of 0 and 1."""
+    key = ("targets", rows.ahead, len(rows.places), int(rows.places[-1]) if len(rows.places) else 0)
+    if key not in batch.memo:
         S = batch.real.shape[1]
-        rows = torch.arange(block.rows.start, block.rows.stop, device=like.device) + block.past
-        target = rows[:, None] - torch.tensor(offsets, device=like.device)
-        first, column = batch.first[:, None, None], target.clamp(0, S - 1)
-        inside = (target >= first) & (target < S) & batch.real[:, column] & self.real[..., None]
-        return column, inside.to(like), (inside & (target > first)).to(like)
+        offsets = torch.tensor(OFFSETS[: rows.near.shape[-1]], device=rows.places.device)
+        target = rows.places[:, None] - offsets  # (n, o)
+        first = batch.first[:, None, None]
+        inside = (target >= first) & (target < S) & batch.real[:, target.clamp(0, S - 1)] & rows.counted[..., None]
+        batch.memo[key] = tuple(x.to(rows.near) for x in (inside, inside & (target > first)))
+    return batch.memo[key]
 
-    def _long(self, near: Tensor, inside: Tensor, near_valued: Tensor, first: Tensor, out: Tensor) -> None:
-        """What is left of each row when the near, the first token and repeated tokens are taken away."""
-        block = self.block
-        place = (
-            torch.arange(block.rows.start, block.rows.stop, device=near.device) + block.past - first[..., 0]
-        )  # (B, R)
-        far_first = (place >= WINDOW).to(near)[:, None]  # the first token is not among the near
-        p_first = block.share(block.features[..., 2]) * far_first
-        v_first = block.features[..., 2] * self.norms.gather(-1, first.expand(-1, near.shape[1], -1))
-        v_first = v_first / self.valued_total.clamp(min=1e-30) * far_first
-        repeated, repeated_valued, repeats = self._repeated()
-        mass = block.share(block.features[..., 0])
-        visible = block.visible.to(near)
-        null = (visible - inside.sum(-1)[:, None] - far_first * self._sees_first(first) - repeats) / visible.clamp(
-            min=1
-        )
-        last = self.batch.real.sum(1)[:, None] - 1
-        far = (place > WINDOW) | ((last - place >= WINDOW) & block.ahead)
-        counts = (self.real & far).to(near)[:, None]  # rows that have something far to look at
-        made = (mass - near - p_first - repeated, null.expand_as(near), 1 - near_valued - v_first - repeated_valued)
-        out[0] += (torch.stack(made, -1).clamp(min=0) * counts[..., None]).sum(2)
-        out[1] += counts.sum(2)[..., None]
 
-    def _sees_first(self, first: Tensor) -> Tensor:
-        """Whether a row may see the first token at all, which a window can forbid: (B or 1, 1 or h, R or 1)."""
-        block = self.block
-        if block.cols.start > int(first.max()):
-            return torch.zeros(1, 1, 1, device=first.device)
-        if block.allowed is None:
-            return torch.ones(1, 1, 1, device=first.device)
-        column = (first - block.cols.start).clamp(0, len(block.cols) - 1)[..., None]  # (B, 1, 1, 1)
-        allowed = block.allowed.expand(len(first), -1, -1, len(block.cols))
-        seen = allowed.gather(-1, column.expand(*allowed.shape[:3], 1))[..., 0]
-        return (seen & (first >= block.cols.start)).to(block.e)
+def _along(norms: Tensor, rows: Rows) -> Tensor:
+    """The length of what each key of the window writes: (B, H, S) → (B, H, n, o), a view where all rows are there."""
+    B, H, S = norms.shape
+    o = rows.near.shape[-1]
+    padded = torch.nn.functional.pad(norms, (WINDOW - 1, WINDOW))  # column j stands at j + WINDOW − 1
+    if len(rows.places) == S:
+        return padded.as_strided((B, H, S, o), (*padded.stride()[:2], 1, 1))
+    return padded[..., rows.places[:, None] + torch.arange(o, device=norms.device)]
 
-    def _repeated(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Far keys that repeat the query's token, or follow one that does: their share of each row, valued, and count."""
-        block, e = self.block, self.block.e
-        b, r, c, counts = self._once("repeated", self._pairs)
-        found = torch.zeros(2, *block.total.shape, dtype=e.dtype, device=e.device)
-        picked = e[b, :, r, c]  # (pairs, h)
-        valued = picked * self.norms[b, :, c + block.cols.start]
-        found[0].permute(0, 2, 1).index_put_((b, r), picked, accumulate=True)
-        found[1].permute(0, 2, 1).index_put_((b, r), valued, accumulate=True)
-        return block.share(found[0]), found[1] / self.valued_total.clamp(min=1e-30), counts.to(e)
 
-    def _pairs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where those keys are, by example, row and column of the block, and how many a row has, (B, 1, R)."""
-        block, batch = self.block, self.batch
-        ids = batch.ids.masked_fill(~batch.real, -1)
-        rows = slice(block.rows.start + block.past, block.rows.stop + block.past)
-        cols = slice(block.cols.start, block.cols.stop)
-        before = torch.nn.functional.pad(ids, (1, 0), value=-2)[:, cols]
-        query = ids[:, rows, None]
-        place = torch.arange(ids.shape[1], device=ids.device)
-        far = (place[rows, None] - place[cols]).abs() >= WINDOW  # (R, C)
-        same = ((ids[:, None, cols] == query) | (before[:, None] == query)) & far & self.real[..., None]  # (B, R, C)
-        same &= place[cols] > batch.first[:, None, None]
-        if block.allowed is not None and block.allowed.shape[1] == 1:
-            same &= block.allowed[:, 0]
-        b, r, c = same.nonzero(as_tuple=True)
-        return b, r, c, same.sum(-1)[:, None]
+def _inverse(total: Tensor, rows: Rows) -> Tensor:
+    """1 / Σ e·norm of each row that counts, (B, H, n)."""
+    return rows.counted[:, None] / total.clamp(min=1e-30)
 
-    def _far(self, near: Tensor, out: Tensor) -> None:
-        """Add up the bins beyond the window into (2, B, h, bins); the last that is reached is what is left of the row."""
-        block = self.block
-        back = block.rows.stop + block.past - block.cols.start  # the farthest a row of this block can look, and ahead
-        ahead = block.cols.stop - block.rows.start - block.past
-        whole = back - len(block.rows)  # so far back every row can look
-        real = self.real[:, None].to(near)
-        left = block.share(block.features[..., 0]) - near  # (B, h, R)
-        for number, low in enumerate(EDGES):
-            counts = self._once(f"beyond {low}", lambda low=low: self._rows_beyond(low))
-            if counts is None:
-                break
-            if not block.ahead and 2 * low > whole and back <= 2 * low:
-                some = left
-            else:
-                some = self._bin(low, min(2 * low, back + 1), min(2 * low, ahead + 1))
-                left = left - some
-            out[0, ..., number] += (some * real).sum(-1)
-            out[1, ..., number] += counts
 
-    def _bin(self, low: int, back: int, ahead: int) -> Tensor:
-        """The share of each row that lies from `low` to below these distances: (B, h, R)."""
-        block, total = self.block, torch.zeros_like(self.block.total)
-        if low < back:
-            total = total + block.at(low, back).sum(-1)
-        if low < ahead and block.ahead:
-            total = total + block.at(1 - ahead, 1 - low).sum(-1)
-        return block.share(total)
-
-    def _rows_beyond(self, low: int) -> Tensor | None:
-        """How many rows have a key at least so far away, (B, 1); None if none has."""
-        block, batch = self.block, self.batch
-        rows = torch.arange(block.rows.start, block.rows.stop, device=batch.ids.device) + block.past
-        length = batch.real.sum(1)[:, None]
-        place = rows - batch.first[:, None]
-        reach = place >= low
-        if block.ahead:
-            reach = reach | (length - 1 - place >= low)
-        counts = (reach & self.real).sum(1)[:, None]
-        return counts if bool(counts.any()) else None
+def _reach(rows: Rows, batch: Batch) -> tuple[Tensor, Tensor]:
+    """How many tokens of its text stand before each row, and how many behind: (B, n)."""
+    back = rows.places - batch.first[:, None]
+    return back, batch.real.sum(1)[:, None] - 1 - back

@@ -38,14 +38,13 @@ class Evidence:
 
     def add(self, heads: slice, block: Block, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
         """Take the best rows of a block. `resting` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
-        confidence = (1 / block.total).masked_fill(resting, 0.0)  # the largest e is 1: (B, h, R)
+        confidence = torch.where(resting, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
         B, h, R = confidence.shape
-        flat = confidence.transpose(0, 1).reshape(h, B * R)
-        kept = self.weights.shape[1]
-        best, where = flat.topk(min(kept, B * R), dim=1)  # (h, kept)
         mine = self.weights[heads]
-        if not (best.double().cpu().numpy()[:, 0] > mine.min(1)).any():
+        if not (confidence.amax((0, 2)).cpu().numpy() > mine[:, -1]).any():
             return  # the usual case, once a few blocks have passed
+        kept = self.weights.shape[1]
+        best, where = confidence.transpose(0, 1).reshape(h, B * R).topk(min(kept, B * R), dim=1)  # (h, kept)
         row, example = where % R, where // R
         index = torch.arange(h, device=where.device)[:, None].expand_as(where)
         column = block.e[example, index, row].argmax(-1)  # (h, kept)

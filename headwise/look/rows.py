@@ -1,38 +1,83 @@
 """Attention in blocks of rows: everything a measure needs of a map, while no map is ever held whole.
 
-A block is (B, h, R, C): some heads, some queries, the keys those can see. It is made once, after the fused call that gave
-the model its output, and is small enough to stay in the cache while all measures read it.
+A block is (B, h, R, C): some heads, some queries, the keys those can see. It is made after the fused call that gave the
+model its output, is small enough to stay in the cache while all measures read it, and its memory is used again by the next.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
-from headwise.kernels.terms import raw_scores, spread
+from headwise.kernels import Mask
+from headwise.kernels.terms import Terms, spread
 
-ROWS = 128  # queries in a block
+ROWS = 64  # queries in a block
 CELLS = 1 << 21  # scores in a block, about
+LOWEST = -1e30  # the score of what is not seen: finite, so that 0 · score is 0
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """Some rows, and which keys they may see: the same for all heads, but for masks that tell heads apart."""
+
+    rows: range  # queries, by their place in this call
+    cols: range  # keys
+    past: int  # keys before the first query: the query of row i stands at place i + past
+    mask: Mask | None  # whose sight it is
+    visible: Tensor  # (1 or B, 1 or H, R): how many keys a row may see
+    part: slice  # the columns in which some are not seen: of a causal block nothing but its last corner
+    seen: Tensor  # (1 or B, 1 or H, R, P): which of those are
+
+    @cached_property
+    def forbid(self) -> Tensor:
+        """What is added to the scores of that part."""
+        return (~self.seen).float() * LOWEST
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """What the weights of that part are multiplied with."""
+        return self.seen.float()
+
+    def allowed(self) -> Tensor:
+        """All of it: (1 or B, 1 or H, R, C)."""
+        made = torch.ones(*self.seen.shape[:3], len(self.cols), dtype=torch.bool, device=self.seen.device)
+        made[..., self.part] = self.seen
+        return made
+
+    @cached_property
+    def ahead(self) -> bool:
+        """Whether rows may see keys that come after them, as an encoder's do."""
+        place = self.rows.start + self.past - self.cols.start  # the first query's column
+        return len(self.cols) > place + 1 and bool(self.allowed().triu(place + 1).any())
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some rows of some heads. Weights are left unnormalised: e = exp(score − the row's largest), 0 where nothing is seen."""
+    """Some rows of some heads. Weights are left unnormalised: e = exp(score − the row's largest), 0 where nothing is seen.
+
+    `e` lives until the next block is made.
+    """
 
     heads: slice
-    rows: range  # queries, by their place in this call
-    cols: range  # keys
-    past: int  # keys before the first query: the query of row i stands at place i + past
+    sight: Sight
     e: Tensor  # (B, h, R, C)
-    top: Tensor  # (B, h, R): the largest score
     total: Tensor  # (B, h, R): Σ e, and the sink's share
-    energy: Tensor  # (B, h, R): Σ e · score
+    energy: Tensor  # (B, h, R): Σ e · (score − the largest)
     features: Tensor  # (B, h, R, f): Σ e · what was asked to be summed over the keys
-    allowed: Tensor | None  # (1 or B, 1 or h, R, C): which keys a row may see; None: all of them
-    visible: Tensor  # (1 or B, 1 or h, R): how many those are
+    scratch: Tensor  # (B, h, R, C): memory that is free
+    rows: range = field(init=False)
+    cols: range = field(init=False)
+    past: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cols", "past"):
+            object.__setattr__(self, name, getattr(self.sight, name))
 
     def share(self, summed: Tensor) -> Tensor:
         """Sums of e as shares of the row: (B, h, R, …); a row that sees nothing has none."""
@@ -54,58 +99,83 @@ class Block:
         sizes = (*e.shape[:2], R, high - low)
         return e.as_strided(sizes, (b, h, r + 1, 1), e.storage_offset() + start + left)
 
-    @cached_property
-    def log_total(self) -> Tensor:
-        """logsumexp of the scores, (B, h, R)."""
-        return self.top + self.total.clamp(min=torch.finfo(self.total.dtype).tiny).log()
 
-    @cached_property
-    def ahead(self) -> bool:
-        """Whether rows may see keys that come after them, as an encoder's do."""
-        behind = max(0, self.rows.start + self.past + 1 - self.cols.start)
-        return behind < len(self.cols) and (self.allowed is None or bool(self.allowed[..., :1, behind:].any()))
+def sights(
+    terms: Terms, T: int, S: int, device: torch.device, every: int = 1, memo: dict[Any, Any] | None = None
+) -> Iterator[Sight]:
+    """What the rows of a call may see, block by block, or one block in so many. `memo` keeps it for the next layer."""
+    memo = {} if memo is None else memo
+    for start in range(0, T, ROWS * every):
+        key = ("sight", terms.mask, start, ROWS, T, S)
+        if key not in memo:
+            memo[key] = _sight(terms, range(start, min(start + ROWS, T)), T, S, device)
+        yield memo[key]
 
 
-def walk(seen: Seen, features: Tensor, every: int = 1) -> Iterator[Block]:
-    """All blocks of a call, or one in so many; `features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e."""
-    q, k, terms = seen.q, seen.k, seen.terms
-    B, H, T, d = q.shape
-    S = k.shape[2]
+def _sight(terms: Terms, rows: range, T: int, S: int, device: torch.device) -> Sight:
+    cols = terms.keys(rows, T, S) or range(1)
+    allowed = terms.mask_block(rows, cols, T, S, device)
+    if allowed is None:
+        visible, nothing = torch.full((1, 1, len(rows)), len(cols), device=device), torch.ones(1, 1, len(rows), 0)
+        return Sight(rows, cols, S - T, terms.mask, visible, slice(0, 0), nothing.bool().to(device))
+    allowed = allowed.expand(-1, -1, len(rows), -1)  # (1 or B, 1 or H, R, C)
+    hidden = (~allowed).flatten(0, -2).any(0).nonzero()[:, 0]  # columns in which something is
+    part = slice(int(hidden[0]), int(hidden[-1]) + 1) if len(hidden) else slice(0, 0)
+    return Sight(rows, cols, S - T, terms.mask, allowed.sum(-1), part, allowed[..., part].clone())
+
+
+def count_rows(T: int, every: int = 1) -> int:
+    """How many rows a walk reads."""
+    return sum(min(ROWS, T - start) for start in range(0, T, ROWS * every))
+
+
+def walk(seen: Seen, features: Tensor, every: int = 1, memo: dict[Any, Any] | None = None) -> Iterator[Block]:
+    """All blocks of a call, or one in so many; `features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e.
+
+    The first feature is 1 for every key. `memo` is where `sights` are kept.
+    """
+    terms, dtype = seen.terms, torch.promote_types(seen.q.dtype, torch.float32)  # measured in float32 at least
+    B, H, T, _ = seen.q.shape
+    S = seen.k.shape[2]
     if not (B and H and T and S):
         return
-    keys = spread(k, terms.groups)  # (B, H, S, d)
-    plain = terms.bias is None and terms.softcap is None
-    asked = features.to(q).expand(B, H, S, -1)
-    asked = torch.cat((keys, asked), -1) if plain else asked  # Σ e·score is q · Σ e·k, for the price of a wider product
+    queries, keys = seen.q.to(dtype) * terms.scale, spread(seen.k.to(dtype), terms.groups)  # (B, H, T, d) (B, H, S, d)
+    asked = features.to(dtype).expand(B, H, S, -1)
     h = max(1, min(H, CELLS // (B * min(ROWS, T) * S)))
-    for first in range(0, H, h):
-        heads = slice(first, min(first + h, H))
-        some = terms.for_heads(range(heads.start, heads.stop), range(heads.start, heads.stop)) if h < H else terms
-        for start in range(0, T, ROWS * every):
-            rows = range(start, min(start + ROWS, T))
-            cols = terms.keys(rows, T, S)
-            part, near = q[:, heads, start : rows.stop], slice(cols.start, cols.stop)
-            scaled = part * terms.scale if plain else part
-            scores = scaled @ keys[:, heads, near].mT if plain else raw_scores(part, keys[:, heads, near], some)
-            bias = some.bias_block(rows, cols, T, S)
-            scores = scores if bias is None else scores + bias.to(scores.dtype)
-            allowed = some.mask_block(rows, cols, T, S, q.device)
-            if allowed is not None:
-                scores.masked_fill_(~allowed, -torch.inf)
+    room = queries.new_empty(2, B * h * min(ROWS, T) * S)
+    for sight in sights(terms, T, S, queries.device, every, memo):
+        rows, cols = (slice(r.start, r.stop) for r in (sight.rows, sight.cols))
+        bias = terms.bias_block(sight.rows, sight.cols, T, S)
+        for first in range(0, H, h):
+            heads = slice(first, min(first + h, H))
+            shape = (B, heads.stop - first, len(sight.rows), len(sight.cols))
+            scores, e = (one[: prod(shape)].view(shape) for one in room)
+            torch.matmul(queries[:, heads, rows], keys[:, heads, cols].mT, out=scores)
+            if terms.softcap is not None:
+                scores.div_(terms.softcap).tanh_().mul_(terms.softcap)
+            if bias is not None:
+                scores.add_(_of(bias, heads)).clamp_(min=LOWEST)  # it may say −inf
+            corner = scores[..., sight.part]
+            if corner.shape[-1]:
+                corner.add_(_of(sight.forbid, heads))
             top = scores.amax(-1)  # (B, h, R)
-            top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing
-            if plain:
-                e = scores.sub_(top[..., None]).exp_()
-                summed = e @ asked[:, heads, near]  # (B, h, R, d + f)
-                energy, summed = (scaled * summed[..., :d]).sum(-1), summed[..., d:]
-            else:
-                e = (scores - top[..., None]).exp()
-                energy = (e * scores.masked_fill(e == 0, 0.0)).sum(-1)
-                summed = e @ asked[:, heads, near]
+            scores.sub_(top[..., None])
+            if corner.shape[-1]:
+                corner.mul_(_of(sight.keep, heads))  # exp is many times slower where it underflows
+            torch.exp(scores, out=e)
+            if corner.shape[-1]:
+                e[..., sight.part].mul_(_of(sight.keep, heads))
+            if bias is not None:
+                e.mul_((top > LOWEST / 2)[..., None])  # a row to which it forbids everything
+            summed = e @ asked[:, heads, cols]  # (B, h, R, f)
+            energy = scores.mul_(e).sum(-1)  # (B, h, R)
             total = summed[..., 0]
-            if some.sink is not None:
-                above = some.sink.to(top.dtype)[:, None] - top
+            if terms.sink is not None:
+                above = terms.sink[heads].to(top)[:, None] - top
                 total = total + above.clamp(max=80).exp()  # more would be infinite; keys have nothing left as it is
-            visible = torch.full((1, 1, 1), len(cols)) if allowed is None else allowed.sum(-1)
-            visible = visible.expand(*visible.shape[:2], len(rows))
-            yield Block(heads, rows, cols, S - T, e, top, total, energy, summed, allowed, visible)
+            yield Block(heads, sight, e, total, energy, summed, scratch=scores)
+
+
+def _of(x: Tensor, heads: slice) -> Tensor:
+    """The part of some heads, where heads differ."""
+    return x if x.shape[1] == 1 else x[:, heads]

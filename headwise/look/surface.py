@@ -4,103 +4,144 @@ Each measure is a mean over rows, so what is kept is sums and counts, per unit a
 blocks, padding or processes were.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
+from headwise.look import diagonals
 from headwise.look.classes import CLASSES
-from headwise.look.diagonals import BINS, LONG, NEAR, Diagonals, near_names
 from headwise.look.evidence import Evidence
+from headwise.look.gather import Full, Rows, See, gather
 from headwise.look.inputs import Batch
-from headwise.look.rows import Block, walk
+from headwise.look.light import glance
+from headwise.look.rows import Block
 from headwise.look.tally import Tally
 
-SHAPE = ("entropy", "relative entropy", "participation", "confidence", "distance", "first", "abstention", "uniform")
+Detail = Literal["full", "light"]
+SHAPE = ("entropy", "relative entropy", "participation", "distance", "first", "abstention", "uniform")
 ROWS = (*SHAPE, *CLASSES, *(f"{name} null" for name in CLASSES), *(f"{name} valued" for name in CLASSES))
-_C = len(CLASSES)
-_NORM = 3 + _C  # where, among the features, the length of a key's write stands
+_NORM = 3 + len(CLASSES)  # where, among the features, the length of a key's write stands
 WRITES = ("write", "write share")  # the length of what a head writes, and its share among those of its layer
-NAMES = {"rows": ROWS, "writes": WRITES, "bins": BINS, "long": LONG, **{kind: near_names(kind) for kind in NEAR}}
 
 
 class Surface:
-    """Listens at the sites of a model and adds up. `every`: only one block of rows in so many."""
+    """Listens at the sites of a model and adds up.
 
-    def __init__(self, tally: Tally, evidence: Evidence | None, flags: Tensor, every: int = 1) -> None:
-        self.tally, self.evidence, self.flags, self.every = tally, evidence, flags, every
+    `full` walks over every cell, or, with `every`, over one block of rows in so many and takes from all rows what `light`
+    can tell: what the fused kernel gives without showing a map. That is everything but the largest weights (confidence,
+    argmax, evidence), far distances and long range.
+    """
+
+    def __init__(
+        self, tally: Tally, evidence: Evidence | None, flags: Tensor, every: int = 1, detail: Detail = "full"
+    ) -> None:
+        self.tally, self.evidence, self.flags, self.every, self.detail = tally, evidence, flags, every, detail
 
     def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
         """One call at one site; its heads are counted from `first_head` on."""
-        B, H = seen.q.shape[:2]
-        inputs, norms = self._features(seen, batch)
-        sums = {name: inputs.new_zeros(2, B, H, len(fields)) for name, fields in NAMES.items()}
-        for block in walk(seen, inputs, self.every):
-            here = {name: both[:, :, block.heads] for name, both in sums.items()}
-            real = batch.real[:, block.rows.start : block.rows.stop]  # (B, R)
-            self._rows(block, batch, real, here["rows"])
-            diagonals = Diagonals(block, batch, real, norms[:, block.heads], block.features[..., _NORM])
-            resting = diagonals.near(here)
-            if self.evidence is not None:
-                heads = slice(first_head + block.heads.start, first_head + block.heads.stop)
-                self.evidence.add(heads, block, resting | ~real[:, None], batch.units, batch.first)
-        self._writes(seen, batch, sums["writes"])
+        heads = slice(first_head, first_head + seen.q.shape[1])
         numbers = [unit.number for unit in batch.units]
-        for name, (summed, counted) in sums.items():
-            self.tally.add(NAMES[name], slice(first_head, first_head + H), numbers, summed, counted)
 
-    def _features(self, seen: Seen, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What is summed over the keys, (B, H, S, 3 + c + 1 + c), and the length of what each key would write, (B, H, S)."""
-        place = torch.arange(seen.k.shape[2], device=batch.ids.device) - batch.first[:, None]  # (B, S)
-        flags = self._flags(batch)[:, None]  # (B, 1, S, c)
-        common = torch.stack((torch.ones_like(place), place, place == 0), -1)[:, None]
-        W_O = seen.site.W_O
-        v = seen.v[:, list(seen.terms.groups)]  # (B, H, S, e)
-        norms = ((v @ (W_O @ W_O.mT)) * v).sum(-1, keepdim=True).clamp(min=0).sqrt()  # (B, H, S, 1)
-        common = torch.cat((common.to(norms), flags.to(norms)), -1).expand(-1, norms.shape[1], -1, -1)
-        return torch.cat((common, norms, flags * norms), -1), norms[..., 0]
+        def add(names: tuple[str, ...], sums: Tensor, counts: Tensor) -> None:
+            self.tally.add(names, heads, numbers, sums, counts)
+
+        add(WRITES, *_writes(seen, batch))
+        if not seen.q.shape[1]:
+            return
+        flags = self._flags(batch)
+        inputs, norms = _features(seen, batch, flags)
+        rows = None
+        if self.detail == "full":
+            rows = gather(seen, batch, inputs, flags, norms, self.every, self._keep(batch, first_head))
+            valued = rows.features[..., _NORM]
+            add(("confidence",), *_confidence(rows, flags))
+            add(diagonals.near_names("argmax"), *_whole(diagonals.argmax(rows, batch)))
+            add(diagonals.BINS, *diagonals.bins(rows, batch))
+            add(diagonals.LONG, *diagonals.long_range(rows, batch, norms, valued))
+        whole = rows if rows is not None and self.every == 1 else glance(seen, batch, inputs, flags, norms)
+        add(ROWS, *_measures(whole, batch))
+        for kind, both in diagonals.near(whole, batch, norms, whole.features[..., _NORM]).items():
+            add(diagonals.near_names(kind), *_whole(both))
+
+    def _keep(self, batch: Batch, first_head: int) -> See | None:
+        """Shows evidence the rows of each block that do not rest, on the first token or on themselves."""
+        evidence = self.evidence
+        if evidence is None:
+            return None
+
+        def see(block: Block, rows: Full, slot: slice) -> None:
+            itself = rows.near[:, block.heads, slot, diagonals.WINDOW - 1]
+            real = batch.real[:, block.rows.start : block.rows.stop]
+            resting = (itself == 1) | (block.features[..., 2] == 1) | ~real[:, None]
+            heads = slice(first_head + block.heads.start, first_head + block.heads.stop)
+            evidence.add(heads, block, resting, batch.units, batch.first)
+
+        return see
 
     def _flags(self, batch: Batch) -> Tensor:
         """Classes of the keys, (B, S, c). The first token is in none but `special`: a sink is no interest in capitals."""
-        flags = self.flags.to(batch.ids.device)[batch.ids] * batch.real[..., None]
-        place = torch.arange(batch.ids.shape[1], device=batch.ids.device) - batch.first[:, None]
-        keep = (place != 0)[..., None] | torch.tensor([name == "special" for name in CLASSES], device=place.device)
-        return flags * keep
+        if "flags" not in batch.memo:
+            flags = self.flags.to(batch.ids.device)[batch.ids] * batch.real[..., None]
+            place = torch.arange(batch.ids.shape[1], device=batch.ids.device) - batch.first[:, None]
+            keep = torch.tensor([name == "special" for name in CLASSES], device=place.device)
+            batch.memo["flags"] = flags * ((place != 0)[..., None] | keep)
+        return batch.memo["flags"]
 
-    def _rows(self, block: Block, batch: Batch, real: Tensor, out: Tensor) -> None:
-        """Everything that is one number a row."""
-        share = block.share(block.features)  # (B, h, R, f)
-        mass = share[..., 0]  # 1, but for what a sink takes
-        entropy = (block.log_total * mass - block.share(block.energy)).clamp(min=0)
-        visible = block.visible.to(mass)  # (1 or B, 1 or h, R)
-        many = visible > 1
-        square = block.share(torch.linalg.vector_norm(block.e, dim=-1)).square()  # Σp²
-        rows = torch.arange(block.rows.start, block.rows.stop, device=mass.device)
-        place = (rows + block.past - batch.first[:, None])[:, None]  # (B, 1, R)
-        values = [
-            entropy, torch.where(many, entropy / visible.clamp(min=2).log(), 0.0), 1 / square.clamp(min=1e-12),
-            block.share((mass > 0).to(mass)), place * mass - share[..., 1], share[..., 2], 1 - mass,
-            (1 / visible.clamp(min=1)).expand_as(mass),
-        ]  # fmt: skip
-        valued = share[..., _NORM + 1 :] / share[..., _NORM, None].clamp(min=1e-30)
-        null = self._class_share(block, batch).to(mass).expand(*mass.shape, _C)
-        made = torch.cat((torch.stack(values, -1), share[..., 3:_NORM], null, valued), -1)  # (B, h, R, rows)
-        weight = real[:, None, :, None].to(made)  # (B, 1, R, 1)
-        out[0] += (made * weight).sum(2)
-        out[1] += weight.sum(2)
-        out[1, ..., 1] -= (~many * real[:, None]).sum(2)  # where there is no choice, nothing is relative
 
-    def _writes(self, seen: Seen, batch: Batch, out: Tensor) -> None:
-        lengths = PerHead(seen.z, seen.site.W_O, None).norms()  # (B, H, T)
-        shares = lengths / lengths.sum(1, keepdim=True).clamp(min=1e-30)
-        out[0] += (torch.stack((lengths, shares), -1) * batch.real[:, None, :, None]).sum(2)
-        out[1] += batch.real.sum(1)[:, None, None]
+def _features(seen: Seen, batch: Batch, flags: Tensor) -> tuple[Tensor, Tensor]:
+    """What is summed over the keys, (B, H, S, 3 + c + 1 + c), and the length of what each key would write, (B, H, S)."""
+    place = torch.arange(seen.k.shape[2], device=batch.ids.device) - batch.first[:, None]  # (B, S)
+    common = torch.stack((torch.ones_like(place), place, place == 0), -1)
+    W_O = seen.site.W_O
+    v = seen.v[:, list(seen.terms.groups)]  # (B, H, S, e)
+    norms = ((v @ (W_O @ W_O.mT)) * v).sum(-1, keepdim=True).clamp(min=0).sqrt()  # (B, H, S, 1)
+    common = torch.cat((common.to(norms), flags.to(norms)), -1)[:, None].expand(-1, norms.shape[1], -1, -1)
+    return torch.cat((common, norms, flags[:, None] * norms), -1), norms[..., 0]
 
-    def _class_share(self, block: Block, batch: Batch) -> Tensor:
-        """How frequent each class is among the keys a row may see: (B, 1 or h, R, c)."""
-        flags = self._flags(batch)[:, None, block.cols.start : block.cols.stop]  # (B, 1, C, c)
-        if block.allowed is None:
-            counts = flags.sum(2, keepdim=True).expand(-1, -1, len(block.rows), -1)
-        else:
-            counts = block.allowed.to(flags) @ flags
-        return counts / block.visible.clamp(min=1)[..., None]
+
+def _measures(rows: Rows, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Everything that is one number a row: sums (B, H, rows), counts."""
+    share = rows.share(rows.features)  # (B, H, n, f)
+    mass = share[..., 0]  # 1, but for what a sink takes
+    counted = rows.counted.to(mass)[:, None]  # (B, 1, n)
+    tiny = torch.finfo(mass.dtype).tiny
+    entropy = (rows.total.clamp(min=tiny).log() * mass - rows.share(rows.energy)).clamp(min=0)  # (B, H, n)
+    visible = rows.visible.to(mass)  # (1 or B, 1 or H, n)
+    many = visible > 1
+    square = rows.share(rows.share(rows.square))  # Σp²
+    place = (rows.places - batch.first[:, None])[:, None]  # (B, 1, n)
+    values = [
+        entropy, torch.where(many, entropy / visible.clamp(min=2).log(), 0.0), 1 / square.clamp(min=1e-12),
+        place * mass - share[..., 1], share[..., 2], 1 - mass, (1 / visible.clamp(min=1)).expand_as(mass),
+    ]  # fmt: skip
+    sums = torch.stack([(value * counted).sum(2) for value in values], -1)  # (B, H, 7)
+    null = ((rows.classes / visible.clamp(min=1)[..., None]) * counted[..., None]).sum(2).to(mass)  # (B, 1 or H, c)
+    heavy = share[..., _NORM + 1 :] / share[..., _NORM, None].clamp(min=1e-30)
+    made = [sums, share[..., 3:_NORM].sum(2), null.expand(-1, sums.shape[1], -1), heavy.sum(2)]
+    counts = counted.sum(2).expand(-1, sums.shape[1])[..., None].repeat(1, 1, len(ROWS))  # (B, H, rows)
+    counts[..., 1] = (many * counted).sum(2)  # where there is no choice, nothing is relative
+    return torch.cat(made, -1), counts
+
+
+def _confidence(rows: Full, flags: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest weight, special tokens excluded: neither their rows count nor what others give them. (B, H, 1)"""
+    ordinary = rows.counted & (flags[:, rows.places, 1] == 0)  # (B, n)
+    counts = (ordinary[:, None] & (rows.top > 0)).to(rows.top)  # (B, H, n): rows that see an ordinary token
+    return (rows.share(rows.top) * counts).sum(2)[..., None], counts.sum(2)[..., None]
+
+
+def _writes(seen: Seen, batch: Batch) -> tuple[Tensor, Tensor]:
+    lengths = PerHead(seen.z, seen.site.W_O, None).norms()  # (B, H, T)
+    shares = lengths / lengths.sum(1, keepdim=True).clamp(min=1e-30)
+    sums = (torch.stack((lengths, shares), -1) * batch.real[:, None, :, None]).sum(2)
+    return sums, batch.real.sum(1)[:, None, None]
+
+
+def _whole(both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The window of a causal head has no offsets ahead: zeros, never counted."""
+    missing = len(diagonals.OFFSETS) - both[0].shape[-1]
+    sums, counts = (torch.nn.functional.pad(x, (0, missing)) for x in both)
+    return sums, counts

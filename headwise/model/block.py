@@ -1,6 +1,7 @@
 """The transformer block: attention, perhaps attention to a source, and an MLP, each adding to the stream."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -28,11 +29,16 @@ class Beside:
         """The mask of one self-attention layer; a sliding cache shows fewer keys than have been seen."""
         masks = [causal()] if self.causal else []
         if self.real is not None:
-            shown = T if cache is None else cache.visible(T)
-            masks.append(padding(self.real[:, -shown:]))
+            masks.append(self.padded if cache is None else padding(self.real[:, -cache.visible(T) :]))
         if self.mask is not None:
             masks.append(self.mask)
         return _all(masks)
+
+    @cached_property
+    def padded(self) -> Mask:
+        """Real tokens only: one mask for all layers, so that what is worked out for it serves them all."""
+        assert self.real is not None
+        return padding(self.real)
 
 
 class Block(nn.Module):

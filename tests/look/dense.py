@@ -123,7 +123,9 @@ def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
     keep("entropy", entropy, row)
     keep("relative entropy", entropy / np.log(np.maximum(visible, 2)), row & (visible > 1))
     keep("participation", 1 / np.maximum((p**2).sum(-1), 1e-12), row)
-    keep("confidence", p.max(-1), row)
+    ordinary = real & ~flags[batch.ids][..., CLASSES.index("special")].bool().numpy()  # (B, T)
+    sees = (sight & ordinary[:, None, None]).any(-1)  # (B, H, T): whether it sees an ordinary token
+    keep("confidence", (p * ordinary[:, None, None]).max(-1), ordinary[:, None] & sees)
     keep("distance", (p * back).sum(-1), row)
     keep("first", (p * start).sum(-1), row)
     keep("abstention", 1 - p.sum(-1), row)

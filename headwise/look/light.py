@@ -1,0 +1,91 @@
+"""The light way to look: what the fused kernel gives when it is asked for other values than v.
+
+entropy = lse − Σ p·score, and Σ p·score is q · SDPA(q, k, k); sums over keys are SDPA(q, k, features); a listed offset is
+exp(score − lse); Σ p² is exp(lse at twice the scale − 2 lse).
+"""
+
+import torch
+from torch import Tensor
+
+from headwise.heads.site import Seen
+from headwise.kernels.masks import Causal
+from headwise.kernels.terms import Terms, spread
+from headwise.look.gather import WINDOW, Rows, gather, join, looks_ahead, once
+from headwise.look.inputs import Batch
+from headwise.look.rows import sights
+
+MASK = 1 << 24  # entries of a mask that is handed over whole
+
+
+def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tensor) -> Rows:
+    """Every row of a call, from a few calls of the fused kernel; where that kernel cannot do it, by walking."""
+    q, k, terms = seen.q, spread(seen.k, seen.terms.groups), seen.terms
+    (_, _, T, d), S = q.shape, k.shape[2]
+    if not _fits(seen, inputs):
+        return gather(seen, batch, inputs, flags, norms)
+    mask, is_causal = _mask(terms, q, S)
+    scale = terms.scale
+
+    def attend(v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+
+    wide = torch.nn.functional.pad(inputs, (0, d - inputs.shape[-1]))  # (B, H, S, d)
+    features, lse = attend(wide, scale)  # (B, H, T, d) (B, H, T)
+    lse = lse.to(q)
+    keys, _ = attend(k, scale)  # (B, H, T, d): Σ p·k
+    _, twice = attend(k, 2 * scale)  # (B, H, T)
+    total = torch.ones_like(lse)
+    if terms.sink is not None:
+        total = total + (terms.sink.to(lse)[:, None] - lse).clamp(max=80).exp()
+    ahead = looks_ahead(terms, T, S, q.device)
+    known = [once(sight, batch, flags) for sight in sights(terms, T, S, q.device, memo=batch.memo)]
+    return Rows(
+        **join(known, batch), ahead=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse,
+        features=features[..., : inputs.shape[-1]], square=(twice.to(q) - 2 * lse).exp(),
+        near=_window(q, k, lse, scale, mask, ahead),
+    )  # fmt: skip
+
+
+def _fits(seen: Seen, inputs: Tensor) -> bool:
+    """Whether the CPU's flash kernel can be asked, which alone says lse: float32, no bias, no cap, a mask it can take."""
+    terms, (_, H, T, d), S = seen.terms, seen.q.shape, seen.k.shape[2]
+    plain = terms.bias is None and terms.softcap is None and seen.q.device.type == "cpu" and S == T > 0
+    there = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    small = _is_plain(terms, T, S) or (T * S * terms.planes() <= MASK and not terms.may_be_empty(T, S))
+    return (
+        plain and there and small and H > 0 and d >= inputs.shape[-1] and seen.q.dtype in (torch.float32, torch.float64)
+    )
+
+
+def _is_plain(terms: Terms, T: int, S: int) -> bool:
+    mask = terms.mask
+    return mask is None or mask.is_full(T, S) or (isinstance(mask, Causal) and mask.places(T, S) == 0)
+
+
+def _mask(terms: Terms, q: Tensor, S: int) -> tuple[Tensor | None, bool]:
+    """As the kernel takes it: nothing, its own causal flag, or numbers to be added."""
+    T = q.shape[2]
+    if terms.mask is None or terms.mask.is_full(T, S):
+        return None, False
+    if _is_plain(terms, T, S):
+        return None, True
+    allowed = terms.mask.dense(T, S, q.device).expand(-1, -1, T, -1)
+    return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill(~allowed, -torch.inf), False
+
+
+def _window(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, ahead: bool) -> Tensor:
+    """exp(score − lse) at each offset of the window, farthest back first, 0 where nothing is seen: (B, H, T, o)."""
+    T = q.shape[2]
+    made = []
+    for offset in range(WINDOW - 1, -WINDOW if ahead else -1, -1):
+        low, high = max(0, offset), min(T, T + offset)  # rows that have such a key
+        here = q.new_zeros(lse.shape)
+        if low < high:
+            scores = scale * (q[:, :, low:high] * k[:, :, low - offset : high - offset]).sum(-1)
+            if mask is not None:
+                scores = scores + mask.diagonal(-offset, 2, 3)
+            here[:, :, low:high] = (scores - lse[:, :, low:high]).exp()
+        made.append(here)
+    return torch.stack(made, -1)
