@@ -15,6 +15,7 @@ from headwise.look.inputs import Batch
 from headwise.look.rows import sights
 
 MASK = 1 << 24  # entries of a mask that is handed over whole
+_STEP = 64  # rows that meet the keys around them at once
 
 
 def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tensor) -> Rows:
@@ -23,7 +24,7 @@ def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tenso
     (_, _, T, d), S = q.shape, k.shape[2]
     if not _fits(seen, inputs):
         return gather(seen, batch, inputs, flags, norms)
-    mask, is_causal = _mask(terms, q, S)
+    mask, empty, is_causal = _mask(terms, q, S)
     scale = terms.scale
 
     def attend(v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,8 @@ def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tenso
     total = torch.ones_like(lse)
     if terms.sink is not None:
         total = total + (terms.sink.to(lse)[:, None] - lse).clamp(max=80).exp()
+    if empty is not None:
+        total = total.masked_fill(empty, 0.0)
     ahead = looks_ahead(terms, T, S, q.device)
     known = [once(sight, batch, flags) for sight in sights(terms, T, S, q.device, memo=batch.memo)]
     return Rows(
@@ -53,7 +56,7 @@ def _fits(seen: Seen, inputs: Tensor) -> bool:
     terms, (_, H, T, d), S = seen.terms, seen.q.shape, seen.k.shape[2]
     plain = terms.bias is None and terms.softcap is None and seen.q.device.type == "cpu" and S == T > 0
     there = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    small = _is_plain(terms, T, S) or (T * S * terms.planes() <= MASK and not terms.may_be_empty(T, S))
+    small = _is_plain(terms, T, S) or T * S * terms.planes() <= MASK
     return (
         plain and there and small and H > 0 and d >= inputs.shape[-1] and seen.q.dtype in (torch.float32, torch.float64)
     )
@@ -64,28 +67,37 @@ def _is_plain(terms: Terms, T: int, S: int) -> bool:
     return mask is None or mask.is_full(T, S) or (isinstance(mask, Causal) and mask.places(T, S) == 0)
 
 
-def _mask(terms: Terms, q: Tensor, S: int) -> tuple[Tensor | None, bool]:
-    """As the kernel takes it: nothing, its own causal flag, or numbers to be added."""
+def _mask(terms: Terms, q: Tensor, S: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    """As the kernel takes it: nothing, its own causal flag, or numbers to be added. A row that sees nothing is let see
+    all, and named: (1 or B, 1 or H, T)."""
     T = q.shape[2]
     if terms.mask is None or terms.mask.is_full(T, S):
-        return None, False
+        return None, None, False
     if _is_plain(terms, T, S):
-        return None, True
+        return None, None, True
     allowed = terms.mask.dense(T, S, q.device).expand(-1, -1, T, -1)
-    return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill(~allowed, -torch.inf), False
+    empty = ~allowed.any(-1)
+    hidden = ~allowed & ~empty[..., None]
+    return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -torch.inf), empty, False
 
 
 def _window(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, ahead: bool) -> Tensor:
-    """exp(score − lse) at each offset of the window, farthest back first, 0 where nothing is seen: (B, H, T, o)."""
-    T = q.shape[2]
-    made = []
-    for offset in range(WINDOW - 1, -WINDOW if ahead else -1, -1):
-        low, high = max(0, offset), min(T, T + offset)  # rows that have such a key
-        here = q.new_zeros(lse.shape)
-        if low < high:
-            scores = scale * (q[:, :, low:high] * k[:, :, low - offset : high - offset]).sum(-1)
-            if mask is not None:
-                scores = scores + mask.diagonal(-offset, 2, 3)
-            here[:, :, low:high] = (scores - lse[:, :, low:high]).exp()
-        made.append(here)
-    return torch.stack(made, -1)
+    """exp(score − lse) at each offset of the window, farthest back first, 0 where nothing is seen: (B, H, T, o).
+
+    A block of rows meets the keys around it in one small product; its diagonals are the offsets.
+    """
+    T, size = q.shape[2], 2 * WINDOW - 1 if ahead else WINDOW
+    more = -T % _STEP
+    around = torch.nn.functional.pad(k, (0, 0, WINDOW - 1, more + size - WINDOW))
+    around = around.unfold(2, _STEP + size - 1, _STEP)  # (B, H, N, d, keys around)
+    queries = torch.nn.functional.pad(q, (0, 0, 0, more)).unflatten(2, (-1, _STEP)) * scale  # (B, H, N, rows, d)
+    scores = (queries @ around).contiguous()  # (B, H, N, rows, keys around)
+    *outer, row, column = scores.stride()
+    scores = scores.as_strided((*scores.shape[:4], size), (*outer, row + 1, column)).flatten(2, 3)[:, :, :T]
+    target = torch.arange(T, device=q.device)[:, None] - torch.arange(
+        WINDOW - 1, WINDOW - 1 - size, -1, device=q.device
+    )
+    inside = (target >= 0) & (target < T)  # (T, o)
+    if mask is not None:
+        scores = scores + mask.gather(-1, target.clamp(0, T - 1).expand(*mask.shape[:2], -1, -1))
+    return torch.where(inside, (scores - lse[..., None]).exp(), 0.0)

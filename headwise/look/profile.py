@@ -41,6 +41,7 @@ def profile(
     longest: int | None = None,
     tokens: int = 2048,
     every: int = 1,
+    detail: str = "full",
     causal: bool = True,
     control: str | None = None,
     seed: int = 0,
@@ -50,11 +51,14 @@ def profile(
     or the little language for its own models.
 
     `relations` are documents with gold arcs, if not the corpus's own. `longest`: tokens of a unit of plain text. `tokens`: in
-    a batch. `every`: only one block of 128 rows in so many, for very long texts. `causal`: climb the last rung, by ablation.
+    a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very long texts, light for all
+    rows, and full for one block of 64 in so many. `causal`: climb the last rung, by ablation.
     `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
     """
     if control is not None and control not in CONTROLS:
         raise HeadwiseError(f"there is no control {control!r}; use {' or '.join(CONTROLS)}.")
+    if detail not in ("full", "light") or every < 1:
+        raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
     if model.spec.kind == "encoder-decoder":
         raise HeadwiseError(
             "a profile reads one text at a time; an encoder-decoder needs two. Use hw.attend with source=…."
@@ -66,7 +70,9 @@ def profile(
     model.eval()
     try:
         with torch.no_grad(), gather(model.device) as team:
-            return _Pass(model, longest, tokens, every, seed, control, note, team).run(corpus, relations, causal)
+            return _Pass(model, longest, tokens, every, detail, seed, control, note, team).run(
+                corpus, relations, causal
+            )
     finally:
         model.train(was)
 
@@ -80,13 +86,14 @@ class _Pass:
         longest: int | None,
         tokens: int,
         every: int,
+        detail: str,
         seed: int,
         control: str | None,
         note: Note,
         team: Team,
     ) -> None:
         self.model, self.longest, self.tokens, self.every, self.note = model, longest, tokens, every, note
-        self.seed, self.control, self.team = seed, control, team
+        self.detail, self.seed, self.control, self.team = detail, seed, control, team
         self.sites = model.sites()
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
@@ -146,7 +153,7 @@ class _Pass:
     def _read(self, units: list[Unit], related: list[Unit]) -> Relations | None:
         """The texts, and the documents with relations: in one pass where they are the same."""
         flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
-        surface = Surface(self.tally, self.evidence, flags, self.every)
+        surface = Surface(self.tally, self.evidence, flags, self.every, self.detail)
         relations = Relations.of(self.tally, related, self.model.spec.kind == "decoder") if related else None
         together = relations is not None and related is units
         for batch in self._batches(units, "texts"):
@@ -173,7 +180,8 @@ class _Pass:
         self.evidence.gather(self.team, units)
 
     def _repeats(self) -> None:
-        repeats = make_repeats(self.model, seed=self.seed)
+        # Many and short: each is one unit of the statistics, and among ten thousand tests a dozen units prove nothing.
+        repeats = make_repeats(self.model, sequences=64, length=16, seed=self.seed)
         echo = Echo(self.tally, repeats)
         for some, ids, repeated in repeats.batches():
             self.note("repeats", some.start, len(repeats.twice))

@@ -4,8 +4,6 @@ Each measure is a mean over rows, so what is kept is sums and counts, per unit a
 blocks, padding or processes were.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from headwise.look.light import glance
 from headwise.look.rows import Block
 from headwise.look.tally import Tally
 
-Detail = Literal["full", "light"]
 SHAPE = ("entropy", "relative entropy", "participation", "distance", "first", "abstention", "uniform")
 ROWS = (*SHAPE, *CLASSES, *(f"{name} null" for name in CLASSES), *(f"{name} valued" for name in CLASSES))
 _NORM = 3 + len(CLASSES)  # where, among the features, the length of a key's write stands
@@ -36,7 +33,7 @@ class Surface:
     """
 
     def __init__(
-        self, tally: Tally, evidence: Evidence | None, flags: Tensor, every: int = 1, detail: Detail = "full"
+        self, tally: Tally, evidence: Evidence | None, flags: Tensor, every: int = 1, detail: str = "full"
     ) -> None:
         self.tally, self.evidence, self.flags, self.every, self.detail = tally, evidence, flags, every, detail
 

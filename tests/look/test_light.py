@@ -1,0 +1,91 @@
+"""The light way: the same numbers from the fused kernel as from whole maps, for models of every kind."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import HeadwiseError
+from headwise.heads.site import Seen
+from headwise.look import light
+from headwise.look.inputs import make_batches, run
+from headwise.look.surface import Surface
+from headwise.look.tally import Tally
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from tests.contract.layers import make_model
+from tests.look.dense import Rows, assert_alike, dense_measures
+from tests.look.test_surface import FLAGS, VARIANTS, texts
+
+FULL = ("confidence", "argmax", "distance ", "long range")  # what the light way does not tell
+WIDE = AttentionSpec(width=32, heads=2, head_dim=16)  # room for the features beside the values
+
+
+def measure(model: Transformer, side: str, every: int = 1, detail: str = "light") -> tuple[Tally, Rows]:
+    heads = sum(len(site.head_ids) for site in model.sites())
+    tally, dense = Tally(heads), {}
+    surface = Surface(tally, None, FLAGS.double(), every, detail)
+    for batch in make_batches(texts(), 900, side=side):
+
+        def see(seen: Seen, first: int, batch=batch) -> None:
+            surface.see(seen, batch, first)
+            for name, (sums, counts) in dense_measures(seen, batch, FLAGS).items():
+                old = dense.setdefault(name, (np.zeros(heads), np.zeros(heads)))
+                here = slice(first, first + sums.shape[1])
+                old[0][here] += sums.sum(0)
+                old[1][here] += counts.sum(0)
+
+        with ExitStack() as stack, torch.no_grad():
+            first = 0
+            for site in model.sites():
+                stack.enter_context(site.listen(lambda seen, first=first, see=see: see(seen, first)))
+                first += len(site.head_ids)
+            run(model, batch)
+    return tally, dense
+
+
+def light_names(dense: Rows) -> list[str]:
+    return [name for name in dense if not name.startswith(FULL)]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_light_agrees_with_whole_maps(variant: str, side: str) -> None:
+    tally, dense = measure(make_model(VARIANTS[variant]), side)
+    assert_alike(tally, dense, light_names(dense))
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_the_kernel_is_what_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(light, "gather", lambda *_: pytest.fail("it walked"))
+    spec = ModelSpec(vocab=23, context=256, layers=2, attention=WIDE, kind=kind)  # pyright: ignore[reportArgumentType]
+    tally, dense = measure(make_model(spec), "right")
+    assert_alike(tally, dense, light_names(dense))
+    assert not any(name.startswith(FULL) for name in tally.fields)
+
+
+def test_light_on_all_rows_and_full_on_some() -> None:
+    model = make_model(ModelSpec(vocab=23, context=256, layers=2, attention=WIDE))
+    tally, dense = measure(model, "right", every=2, detail="full")
+    assert_alike(tally, dense, light_names(dense))
+    _, counts = tally.per_bucket("argmax 1")
+    assert 0 < counts.sum() < dense["argmax 1"][1].sum(), "the largest weights are looked for in some rows only"
+
+
+def test_a_light_profile_has_no_role_it_did_not_measure() -> None:
+    model = hw.load("minilm")
+    light_one, full = (hw.profile(model, causal=False, detail=detail) for detail in ("light", "full"))
+    for name in ("entropy", "participation", "first", "delimiter valued", "aimed 1", "induction"):
+        np.testing.assert_allclose(light_one.tally.mean(name), full.tally.mean(name), atol=2e-4)
+    assert "confidence" not in light_one.tally.fields
+    assert all("long range" not in [s.role for s in light_one[a].supports] for a in light_one.addresses)
+
+
+def test_what_is_refused() -> None:
+    model = hw.load("minilm")
+    with pytest.raises(HeadwiseError, match="detail is 'full' or 'light'"):
+        hw.profile(model, "text", detail="some")
+    with pytest.raises(HeadwiseError, match="every at least 1"):
+        hw.profile(model, "text", every=0)
