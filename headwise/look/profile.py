@@ -31,6 +31,8 @@ from headwise.train.team import Team, gather
 
 Note = Callable[[str, int, int], object]  # what is done, how much of it, of how much
 CONTROLS = ("random-init", "shuffled")
+# Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
+SEQUENCES, REPEATED = 64, 16
 
 
 def profile(
@@ -180,8 +182,7 @@ class _Pass:
         self.evidence.gather(self.team, units)
 
     def _repeats(self) -> None:
-        # Many and short: each is one unit of the statistics, and among ten thousand tests a dozen units prove nothing.
-        repeats = make_repeats(self.model, sequences=64, length=16, seed=self.seed)
+        repeats = make_repeats(self.model, SEQUENCES, REPEATED, self.seed)
         echo = Echo(self.tally, repeats)
         for some, ids, repeated in repeats.batches():
             self.note("repeats", some.start, len(repeats.twice))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.profile import profile
+from headwise.look.profile import SEQUENCES, profile
 from headwise.look.result import Profile
 from headwise.look.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
 from headwise.look.tally import BUCKETS, Tally
@@ -38,7 +38,9 @@ def test_built_heads_of_a_decoder(head: str, decoded: Profile) -> None:
     assert decoded[head].role == role
     assert told(decoded, head) == [role] * (role != "unclear")
     assert rung is None or decoded[head].rung == rung
-    if role not in ("unclear", "digit"):
+    if role == "induction":  # the first token has itself before it here, so the first of 16 repeated rows finds two
+        assert decoded[head].score == pytest.approx(15 / 16, abs=1e-3)
+    elif role not in ("unclear", "digit"):
         assert decoded[head].score == pytest.approx(1, abs=1 / 30)
 
 
@@ -181,6 +183,24 @@ def test_a_skilled_head_among_many_is_found() -> None:
     assert [head for head, s in enumerate(found) if s and RUNGS.index(s[0].rung) >= 2] == [7]
     assert found[7][0].gain == pytest.approx((0.7 - 0.4) / 0.6, abs=0.07)
     assert found[7][0].rung == "effective"
+
+
+def test_repeats_are_enough_among_ten_thousand_tests() -> None:
+    """An induction head (.5 against .01) beside the noise of a large model: the statistic is √units at most."""
+    draw = np.random.default_rng(0)
+    shape, supported = (BUCKETS, 270), []
+    noise = [
+        Case(Role(str(i), (), 0.1), draw.standard_normal(shape), *[np.zeros(shape)] * 2, np.ones(shape))
+        for i in range(40)
+    ]
+    for sequences in (24, SEQUENCES):
+        asked = (np.arange(BUCKETS) < sequences)[:, None] * np.ones(shape)
+        scores, nulls = np.full(shape, 0.01) * asked, np.full(shape, 0.01) * asked
+        scores[:, 7] = draw.uniform(0.4, 0.6, BUCKETS) * asked[:, 7]
+        found, family = judge([*noise, Case(Role("induction", (), 0.1), scores, nulls, scores, asked)], 270)
+        assert family == 40 * 270 + 1
+        supported.append(found[7][0].rung)
+    assert supported == ["pattern", "effective"]
 
 
 def test_a_head_that_is_skilled_in_one_half_only_is_no_more_than_a_pattern() -> None:
