@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -58,12 +59,12 @@ def make_flags() -> Tensor:
     return flags
 
 
-def full(model: hw.Transformer, batch: Batch, every: int = 1) -> Callable[[], None]:
-    """Our pass: all surface measures and evidence, in row blocks."""
+def full(model: hw.Transformer, batch: Batch, every: int = 1, detail: str = "full") -> Callable[[], None]:
+    """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
     flags = make_flags()
 
     def work() -> None:
-        surface = Surface(Tally(HEADS), Evidence(HEADS), flags, every)
+        surface = Surface(Tally(HEADS), Evidence(HEADS), flags, every, detail)
         listening(model, batch, lambda seen, first: surface.see(seen, batch, first))
 
     return work
@@ -90,6 +91,25 @@ def dense(model: hw.Transformer, batch: Batch) -> Callable[[], None]:
         keep += [(valued / valued.sum(-1, keepdim=True)).diagonal(-offset, 2, 3) for offset in range(32)]
 
     return lambda: listening(model, batch, see)
+
+
+def lens(batch: Batch) -> Callable[[], object]:
+    """TransformerLens, the patterns of all layers kept, nothing measured on them; a model of the same size."""
+    from transformer_lens.model_bridge.sources.native import boot  # pyright: ignore[reportMissingImports]
+
+    spec = hw.preset("gpt2")
+    theirs = boot({
+        "n_layers": spec.layers, "d_model": spec.width, "n_heads": spec.attention.heads, "n_ctx": batch.ids.shape[1],
+        "d_head": spec.attention.head_dim, "d_mlp": spec.hidden, "d_vocab": VOCAB, "act_fn": "gelu_new",
+    })  # fmt: skip
+
+    def work() -> object:
+        with torch.no_grad():
+            return theirs.run_with_cache(
+                batch.ids, return_type=None, names_filter=lambda name: name.endswith("hook_pattern")
+            )
+
+    return work
 
 
 def plain(model: hw.Transformer, batch: Batch) -> Callable[[], Tensor]:
@@ -126,8 +146,11 @@ def main() -> None:
     for T in options.lengths:
         model, batch = make_model(T), make_batch(T)
         contestants: dict[str, Callable[[], object]] = {BASE: plain(model, batch), "full profile": full(model, batch)}
+        contestants["light profile"] = full(model, batch, detail="light")
         if T <= 2048:
             contestants["dense maps, the same measures"] = dense(model, batch)
+            if find_spec("transformer_lens"):
+                contestants["TransformerLens, patterns kept"] = lens(batch)
         for name, timing in take_turns(
             contestants, BASE, options.rounds if T < 4096 else max(2, options.rounds // 2)
         ).items():
@@ -146,7 +169,8 @@ def main() -> None:
         start = time.perf_counter()
         full(model, batch, every=16)()
         console.print(
-            f"{options.long} tokens, one block of rows in 16: {time.perf_counter() - start:.0f} s", highlight=False
+            f"{options.long} tokens, light on all rows, full on one block in 16: {time.perf_counter() - start:.0f} s",
+            highlight=False,
         )
 
 
