@@ -80,7 +80,8 @@ def run(
             folded = fold if made is None else bool(made.folded)
             bys = (*usual_bys(loaded), *(("gates",) if by == "gates" else ()))
             drawn = trace(
-                loaded, choosing, judging, keeps=keeps, bys=bys, folded=folded, seeds=seeds, steps=steps, scores=ranked, note=note,
+                loaded, choosing, judging, keeps=keeps, bys=bys, folded=folded, seeds=seeds, steps=steps, scores=ranked,
+                note=note,
             )  # fmt: skip
     if drawn is not None and plot is not None:
         draw_curve(drawn, plot)

@@ -184,10 +184,12 @@ def test_it_generates_with_a_cache_as_without(name: str, pattern: str) -> None:
 def test_real_models(name: str, pattern: str) -> None:
     model = hw.load(name)
     assert model.tokenizer is not None
-    ids = torch.tensor([model.tokenizer.encode("The teacher gave the students their homework.")])
+    sentence = "The teacher gave the students their homework."
+    ids, means = torch.tensor([model.tokenizer.encode(sentence)]), mean_activations(model, sentence)
     with model.heads[pattern].silenced():
-        silent = model(ids, hidden=True)
-    assert_equal(cut(model, pattern)(ids, hidden=True), silent, 1e-3)
+        assert_equal(cut(model, pattern)(ids), model(ids), 1e-3)
+    with ablated(model, pattern, "mean", means=means):
+        assert_equal(cut(model, pattern, fold(model, pattern, means))(ids), model(ids), 1e-3)
 
 
 # What cannot be done.
