@@ -4,7 +4,9 @@ import csv
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,8 @@ import typer
 
 if TYPE_CHECKING:
     from headwise.look.result import Profile
+    from headwise.model import Transformer
+    from headwise.spec import Address
 
 
 def run(
@@ -43,6 +47,7 @@ def run(
     relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
     if treebank is not None and corpus is None:
         corpus, relations = treebank, None
+    check(loaded, layers, role, corpus, relations)  # before the work begins
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
     with noting() if leads else nullcontext() as note:
         made = profile(
@@ -67,20 +72,39 @@ def run(
         show_profile(made, wanted)
 
 
+def check(model: "Transformer", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:
+    """Whether there are such layers, and whether there may be such a role."""
+    from headwise.errors import HeadwiseError, close_names
+    from headwise.look.profile import documents_for
+    from headwise.look.roles import role_names
+    from headwise.text.corpus import Corpus
+    from headwise.text.documents import Document
+
+    in_layers(layers, [address for site in model.sites() for address in site.addresses])
+    if role is not None:
+        given = [Corpus.of(some) for some in (corpus, relations) if some is not None]
+        read = chain.from_iterable(some.items() for some in [*given, documents_for(model)])
+        known = role_names(item for item in read if isinstance(item, Document))
+        if role not in known:
+            raise HeadwiseError(f"there is no role {role!r}; {close_names(role, known)}")
+
+
 def chosen(made: "Profile", layers: str | None, role: str | None) -> set[str]:
     """The heads to show."""
-    from headwise.errors import HeadwiseError, close_names
-    from headwise.spec.address import select
+    from headwise.errors import HeadwiseError
 
-    addresses = (
-        made.addresses
-        if layers is None
-        else select(",".join(f"{part}.*" for part in layers.split(",")), made.addresses)
-    )
-    wanted = {str(address) for address in addresses}
+    wanted = {str(address) for address in in_layers(layers, made.addresses)}
     if role is not None:
         found = made.roles()
         if role not in found:
-            raise HeadwiseError(f"no head here has the role {role!r}; {close_names(role, found)}")
+            there = f"roles found here: {', '.join(found)}" if found else "no head here has any role"
+            raise HeadwiseError(f"no head here has the role {role!r}; {there}.")
         wanted &= {str(address) for address in found[role]}
     return wanted
+
+
+def in_layers(layers: str | None, addresses: "Sequence[Address]") -> "Sequence[Address]":
+    """The heads of some layers, `0-3` or `5,7`; of all, if none are named."""
+    from headwise.spec.address import select
+
+    return addresses if layers is None else select(",".join(f"{part}.*" for part in layers.split(",")), addresses)

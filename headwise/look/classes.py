@@ -16,7 +16,7 @@ _DELIMITER = re.compile(r"[.,;:!?()\[\]{}\"'`\-–—…/]+\Z|\n+\Z")
 def class_flags(tokenizer: Tokenizer, vocab: int) -> Tensor:
     """Which classes each token id belongs to: (V, 5) of 0 and 1.
 
-    rare: the second half of the vocabulary, whose order, in trained tokenizers, is that of frequency.
+    rare: the second half of the vocabulary, whose order is that of frequency, or of merges, which is nearly the same.
     """
     flags = torch.zeros(vocab, len(CLASSES))
     special = {i for i in tokenizer.special.values() if i is not None}

@@ -79,6 +79,12 @@ def profile(
         model.train(was)
 
 
+def documents_for(model: Transformer) -> Corpus:
+    """What a model reads where nothing is given: the little language, if it knows its words, or the probe set."""
+    words = set(tokenizer_of(model).backend.get_vocab())
+    return Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+
+
 class _Pass:
     """One profile in the making."""
 
@@ -101,7 +107,7 @@ class _Pass:
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
-        units = self._units(self._documents(None) if corpus is None else corpus)
+        units = self._units(documents_for(self.model) if corpus is None else corpus)
         related = units if arcs is None and any(unit.document for unit in units) else self._related(arcs)
         for read, what in ((units, "texts"), (related, "documents with relations")):
             if 0 < len(read) < self.team.size:  # each needs one, to know what is counted
@@ -114,7 +120,8 @@ class _Pass:
         self._vary(units)
         about = {
             "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
-            "relations": OWN if related is units else _digest(related), "control": self.control, "seed": self.seed,
+            "relations": OWN if related is units else _digest(related), "layers": [str(s.address) for s in self.sites],
+            "control": self.control, "seed": self.seed, "detail": self.detail, "every": self.every,
         }  # fmt: skip
         made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), about)
         if causal and self.model.output is not None and self.model.spec.kind == "decoder":
@@ -127,13 +134,8 @@ class _Pass:
 
     def _related(self, arcs: Any) -> list[Unit]:
         """Documents with relations that are not the texts themselves; where tokens are shuffled arcs mean nothing."""
-        return [unit for unit in self._units(self._documents(arcs)) if unit.document is not None]
-
-    def _documents(self, arcs: Any) -> Corpus:
-        if arcs is not None:
-            return Corpus.of(arcs)
-        words = set(tokenizer_of(self.model).backend.get_vocab())
-        return Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+        documents = documents_for(self.model) if arcs is None else Corpus.of(arcs)
+        return [unit for unit in self._units(documents) if unit.document is not None]
 
     @contextmanager
     def _listening(self, see: Callable[..., None], *arguments: Any) -> Iterator[None]:

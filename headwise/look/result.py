@@ -105,12 +105,12 @@ class Profile:
         return self.tally.mean(name)
 
     def by_layer(self, name: str) -> np.ndarray:
-        """A measure's mean in each layer, early to late: (layers,)."""
+        """A measure's mean in each layer, early to late: (layers,); NaN where there are no heads, or nothing was measured."""
         values = self.measure(name)
-        layers: dict[object, list[float]] = {address.site: [] for address in self.addresses}
+        layers: dict[str, list[float]] = {layer: [] for layer in self.about["layers"]}
         for value, address in zip(values, self.addresses, strict=True):
             if np.isfinite(value):
-                layers[address.site].append(value)
+                layers[str(address.site)].append(value)
         return np.array([np.mean(some) if some else np.nan for some in layers.values()])
 
     def best(self, role: str) -> HeadProfile | None:
@@ -257,7 +257,7 @@ def _check_alike(one: Profile, other: Profile) -> None:
         raise HeadwiseError(
             f"profiles of {len(one)} and of {len(other)} heads that are not the same cannot be merged; see diff."
         )
-    for what in ("control", "seed"):
+    for what in ("control", "seed", "detail", "every"):
         if one.about[what] != other.about[what]:
             raise HeadwiseError(
                 f"profiles with {what}={one.about[what]!r} and {other.about[what]!r} cannot be merged; make both alike."

@@ -8,7 +8,7 @@
 No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from headwise.look.diagonals import WINDOW
 from headwise.look.relations import NEAREST, SETS, Relations
 from headwise.look.statistics import FEWEST, bootstrap, max_t
 from headwise.look.tally import CHOOSING, REPORTING, Tally
+from headwise.text.documents import Document
 
 RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
 
@@ -144,6 +145,17 @@ class Support:
     def rank(self) -> tuple[int, float]:
         """Roles rank by rung, then by gain."""
         return RUNGS.index(self.rung), self.gain
+
+
+def role_names(documents: Iterable[Document]) -> set[str]:
+    """Every role a head may be found to have: those of the table, and those of the relations in some documents.
+
+    >>> from headwise.text.documents import Relation
+    >>> sorted(role_names([Document.of(["it", "runs"], [Relation("subject-verb", 1, 0)])]) - role_names([]))
+    ['subject-verb']
+    """
+    names = {arc.name for document in documents for arc in document.relations} | {*SETS}
+    return {role.name for role in TABLE} | {TOLD.get(name, name) for name in names - {"unrelated"}}
 
 
 def make_cases(tally: Tally, relations: Relations | None, only: str | None = None) -> list[Case]:

@@ -62,12 +62,14 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
 def grid(profile: Profile, wanted: set[str]) -> Text:
     """Layers × heads: two letters for a role, brighter the higher the rung; · is unclear, lower-case grey a resting state."""
     drawn = Text()
-    sites = list(dict.fromkeys(address.site for address in profile.addresses))
-    for site in sites:
-        here = [address for address in profile.addresses if address.site == site and str(address) in wanted]
-        if not here:
+    for layer in profile.about["layers"]:
+        there = [address for address in profile.addresses if str(address.site) == layer]
+        here = [address for address in there if str(address) in wanted]
+        if there and not here:
             continue
-        drawn.append(f"{site!s:>7} ", "dim")
+        drawn.append(f"{layer:>7} ", "dim")
+        if not there:
+            drawn.append(" no heads", "dim")
         for address in here:
             head = profile[address]
             if head.role == "unclear":

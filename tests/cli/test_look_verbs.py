@@ -81,5 +81,5 @@ def test_ablate(folder: str, texts: str) -> None:
 def test_what_cannot_be_done(folder: str, texts: str) -> None:
     with pytest.raises(HeadwiseError, match="random-init or shuffled"):
         headwise("heads", folder, texts, "--control", "sorted")
-    with pytest.raises(HeadwiseError, match="no head here has the role"):
+    with pytest.raises(HeadwiseError, match="there is no role 'juggler'"):
         headwise("heads", folder, texts, "--no-causal", "--role", "juggler")

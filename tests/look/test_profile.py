@@ -123,7 +123,8 @@ def test_what_a_profile_answers(made: Profile) -> None:
     assert made["1.2"].measures["entropy"] == pytest.approx(made.measure("entropy")[6])
     tokens = sum(len(document.words) for document in little().items())
     assert made.about == {
-        "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "control": None, "seed": 0,
+        "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "layers": ["0", "1"], "control": None,
+        "seed": 0, "detail": "full", "every": 1,
     }  # fmt: skip
     assert made.family > 8
     assert all(len(head.evidence) for head in made)
