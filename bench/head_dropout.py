@@ -1,0 +1,67 @@
+"""Does head dropout make a model lean less on any one head? Characters of Shakespeare, with and without, on a CPU.
+
+python -m bench.head_dropout             three rates, three seeds, minutes; reads $HEADWISE_DATA/tinyshakespeare/input.txt
+python -m bench.head_dropout --seeds 1   quicker
+
+Every head of each model is taken away on validation text, one at a time, replaced by zero or by its mean; what counts is the
+head whose loss hurts most, and the hurt of a head on average.
+"""
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+import headwise as hw
+from bench.measure import machine
+from headwise.show.tables import make_table
+
+RATES = (0.0, 0.2, 0.4)
+SPEC = hw.ModelSpec(
+    vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=8, rotary=hw.Rotary()), positions="none"
+)
+RECIPE = hw.Recipe(batch=16, rate=2e-3, warmup=50, evaluate_every=1000)
+TEXTS = 128  # of as many characters as a row in training, spread over the validation split
+
+
+def run(rate: float, seed: int, steps: int, text: Path) -> list[float]:
+    """One model: its loss on the validation split, then for zero and mean the worst head's damage and the mean one."""
+    spec = replace(SPEC, attention=replace(SPEC.attention, head_dropout=rate))
+    made = hw.train(spec, text, replace(RECIPE, seed=seed, steps=steps), tokenizer="character", progress=False)
+    held_out = text.read_text(encoding="utf-8")[-int(RECIPE.holdout * text.stat().st_size) :]
+    apart = len(held_out) // TEXTS
+    texts = [held_out[start : start + SPEC.context] for start in range(0, apart * TEXTS, apart)]
+    figures = [made.valid_loss or float("nan")]
+    for how in ("zero", "mean"):
+        damage = hw.importance(made.model, texts, how=how).mean  # (heads,)
+        figures += [float(damage.max()), float(damage.mean())]
+    return figures
+
+
+def told(figures: list[float]) -> str:
+    """The mean over seeds, and the range."""
+    return f"{sum(figures) / len(figures):.3f} ({min(figures):.3f} – {max(figures):.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    arguments = parser.parse_args()
+    text = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "tinyshakespeare" / "input.txt"
+    if not text.is_file():
+        raise SystemExit(f"{text} is not there; set HEADWISE_DATA to a folder that has tinyshakespeare/input.txt.")
+    rows = []
+    for rate in RATES:
+        made = [run(rate, seed, arguments.steps, text) for seed in range(arguments.seeds)]
+        rows.append([rate, *(told(list(column)) for column in zip(*made, strict=True))])
+    columns = ["head dropout", "validation loss", "zero: worst head", "mean head", "mean: worst head", "mean head"]
+    heads = len(SPEC.addresses)
+    title = f"Nats lost without one head of {heads}: mean and range of {arguments.seeds} seeds, {arguments.steps} steps"
+    Console(width=140).print(make_table(f"{title}; {machine()}", columns, rows))
+
+
+if __name__ == "__main__":
+    main()

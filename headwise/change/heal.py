@@ -1,0 +1,50 @@
+"""A short fine-tune after heads were cut: what is left learns to do without them."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.look.inputs import tokenizer_of
+from headwise.model import Transformer
+from headwise.train.loop import Trained, train
+from headwise.train.recipe import Recipe
+
+LONGEST = 256  # tokens of a row, where nobody has said it
+
+
+def heal(
+    model: Transformer,
+    corpus: Any,
+    *,
+    steps: int = 200,
+    out: str | Path | None = None,
+    valid: Any = None,
+    progress: bool = True,
+    **recipe: Any,
+) -> Trained:
+    """Train a model a little further, in place, gently: it is nearly where it should be.
+
+    `corpus`, `out`, `valid` and `progress` are those of `train`. Whatever else is given is a field of `Recipe`; unless said
+    otherwise the rate is 3e-4 after a short warm-up, nothing decays, and rows have at most 256 tokens.
+
+    >>> from headwise.spec import AttentionSpec, ModelSpec
+    >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
+    >>> model = train(spec, "to be or not to be " * 50, Recipe(steps=2, batch=4), progress=False).model
+    >>> healed = heal(model, "to be or not to be " * 50, steps=3, batch=4, progress=False)
+    >>> healed.step, healed.model is model
+    (3, True)
+    """
+    known = {field.name for field in fields(Recipe)} - {"steps"}
+    for name in recipe.keys() - known:
+        raise HeadwiseError(f"a recipe has no {name!r}; {close_names(name, known)}")
+    tokenizer_of(model)  # healing with another tokenizer would be harm
+    gentle: dict[str, Any] = {
+        "rate": 3e-4,
+        "batch": 16,
+        "context": min(model.spec.context, LONGEST),
+        "warmup": min(20, steps // 10),
+        "weight_decay": 0.0,
+        "evaluate_every": max(1, steps // 4),
+    }
+    return train(model, corpus, Recipe(steps=steps, **(gentle | recipe)), out=out, valid=valid, progress=progress)

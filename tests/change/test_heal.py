@@ -1,0 +1,123 @@
+"""Healing: a cut model, trained a little further in place, loses less on text it has not seen."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headwise.change.cut import cut
+from headwise.change.heal import heal
+from headwise.errors import HeadwiseError
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text import Tokenizer
+from headwise.text.make import add_mask, word_tokenizer
+from headwise.train import Recipe, train
+from headwise.weights import load
+
+WORDS = tuple(f"w{i}x" for i in range(20))
+GROUPED = ModelSpec(vocab=1, context=24, layers=1, attention=AttentionSpec(width=32, heads=4, kv_heads=2))
+MASKED = replace(GROUPED, kind="encoder", output="mlm")
+BEFORE = Recipe(steps=300, batch=16, rate=1e-2, warmup=20, rows="texts", evaluate_every=300)
+QUICK: dict[str, Any] = {"steps": 4, "batch": 4, "progress": False}
+
+
+def rounds(count: int, seed: int, different: int = 3) -> list[str]:
+    """Texts of 24 words in which so many different ones come round again and again."""
+    dice = np.random.default_rng(seed)
+    return [" ".join(list(dice.choice(WORDS, different, replace=False)) * (24 // different)) for _ in range(count)]
+
+
+def new(spec: ModelSpec) -> Transformer:
+    tokenizer = add_mask(word_tokenizer(WORDS))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Transformer(replace(spec, vocab=len(tokenizer)))
+    model.tokenizer = tokenizer
+    return model
+
+
+@torch.no_grad()
+def held_out(model: Transformer, different: int) -> float:
+    """The loss on other texts, read as in training, from all the logits: of each next word, or of every fifth, hidden."""
+    tokenizer = model.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    assert tokenizer.eos is not None
+    assert tokenizer.mask is not None
+    ids = torch.tensor([[tokenizer.eos, *tokenizer.encode(text)][:24] for text in rounds(50, 9, different)])  # (B, T)
+    if model.spec.kind == "decoder":
+        return F.cross_entropy(model(ids)[:, :-1].mT, ids[:, 1:]).item()
+    hidden = ids.clone()
+    hidden[:, 1::5] = tokenizer.mask
+    return F.cross_entropy(model(hidden)[:, 1::5].mT, ids[:, 1::5]).item()
+
+
+@pytest.mark.parametrize(("spec", "different"), [(GROUPED, 3), (MASKED, 1)])
+def test_healing_wins_back_what_cutting_lost(spec: ModelSpec, different: int) -> None:
+    whole = train(new(spec), rounds(800, 0, different), BEFORE, progress=False).model
+    small = cut(whole, "0.0,0.1,0.2")
+    sound, wounded = held_out(whole, different), held_out(small, different)
+    assert wounded > sound + 0.2
+    healed = heal(small, rounds(800, 1, different), steps=100, rate=3e-3, rows="texts", progress=False)
+    assert healed.model is small
+    assert (healed.step, healed.stopped) == (100, "finished")
+    assert held_out(small, different) < wounded - 0.5 * (wounded - sound)
+    assert small.spec == whole.spec.without("0.0,0.1,0.2")
+
+
+def test_it_is_gentle_unless_told_otherwise(tmp_path: Path) -> None:
+    model = new(GROUPED)
+    heal(model, rounds(40, seed=0), out=tmp_path / "run", **QUICK)
+    recipe = noted(tmp_path / "run")
+    assert [recipe[name] for name in ("steps", "batch", "context", "warmup", "weight_decay")] == [4, 4, 24, 0, 0]
+    assert 0 < recipe["rate"] < Recipe().rate
+    heal(model, rounds(40, seed=0), out=tmp_path / "other", **QUICK, rate=0.01, context=8)
+    recipe = noted(tmp_path / "other")
+    assert (recipe["rate"], recipe["context"]) == (0.01, 8)
+    back = load(tmp_path / "other" / "model")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, back.state_dict()[name])
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    """The recipe of a run."""
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
+
+
+def test_rows_are_never_long_where_nobody_asked_for_long_ones(tmp_path: Path) -> None:
+    model = new(replace(GROUPED, context=2048))
+    heal(model, rounds(40, seed=0), out=tmp_path / "run", **QUICK)
+    assert noted(tmp_path / "run")["context"] == 256
+
+
+def test_held_out_text_may_be_given() -> None:
+    model = new(GROUPED)
+    healed = heal(model, rounds(40, seed=0), valid=rounds(10, seed=1), **QUICK)
+    assert healed.valid_loss is not None
+    assert len([row for row in healed.history if "valid_loss" in row]) == 4  # four looks on the way, the end among them
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [({"rates": 1e-3}, "did you mean rate"), ({"zzz": 1}, "known: accumulate"), ({"rate": -1.0}, "above 0")],
+)
+def test_fields_that_no_recipe_has_are_refused(wrong: dict[str, Any], told: str) -> None:
+    model = new(GROUPED)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(HeadwiseError, match=told):
+        heal(model, rounds(40, seed=0), **QUICK, **wrong)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_models_that_cannot_be_healed_are_refused() -> None:
+    with pytest.raises(HeadwiseError, match="no tokenizer"):
+        heal(Transformer(replace(GROUPED, vocab=30)), "a b", **QUICK)
+    with pytest.raises(HeadwiseError, match="no output"):
+        heal(new(replace(MASKED, output="none")), rounds(40, seed=0), **QUICK)
+    with pytest.raises(HeadwiseError, match="empty"):
+        heal(new(GROUPED), "", **QUICK)
