@@ -9,7 +9,7 @@ first, the closing bracket for heads that look at the opening one, and so on. A 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -51,7 +51,8 @@ def climb(
             wanted.setdefault((probe, "" if probe == "repeats" else supports[0].role), []).append(head)
     for number, ((probe, role), heads) in enumerate(wanted.items()):
         yield number, len(wanted)
-        questions = repeat_questions(repeats) if probe == "repeats" else word_questions(related, role, probe)
+        words = partial(word_questions, related, role, probe, model.device)
+        questions = repeat_questions(repeats) if probe == "repeats" else words()
         layers = {addresses[head].site for head in heads}
         beside = [address for address in addresses if address.site in layers]
         costs = effects(model, beside, questions, means) if questions else None
@@ -66,31 +67,31 @@ def climb(
 
 def repeat_questions(repeats: Repeats) -> list[Asked]:
     """Random tokens said twice: the second copy is asked for, but for its first token."""
-    ids = repeats.twice
-    targets = torch.full_like(ids, IGNORE)
     second = slice(repeats.second.start, repeats.second.stop - 1)
-    targets[:, second] = ids[:, second.start + 1 : second.stop + 1]
+    ids = repeats.twice[:, : second.stop]
+    targets = torch.full_like(ids, IGNORE)
+    targets[:, second] = repeats.twice[:, second.start + 1 : second.stop + 1]
     return [Asked(ids, torch.ones_like(ids, dtype=torch.bool), targets, None, tuple(range(len(ids))))]
 
 
-def word_questions(units: Iterable[Unit], role: str, where: str) -> list[Asked]:
-    """Documents with a relation: the first token of the word that depends on it is asked for."""
+def word_questions(units: Iterable[Unit], role: str, where: str, device: torch.device | str = "cpu") -> list[Asked]:
+    """Documents with a relation: the first token of the word that depends on it is asked for, and nothing is read behind."""
     chosen: list[Unit] = []
-    places: dict[int, set[int]] = {}
+    wanted: dict[int, dict[int, int]] = {}  # for each text the token asked for, by its place
     for unit in units:
         if unit.document is None or len(chosen) >= DOCUMENTS:
             continue
         words = unit.alignment.tokens_of_word
-        tokens = {words[word][0] for word in _words_asked(unit.document, role, where) if words[word]} - {0}
-        if tokens:
-            chosen.append(unit)
-            places[unit.number] = tokens
+        places = {words[word][0] for word in _words_asked(unit.document, role, where) if words[word]} - {0}
+        if places:
+            chosen.append(replace(unit, ids=unit.ids[: max(places)]))
+            wanted[unit.number] = {place: unit.ids[place] for place in places}
     made = []
-    for batch in make_batches(chosen):
+    for batch in make_batches(chosen, device=device):
         targets = torch.full_like(batch.ids, IGNORE)
         for row, unit in enumerate(batch.units):
-            for token in places[unit.number]:
-                targets[row, token - 1] = batch.ids[row, token]
+            for place, token in wanted[unit.number].items():
+                targets[row, place - 1] = token
         padding = None if batch.whole else batch.real
         made.append(Asked(batch.ids, batch.real, targets, padding, tuple(unit.number for unit in batch.units)))
     return made

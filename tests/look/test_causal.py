@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.look.causal import Costs
+import headwise as hw
+from headwise.look.causal import Costs, effects, word_questions
+from headwise.look.inputs import read_units
 from headwise.look.profile import profile
 from headwise.look.result import Profile
+from headwise.look.runs import mean_activations
 from headwise.model import Transformer
+from headwise.text.documents import Document
 from tests.look.built import BEFORE, OUT, Built, V, blank, decoder, documents
 
 
@@ -95,6 +99,32 @@ def test_a_layer_of_idle_heads() -> None:
     assert 0 < head.effect < 1.2 / V
     assert head.bar == pytest.approx(0.01 * math.log(V), rel=0.02), "a model that knows nothing: ln V an answer"
     assert head.rung == "effective"
+
+
+def test_what_is_asked_of_documents_is_what_whole_texts_say() -> None:
+    """Each closer is asked for, given all before it; to stop reading there changes nothing."""
+    model, some = decoder(), documents(8)
+    units = list(read_units(model, some))
+    questions = word_questions(units, "bracket", "later word")
+    asked = {unit: int(count) for one in questions for unit, count in zip(one.units, one.counts, strict=True)}
+    assert asked == {number: len(document.relations) for number, document in enumerate(some)}
+    assert sum(int(one.real.sum()) for one in questions) < sum(len(document.words) for document in some)
+    heads = [head.address for head in profile(model, some[:2], causal=False)][:3]
+    means = mean_activations(model, [document.text for document in some])
+    made = effects(model, heads, questions, means)
+
+    def surprise(document: Document) -> float:
+        ids = torch.tensor([model.tokenizer.encode(document.text)])  # pyright: ignore[reportOptionalMemberAccess]
+        logs = model(ids)[0].log_softmax(-1)
+        return -sum(float(logs[closer - 1, ids[0, closer]]) for _, closer, _ in document.relations)
+
+    with torch.no_grad():
+        clean = np.array([surprise(document) for document in some])
+        assert made.clean == pytest.approx(clean.sum() / sum(asked.values()), abs=1e-5)
+        for place, head in enumerate(heads):
+            with hw.ablated(model, str(head), "mean", means=means):
+                lost = [surprise(document) for document in some] - clean
+            assert made.sums[: len(some), place] == pytest.approx(lost, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
