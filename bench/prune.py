@@ -1,0 +1,70 @@
+"""How many heads a real model can lose: the curve of loss against heads kept, and a half cut healed.
+
+python -m bench.prune smollm2 --out F   decoder, next tokens of WikiText-2; the better part of an hour on one core
+python -m bench.prune minilm --out F    encoder, 1 − cosine of what it says of a text
+Both read $HEADWISE_DATA/wikitext-2. In F: rankings, curve.json, curve.svg; what is there already is not done again.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import headwise as hw
+from bench.measure import machine
+from headwise.change.curve import curve
+from headwise.change.heal import heal
+from headwise.change.report import report
+from headwise.show.progress import noting
+from headwise.show.prune import draw_curve, show_curve, show_report
+from headwise.weights.save import whole_file
+
+DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
+HALF = 0.5
+
+
+def paragraphs(part: str, count: int, tokens: int, model: hw.Transformer) -> list[str]:
+    """So many paragraphs, spread evenly over the articles, each cut to so many tokens."""
+    long = [line.strip() for line in (DATA / part).read_text(encoding="utf-8").splitlines() if len(line) > 5 * tokens]
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    return [tokenizer.decode(tokenizer.encode(long[i * len(long) // count])[:tokens]) for i in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=("smollm2", "minilm"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--choose", type=int, default=16, help="paragraphs that heads are ranked on")
+    parser.add_argument("--judge", type=int, default=48, help="other paragraphs, that cuts are judged by")
+    parser.add_argument("--tokens", type=int, default=128, help="of a paragraph")
+    parser.add_argument("--seeds", type=int, default=3, help="random cuts at each share")
+    parser.add_argument("--heal", type=int, default=100, help="steps; 0: none")
+    options = parser.parse_args()
+    model = hw.load(options.model)
+    part = (("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt", "test.txt")
+    choosing = paragraphs(part[0], options.choose, options.tokens, model)
+    judging = paragraphs(part[1], options.judge, options.tokens, model)
+    print(
+        f"{options.model}: ranked on {len(choosing)}, judged by {len(judging)} paragraphs of {options.tokens}; {machine()}"
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    with noting() as note:
+        saved = options.out / "half.json"
+        plan = hw.Plan.load(saved) if saved.is_file() else hw.Plan.make(model, keep=HALF, on=choosing, note=note)
+        plan.save(saved)
+        drawn = curve(model, choosing, judging, scores={"ablation": plan.worth}, seeds=options.seeds, note=note)
+    whole_file(options.out / "curve.json", json.dumps(drawn.to_dict(), indent=1).encode())
+    draw_curve(drawn, options.out / "curve.svg")
+    show_curve(drawn)
+    small = plan.apply(model)
+    show_report(report(model, small, judging, folded_on=choosing, seeds=options.seeds))
+    if options.heal and model.output is not None:
+        text = (DATA / part[0]).read_text(encoding="utf-8")
+        heal(small, text, steps=options.heal, batch=4, context=options.tokens, holdout=0.02)
+        print(f"The same, healed for {options.heal} steps of {4 * options.tokens} tokens of the validation text:")
+        show_report(report(model, small, judging, folded_on=choosing, seeds=options.seeds))
+
+
+if __name__ == "__main__":
+    main()
