@@ -26,7 +26,6 @@ class Rows:
     visible: Tensor  # (1 or B, 1 or H, n): keys a row may see
     classes: Tensor  # (B, 1 or H, n, c): and how many of those are in each class
     sees_first: Tensor  # (B, 1 or H, n): whether the first token is seen, which a window may forbid
-    repeats: Tensor  # (B, 1, n): far keys that repeat the query's token or follow one that does
     total: Tensor  # (B, H, n)
     energy: Tensor  # (B, H, n)
     features: Tensor  # (B, H, n, f)
@@ -46,6 +45,7 @@ class Full(Rows):
     top: Tensor  # (B, H, n): the largest e at a key that is no special token
     far: Tensor  # (B, H, n, bins): by powers of two beyond the window
     last: Tensor  # (n,): the bin that has what is left over; -1: none
+    repeats: Tensor  # (B, 1, n): far keys that repeat the query's token or follow one that does
     repeated: Tensor  # (2, B, H, n): e on the repeats, and e times the length of what it fetches
 
 
@@ -61,11 +61,13 @@ def gather(
     ordinary = (flags[:, None, None, :, 1] == 0).to(inputs)  # (B, 1, 1, S)
     framed = bool((ordinary == 0).any())
     known: list[Known] = []
+    pairs: list[Pairs] = []
     slot = slice(0, 0)
     for block in walk(seen, inputs, every, batch.memo):
         heads = block.heads
         if heads.start == 0:
-            known.append(once(block.sight, batch, flags))
+            known.append(known_of(block.sight, batch, flags))
+            pairs.append(_once(batch, "pairs", block.sight, lambda s=block.sight: _pairs(s, batch)))
             slot = slice(slot.stop, slot.stop + len(block.rows))
         for name in ("total", "energy", "features"):
             getattr(rows, name)[:, heads, slot] = getattr(block, name)
@@ -75,10 +77,11 @@ def gather(
             shown = torch.mul(block.e, ordinary[..., block.cols.start : block.cols.stop], out=block.scratch)
             torch.amax(shown, -1, out=rows.top[:, heads, slot])
         _add_bins(block, rows.ahead, rows.far[:, heads, slot], rows.last[slot])
-        _add_repeated(block, known[-1], norms, rows.repeated[:, :, heads, slot])
+        _add_repeated(block, pairs[-1], norms, rows.repeated[:, :, heads, slot])
         if see is not None:
             see(block, rows, slot)
     rows.square.square_()
+    rows.repeats = torch.cat([one.repeats for one in pairs], 2).to(inputs)
     for name, value in join(known, batch).items():
         setattr(rows, name, value)
     return rows
@@ -92,53 +95,65 @@ class Known:
     visible: Tensor  # (1 or B, 1 or H, R)
     classes: Tensor  # (B, 1 or H, R, c)
     sees_first: Tensor  # (B, 1 or H, R)
-    example: (
-        Tensor  # (pairs,): far keys that repeat the query's token, or follow one that does: by example, row, column
-    )
-    row: Tensor
-    column: Tensor
-    repeats: Tensor  # (B, 1, R): how many of those a row has
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Far keys that repeat the token of a row, or follow one that does."""
+
+    example: Tensor  # (pairs,)
+    row: Tensor  # (pairs,): of the block
+    column: Tensor  # (pairs,)
+    repeats: Tensor  # (B, 1, R): how many a row has
 
 
 def join(known: list[Known], batch: Batch) -> dict[str, Any]:
     """The same for all rows of a call."""
     places = torch.cat([one.places for one in known])  # (n,)
     made: dict[str, Any] = {"places": places, "counted": batch.real[:, places]}
-    for name in ("visible", "classes", "sees_first", "repeats"):
+    for name in ("visible", "classes", "sees_first"):
         parts = [getattr(one, name) for one in known]
         most = [max(part.shape[axis] for part in parts) for axis in (0, 1)]
         made[name] = torch.cat([part.expand(*most, *part.shape[2:]) for part in parts], 2)
     return made
 
 
-def once(sight: Sight, batch: Batch, flags: Tensor) -> Known:
-    """It is the same at every layer."""
-    key = ("known", sight.mask, sight.rows, sight.past)
+def known_of(sight: Sight, batch: Batch, flags: Tensor) -> Known:
+    """What is known of the rows of a sight; worked out once for all layers."""
+    return _once(batch, "known", sight, lambda: _known(sight, batch, flags))
+
+
+def _once(batch: Batch, what: str, sight: Sight, work: Callable[[], Any]) -> Any:
+    key = (what, sight.mask, sight.rows, sight.past)
     if key not in batch.memo:
-        batch.memo[key] = _known(sight, batch, flags)
+        batch.memo[key] = work()
     return batch.memo[key]
 
 
 def _known(sight: Sight, batch: Batch, flags: Tensor) -> Known:
     device = flags.device
-    B, cols = len(flags), slice(sight.cols.start, sight.cols.stop)
     places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
     allowed = sight.allowed()  # (1 or B, 1 or H, R, C)
-    classes = allowed.to(flags) @ flags[:, None, cols]  # (B, 1 or H, R, c)
+    classes = allowed.to(flags) @ flags[:, None, sight.cols.start : sight.cols.stop]  # (B, 1 or H, R, c)
     keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)
     first = (keys == batch.first[:, None])[:, None, None]  # (B, 1, 1, C)
+    return Known(places, sight.visible, classes, (allowed & first).any(-1).to(flags))
+
+
+def _pairs(sight: Sight, batch: Batch) -> Pairs:
+    device, cols = batch.ids.device, slice(sight.cols.start, sight.cols.stop)
+    places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
+    keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)  # (C,)
     ids = batch.ids.masked_fill(~batch.real, -1)
     before = torch.nn.functional.pad(ids, (1, 0), value=-2)[:, cols]  # (B, C): what stands before each key
     query = ids[:, places, None]  # (B, R, 1)
     far = (places[:, None] - keys).abs() >= WINDOW  # (R, C)
     same = ((ids[:, None, cols] == query) | (before[:, None] == query)) & far & batch.real[:, places, None]  # (B, R, C)
     same = same & (keys > batch.first[:, None, None])
-    if allowed.shape[1] == 1:
-        same = same & allowed[:, 0]
+    if sight.seen.shape[1] == 1:
+        same = same & sight.allowed()[:, 0]
     example, row, column = same.nonzero(as_tuple=True)
-    sees_first = (allowed & first).any(-1).to(flags)  # (B, 1 or H, R)
-    repeats = same.sum(-1)[:, None].to(flags)  # (B, 1, R)
-    return Known(places, sight.visible, classes.expand(B, -1, -1, -1), sees_first, example, row, column, repeats)
+    return Pairs(example, row, column, same.sum(-1)[:, None])
 
 
 def _empty(seen: Seen, inputs: Tensor, every: int) -> Full:
@@ -180,9 +195,9 @@ def _add_bins(block: Block, ahead: bool, out: Tensor, last: Tensor) -> None:
             out[..., number] += block.at(1 - min(2 * low, after + 1), 1 - low).sum(-1)
 
 
-def _add_repeated(block: Block, known: Known, norms: Tensor, out: Tensor) -> None:
+def _add_repeated(block: Block, pairs: Pairs, norms: Tensor, out: Tensor) -> None:
     """The weight on repeated tokens, and what it fetches, into (2, B, h, R)."""
-    b, r, c = known.example, known.row, known.column
+    b, r, c = pairs.example, pairs.row, pairs.column
     if not len(b):
         return
     picked = block.e[b, :, r, c]  # (pairs, h)

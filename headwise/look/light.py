@@ -1,7 +1,7 @@
 """The light way to look: what the fused kernel gives when it is asked for other values than v.
 
-entropy = lse − Σ p·score, and Σ p·score is q · SDPA(q, k, k); sums over keys are SDPA(q, k, features); a listed offset is
-exp(score − lse); Σ p² is exp(lse at twice the scale − 2 lse).
+entropy = lse − Σ p·score, and Σ p·score is q · SDPA(q, k, k); sums over keys are SDPA(q, k, features): one call gives both. A
+listed offset is exp(score − lse); Σ p² is exp(lse at twice the scale − 2 lse).
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.kernels.masks import Causal
 from headwise.kernels.terms import Terms, spread
-from headwise.look.gather import WINDOW, Rows, gather, join, looks_ahead, once
+from headwise.look.gather import WINDOW, Rows, gather, join, known_of, looks_ahead
 from headwise.look.inputs import Batch
 from headwise.look.rows import sights
 
@@ -22,44 +22,43 @@ def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tenso
     """Every row of a call, from a few calls of the fused kernel; where that kernel cannot do it, by walking."""
     q, k, terms = seen.q, spread(seen.k, seen.terms.groups), seen.terms
     (_, _, T, d), S = q.shape, k.shape[2]
-    if not _fits(seen, inputs):
+    if not _fits(seen):
         return gather(seen, batch, inputs, flags, norms)
     mask, empty, is_causal = _mask(terms, q, S)
     scale = terms.scale
 
-    def attend(v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
 
-    wide = torch.nn.functional.pad(inputs, (0, d - inputs.shape[-1]))  # (B, H, S, d)
-    features, lse = attend(wide, scale)  # (B, H, T, d) (B, H, T)
+    wide = (0, inputs.shape[-1])  # values as wide as keys, so keys and queries get channels of zeros
+    queries, keys = (torch.nn.functional.pad(x, wide) for x in (q, k))  # (B, H, T, d + f) (B, H, S, d + f)
+    found, lse = attend(queries, keys, torch.cat((k, inputs), -1), scale)
+    keys, features = found.split((d, inputs.shape[-1]), -1)  # (B, H, T, d) (B, H, T, f)
+    _, twice = attend(q, k, k, 2 * scale)  # (B, H, T)
     lse = lse.to(q)
-    keys, _ = attend(k, scale)  # (B, H, T, d): Σ p·k
-    _, twice = attend(k, 2 * scale)  # (B, H, T)
     total = torch.ones_like(lse)
     if terms.sink is not None:
         total = total + (terms.sink.to(lse)[:, None] - lse).clamp(max=80).exp()
     if empty is not None:
         total = total.masked_fill(empty, 0.0)
     ahead = looks_ahead(terms, T, S, q.device)
-    known = [once(sight, batch, flags) for sight in sights(terms, T, S, q.device, memo=batch.memo)]
+    known = [known_of(sight, batch, flags) for sight in sights(terms, T, S, q.device, memo=batch.memo)]
     return Rows(
         **join(known, batch), ahead=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse,
-        features=features[..., : inputs.shape[-1]], square=(twice.to(q) - 2 * lse).exp(),
+        features=features, square=(twice.to(q) - 2 * lse).exp(),
         near=_window(q, k, lse, scale, mask, ahead),
     )  # fmt: skip
 
 
-def _fits(seen: Seen, inputs: Tensor) -> bool:
+def _fits(seen: Seen) -> bool:
     """Whether the CPU's flash kernel can be asked, which alone says lse: float32, no bias, no cap, a mask it can take."""
-    terms, (_, H, T, d), S = seen.terms, seen.q.shape, seen.k.shape[2]
+    terms, (_, H, T, _), S = seen.terms, seen.q.shape, seen.k.shape[2]
     plain = terms.bias is None and terms.softcap is None and seen.q.device.type == "cpu" and S == T > 0
     there = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     small = _is_plain(terms, T, S) or T * S * terms.planes() <= MASK
-    return (
-        plain and there and small and H > 0 and d >= inputs.shape[-1] and seen.q.dtype in (torch.float32, torch.float64)
-    )
+    return plain and there and small and H > 0 and seen.q.dtype in (torch.float32, torch.float64)
 
 
 def _is_plain(terms: Terms, T: int, S: int) -> bool:
