@@ -15,6 +15,7 @@ _ROOMS = {
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
     "text": ("Corpus", "Tokenizer", "embed"),
+    "attach": ("attach",),
     "weights": ("export", "load"),
     "train": ("Recipe", "train"),
     "look.record": ("record",),
@@ -37,6 +38,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
     "Corpus", "Tokenizer", "embed",
+    "attach",
     "export", "load",
     "Recipe", "train",
     "record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography",
@@ -44,6 +46,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from headwise.attach import attach
     from headwise.change.plan import Plan
     from headwise.change.prune import prune
     from headwise.errors import HeadwiseError

@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",
     *("Corpus", "Tokenizer", "embed"),
+    "attach",
     *("export", "load"),
     *("Recipe", "train"),
     *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),

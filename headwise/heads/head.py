@@ -4,21 +4,68 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, overload
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Site
-from headwise.spec import Address, SiteAddress, select
+from headwise.heads.site import HasSlices, Site
+from headwise.spec import Address, AttentionSpec, SiteAddress, select
 from headwise.spec.address import is_single
-
-if TYPE_CHECKING:
-    from headwise.heads.attention import MultiHeadAttention
 
 Amount = float | Tensor
 Pattern = str | Address | Iterable[Address]
+
+
+class HasProjections(Protocol):
+    """What reads in a layer, by letter: q, k, v."""
+
+    def weight(self, letter: str) -> Tensor:
+        """(heads, channels, width)"""
+        ...
+
+    def bias(self, letter: str) -> Tensor | None:
+        """(heads, channels)"""
+        ...
+
+
+class HasOutput(HasSlices, Protocol):
+    """What writes in a layer."""
+
+    @property
+    def weight(self) -> Tensor:
+        """A tensor of the layer's dtype and device."""
+        ...
+
+
+class HasHeads(Protocol):
+    """An attention layer, ours or not, whose heads can be taken one by one."""
+
+    @property
+    def site(self) -> Site:
+        """Where its calls are seen."""
+        ...
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Its sizes."""
+        ...
+
+    @property
+    def read(self) -> HasProjections:
+        """q, k and v."""
+        ...
+
+    @property
+    def write(self) -> HasOutput:
+        """W_O."""
+        ...
+
+    @property
+    def gate(self) -> Tensor | None:
+        """A learned scalar per head, (H,)."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +92,7 @@ class Circuit:
 class Head:
     """One head of a layer. Weights are live views: write into them and the layer changes (except for input='slice')."""
 
-    def __init__(self, layer: "MultiHeadAttention", number: int) -> None:
+    def __init__(self, layer: HasHeads, number: int) -> None:
         self.layer = layer
         self.address = layer.site.address.head(number)
         self.index = layer.site.index(self.address)
@@ -134,7 +181,7 @@ class Head:
 class Heads:
     """Heads of one layer or many, by address. `model.heads["5.1"]` is one head, `model.heads["5.*"]` a smaller set."""
 
-    def __init__(self, layers: Iterable["MultiHeadAttention"], addresses: tuple[Address, ...] | None = None) -> None:
+    def __init__(self, layers: Iterable[HasHeads], addresses: tuple[Address, ...] | None = None) -> None:
         self._layers = {layer.site.address: layer for layer in layers}
         self.addresses = (
             tuple(address for layer in self._layers.values() for address in layer.site.addresses)

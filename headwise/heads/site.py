@@ -79,8 +79,8 @@ class Site:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody listens or edits here now."""
-        return bool(self._listeners or self._edits)
+        """Whether somebody listens or edits here now, or did so in the pass that is being repeated."""
+        return bool(self._listeners or self._edits or _repeating.get())
 
     def index(self, head: Address) -> int:
         """Where a head stands on the head axis of this site's tensors."""

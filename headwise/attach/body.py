@@ -1,0 +1,126 @@
+"""Calling a transformers model as ours are called: ids and padding in, hidden states or logits out."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.spec import ModelSpec
+
+
+def takes_ids(model: Any, ids: Any, padding: Tensor | None) -> None:
+    """Refuse what is not a batch of token ids, and models that read something else."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise HeadwiseError(
+            f"{type(model).__name__} reads {model.main_input_name}, not token ids; call the model itself, inside "
+            f"hw.record(theirs) or theirs.heads[…].silenced()."
+        )
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")
+    if padding is not None and padding.shape != ids.shape:
+        raise HeadwiseError(f"padding is {tuple(padding.shape)} but ids are {tuple(ids.shape)}; True at real tokens.")
+
+
+def hidden_states(
+    model: Any,
+    spec: ModelSpec,
+    ids: Tensor,
+    padding: Tensor | None,
+    source: Tensor | None,
+    source_padding: Tensor | None,
+    hidden: bool,
+) -> Tensor:
+    """One pass: hidden states (B, T, D) after the last norm, or logits (B, T, V)."""
+    if spec.kind == "encoder-decoder":
+        if source is None:
+            raise HeadwiseError("an encoder-decoder needs what it reads: theirs(ids, source=source_ids).")
+        given = {
+            "input_ids": _padded(model, source, source_padding), "attention_mask": _mask(source_padding),
+            "decoder_input_ids": _padded(model, ids, padding), "decoder_attention_mask": _mask(padding),
+        }  # fmt: skip
+        with _heard(model.get_decoder()) as states:
+            made = model(**_said(given), use_cache=False)
+        return states[-1] if hidden else made.logits
+    if source is not None:
+        raise HeadwiseError(f"this model is of kind {spec.kind} and reads no source; leave source out.")
+    body = model.base_model if hidden else model
+    given = {"input_ids": _padded(model, ids, padding), "attention_mask": _mask(padding)}
+    given["position_ids"] = _positions(body, spec, padding)
+    given |= {"use_cache": False} if spec.kind == "decoder" else {}
+    made = body(**_said(given))
+    return made.last_hidden_state if hidden else made.logits
+
+
+class Output:
+    """From final hidden states to logits by the model's own head, whatever it does besides multiplying."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        if model.base_model is model:
+            raise HeadwiseError(
+                f"{type(model).__name__} does not tell its head from its body; ask the model for logits."
+            )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(…, D) → (…, V)"""
+        model, states = self._model, hidden.reshape(1, -1, hidden.shape[-1])
+        ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        with _stands_for(model.base_model, states):
+            logits = model(input_ids=ids).logits  # (1, n, V)
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+
+@contextmanager
+def _stands_for(body: nn.Module, states: Tensor) -> Iterator[None]:
+    """While open, the body of a model is not run; these states are what it gives."""
+    from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+    given = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)  # pyright: ignore[reportArgumentType]
+    before = body.__dict__.get("forward")
+    body.__dict__["forward"] = lambda *arguments, **kwargs: given
+    try:
+        yield
+    finally:
+        body.__dict__.pop("forward")
+        if before is not None:
+            body.__dict__["forward"] = before
+
+
+@contextmanager
+def _heard(part: nn.Module) -> Iterator[list[Tensor]]:
+    """What a part of the model gave, call by call."""
+    states: list[Tensor] = []
+    hook = part.register_forward_hook(lambda module, given, made: states.append(made[0]))
+    try:
+        yield states
+    finally:
+        hook.remove()
+
+
+def _padded(model: Any, ids: Tensor, padding: Tensor | None) -> Tensor:
+    """Where nothing stands there is the padding token: some models count positions by it."""
+    pad = getattr(model.config, "pad_token_id", None)
+    if padding is None or not isinstance(pad, int) or pad < 0:
+        return ids
+    return ids.masked_fill(~padding.bool(), pad)
+
+
+def _mask(padding: Tensor | None) -> Tensor | None:
+    return None if padding is None else padding.long()
+
+
+def _positions(body: nn.Module, spec: ModelSpec, padding: Tensor | None) -> Tensor | None:
+    """Where tokens stand, if padding comes before them and the model does not count for itself: (B, T)."""
+    if padding is None or bool(padding[:, 0].all()) or "position_ids" not in inspect.signature(body.forward).parameters:
+        return None
+    counts_itself = any(hasattr(part, "create_position_ids_from_input_ids") for part in body.modules())
+    return None if counts_itself else (padding.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _said(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,67 @@
+"""What somebody else's model is, as a `ModelSpec`: as far as those who look at it ask."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from headwise.attach.layer import Layer
+from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
+
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+LONG = 1 << 20  # tokens, where a model does not say how many it can read
+
+
+def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
+    """Kind, layers, heads and sizes. Heads that layers do not have, but others do, count as cut."""
+    stacks = {layer.site.address.stack for layer in layers}
+    kind = "encoder-decoder" if "enc" in stacks else "decoder" if is_causal(layers[0].module) else "encoder"
+    config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
+    count = {
+        stack: 1 + max(layer.site.address.layer for layer in layers if layer.site.address.stack == stack)
+        for stack in stacks
+    }
+    largest = max((layer.spec for layer in layers), key=lambda spec: spec.heads)
+    outputs = {"decoder": "lm", "encoder": "mlm", "encoder-decoder": "lm"}
+    return ModelSpec(
+        vocab=max(1, int(getattr(config, "vocab_size", None) or 1)),
+        context=next((int(size) for name in CONTEXTS if (size := getattr(config, name, None))), LONG),
+        layers=count.get("", count.get("dec", 0)),
+        encoder_layers=count.get("enc", 0),
+        attention=AttentionSpec(
+            width=largest.width, heads=largest.heads, head_dim=largest.head_dim, value_dim=largest.value_dim,
+            kv_heads=largest.kv_heads,
+        ),
+        kind=kind,
+        positions="learned" if has_learned_positions(model) else "none",
+        output=outputs[kind] if kind == "encoder-decoder" or has_output(model) else "none",  # pyright: ignore
+        kept=_kept(layers, kind, count),
+    )  # fmt: skip
+
+
+def has_output(model: Any) -> bool:
+    """Whether the model gives logits over its vocabulary."""
+    return model.get_output_embeddings() is not None
+
+
+def has_learned_positions(model: nn.Module) -> bool:
+    """Whether positions are rows of a table, which ends somewhere."""
+    names = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+    return any(name in ("wpe", "embed_positions", "position_embedding", "position_embeddings") for name in names)
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether an attention module looks back only; SDPA takes that for granted where it does not say."""
+    return bool(getattr(module, "is_causal", True))
+
+
+def _kept(layers: Sequence[Layer], kind: str, count: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """The heads each layer has; layers without attention have none."""
+    stacks = ("enc", "dec", "cross") if kind == "encoder-decoder" else ("",)
+    every = [
+        SiteAddress(stack, layer)
+        for stack in stacks
+        for layer in range(count.get("dec" if stack == "cross" else stack, 0))
+    ]
+    there = {layer.site.address: layer.spec.head_ids for layer in layers}
+    return {str(site): there.get(site, ()) for site in every}

@@ -1,0 +1,163 @@
+"""Where attention is in somebody else's model: its modules, their addresses, sizes and projections.
+
+A module is on the interface when its forward asks for an attention function there. What its projections are called, and how
+they are laid out, is a table of names: nothing here knows an architecture.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.spec import SiteAddress
+
+# What reads: three modules, or one that holds them all, one after the other ("joined") or head by head ("by head").
+READS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("apart", ("q_proj", "k_proj", "v_proj")),
+    ("apart", ("query", "key", "value")),
+    ("apart", ("q_lin", "k_lin", "v_lin")),
+    ("apart", ("q", "k", "v")),
+    ("joined", ("c_attn",)),
+    ("joined", ("qkv_proj",)),
+    ("joined", ("Wqkv",)),
+    ("by head", ("query_key_value",)),
+)
+# What writes: inside the module, or beside it, as seen from the parent.
+WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj")
+BESIDE = ("output.dense",)
+CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One attention module as it stands in a model."""
+
+    name: str  # its path
+    module: nn.Module
+    parent: nn.Module
+    address: SiteAddress
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    reads: tuple[str, tuple[str, ...]] | None  # how they are laid out, and their names; None: not known here
+    writes: nn.Module | None
+
+    def read(self, number: int) -> nn.Module:
+        """One of the modules that read."""
+        assert self.reads is not None
+        return getattr(self.module, self.reads[1][number])
+
+
+def find(model: nn.Module) -> list[Found]:
+    """The attention modules of a model that are on the interface, encoder first, a block's own before its cross-attention."""
+    there = [(name, module) for name, module in model.named_modules() if _calls_interface(type(module))]
+    stacks = {_stack(name) for name, _ in there}
+    two = _two_stacks(stacks)
+    if len(stacks) > 1 and not two:
+        towers = sorted(stack.split(".")[0] for stack in stacks)
+        raise HeadwiseError(
+            f"{type(model).__name__} has {len(stacks)} towers ({', '.join(sorted(stacks))}); attach one of them, e.g. "
+            f"hw.attach(model.{towers[0]})."
+        )
+    found: dict[SiteAddress, Found] = {}
+    for name, module in there:
+        one = _found(model, name, module, _address(name, module, two))
+        if one.address in found:
+            raise HeadwiseError(
+                f"{name} and {found[one.address].name} both are attention of layer {one.address}; "
+                f"a block with several attentions has no addresses here."
+            )
+        found[one.address] = one
+    order = {"enc": 0, "": 1, "dec": 1, "cross": 1}
+    return sorted(
+        found.values(), key=lambda one: (order[one.address.stack], one.address.layer, one.address.stack != "dec")
+    )
+
+
+@cache
+def _calls_interface(kind: type[nn.Module]) -> bool:
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+
+
+def _stack(name: str) -> str:
+    """What a module's path says before the number of its layer."""
+    return re.split(r"\.\d+(?:\.|$)", f".{name}", maxsplit=1)[0].removeprefix(".")
+
+
+def _two_stacks(stacks: set[str]) -> bool:
+    sides = sorted("enc" if "encoder" in s.split(".") else "dec" if "decoder" in s.split(".") else s for s in stacks)
+    return sides == ["dec", "enc"]
+
+
+def _address(name: str, module: nn.Module, two: bool) -> SiteAddress:
+    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")
+    layer = int(numbers[0]) if numbers else 0
+    crosses = any(part in CROSS for part in name.split(".")) or getattr(module, "is_cross_attention", False)
+    if crosses and not two:
+        raise HeadwiseError(
+            f"{name} is cross-attention, but the model has no encoder of its own; attach the whole model."
+        )
+    if not two:
+        return SiteAddress("", layer)
+    return SiteAddress("cross" if crosses else "enc" if "encoder" in _stack(name).split(".") else "dec", layer)
+
+
+def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress) -> Found:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    heads, head_dim = _size(module, HEADS), _size(module, HEAD_DIMS, needed=False)
+    groups = getattr(module, "num_key_value_groups", 1)
+    reads = next((row for row in READS if all(_is_matrix(getattr(module, part, None)) for part in row[1])), None)
+    writes = next(_writes(module, parent, heads), None)
+    value_dim = head_dim if writes is None else in_size(writes) // heads
+    keys, head_dim = heads // max(1, groups), head_dim or value_dim
+    return Found(name, module, parent, address, heads, keys, head_dim, value_dim or head_dim, reads, writes)
+
+
+def _size(module: nn.Module, names: tuple[str, ...], needed: bool = True) -> int:
+    config: Any = getattr(module, "config", None)
+    for place in (module, config):
+        for name in names:
+            value = getattr(place, name, None)
+            if isinstance(value, int):
+                return value
+    if needed:
+        raise HeadwiseError(
+            f"{type(module).__name__} does not say how many heads it has; looked for {', '.join(names)}."
+        )
+    return 0
+
+
+def _writes(module: nn.Module, parent: nn.Module, heads: int) -> Iterator[nn.Module]:
+    for place, names in ((module, WRITES), (parent, BESIDE)):
+        for name in names:
+            there: Any = place
+            for part in name.split("."):
+                there = getattr(there, part, None)
+            if _is_matrix(there) and in_size(there) % heads == 0:
+                yield there
+
+
+def _is_matrix(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Module) and isinstance(weight, Tensor) and weight.ndim == 2
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Whether a projection keeps its weight as (in, out), as transformers' Conv1D does."""
+    return type(module).__name__ == "Conv1D"
+
+
+def in_size(module: nn.Module) -> int:
+    """How many numbers a projection takes."""
+    return int(module.weight.shape[0 if is_turned(module) else 1])  # pyright: ignore[reportArgumentType, reportIndexIssue]

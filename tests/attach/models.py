@@ -1,0 +1,105 @@
+# ruff: noqa: C408 (sizes read better as keywords)
+"""Small random models of many architectures, as transformers builds them, and what each is called with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers: Any = pytest.importorskip("transformers")
+
+VOCAB, T = 61, 13
+BODY = dict(hidden_size=24, num_hidden_layers=3, intermediate_size=40, vocab_size=VOCAB, max_position_embeddings=64)
+PLAIN = BODY | dict(num_attention_heads=4)
+GROUPED = BODY | dict(
+    num_attention_heads=6, num_key_value_heads=2, head_dim=4, bos_token_id=1, eos_token_id=2, pad_token_id=0
+)
+TWO = dict(
+    d_model=24, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=40,
+    decoder_ffn_dim=40, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=1,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture."""
+
+    name: str
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    kind: str = "decoder"
+    cut: bool = False
+
+    def build(self, **more: Any) -> Any:
+        """A model with random weights, large enough to matter, ready to be called."""
+        torch.manual_seed(7)
+        made = getattr(transformers, self.model)(getattr(transformers, self.config)(**self.sizes, **more)).eval()
+        with torch.no_grad():
+            for name, weight in made.named_parameters():
+                weight.copy_(torch.randn_like(weight) * 0.3 + ("norm" in name.lower() and weight.ndim == 1))
+        return made
+
+    def inputs(self, side: str = "none") -> dict[str, Tensor]:
+        """Keyword arguments of a call: two texts, one of them padded on a side."""
+        torch.manual_seed(3)
+        if self.kind == "image":
+            return {"pixel_values": torch.randn(2, 3, 16, 16)}
+        ids = torch.randint(3, VOCAB, (2, T))
+        if self.kind == "speech":
+            return {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": ids}
+        mask = torch.ones_like(ids)
+        if side != "none":
+            mask[1, slice(0, 4) if side == "left" else slice(T - 4, T)] = 0
+        given = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+        if self.kind == "two":
+            given["decoder_input_ids"] = torch.randint(3, VOCAB, (2, T - 2))
+        return given
+
+
+CASES = [
+    Case("gpt2", "GPT2LMHeadModel", "GPT2Config",
+         dict(n_embd=24, n_layer=3, n_head=4, vocab_size=VOCAB, n_positions=64, bos_token_id=1, eos_token_id=2), cut=True),
+    Case("bert", "BertForMaskedLM", "BertConfig", PLAIN, "encoder", cut=True),
+    Case("roberta", "RobertaForMaskedLM", "RobertaConfig", PLAIN | dict(pad_token_id=0), "encoder", cut=True),
+    Case("distilbert", "DistilBertForMaskedLM", "DistilBertConfig",
+         dict(dim=24, n_layers=3, n_heads=4, hidden_dim=40, vocab_size=VOCAB, max_position_embeddings=64), "encoder",
+         cut=True),
+    Case("llama", "LlamaForCausalLM", "LlamaConfig", GROUPED, cut=True),
+    Case("mistral", "MistralForCausalLM", "MistralConfig", GROUPED | dict(sliding_window=5), cut=True),
+    Case("qwen2", "Qwen2ForCausalLM", "Qwen2Config", GROUPED, cut=True),
+    Case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", GROUPED, cut=True),
+    Case("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | dict(sliding_window=5), cut=True),
+    Case("phi3", "Phi3ForCausalLM", "Phi3Config", {**GROUPED, "hidden_size": 24}),
+    Case("opt", "OPTForCausalLM", "OPTConfig",
+         dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, ffn_dim=40, vocab_size=VOCAB,
+              max_position_embeddings=64, word_embed_proj_dim=24, pad_token_id=0)),
+    Case("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN | dict(bos_token_id=1, eos_token_id=2)),
+    Case("t5", "T5ForConditionalGeneration", "T5Config",
+         dict(d_model=24, d_kv=5, num_heads=4, num_layers=2, num_decoder_layers=3, d_ff=40, vocab_size=VOCAB), "two"),
+    Case("bart", "BartForConditionalGeneration", "BartConfig", TWO | dict(max_position_embeddings=64), "two"),
+    Case("whisper", "WhisperForConditionalGeneration", "WhisperConfig",
+         TWO | dict(max_source_positions=20, max_target_positions=64, num_mel_bins=8), "speech"),
+    Case("vit", "ViTModel", "ViTConfig",
+         dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40, image_size=16, patch_size=4),
+         "image"),
+    Case("modernbert", "ModernBertForMaskedLM", "ModernBertConfig",
+         PLAIN | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, local_attention=6),
+         "encoder"),
+    Case("electra", "ElectraForMaskedLM", "ElectraConfig", PLAIN | dict(embedding_size=24), "encoder"),
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+SIDES = ("none", "left", "right")
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def results(made: Any) -> list[Tensor]:
+    """Every tensor an output holds, in order; caches are left out."""
+    return [value for value in made.to_tuple() if isinstance(value, Tensor)]
+
+
+def first(made: Any) -> Tensor:
+    """Logits, or the last states."""
+    return made.logits if hasattr(made, "logits") else made.last_hidden_state

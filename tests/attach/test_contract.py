@@ -1,0 +1,172 @@
+"""What holds for every architecture: the same bits, silence that is W_O without the head, maps that are the eager path's."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from tests.attach.models import SIDES, Case, each_case, first, results
+
+
+@each_case
+@pytest.mark.parametrize("side", SIDES)
+def test_outputs_stay_bitwise_what_they_were(case: Case, side: str) -> None:
+    model, given = case.build(), case.inputs(side)
+    with torch.no_grad():
+        before = results(model(**given))
+        theirs = hw.attach(model)
+        attached = results(model(**given))
+        with hw.record(theirs) as recording:
+            looked = results(model(**given))
+        theirs.detach()
+        after = results(model(**given))
+    assert len(recording) == len(theirs.heads)
+    for others in (attached, looked, after):
+        assert len(others) == len(before)
+        assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
+
+
+@each_case
+def test_detaching_restores_the_model_exactly(case: Case) -> None:
+    model = case.build()
+    before = _state(model)
+    with hw.attach(model) as theirs:
+        assert _state(model) != before
+        assert theirs.attached
+    assert _state(model) == before
+
+
+@each_case
+def test_silence_is_w_o_without_the_head(case: Case) -> None:
+    model, given = case.build().double(), {k: _double(v) for k, v in case.inputs("right").items()}
+    theirs = hw.attach(model)
+    for address in _some(theirs):
+        with torch.no_grad():
+            with theirs.heads.select(str(address)).silenced():
+                silent = first(model(**given))
+            whole = first(model(**given))
+            W_O = one(theirs, address).W_O
+            kept = W_O.clone()
+            W_O.zero_()
+            zeroed = first(model(**given))
+            W_O.copy_(kept)
+        real = given.get("attention_mask")
+        if real is not None and real.shape == silent.shape[:2]:
+            silent, zeroed, whole = (x[real.bool()] for x in (silent, zeroed, whole))
+        assert (silent - zeroed).abs().max() <= 1e-9
+        assert (silent - whole).abs().max() > 1e-4
+
+
+@each_case
+@pytest.mark.parametrize("side", SIDES)
+def test_maps_are_those_of_the_eager_path(case: Case, side: str) -> None:
+    given = case.inputs(side)
+    eager = case.build(attn_implementation="eager")
+    with torch.no_grad():
+        theirs_maps = eager(**given, output_attentions=True)
+    model = case.build()
+    theirs = hw.attach(model)
+    with torch.no_grad(), hw.record(theirs, what="map") as recording:
+        model(**given)
+    real = given.get("attention_mask")
+    compared = 0
+    for address in theirs.heads.addresses:
+        name = {"enc": "encoder_attentions", "dec": "decoder_attentions", "cross": "cross_attentions", "": "attentions"}
+        want = getattr(theirs_maps, name[address.stack])[address.layer][:, address.head]  # (B, T, S)
+        got = recording[address].map()
+        rows = torch.ones(want.shape[:2], dtype=torch.bool)
+        if real is not None and address.stack in ("", "enc"):
+            rows = real.bool()  # what padding looks at is nobody's business
+        assert got.shape == want.shape
+        assert (got - want)[rows].abs().max() <= 1e-5
+        compared += 1
+    assert compared == len(theirs.heads) > 0
+
+
+@each_case
+def test_what_heads_write_adds_up_to_what_the_layer_writes(case: Case) -> None:
+    model, given = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
+    theirs = hw.attach(model)
+    outputs: dict[Any, Tensor] = {}
+    for layer in theirs.attention_layers():
+        assert layer.found.writes is not None
+        layer.found.writes.register_forward_hook(partial(_keep, outputs, layer.site.address))
+    with torch.no_grad(), hw.record(theirs, what="write") as recording:
+        model(**given)
+    for layer in theirs.attention_layers():
+        total = sum(recording[address].write for address in layer.site.addresses)
+        total = total if layer.b_O is None else total + layer.b_O
+        assert (total - outputs[layer.site.address].reshape(total.shape)).abs().max() <= 1e-9  # pyright: ignore
+
+
+@each_case
+def test_addresses_name_every_head(case: Case) -> None:
+    theirs = hw.attach(case.build())
+    stacks = {address.stack for address in theirs.heads.addresses}
+    assert stacks == ({"enc", "dec", "cross"} if case.kind in ("two", "speech") else {""})
+    assert theirs.spec.addresses == theirs.heads.addresses
+    kinds = {"two": "encoder-decoder", "speech": "encoder-decoder", "image": "encoder"}
+    assert theirs.spec.kind == kinds.get(case.kind, case.kind)
+
+
+@each_case
+def test_q_k_v_follow_from_the_weights(case: Case) -> None:
+    """v carries no positions and no norms, so it is what W_V reads; its weights are live views."""
+    model, given = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
+    theirs = hw.attach(model)
+    reads: dict[Any, Tensor] = {}
+    for layer in theirs.attention_layers():
+        assert layer.found.reads is not None
+        last = layer.found.read(-1 if layer.found.reads[0] == "apart" else 0)
+        last.register_forward_pre_hook(
+            lambda module, given, address=layer.site.address: reads.__setitem__(address, given[0])
+        )
+    with torch.no_grad(), hw.record(theirs, what="v") as recording:
+        model(**given)
+    for address in _some(theirs):
+        head = one(theirs, address)
+        made = reads[address.site] @ head.W_V
+        made = made if head.b_V is None else made + head.b_V
+        assert (made - recording[address].v).abs().max() <= 1e-9
+        assert head.W_Q.shape[1] == head.W_K.shape[1] == head.layer.spec.head_dim
+
+
+def _keep(kept: dict[Any, Tensor], address: Any, module: Any, given: Any, made: Tensor) -> None:
+    kept[address] = made
+
+
+def _some(theirs: Any) -> list[Any]:
+    """A few heads: of every stack the first layer's last head, and the last layer's second."""
+    by_stack: dict[str, list[Any]] = {}
+    for address in theirs.heads.addresses:
+        by_stack.setdefault(address.stack, []).append(address)
+    some = []
+    for there in by_stack.values():
+        some += [
+            max(a for a in there if a.layer == 0),
+            next(a for a in there if a.layer == there[-1].layer and a.head == 1),
+        ]
+    return some
+
+
+def one(theirs: Any, address: Any) -> hw.Head:
+    """One head by its address."""
+    head = theirs.heads[address]
+    assert isinstance(head, hw.Head)
+    return head
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+def _state(model: Any) -> Any:
+    """Everything a model is besides its numbers: what its parts hold, their hooks, which attention runs."""
+    parts = [
+        (name, sorted(part.__dict__), len(part._forward_pre_hooks), len(part._forward_hooks))
+        for name, part in model.named_modules()
+    ]
+    return parts, model.config._attn_implementation, model.config.to_dict(), model.training
