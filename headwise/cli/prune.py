@@ -25,6 +25,7 @@ def run(
     rounds: Annotated[int, typer.Option(help="Cut in so many rounds, ranking what is left anew.")] = 1,
     seed: Annotated[int, typer.Option(help="For random cuts and gates.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 200,
+    heal: Annotated[int, typer.Option(help="Then train it so many steps on the texts heads were chosen on.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Save the smaller model in this folder.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
     test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
@@ -39,6 +40,7 @@ def run(
     """Cut heads from a model and say what that brought and cost, beside random cuts of the same size."""
     from headwise.change.curve import curve as trace
     from headwise.change.curve import usual_bys
+    from headwise.change.heal import heal as train_further
     from headwise.change.plan import Plan
     from headwise.change.report import report
     from headwise.errors import HeadwiseError
@@ -51,13 +53,24 @@ def run(
     curve = curve or plot is not None
     if ways > 1 or (not ways and (not curve or out is not None or plan is not None)):
         raise HeadwiseError("say which heads go, in one way: --keep 0.7, --heads 5.1,6.* or --apply plan.json.")
+    if heal < 0 or (heal and not ways):
+        raise HeadwiseError(f"--heal trains a model that was cut, so many steps, 1 or more; got {heal}.")
     keeps = _numbers(shares)
     if plot is not None:
         check_picture(plot)
     loaded = load(model)
     choosing, judging = _texts(
-        loaded, text, test, limit, length, chosen=curve or keep is not None or (heads is not None and fold)
+        loaded,
+        text,
+        test,
+        limit,
+        length,
+        chosen=bool(curve or heal or keep is not None or (heads is not None and fold)),
     )
+    if heal and (choosing is None or loaded.output is None):
+        raise HeadwiseError(
+            "this model cannot be asked for tokens, so --heal has nothing to train it by; leave it out."
+        )
     made = small = measured = drawn = None
     with noting() as note:
         # The folder is asked for first: long work must not end before a folder that cannot be written.
@@ -70,6 +83,8 @@ def run(
                 if plan is not None:
                     made.save(plan)
                 small = made.apply(loaded)
+                if heal:
+                    train_further(small, choosing, steps=heal, seed=seed, progress=False)
                 if folder is not None:
                     write_model(small, folder)
         if made is not None and small is not None and judging is not None:

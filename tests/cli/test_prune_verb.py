@@ -189,3 +189,34 @@ def test_breaking_off_leaves_nothing_behind(folder: str, texts: str, tmp_path: P
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(value, before[name]) for name, value in hw.load(folder).state_dict().items())
+
+
+def test_a_cut_model_is_healed_before_it_is_saved(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:
+    out = tmp_path / "healed"
+    plan = tmp_path / "plan.json"
+    done = headwise(
+        folder,
+        texts,
+        "--keep",
+        0.5,
+        "--by",
+        "random",
+        "--heal",
+        5,
+        "--out",
+        out,
+        "--plan",
+        plan,
+        "--limit",
+        8,
+        "--json",
+    )
+    assert done.code == 0, done.err
+    healed, bare = hw.load(out), Plan.load(plan).apply(hw.load(folder))
+    assert healed.spec == bare.spec
+    assert not same_weights(healed, bare)
+
+
+def test_what_cannot_be_healed(headwise: Headwise, folder: str, texts: str) -> None:
+    assert "--heal trains a model that was cut" in headwise(folder, texts, "--curve", "--heal", 5).err
+    assert "cannot be asked for tokens" in headwise("minilm", texts, "--keep", 0.5, "--heal", 5).err
