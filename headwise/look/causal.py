@@ -24,19 +24,20 @@ from headwise.look.runs import Means
 from headwise.look.statistics import bootstrap
 from headwise.look.sweep import sweep
 from headwise.look.tally import BUCKETS
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address
 from headwise.text.documents import Document
 from headwise.text.little.quizzes import CHOICES
 from headwise.train.batches import IGNORE
 
 DOCUMENTS = 20  # documents a relation's probe reads, at most
+TOKENS = 96  # in a batch of them: texts of about one length, for a sweep pays for padding again and again
 MOST = 0.75  # the share of the layer's other heads that must cost less
 NATS, SHARE = 0.01, 0.01  # the least loss that counts: in nats an answer, and as a share of the whole model's surprise
 
 
 def climb(
-    model: Transformer,
+    model: AnyModel,
     addresses: Sequence[Address],
     found: list[list[Support]],
     related: list[Unit],
@@ -87,7 +88,7 @@ def word_questions(units: Iterable[Unit], role: str, where: str, device: torch.d
             chosen.append(replace(unit, ids=unit.ids[: max(places)]))
             wanted[unit.number] = {place: unit.ids[place] for place in places}
     made = []
-    for batch in make_batches(chosen, device=device):
+    for batch in make_batches(chosen, TOKENS, device=device):
         targets = torch.full_like(batch.ids, IGNORE)
         for row, unit in enumerate(batch.units):
             for place, token in wanted[unit.number].items():
@@ -141,7 +142,7 @@ class Costs:
         return Effect(float(more.sum() / answers), float(low[0]), float(high[0]), cost, bar)
 
 
-def effects(model: Transformer, heads: Sequence[Address], questions: list[Asked], means: Means) -> Costs:
+def effects(model: AnyModel, heads: Sequence[Address], questions: list[Asked], means: Means) -> Costs:
     """What taking away each head costs, by its mean."""
     sums, counts, clean = np.zeros((BUCKETS, len(heads))), np.zeros(BUCKETS), 0.0
     for asked in questions:
