@@ -15,8 +15,9 @@ from bench.measure import machine
 from headwise.change.curve import curve
 from headwise.change.heal import heal
 from headwise.change.report import report
+from headwise.show.figures.tradeoff import draw_pruning
 from headwise.show.progress import noting
-from headwise.show.prune import draw_curve, show_curve, show_report
+from headwise.show.prune import show_curve, show_report
 from headwise.weights.save import whole_file
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
@@ -55,7 +56,7 @@ def main() -> None:
         plan.save(saved)
         drawn = curve(model, choosing, judging, scores={"ablation": plan.worth}, seeds=options.seeds, note=note)
     whole_file(options.out / "curve.json", json.dumps(drawn.to_dict(), indent=1).encode())
-    draw_curve(drawn, options.out / "curve.svg")
+    draw_pruning(drawn).save(options.out / "curve.svg")
     show_curve(drawn)
     small = plan.apply(model)
     show_report(report(model, small, judging, folded_on=choosing, seeds=options.seeds))

@@ -30,7 +30,10 @@ PUBLIC_NAMES = [
     *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),
     *("prune", "Plan"),
 ]
-VERBS = ["ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads", "info", "presets", "prune", "train"]
+VERBS = [
+    *("ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads"),
+    *("info", "presets", "prune", "train", "view"),
+]
 
 
 def room_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.look.profile import Note
 from headwise.look.runs import mean_activations
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.text.corpus import Corpus
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -54,7 +54,7 @@ class Curve:
 
 
 def curve(
-    model: Transformer,
+    model: AnyModel,
     on: Any,
     test: Any = None,
     *,
@@ -98,7 +98,7 @@ def curve(
     return Curve(trial.metric, len(trial.counts), seeds, trial.figure(trial.full), tuple(points))
 
 
-def usual_bys(model: Transformer) -> tuple[str, ...]:
+def usual_bys(model: AnyModel) -> tuple[str, ...]:
     """Ablation, gradient and random; without an output there is no slope."""
     return ("ablation", "gradient", "random") if model.output is not None else ("ablation", "random")
 

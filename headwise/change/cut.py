@@ -6,22 +6,25 @@ it gave on average over a corpus goes into the bias, b_O + mean(z[h]) W_O[h], an
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import Pattern
 from headwise.look.runs import Means, chosen_sites
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress, select
 
+M = TypeVar("M", bound=AnyModel)
 Biases = Mapping[SiteAddress, Tensor]  # (D,) each
 
 
 @torch.no_grad()
-def cut(model: Transformer, heads: Pattern, folded: Biases | None = None) -> Transformer:
+def cut(model: M, heads: Pattern, folded: Biases | None = None) -> M:
     """A smaller model without these heads, sharing no memory with this one, which stays as it is.
 
     `folded` is added to the output biases of layers, as `fold` makes it; a model that had no such biases gets them.
@@ -34,6 +37,12 @@ def cut(model: Transformer, heads: Pattern, folded: Biases | None = None) -> Tra
     """
     check_model(model)
     gone = heads_to_cut(model, heads)
+    if isinstance(model, Attached):
+        return model.without(gone, folded)  # pyright: ignore[reportReturnType]
+    return _cut_ours(model, gone, folded)  # pyright: ignore
+
+
+def _cut_ours(model: Transformer, gone: tuple[Address, ...], folded: Biases | None) -> Transformer:
     spec = _smaller(model.spec, gone, bool(folded))
     state = dict(model.state_dict())  # split, with a head axis
     for name, layer in model.named_modules():
@@ -45,7 +54,7 @@ def cut(model: Transformer, heads: Pattern, folded: Biases | None = None) -> Tra
 
 
 @torch.no_grad()
-def fold(model: Transformer, heads: Pattern, means: Means) -> dict[SiteAddress, Tensor]:
+def fold(model: AnyModel, heads: Pattern, means: Means) -> dict[SiteAddress, Tensor]:
     """What these heads write on average, summed by layer, in float64: mean(z[h]) W_O[h], (D,) each."""
     if means.by != "global":
         raise HeadwiseError("a bias is the same at every position; take means by='global' to fold them.")
@@ -56,13 +65,16 @@ def fold(model: Transformer, heads: Pattern, means: Means) -> dict[SiteAddress, 
     return made
 
 
-def check_model(model: Transformer) -> None:
-    """Heads are cut from models that are ours."""
-    if not isinstance(model, Transformer):
-        raise HeadwiseError(f"heads are cut from a headwise Transformer; got {type(model).__name__}. Use hw.load(…).")
+def check_model(model: AnyModel) -> None:
+    """Heads are cut from models that are ours, or attached."""
+    if not isinstance(model, Transformer | Attached):
+        raise HeadwiseError(
+            f"heads are cut from a headwise Transformer or an attached model; got {type(model).__name__}. Use hw.load(…) or "
+            f"hw.attach(model)."
+        )
 
 
-def heads_to_cut(model: Transformer, heads: Pattern) -> tuple[Address, ...]:
+def heads_to_cut(model: AnyModel, heads: Pattern) -> tuple[Address, ...]:
     """The heads a pattern names; not all that there are."""
     gone = select(heads, model.spec.addresses)
     if gone and len(gone) == len(model.spec.addresses):

@@ -21,7 +21,7 @@ from headwise.look.asked import Asked, ask, check_askable, fewest_tokens
 from headwise.look.attend import quiet
 from headwise.look.inputs import Unit, make_batch, read_units
 from headwise.look.profile import Note
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address, SiteAddress
 from headwise.train.batches import IGNORE, Windows
 from headwise.train.loss import cross_entropy
@@ -36,7 +36,7 @@ BESIDE = Recipe(rate=1e-4, weight_decay=0.0)  # how weights learn beside the gat
 
 
 def learn_gates(
-    model: Transformer,
+    model: AnyModel,
     corpus: Any,
     *,
     keep: float,
@@ -62,7 +62,7 @@ def learn_gates(
         gates = Gates({site.address: len(site.head_ids) for site in model.sites()}).to(model.device)
         clean = copy.deepcopy(model).eval() if weights and model.output is None else model
         optimizers = [torch.optim.Adam(gates.parameters(), lr=rate)]
-        optimizers += [make_optimizer(model, BESIDE)] if weights else []
+        optimizers += [make_optimizer(model, BESIDE)] if weights else []  # pyright: ignore[reportArgumentType]
         first = gates.open_share().item()
         for step in range(steps):
             rows = order.rows(step * batch, batch)[:, 0]  # (B,)
@@ -133,7 +133,7 @@ class Gates(nn.Module):
         return dict(zip(self.heads, cut.split(list(self.heads.values()), -1), strict=True))
 
 
-def _check(model: Transformer, keep: float, steps: int, rate: float, batch: int) -> None:
+def _check(model: AnyModel, keep: float, steps: int, rate: float, batch: int) -> None:
     check_askable(model, "loss")
     if not model.spec.addresses:
         raise HeadwiseError("this model has no heads left, so there is nothing to gate.")
@@ -143,7 +143,7 @@ def _check(model: Transformer, keep: float, steps: int, rate: float, batch: int)
         raise HeadwiseError(f"steps and batch must be at least 1, the rate above 0; got {steps}, {batch} and {rate}.")
 
 
-def _units(model: Transformer, corpus: Any, context: int | None, most: int) -> list[Unit]:
+def _units(model: AnyModel, corpus: Any, context: int | None, most: int) -> list[Unit]:
     """The texts that will be read, no more of a large corpus than that."""
     longest = min(LONGEST, model.spec.context) if context is None else context
     every = (unit for unit in read_units(model, corpus, longest) if len(unit.ids) >= fewest_tokens(model))
@@ -154,7 +154,7 @@ def _units(model: Transformer, corpus: Any, context: int | None, most: int) -> l
 
 
 @contextmanager
-def _prepared(model: Transformer, weights: bool) -> Iterator[None]:
+def _prepared(model: AnyModel, weights: bool) -> Iterator[None]:
     """While open, weights that do not learn ask for no gradient; afterwards flags, gradients and modes are as before."""
     before = {value: (value.requires_grad, value.grad) for value in model.parameters()}
     with quiet(model):
@@ -170,7 +170,7 @@ def _prepared(model: Transformer, weights: bool) -> Iterator[None]:
                 value.grad = gradient
 
 
-def _loss(model: Transformer, clean: Transformer, asked: Asked, gates: dict[SiteAddress, Tensor]) -> Tensor:
+def _loss(model: AnyModel, clean: AnyModel, asked: Asked, gates: dict[SiteAddress, Tensor]) -> Tensor:
     """The mean loss of a token with these gates; without an output, how far each text's mean state moved, on average."""
     hidden = asked.pick(model(asked.ids, padding=asked.padding, gates=gates, hidden=True))  # (B, R, D)
     if asked.targets is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.look.inputs import tokenizer_of
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.train.loop import Trained, train
 from headwise.train.recipe import Recipe
 
@@ -14,7 +14,7 @@ LONGEST = 256  # tokens of a row, where nobody has said it
 
 
 def heal(
-    model: Transformer,
+    model: AnyModel,
     corpus: Any,
     *,
     steps: int = 200,
@@ -47,4 +47,5 @@ def heal(
         "weight_decay": 0.0,
         "evaluate_every": max(1, steps // 4),
     }
-    return train(model, corpus, Recipe(steps=steps, **(gentle | recipe)), out=out, valid=valid, progress=progress)
+    how = Recipe(steps=steps, **(gentle | recipe))
+    return train(model, corpus, how, out=out, valid=valid, progress=progress)  # pyright: ignore[reportArgumentType]

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from headwise.change.cut import check_model, cut, heads_to_cut
+from headwise.change.cut import M, check_model, cut, heads_to_cut
 from headwise.change.cut import fold as fold_means
 from headwise.change.rank import BYS, choose, heads_left
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.profile import Note
 from headwise.look.runs import mean_activations
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address, ModelSpec, SiteAddress, select
 from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus
@@ -73,7 +73,7 @@ class Plan(Wire):
 
     @staticmethod
     def make(
-        model: Transformer,
+        model: AnyModel,
         *,
         keep: float | None = None,
         heads: Pattern | None = None,
@@ -112,7 +112,7 @@ class Plan(Wire):
             folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
         )
 
-    def apply(self, model: Transformer) -> Transformer:
+    def apply(self, model: M) -> M:
         """The smaller model; only for the model this plan was made for."""
         check_model(model)
         if model.spec != self.spec:
@@ -160,7 +160,7 @@ class Plan(Wire):
         return "\n".join(lines)
 
 
-def digest(model: Transformer) -> str:
+def digest(model: AnyModel) -> str:
     """A model's numbers as one short text: names and bytes of all its tensors, tied ones once."""
     made = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -171,7 +171,7 @@ def digest(model: Transformer) -> str:
 
 
 def _check(
-    model: Transformer, keep: float | None, heads: Pattern | None, by: str, fold: bool, on: Any, rounds: int
+    model: AnyModel, keep: float | None, heads: Pattern | None, by: str, fold: bool, on: Any, rounds: int
 ) -> None:
     """What can be told before any work is done."""
     if (keep is None) == (heads is None):

@@ -10,7 +10,7 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.look.importance import importance
 from headwise.look.profile import Note
 from headwise.look.runs import Means
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 
@@ -19,7 +19,7 @@ Scores = dict[Address, float]
 
 
 def rank(
-    model: Transformer,
+    model: AnyModel,
     corpus: Corpus | None,
     by: str,
     *,
@@ -56,7 +56,7 @@ def rank(
 
 
 def choose(
-    model: Transformer,
+    model: AnyModel,
     corpus: Corpus | None,
     keep: float,
     by: str,

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from headwise.look.attend import quiet
 from headwise.look.profile import Note
 from headwise.look.runs import Means, mean_activations
 from headwise.look.sweep import pass_cost
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import ModelSpec
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on
@@ -96,8 +96,8 @@ class Report:
 
 
 def report(
-    before: Transformer,
-    after: Transformer,
+    before: AnyModel,
+    after: AnyModel,
     on: Any,
     *,
     folded_on: Any = None,
@@ -126,11 +126,10 @@ def report(
             note("measuring models", number + 1, 1 + seeds)
     losses, *others = measured
     length = min(LENGTH, before.spec.context) if length is None else length
-    bytes_per_number = before.embed.tokens.weight.element_size()
     seconds = _take_turns((before, after), length, turns)  # (turns, 2)
     return Report(
-        before=Size.of(before.spec, length, bytes_per_number),
-        after=Size.of(after.spec, length, bytes_per_number),
+        before=_size(before, length),
+        after=_size(after, length),
         length=length,
         seconds=(statistics.median(pair[0] for pair in seconds), statistics.median(pair[1] for pair in seconds)),
         speed=statistics.median(one / other for one, other in seconds),
@@ -144,14 +143,20 @@ def report(
     )
 
 
-def random_cut(model: Transformer, count: int, means: Means | None, seed: int) -> Transformer:
+def _size(model: AnyModel, length: int) -> Size:
+    """What a model takes, its parameters counted one by one: a spec of somebody else's model does not tell them all."""
+    size = Size.of(model.spec, length, next(model.parameters()).element_size())
+    return replace(size, parameters=sum(value.numel() for value in model.parameters()))
+
+
+def random_cut(model: AnyModel, count: int, means: Means | None, seed: int) -> AnyModel:
     """The model without so many heads drawn by chance, their means folded in where they are given."""
     gone = worst(model.spec.addresses, rank(model, None, "random", seed=seed), count)
     return cut(model, gone, None if means is None else fold(model, gone, means))
 
 
 @torch.no_grad()
-def _take_turns(models: tuple[Transformer, Transformer], length: int, turns: int) -> list[tuple[float, float]]:
+def _take_turns(models: tuple[AnyModel, AnyModel], length: int, turns: int) -> list[tuple[float, float]]:
     """Seconds of a pass of both models over a random text, one after the other, turn by turn."""
     draws = torch.Generator().manual_seed(0)
     ids = torch.randint(models[0].spec.vocab, (1, length), generator=draws).to(models[0].device)  # (1, T)
@@ -161,7 +166,7 @@ def _take_turns(models: tuple[Transformer, Transformer], length: int, turns: int
         return [(_seconds(models[0], ids), _seconds(models[1], ids)) for _ in range(turns)]
 
 
-def _seconds(model: Transformer, ids: torch.Tensor) -> float:
+def _seconds(model: AnyModel, ids: torch.Tensor) -> float:
     start = time.perf_counter()
     model(ids)
     if ids.device.type == "cuda":

@@ -15,7 +15,7 @@ from headwise.look.attend import quiet
 from headwise.look.inputs import Unit, make_batches, read_units
 from headwise.look.runs import unit_length
 from headwise.look.statistics import bootstrap, bootstrap_difference
-from headwise.model import Transformer
+from headwise.model import AnyModel
 
 TOKENS = 2048  # run at once
 
@@ -47,7 +47,7 @@ class Trial:
     counts: np.ndarray  # (texts,): how many answers each gives
 
     @staticmethod
-    def of(model: Transformer, corpus: Any, longest: int | None = None) -> "Trial":
+    def of(model: AnyModel, corpus: Any, longest: int | None = None) -> "Trial":
         """Read a corpus and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
         check_askable(model, "loss")
         units = [u for u in _units(model, corpus, longest) if len(u.ids) >= fewest_tokens(model)]
@@ -67,7 +67,7 @@ class Trial:
         """The full model's summed loss on each text, (texts,)."""
         return self._losses(self.clean)
 
-    def losses(self, model: Transformer) -> np.ndarray:
+    def losses(self, model: AnyModel) -> np.ndarray:
         """A smaller model's summed loss on each text, (texts,)."""
         return self._losses([_answers(model, asked) for asked in self.batches])
 
@@ -86,7 +86,7 @@ class Trial:
         return torch.cat(made).double().cpu().numpy()
 
 
-def read_texts(model: Transformer, corpus: Any, limit: int, longest: int | None = None) -> list[str]:
+def read_texts(model: AnyModel, corpus: Any, limit: int, longest: int | None = None) -> list[str]:
     """The first `limit` texts of a corpus, long ones cut into several of `longest` tokens."""
     if limit < 1:
         raise HeadwiseError(f"at least one text must be read; got a limit of {limit}.")
@@ -104,12 +104,12 @@ def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(texts[::2]), list(texts[1::2])
 
 
-def _units(model: Transformer, corpus: Any, longest: int | None) -> Iterator[Unit]:
+def _units(model: AnyModel, corpus: Any, longest: int | None) -> Iterator[Unit]:
     return read_units(model, corpus, unit_length(model, longest))
 
 
 @torch.no_grad()
-def _answers(model: Transformer, asked: Asked) -> Tensor:
+def _answers(model: AnyModel, asked: Asked) -> Tensor:
     """Summed surprise of each text, (B,), or its mean state, (B, D)."""
     with quiet(model):
         hidden = model(asked.ids, padding=asked.padding, hidden=True)  # (B, T, D)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import ablate, attend, corpus, demo, export, generate, head, heads, info, presets, prune, train
+from headwise.cli import ablate, attend, corpus, demo, export, generate, head, heads, info, presets, prune, train, view
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("head")(head.run)
 app.command("attend")(attend.run)
 app.command("ablate")(ablate.run)
 app.command("prune")(prune.run)
+app.command("view")(view.run)
 
 
 def _version(asked: bool) -> None:

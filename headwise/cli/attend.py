@@ -20,8 +20,10 @@ def run(
     tokens: Annotated[bool, typer.Option("--tokens", help="Keep the tokens of a word apart.")] = False,
     source: Annotated[str | None, typer.Option(help="What an encoder-decoder reads; TEXT is what it writes.")] = None,
     most: Annotated[int, typer.Option(help="How many lines to show for a word, or in all.", min=1)] = 8,
-    heat: Annotated[str | None, typer.Option(help="Draw a heat map into this file (svg, png, pdf).")] = None,
-    arcs: Annotated[str | None, typer.Option(help="Draw lines between words into this file (svg, png, pdf).")] = None,
+    heat: Annotated[
+        str | None, typer.Option(help="Draw a heat map: .svg, .png, .pdf; its numbers: .csv, .json")
+    ] = None,
+    arcs: Annotated[str | None, typer.Option(help="Draw lines between words, into a file likewise.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Show where the words of a sentence look."""
@@ -35,12 +37,12 @@ def run(
         raise HeadwiseError("a picture shows some heads; say which, e.g. --head 5.1.")
     seen = attend(load(model), text, "*" if head is None else head, words=not tokens, source=source)
     if heat or arcs:
-        from headwise.show import attend as draw
+        from headwise.show.figures import sentence as draw
 
         if heat:
-            draw.heat_map(seen, seen.heads, heat)
+            draw.heat_map(seen).save(heat)
         if arcs:
-            draw.arcs(seen, seen.heads, arcs, word)
+            draw.arcs(seen, source=word).save(arcs)
     if as_json:
         print(json.dumps(_answer(seen, head, word, to, most), indent=2))
     else:

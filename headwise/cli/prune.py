@@ -44,8 +44,10 @@ def run(
     from headwise.change.plan import Plan
     from headwise.change.report import report
     from headwise.errors import HeadwiseError
+    from headwise.show.figures.drawing import check_path
+    from headwise.show.figures.tradeoff import draw_pruning
     from headwise.show.progress import noting
-    from headwise.show.prune import check_picture, draw_curve, show_curve, show_plan, show_report
+    from headwise.show.prune import show_curve, show_plan, show_report
     from headwise.weights import load
     from headwise.weights.save import whole_folder, write_model
 
@@ -57,7 +59,7 @@ def run(
         raise HeadwiseError(f"--heal trains a model that was cut, so many steps, 1 or more; got {heal}.")
     keeps = _numbers(shares)
     if plot is not None:
-        check_picture(plot)
+        check_path(plot)
     loaded = load(model)
     choosing, judging = _texts(
         loaded,
@@ -99,7 +101,7 @@ def run(
                 note=note,
             )  # fmt: skip
     if drawn is not None and plot is not None:
-        draw_curve(drawn, plot)
+        draw_pruning(drawn).save(plot)
     if as_json:
         print(json.dumps(_told(made, out, measured, drawn), indent=2))
         return

@@ -57,7 +57,7 @@ def ablated(
     with ExitStack() as stack:
         for site, chosen in chosen_sites(model, heads):
             real = sides.get(site.address.stack, padding)
-            stack.enter_context(site.replaced(_put(site, chosen, stand_in(site, chosen, how, means, other, real))))
+            stack.enter_context(site.replaced(replacing(site, chosen, stand_in(site, chosen, how, means, other, real))))
         yield
 
 
@@ -120,7 +120,8 @@ def _borrowed(z: Tensor, donors: Tensor, real: Tensor | None) -> Tensor:
     return take_rows(z[donors], None if real is None else real[donors], places_of(z, real), len(z))
 
 
-def _put(site: Site, chosen: tuple[Address, ...], stand: Stand) -> Edit:
+def replacing(site: Site, chosen: tuple[Address, ...], stand: Stand) -> Edit:
+    """The edit that puts what stands in for some heads of a layer in their place."""
     index = [site.index(address) for address in chosen]
 
     def edit(z: Tensor) -> Tensor:

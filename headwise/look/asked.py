@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.look.inputs import Batch, Unit, tokenizer_of
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.train.batches import IGNORE
 
 Metric = Literal["loss", "last"]
@@ -54,7 +54,7 @@ class Asked:
         rows = self.rows.repeat(copies, 1)[..., None]  # (n·B, R, 1)
         return x.gather(1, rows.expand(-1, -1, x.shape[-1]))
 
-    def answers(self, model: Transformer, hidden: Tensor) -> Tensor:
+    def answers(self, model: AnyModel, hidden: Tensor) -> Tensor:
         """Final states of the rows asked about → the summed surprise of each text (n·B,), or its mean state (n·B, D)."""
         copies = len(hidden) // len(self.ids)
         if self.targets is None:
@@ -70,7 +70,7 @@ class Asked:
         return answers - clean
 
 
-def ask(model: Transformer, batch: Batch, metric: Metric = "loss") -> Asked:
+def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
     """What a model is asked on a batch padded on the right: next tokens (all, or the last), hidden tokens, or its state."""
     units = tuple(unit.number for unit in batch.units)
     padding = None if batch.whole else batch.real
@@ -90,12 +90,12 @@ def ask(model: Transformer, batch: Batch, metric: Metric = "loss") -> Asked:
     return Asked(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units)
 
 
-def fewest_tokens(model: Transformer) -> int:
+def fewest_tokens(model: AnyModel) -> int:
     """Shorter texts ask nothing: a decoder needs a token to start from and one to guess."""
     return 2 if model.spec.kind == "decoder" and model.output is not None else 1
 
 
-def check_askable(model: Transformer, metric: str) -> None:
+def check_askable(model: AnyModel, metric: str) -> None:
     """Whether this can be asked of this model."""
     if metric not in ("loss", "last"):
         raise HeadwiseError(f"the metric is 'loss', over all tokens, or 'last', the last one alone; got {metric!r}.")
@@ -107,7 +107,7 @@ def check_askable(model: Transformer, metric: str) -> None:
         raise HeadwiseError("metric='last' asks for the last token, so it needs a decoder with an output; use 'loss'.")
 
 
-def _surprise(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor:
+def _surprise(model: AnyModel, hidden: Tensor, targets: Tensor) -> Tensor:
     """−log p of the tokens asked for, summed by text, never holding more than WHOLE logits: (N, R, D), (N, R) → (N,)."""
     assert model.output is not None
     asked = targets != IGNORE
@@ -122,7 +122,7 @@ def _surprise(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor:
     return made.sum(1)
 
 
-def _hide(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+def _hide(model: AnyModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Some tokens of each text become the mask; which ones follows from the text's number alone. (B, T), (B, T)"""
     tokenizer = tokenizer_of(model)
     if tokenizer.mask is None:

@@ -13,7 +13,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.look.inputs import tokenizer_of
 from headwise.look.record import Recording, pick, record
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment
@@ -208,12 +208,13 @@ class Attended:
 
 
 def attend(
-    model: Transformer, text: str, heads: Pattern = "*", *, words: bool = True, source: str | None = None
+    model: AnyModel, text: str, heads: Pattern = "*", *, words: bool = True, source: str | None = None
 ) -> Attended:
     """Run a model once on a text and keep where its heads looked; words=False keeps tokens apart.
 
     An encoder-decoder reads `source` and writes `text`; its maps have the words of one or both.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
     >>> model.tokenizer = Tokenizer.from_wordpiece(["[UNK]", "[CLS]", "[SEP]", "the", "cat", "##s", "sat"])
@@ -235,7 +236,7 @@ def attend(
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
+def quiet(model: AnyModel | nn.Module) -> Iterator[None]:
     """While open nothing is dropped out; afterwards every part trains, or does not, as before."""
     modes = {part: part.training for part in model.modules()}
     model.eval()

@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.attend import quiet
 from headwise.look.inputs import tokenizer_of
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer, ours
 
 TOLERANCE = 1e-5
 
@@ -60,7 +60,7 @@ class Attribution:
 
 
 def logit_attribution(
-    model: Transformer, text: str | Sequence[int] | Tensor, answer: str | int, wrong: str | int | None = None,
+    model: AnyModel, text: str | Sequence[int] | Tensor, answer: str | int, wrong: str | int | None = None,
     *, position: int = -1,
 ) -> Attribution:  # fmt: skip
     """Share out the logit of `answer` at a position, or its lead over `wrong`, among heads, MLPs, embedding and biases.
@@ -70,6 +70,7 @@ def logit_attribution(
     >>> made.complete, len(made.heads), len(made.mlps)
     (True, 36, 6)
     """
+    model = ours(model, "sharing out a logit")
     _check(model)
     ids = as_ids(model, text)
     T = ids.shape[1]
@@ -159,7 +160,7 @@ def _check(model: Transformer) -> None:
         )
 
 
-def as_ids(model: Transformer, text: str | Sequence[int] | Tensor) -> Tensor:
+def as_ids(model: AnyModel, text: str | Sequence[int] | Tensor) -> Tensor:
     """A text, a list of ids or a tensor of one row as (1, T)."""
     if isinstance(text, str):
         text = tokenizer_of(model).encode(text)
@@ -170,7 +171,7 @@ def as_ids(model: Transformer, text: str | Sequence[int] | Tensor) -> Tensor:
     return ids
 
 
-def token_id(model: Transformer, token: str | int, what: str) -> int:
+def token_id(model: AnyModel, token: str | int, what: str) -> int:
     """One entry of the vocabulary, by its id or by a text that is just one token."""
     if isinstance(token, str):
         tokenizer = tokenizer_of(model)

@@ -22,12 +22,14 @@ from headwise.look.between_weights import (
     compare_weights,
     effective_rank,
     folded_heads,
+    known_norms,
     ov_copying,
     shared,
 )
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address, SiteAddress, select
 
+THROUGH_NORMS = ("read_q", "read_k", "read_v", *COMPOSITIONS)  # what is read of the stream, through the norm before it
 # What each number is measured against.
 NULLS = {
     "js": "the same head, same places, another text",
@@ -139,7 +141,7 @@ class Between:
 
 
 def between(
-    model: Transformer, corpus: Any = None, *, rows: int = 512, longest: int = 256, heads: Pattern = "*", seed: int = 0
+    model: AnyModel, corpus: Any = None, *, rows: int = 512, longest: int = 256, heads: Pattern = "*", seed: int = 0
 ) -> Between:
     """Compare all heads, or some, pair by pair, on `rows` rows of texts of at most `longest` tokens; None: the probe set.
 
@@ -164,6 +166,9 @@ def between(
         matrices = sums.matrices() | {"cka": cka_matrix(features)} | compare_weights(weighed)
         nulls = sums.nulls() | {"cka": permuted_cka(features, seed)} | _weight_nulls(model, seed)
     matrices["subspace"][shared(weighed)] = np.nan
+    if known_norms(model) is None:
+        for name in THROUGH_NORMS:
+            matrices[name][:] = np.nan
     scores = {
         "ov_copying": np.array([ov_copying(head) for head in weighed]),
         "ov_rank": np.array([effective_rank(head.OV) for head in weighed]),
@@ -172,7 +177,7 @@ def between(
     return Between(addresses, matrices, scores, nulls, features.shape[1], texts, _notes(model))
 
 
-def _weight_nulls(model: Transformer, seed: int) -> dict[str, np.ndarray]:
+def _weight_nulls(model: AnyModel, seed: int) -> dict[str, np.ndarray]:
     """What random weights of the same shapes would give."""
     spec, dice = model.spec.attention, torch.Generator().manual_seed(seed)
     D, d, e = spec.width, spec.head_dim, spec.value_dim
@@ -187,7 +192,7 @@ def _weight_nulls(model: Transformer, seed: int) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in nulls.items()}
 
 
-def _notes(model: Transformer) -> dict[str, str]:
+def _notes(model: AnyModel) -> dict[str, str]:
     """Why numbers are missing."""
     spec, notes = model.spec.attention, {}
     if spec.rotary is not None:
@@ -196,7 +201,10 @@ def _notes(model: Transformer) -> dict[str, str]:
     if spec.kv_heads != spec.heads:
         why = "heads of a group share W_K and W_V, so they agree by construction: such pairs are left out"
         notes |= dict.fromkeys(("read_k", "read_v", "subspace"), why)
-    if model.spec.form == "post":
+    if known_norms(model) is None:
+        why = "what norms stand between the stream and these heads is not known for this architecture"
+        notes |= dict.fromkeys(THROUGH_NORMS, why)
+    elif model.spec.form == "post":
         why = "norms stand in the stream itself and are not folded: it is compared as if they were not there"
         notes |= {name: f"{notes[name]}; {why}" if name in notes else why for name in COMPOSITIONS}
     return notes

@@ -17,7 +17,7 @@ from headwise.heads.site import Seen
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
 from headwise.look.between_weights import product_norms, square_norms
 from headwise.look.inputs import Unit, make_batch, read_units
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address
 
 POOL = 2048  # texts at the beginning of a corpus, among which those that are read are drawn
@@ -28,7 +28,7 @@ CELLS = 1 << 11  # of them compared at once, so that they stay in the cache
 
 
 def sample(
-    model: Transformer, corpus: Any, rows: int, longest: int, heads: int, seed: int
+    model: AnyModel, corpus: Any, rows: int, longest: int, heads: int, seed: int
 ) -> Iterator[tuple[list[Unit], list[int]]]:
     """Groups of texts of about one length, and the places whose rows are taken from each of them."""
     dice = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     texts: int  # B
 
 
-def look(model: Transformer, units: list[Unit], places: list[int], wanted: set[Address]) -> Rows:
+def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> Rows:
     """One pass over a group of texts, these rows alone kept. Listeners see it as it is; nothing is changed."""
     batch = make_batch(units, device=model.device)
     maps, v, z = [], [], []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
 from headwise.heads.head import Circuit
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.model.block import Block
 from headwise.spec import Address
 
@@ -54,11 +54,22 @@ class HeadWeights:
         return Circuit(self.weights["q"], self.weights["k"].mT)
 
 
-def folded_heads(model: Transformer, addresses: Sequence[Address]) -> list[HeadWeights]:
+def folded_heads(model: AnyModel, addresses: Sequence[Address]) -> list[HeadWeights]:
     """These heads with norms folded in: x̂·w W = x̂ (w W), and for LayerNorm, which centres x, the columns of w W centred.
 
     A post-norm model (BERT) has no norm between its stream and what heads read: nothing is folded there.
     """
+    norms = known_norms(model) or {str(address.site): (None, None) for address in addresses}
+    at_once = model.spec.form == "parallel"
+    groups: Groups = {}
+    every = model.heads
+    return [_folded(every[address], *norms[str(address.site)], at_once, groups) for address in addresses]
+
+
+def known_norms(model: AnyModel) -> dict[str, tuple[nn.Module | None, nn.Module | None]] | None:
+    """For each layer the norm before what its heads ask, and before what they are asked with; None: not known."""
+    if not isinstance(model, Transformer):
+        return model.norms()  # pyright: ignore[reportAttributeAccessIssue]  # an attached model knows its own
     norms: dict[str, tuple[nn.Module | None, nn.Module | None]] = {}
     for block in (*model.encoder_blocks, *model.blocks):
         assert isinstance(block, Block)
@@ -67,10 +78,7 @@ def folded_heads(model: Transformer, addresses: Sequence[Address]) -> list[HeadW
         if block.cross is not None:
             here = None if block.form == "post" else block.norm_cross
             norms[str(block.cross.site.address)] = here, model.encoder_norm
-    at_once = model.spec.form == "parallel"
-    groups: Groups = {}
-    every = model.heads
-    return [_folded(every[address], *norms[str(address.site)], at_once, groups) for address in addresses]
+    return norms
 
 
 def _folded(head: Head, own: nn.Module | None, source: nn.Module | None, at_once: bool, groups: Groups) -> HeadWeights:

@@ -17,7 +17,7 @@ from headwise.look.relations import NEAREST, SETS
 from headwise.look.result import Profile
 from headwise.look.statistics import bootstrap, bootstrap_difference, max_t
 from headwise.look.tally import BUCKETS, CHOOSING, REPORTING
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.text.treebank import Pronoun
 
 
@@ -94,7 +94,7 @@ class Coreference(NamedTuple):
 
 
 @torch.no_grad()
-def coreference(model: Transformer, cases: Iterable[Pronoun]) -> Coreference:
+def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
     """Cases of GAP (https://arxiv.org/abs/1810.05201) where one of the names is the right one."""
     asked = [case for case in cases if case.answer is not None]
     if model.spec.kind == "decoder":  # what is not seen yet cannot be looked at

@@ -24,7 +24,7 @@ from headwise.look.attend import quiet
 from headwise.look.inputs import Batch, Unit, make_batches, read_units, run
 from headwise.look.record import pick
 from headwise.look.tally import CHOOSING, REPORTING
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 
@@ -96,7 +96,7 @@ class Fit:
 
 
 def decodable(
-    model: Transformer, corpus: Any = None, heads: Pattern = "*", what: str | Sequence[str] = ("position", "class"),
+    model: AnyModel, corpus: Any = None, heads: Pattern = "*", what: str | Sequence[str] = ("position", "class"),
     sides: str | Sequence[str] = SIDES, *, tokens: int = 4096, seed: int = 0,
 ) -> list[Decoded]:  # fmt: skip
     """Position, word and part of speech, read linearly from each head's q, k and z; half the texts fit, half are tested.
@@ -133,7 +133,7 @@ def decodable(
 
 
 def _read(
-    model: Transformer,
+    model: AnyModel,
     batch: Batch,
     labels: dict[int, Labels],
     chosen: set[Address],
@@ -175,7 +175,7 @@ def _read(
         run(model, batch)
 
 
-def _projections(model: Transformer, chosen: set[Address], seed: int) -> dict[Any, Tensor]:
+def _projections(model: AnyModel, chosen: set[Address], seed: int) -> dict[Any, Tensor]:
     """For each layer some random matrices from the stream to the size of a head, (draws, D, d)."""
     dice = torch.Generator().manual_seed(seed)
     d, D = model.spec.attention.head_dim, model.spec.width

@@ -26,7 +26,7 @@ from headwise.look.runs import Means, Run, chosen_sites, mean_of, record_z, unit
 from headwise.look.statistics import bootstrap, bootstrap_difference
 from headwise.look.sweep import TOKENS, Stands, slopes, sweep
 from headwise.look.tally import Tally
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address
 
 By = Literal["ablation", "gradient", "attribution"]
@@ -153,7 +153,7 @@ class Importance:
 
 
 def importance(
-    model: Transformer,
+    model: AnyModel,
     corpus: Any = None,
     *,
     by: By = "ablation",
@@ -213,7 +213,7 @@ class _Asks:
     """The batches of a corpus, as often as wanted, with what stands in for heads on each."""
 
     def __init__(
-        self, model: Transformer, units: list[Unit], metric: Metric, how: str, means: Means | None, tokens: int
+        self, model: AnyModel, units: list[Unit], metric: Metric, how: str, means: Means | None, tokens: int
     ) -> None:
         self.model, self.units, self.how, self.means = model, units, how, means
         self.metric: Metric = metric
@@ -244,7 +244,7 @@ class _Asks:
 
 
 def _ablate(
-    tally: Tally, model: Transformer, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int
+    tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int
 ) -> None:
     """Add what a batch really loses by each head."""
     lost, clean = sweep(model, asked, heads, stands, tokens)  # (heads, B)
@@ -254,7 +254,7 @@ def _ablate(
 
 
 def _estimate(
-    tally: Tally, model: Transformer, asked: Asked, heads: Sequence[Address], stands: Stands, sign: bool
+    tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, sign: bool
 ) -> None:
     """Add slopes: with their sign, token by token, like a loss; or the absolute value of each text's mean loss."""
     found = slopes(model, asked, heads, stands).mT.cpu()  # (B, heads)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
@@ -54,7 +54,7 @@ class Batch:
         return bool(self.real.all())
 
 
-def read_units(model: Transformer, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
+def read_units(model: AnyModel, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
     """Every text of a corpus; plain text in units of at most `longest` tokens, documents whole."""
     tokenizer = tokenizer_of(model)
     before, behind = around(tokenizer)
@@ -79,10 +79,11 @@ def read_units(model: Transformer, corpus: Any, longest: int | None = None) -> I
             number += 1
             continue
         made = tokenizer.backend.encode(item.text, add_special_tokens=False)
+        tokens, places = made.ids, made.offsets  # each asking makes a new list
         step = longest - len(before) - len(behind)
-        for start in range(0, len(made.ids), step):
-            ids = (*before, *made.ids[start : start + step], *behind)
-            spans = [(0, 0)] * len(before) + list(made.offsets[start : start + step]) + [(0, 0)] * len(behind)
+        for start in range(0, len(tokens), step):
+            ids = (*before, *tokens[start : start + step], *behind)
+            spans = [(0, 0)] * len(before) + places[start : start + step] + [(0, 0)] * len(behind)
             yield Unit(number, ids, None, partial(_align, tokenizer, item.text, ids, spans))
             number += 1
     if number == 0:
@@ -125,12 +126,12 @@ def make_batch(units: list[Unit], side: str = "right", device: torch.device | st
     return Batch(tuple(units), ids.to(device), real.to(device))
 
 
-def run(model: Transformer, batch: Batch, hidden: bool = True) -> Tensor:
+def run(model: AnyModel, batch: Batch, hidden: bool = True) -> Tensor:
     """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain."""
     return model(batch.ids, padding=None if batch.whole else batch.real, hidden=hidden)
 
 
-def tokenizer_of(model: Transformer) -> Tokenizer:
+def tokenizer_of(model: AnyModel) -> Tokenizer:
     """The model's tokenizer, or an error that says what to do."""
     if not isinstance(model.tokenizer, Tokenizer):
         raise HeadwiseError("this model has no tokenizer, so it cannot read text; set model.tokenizer.")

@@ -23,7 +23,7 @@ from headwise.look.runs import mean_activations
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
 from headwise.look.variability import Varying, sample
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
@@ -36,7 +36,7 @@ SEQUENCES, REPEATED = 64, 16
 
 
 def profile(
-    model: Transformer,
+    model: AnyModel,
     corpus: Any = None,
     *,
     relations: Any = None,
@@ -79,7 +79,7 @@ def profile(
         model.train(was)
 
 
-def documents_for(model: Transformer) -> Corpus:
+def documents_for(model: AnyModel) -> Corpus:
     """What a model reads where nothing is given: the little language, if it knows its words, or the probe set."""
     words = set(tokenizer_of(model).backend.get_vocab())
     return Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
@@ -90,7 +90,7 @@ class _Pass:
 
     def __init__(
         self,
-        model: Transformer,
+        model: AnyModel,
         longest: int | None,
         tokens: int,
         every: int,
@@ -209,8 +209,10 @@ class _Pass:
             self.note("ablations", done, of)
 
 
-def _random_twin(model: Transformer, seed: int) -> Transformer:
+def _random_twin(model: AnyModel, seed: int) -> AnyModel:
     """A model of the same spec that has learned nothing."""
+    if not isinstance(model, Transformer):
+        return model.untrained(seed)  # pyright: ignore[reportAttributeAccessIssue]  # an attached one knows how
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         twin = Transformer(model.spec).to(model.device)

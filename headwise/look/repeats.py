@@ -17,7 +17,7 @@ from headwise.look.classes import CLASSES, class_flags
 from headwise.look.inputs import around, tokenizer_of
 from headwise.look.rows import walk
 from headwise.look.tally import Tally
-from headwise.model import Transformer
+from headwise.model import AnyModel
 
 NAMES = tuple(f"{role}{kind}" for role in ("induction", "duplicate") for kind in ("", " null", " valued"))
 
@@ -44,7 +44,7 @@ class Repeats:
         return slice(self.start + self.length, self.start + 2 * self.length)
 
 
-def make_repeats(model: Transformer, sequences: int = 24, length: int = 32, seed: int = 0) -> Repeats:
+def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: int = 0) -> Repeats:
     """Sequences of ordinary tokens, none twice within R; framed as the model's tokenizer frames a text."""
     tokenizer = tokenizer_of(model)
     flags = class_flags(tokenizer, model.spec.vocab)

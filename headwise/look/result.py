@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ from headwise.weights.save import whole_file
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from headwise.model import AnyModel
+
+    from headwise.show.figures.plot import Plot
 
 VERSION = 1
 OWN = "own"  # relations are those of the texts themselves, not of documents apart
@@ -97,8 +102,13 @@ class Profile:
         told = ("unclear", RUNGS[bool(supports)], None, None, None, "", None)
         if best is not None:
             told = (best.role, best.rung, best.score, best.null, best.interval, best.detail, best.effect)
-        measures = {name: float(self.measure(name)[place]) for name in self.tally.fields if _is_plain(name)}
+        measures = {name: float(values[place]) for name, values in self._measures.items()}
         return HeadProfile(address, *told, tuple(supports), self.rests[place], tuple(self.evidence[place]), measures)
+
+    @cached_property
+    def _measures(self) -> dict[str, np.ndarray]:
+        """Every measure of every head, taken once: a profile is read head by head."""
+        return {name: self.measure(name) for name in self.tally.fields if _is_plain(name)}
 
     def measure(self, name: str) -> np.ndarray:
         """One measure of every head, (heads,): `entropy`, `offset 1`, `delimiter`, `det > hits` …"""
@@ -211,7 +221,25 @@ class Profile:
             "heads": [head.to_dict() for head in self],
         }
 
+    @property
+    def plot(self) -> "Plot":
+        """Pictures: `profile.plot.roles().save("roles.svg")`; see `headwise.show.figures.plot` for all of them."""
+        from headwise.show.figures.plot import Plot
+
+        return Plot(self)
+
     # Files.
+
+    def report(self, path: str | Path, model: "AnyModel | None" = None, **more: Any) -> Path:
+        """Write one file that shows every head in a browser, offline. With the model it can tell more of them.
+
+        `more`: `name`, `sentences` to show (texts), `importance`, `biography`, `curve`, as `headwise.show.book.make_book`
+        takes them.
+        """
+        from headwise.show.book import make_book
+        from headwise.show.report import write_report
+
+        return write_report(make_book(self, model, **more), path)
 
     def save(self, path: str | Path) -> Path:
         """Write one compressed file; `Profile.load` brings it back."""

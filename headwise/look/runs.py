@@ -14,7 +14,7 @@ from headwise.heads.site import Seen, Site
 from headwise.look.attend import quiet
 from headwise.look.inputs import make_batches, read_units
 from headwise.look.record import HasSites
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.spec import Address, SiteAddress, select
 
 LONGEST = 256  # tokens of a unit of plain text: enough for a mean, and the sweep is dear
@@ -78,7 +78,7 @@ class Means:
 
 @torch.no_grad()
 def record_z(
-    model: Transformer,
+    model: AnyModel,
     ids: Tensor,
     heads: Pattern = "*",
     *,
@@ -88,6 +88,7 @@ def record_z(
 ) -> Run:
     """Run the model once and keep z of some heads, as it enters W_O.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> run = record_z(Transformer(preset("nano")), torch.tensor([[72, 105, 33]]), "5.1,5.2")
     >>> [(str(site), tuple(z.shape)) for site, z in run.z.items()]
@@ -104,7 +105,7 @@ def record_z(
 
 
 def mean_activations(
-    model: Transformer,
+    model: AnyModel,
     corpus: Any = None,
     by: By = "global",
     *,
@@ -123,7 +124,7 @@ def mean_activations(
     )
 
 
-def unit_length(model: Transformer, longest: int | None) -> int:
+def unit_length(model: AnyModel, longest: int | None) -> int:
     """How long a unit of plain text may be, where nobody has said it: LONGEST, or what the model can read."""
     return min(LONGEST, model.spec.context) if longest is None else longest
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Edit, Site
-from headwise.look.ablate import Stand
+from headwise.look.ablate import Stand, replacing
 from headwise.look.asked import Asked
 from headwise.look.runs import chosen_sites
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.model.block import Beside, Block
 from headwise.spec import Address, ModelSpec
 from headwise.train.loss import cross_entropy
@@ -28,9 +28,11 @@ TOKENS = 2048  # run at once, copies included
 
 @torch.no_grad()
 def sweep(
-    model: Transformer, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
+    model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
 ) -> tuple[Tensor, Tensor]:
     """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
+    if not isinstance(model, Transformer):
+        return _one_by_one(model, asked, heads, stands)
     wanted = {site.address: chosen for site, chosen in chosen_sites(model, heads)}
     x, beside = model.begin(asked.ids, padding=asked.padding)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
@@ -52,6 +54,20 @@ def sweep(
     clean = asked.answers(model, _normed(model, asked.pick(x)))
     lost = [asked.lost(answers[head], clean) for head in heads]
     return torch.stack(lost) if lost else clean.new_zeros(0, len(asked.ids)), clean
+
+
+def _one_by_one(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> tuple[Tensor, Tensor]:
+    """The same by a whole pass for every head: blocks of models that are not ours cannot be walked through by hand."""
+
+    def answers() -> Tensor:
+        return asked.answers(model, asked.pick(model(asked.ids, padding=asked.padding, hidden=True)))
+
+    clean, lost = answers(), {}
+    for site, chosen in chosen_sites(model, heads):
+        for head in chosen:
+            with site.replaced(replacing(site, (head,), stands(site, (head,)))):
+                lost[head] = asked.lost(answers(), clean)
+    return torch.stack([lost[head] for head in heads]) if lost else clean.new_zeros(0, len(asked.ids)), clean
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +98,7 @@ class _Layer:
         return block.finish(asked.pick(x, n), asked.pick(read, n), asked.pick(wrote, n), beside)
 
 
-def slopes(model: Transformer, asked: Asked, heads: Sequence[Address], stands: Stands) -> Tensor:
+def slopes(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> Tensor:
     """How steeply each text's summed surprise rises as each head begins to be replaced: (heads, B), from one backward pass.
 
     z becomes z + ε (stand-in − z), with an ε of its own for every head and text. Texts do not touch each other, so the

@@ -20,7 +20,7 @@ from headwise.look.attend import quiet
 from headwise.look.inputs import Unit, read_units
 from headwise.look.record import pick
 from headwise.look.tally import Tally
-from headwise.model import Transformer
+from headwise.model import AnyModel
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
 CELLS = 1 << 21  # weights held at once
@@ -29,10 +29,11 @@ NAMES = ("variability",)
 
 @torch.no_grad()
 def variability(
-    model: Transformer, corpus: Any = None, heads: Pattern = "*", *, length: int = LENGTH, texts: int = TEXTS
+    model: AnyModel, corpus: Any = None, heads: Pattern = "*", *, length: int = LENGTH, texts: int = TEXTS
 ) -> dict[str, float]:
     """For each head Σ|p − p̄| / 2Σp over the first so many texts that have so many tokens, cut to that length.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> from headwise.text import Tokenizer
     >>> model = Transformer(preset("nano"))

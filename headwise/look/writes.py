@@ -17,7 +17,7 @@ from headwise.look.attribution import Attribution, logit_attribution
 from headwise.look.inputs import make_batches, read_units, run, tokenizer_of
 from headwise.look.record import pick, record
 from headwise.look.tally import Tally
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer, ours
 from headwise.spec import Address
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def copying(model: Transformer, heads: Pattern = "*") -> dict[str, float]:
+def copying(model: AnyModel, heads: Pattern = "*") -> dict[str, float]:
     """How far each head writes what it reads: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
 
     1 where every direction comes back as it was read, −1 where all come back negated
@@ -61,7 +61,7 @@ class Promoted(NamedTuple):
 
 
 def vocabulary(
-    model: Transformer, head: str | Address, tokens: str | Sequence[int], k: int = 10, *, typical: bool = False,
+    model: AnyModel, head: str | Address, tokens: str | Sequence[int], k: int = 10, *, typical: bool = False,
     corpus: Any = None,
 ) -> list[Promoted]:  # fmt: skip
     """The words a head promotes and suppresses when it looks at nothing but a token, for each token given.
@@ -71,6 +71,7 @@ def vocabulary(
     out) and less and less what later ones do; with `typical` the mean of what this layer reads where the token stands in a
     corpus. And the final norm's scale, which depends on everything else: scores are right up to a positive factor.
     """
+    model = ours(model, "reading off what a head promotes")
     one = _decoder_head(model, head)
     ids = tokenizer_of(model).encode(tokens, special=False) if isinstance(tokens, str) else [int(i) for i in tokens]
     if not ids:
@@ -97,7 +98,7 @@ class ValueWeighted:
     weighted: Tensor
 
 
-def value_weighted(model: Transformer, text: str, head: str | Address, *, words: bool = True) -> ValueWeighted:
+def value_weighted(model: AnyModel, text: str, head: str | Address, *, words: bool = True) -> ValueWeighted:
     """Attention times the length of what is brought, p_ij ‖v_j W_O‖, each row scaled to sum to 1.
 
     A look at a token whose value is next to nothing moves nothing (https://arxiv.org/abs/2004.10102). v_j holds its bias.
@@ -123,7 +124,7 @@ class WriteShare(NamedTuple):
 
 
 def write_share(
-    model: Transformer, corpus: Any = None, *, longest: int | None = None, tokens: int = 4096
+    model: AnyModel, corpus: Any = None, *, longest: int | None = None, tokens: int = 4096
 ) -> dict[str, WriteShare]:
     """How much of its layer's output each head carries through W_O, mean over the tokens of a corpus.
 
@@ -237,11 +238,11 @@ def _row(found: Any, row: int) -> tuple[list[int], list[float]]:
     return found.indices[row].tolist(), found.values[row].tolist()
 
 
-def _named(model: Transformer, ids: list[int], scores: list[float]) -> list[tuple[str, float]]:
+def _named(model: AnyModel, ids: list[int], scores: list[float]) -> list[tuple[str, float]]:
     return [(_word(model, i), score) for i, score in zip(ids, scores, strict=True)]
 
 
-def _word(model: Transformer, id: int) -> str:
+def _word(model: AnyModel, id: int) -> str:
     """A token as it would be written, or its number if the vocabulary is longer than the tokenizer."""
     tokenizer = tokenizer_of(model)
     return tokenizer.backend.decode([id], skip_special_tokens=False) if id < len(tokenizer) else f"#{id}"

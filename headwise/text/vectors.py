@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.model import Transformer
+from headwise.model import AnyModel
 
 
 @torch.no_grad()
-def embed(model: Transformer, texts: str | Sequence[str], *, normalise: bool = True, batch: int = 32) -> Tensor:
+def embed(model: AnyModel, texts: str | Sequence[str], *, normalise: bool = True, batch: int = 32) -> Tensor:
     """One vector per text, (N, D), of length 1 if `normalise`. Texts longer than the model's context are cut.
 
     >>> from headwise.weights import load
@@ -34,7 +34,7 @@ def embed(model: Transformer, texts: str | Sequence[str], *, normalise: bool = T
     return torch.nn.functional.normalize(vectors, dim=-1) if normalise else vectors
 
 
-def _mean(model: Transformer, rows: list[list[int]]) -> Tensor:
+def _mean(model: AnyModel, rows: list[list[int]]) -> Tensor:
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=model.device)  # (B, T)
     real = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows], device=model.device)

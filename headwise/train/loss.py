@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
+from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.train.batches import IGNORE
 
 WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
@@ -15,7 +16,7 @@ WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of 
 class LanguageLoss(nn.Module):
     """A model with its loss: ids and targets (B, T) → the mean cross-entropy, in nats, of the targets that are asked for."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: AnyModel) -> None:
         super().__init__()
         if model.output is None:
             raise HeadwiseError(
@@ -31,8 +32,10 @@ class LanguageLoss(nn.Module):
         return cross_entropy(self.model, hidden, targets.flatten(), total)
 
 
-def cross_entropy(model: Transformer, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
+def cross_entropy(model: AnyModel, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
     """Hidden states (N, D) and targets (N,) → the mean cross-entropy; in chunks where the vocabulary is large."""
+    if not isinstance(model, Transformer):
+        return _cross_entropy_elsewhere(model, hidden, targets, total)
     output = model.output
     assert output is not None
     if output.transform is not None:  # masked: few of many are asked for
@@ -55,3 +58,21 @@ def cross_entropy(model: Transformer, hidden: Tensor, targets: Tensor, total: in
         options=chunks,
     )
     return summed if total is None else summed / total
+
+
+def _cross_entropy_elsewhere(model: AnyModel, hidden: Tensor, targets: Tensor, total: int | None) -> Tensor:
+    """The same where the head is not ours: logits of a chunk at a time, made again in the backward pass."""
+    asked = targets != IGNORE
+    hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
+    step = max(1, WHOLE // model.spec.vocab)
+
+    def surprise(states: Tensor, wanted: Tensor) -> Tensor:
+        assert model.output is not None
+        return F.cross_entropy(model.output(states).float(), wanted, reduction="sum")
+
+    parts = list(zip(hidden.split(step), targets.split(step), strict=True))
+    if len(parts) > 1:
+        summed = torch.stack([checkpoint(surprise, *part, use_reentrant=False) for part in parts]).sum()  # pyright: ignore
+    else:
+        summed = surprise(hidden, targets)
+    return summed / (len(targets) if total is None else total)

@@ -42,7 +42,7 @@ def prepare(
     team: Team,
 ) -> Prepared:
     """Check what was asked, claim the folder, and make or find everything in it."""
-    spec = given.spec if isinstance(given, Transformer) else given
+    spec = given if isinstance(given, ModelSpec) else getattr(given, "spec", given)
     if not isinstance(spec, ModelSpec):
         raise HeadwiseError(f'train takes a ModelSpec or a Transformer, e.g. hw.preset("nano"); got {given!r}.')
     objective = recipe.objective
@@ -68,7 +68,7 @@ def prepare(
         "text": corpus.fingerprint,
         "held out": None if valid is None else valid.fingerprint,
         "tokenizer": tokenizer if isinstance(tokenizer, str) else _digest(tokenizer.backend.to_str().encode()),
-        "weights": _weights(given) if isinstance(given, Transformer) else None,
+        "weights": None if isinstance(given, ModelSpec) else _weights(given),
     }
     if team.leads:
         known = is_same(folder, asked)
@@ -84,7 +84,7 @@ def prepare(
 
 
 def _own(given: ModelSpec | Transformer) -> Tokenizer | None:
-    own = given.tokenizer if isinstance(given, Transformer) else None
+    own = None if isinstance(given, ModelSpec) else given.tokenizer
     return own if isinstance(own, Tokenizer) else None
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from headwise.errors import HeadwiseError
 from headwise.heads import Seen
 from headwise.look.attend import attend
 from headwise.model import Transformer
-from headwise.show.attend import arcs, heat_map
-from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from tests.contract.layers import MODELS, fill
 
@@ -191,27 +188,3 @@ def test_an_empty_text_is_refused_where_no_special_token_stands_in() -> None:
     seen = attend(model, "We  met\nZoë.", "0.0", words=False)
     assert "⏎" in seen.words
     assert not any("Ġ" in word for word in seen.words)
-
-
-@pytest.mark.parametrize("kind", ["svg", "png"])
-def test_pictures_are_written(kind: str, tmp_path: Path) -> None:
-    seen = attend(reader(), "the $ cats sat")
-    for made in (
-        heat_map(seen, "0.1", tmp_path / f"one.{kind}"),
-        arcs(seen, ["0.1", "1.2"], tmp_path / f"two.{kind}", source="cats"),
-        arcs(seen, "1.*", str(tmp_path / f"many.{kind}")),
-    ):
-        start = made.read_bytes()[:200]
-        assert start.startswith(b"\x89PNG") if kind == "png" else b"<?xml" in start
-    with pytest.raises(HeadwiseError, match=r"a picture is written as \.svg, \.png, \.pdf"):
-        arcs(seen, "0.1", tmp_path / "a.gif")
-    with pytest.raises(HeadwiseError, match="there is no folder"):
-        arcs(seen, "0.1", tmp_path / "nowhere" / "a.svg")
-
-
-def test_too_many_heads_for_a_picture_are_refused(tmp_path: Path) -> None:
-    spec: ModelSpec = replace(MODELS["encoder"], layers=4)
-    model = Transformer(spec).eval()
-    model.tokenizer = Tokenizer.from_wordpiece(PIECES)
-    with pytest.raises(HeadwiseError, match="16 heads do not fit into one picture; name at most 12"):
-        heat_map(attend(model, "the cats"), "*", tmp_path / "a.svg")

@@ -14,7 +14,6 @@ import torch
 import headwise as hw
 from headwise.look.biography import MEASURES, Biography
 from headwise.model import Transformer
-from headwise.show.biography import curves
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document, Relation
 from headwise.text.little import VOCABULARY
@@ -257,17 +256,6 @@ def test_the_texts_it_chooses() -> None:
     own = Biography()
     own(little, 0)
     assert "pronoun-antecedent > hits" in own.names
-
-
-@pytest.mark.parametrize(("kind", "steps", "heads"), [("svg", 1, 2), ("png", 3, 10)])
-def test_curves(kind: str, steps: int, heads: int, tmp_path: Path) -> None:
-    values = np.random.default_rng(1).random((steps, heads, 3))
-    values[:, 1, 0] = np.nan
-    made = filled(values, list(range(steps)))
-    drawn = curves(made, "entropy", tmp_path / f"a.{kind}").read_bytes()
-    assert (b"<svg" in drawn) if kind == "svg" else drawn.startswith(b"\x89PNG")
-    with pytest.raises(hw.HeadwiseError, match="written as"):
-        curves(made, "entropy", tmp_path / "a.gif")
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,209 @@
+"""Attached models in folders: as transformers writes them, with a note of what was cut; or whole again, zeros for the cut.
+
+A cut model has smaller tensors than its configuration says, so plain transformers refuses the folder; `hw.load` reads the
+note and cuts before it loads. Written whole, anyone can load it.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.attach.check import own_config
+from headwise.attach.cut import cut_layers
+from headwise.attach.find import find
+from headwise.attach.layer import Layer
+from headwise.attach.masks import Masks
+from headwise.errors import HeadwiseError
+from headwise.spec import SiteAddress
+
+NOTE = "headwise.json"
+FORMAT = "headwise-attached-1"
+
+
+def write(model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Path, whole: bool) -> Path:
+    """Write a model, whole or not at all."""
+    from headwise.weights.save import whole_folder  # a later room
+
+    with whole_folder(folder, ("config.json",)) as new:
+        if whole and is_cut(layers):
+            _filled_up(model, layers).save_pretrained(new)
+        else:
+            model.save_pretrained(new)
+            if is_cut(layers):
+                (new / NOTE).write_text(json.dumps(_note(model, layers), indent=2), encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(new)
+    return Path(folder)
+
+
+def is_cut(layers: Sequence[Layer]) -> bool:
+    """Whether heads were cut from any of these layers."""
+    return any(layer.found.kept is not None for layer in layers)
+
+
+def read(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> tuple[Any, list[Layer]]:
+    """A transformers model from a folder, cut as its note says, and its layers."""
+    note = _read_note(folder)
+    kind = model_class(folder, None if note is None else note["class"])
+    if note is None:
+        if not any(folder.glob("*.safetensors")):
+            raise HeadwiseError(
+                f"{folder} holds no safetensors; weights of other kinds are not read through transformers."
+            )
+        model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True).to(device).eval()
+        return model, make_layers(model)
+    model = build(kind, folder, "cpu")
+    layers = cut_to(make_layers(model), note)
+    _fill(model, layers, folder)
+    return model.to(device=device, dtype=dtype or model.dtype).eval(), layers
+
+
+def skeleton(folder: Path) -> tuple[Any, list[Layer]]:
+    """The same without its weights: what a model is, and nothing else."""
+    note = _read_note(folder)
+    model = build(model_class(folder, None if note is None else note["class"]), folder, "meta")
+    layers = make_layers(model)
+    return model, layers if note is None else cut_to(layers, note)
+
+
+def make_layers(model: Any) -> list[Layer]:
+    """The attention layers of a model."""
+    masks = Masks()
+    return [Layer(found, masks) for found in find(model)]
+
+
+def model_class(folder: Path, name: str | None = None) -> Any:
+    """The class that a folder's configuration names."""
+    try:
+        import transformers
+    except ImportError:
+        raise HeadwiseError(
+            f"{folder} holds a model of a family that is not mapped here; pip install 'headwise[attach]' to reach it through "
+            f"transformers."
+        ) from None
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    name = name or next(iter(config.architectures or ()), None)
+    kind = getattr(transformers, name or "", None)
+    if kind is None or not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise HeadwiseError(
+            f"{folder} names the architecture {name!r}, which transformers {transformers.__version__} lacks."
+        )
+    return kind
+
+
+def build(kind: Any, folder: Path, device: str) -> Any:
+    """A model as a folder's configuration says, without its weights."""
+    config = kind.config_class.from_pretrained(folder)
+    with torch.device(device), torch.random.fork_rng():
+        return kind(config)
+
+
+def cut_to(layers: list[Layer], note: dict[str, Any]) -> list[Layer]:
+    """Layers cut to the heads a note tells."""
+    kept = {SiteAddress.parse(site): set(heads) for site, heads in note["kept"].items()}
+    there = {layer.site.address for layer in layers}
+    if not set(kept) <= there:
+        raise HeadwiseError(f"{NOTE} names layers that the model has not; the folder is damaged.")
+    gone = [
+        address
+        for layer in layers
+        for address in layer.site.addresses
+        if layer.site.address in kept and address.head not in kept[layer.site.address]
+    ]
+    return cut_layers(layers, gone)
+
+
+def _note(model: Any, layers: Sequence[Layer]) -> dict[str, Any]:
+    kept = {str(layer.site.address): list(layer.found.kept) for layer in layers if layer.found.kept is not None}
+    return {"format": FORMAT, "class": type(model).__name__, "kept": kept}
+
+
+def _read_note(folder: Path) -> dict[str, Any] | None:
+    from headwise.weights.places import inside, read_json  # a later room
+
+    file = inside(folder, NOTE)
+    if not file.is_file():
+        return None
+    note = read_json(file)
+    kept = note.get("kept")
+    fits = isinstance(kept, dict) and all(
+        isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept.values()
+    )
+    if note.get("format") != FORMAT or not isinstance(note.get("class"), str) or not fits:
+        raise HeadwiseError(f"{file} is not a note of this version ({FORMAT}); write the model again.")
+    return note
+
+
+def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
+    """Load tensors into a model that was cut; output biases that folding has added are made first."""
+    from headwise.weights.places import weight_files  # a later room
+    from headwise.weights.readers import SafetensorsReader
+
+    reader = SafetensorsReader(weight_files(folder, ("model",)))
+    names = {id(part): name for name, part in model.named_modules()}
+    for layer in layers:
+        writes: Any = layer.found.writes
+        if writes is not None and writes.bias is None and f"{names[id(writes)]}.bias" in reader.shapes:
+            writes.bias = torch.nn.Parameter(writes.weight.new_zeros(len(layer.write.slices[0].mT) or layer.spec.width))
+    state = {name: reader.get(name).clone() for name in reader.shapes}
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        lacks, besides = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
+        raise HeadwiseError(f"{folder} does not fit its note: it lacks {lacks}, and has {besides} besides.")
+    model.tie_weights()
+
+
+def _filled_up(model: Any, layers: Sequence[Layer]) -> Any:
+    """The model in its first shape: zeros where heads were, so that they read and write nothing."""
+    with torch.random.fork_rng():
+        full = type(model)(own_config(model)).to(dtype=model.dtype)
+    firsts = {layer.site.address: layer for layer in make_layers(full)}
+    for layer in layers:
+        if layer.found.kept is not None:
+            _spread_out(layer, firsts[layer.site.address])
+    state, own = model.state_dict(), full.state_dict()
+    for name in state.keys() - own.keys():
+        raise HeadwiseError(
+            f"{name} has no place in a plain {type(model).__name__}: means were folded into a bias it does not have. Save it "
+            f"without whole=True."
+        )
+    same = {name: value for name, value in state.items() if value.shape == own[name].shape}  # what cutting left alone
+    full.load_state_dict(own | same)
+    if hasattr(model, "generation_config"):
+        full.generation_config = model.generation_config
+    return full
+
+
+@torch.no_grad()
+def _spread_out(layer: Layer, first: Layer) -> None:
+    """Put what is left of a layer where it was, and zeros elsewhere."""
+    spec = layer.spec
+    if first.spec.kv_heads != spec.kv_heads:
+        raise HeadwiseError(
+            f"the keys of {layer.found.name} were shared out to its heads when it was detached; save it before detaching."
+        )
+    for letter, heads in (("q", spec.head_ids), ("k", spec.kv_ids), ("v", spec.kv_ids)):
+        for kind in ("weight", "bias"):
+            target = getattr(first.read, kind)(letter)
+            if target is not None:
+                target.zero_()
+                if heads:
+                    target[list(heads)] = getattr(layer.read, kind)(letter)
+    slices = first.write.slices
+    slices.zero_()
+    if spec.head_ids:
+        slices[list(spec.head_ids)] = layer.write.slices
+
+
+def say_attached(source: object) -> None:
+    """Tell, once a load, that transformers runs this model."""
+    print(f"{source}: not a family mapped here; attached to transformers' own model instead.", file=sys.stderr)

@@ -1,0 +1,81 @@
+"""Whose model it is does not matter: what everything that looks at heads, or changes them, asks of a model."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.heads import Heads, Site
+from headwise.model.transformer import Transformer
+from headwise.spec import ModelSpec
+
+
+class AnyModel(Protocol):
+    """A model with heads: our `Transformer`, or an attached one."""
+
+    tokenizer: Any
+    training: bool
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What it is."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
+
+    @property
+    def output(self) -> Callable[[Tensor], Tensor] | None:
+        """From final hidden states to logits."""
+        ...
+
+    @property
+    def heads(self) -> Heads:
+        """Every head, by address."""
+        ...
+
+    def sites(self) -> list[Site]:
+        """Every place where attention happens."""
+        ...
+
+    def __call__(self, ids: Tensor, **options: Any) -> Tensor:
+        """Logits (B, T, V), or hidden states (B, T, D); `padding`, `source`, `source_padding`, `gates`, `hidden`."""
+        ...
+
+    def attention_layers(self) -> Iterable[Any]:
+        """The layers that have those sites: `.site`, `.b_O`, and hooks before they are run."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Its parts."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its weights."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its weights, by name."""
+        ...
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, or not."""
+        ...
+
+    def eval(self) -> Self:
+        """Not training."""
+        ...
+
+
+def ours(model: AnyModel, what: str) -> Transformer:
+    """Our own kind of model, for what walks through its blocks; anyone else's is refused."""
+    if not isinstance(model, Transformer):
+        raise HeadwiseError(
+            f"{what} needs to know what stands between heads, norms and MLPs, which is not known of {type(model).__name__} "
+            f"models; for GPT-2, GPT-Neo, BERT, Llama, Mistral and Qwen2 load the same weights with hw.load(folder)."
+        )
+    return model
