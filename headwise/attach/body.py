@@ -70,25 +70,29 @@ class Output:
         """(…, D) → (…, V)"""
         model, states = self._model, hidden.reshape(1, -1, hidden.shape[-1])
         ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
-        with _stands_for(model.base_model, states):
+        with _stands_for(model, states):
             logits = model(input_ids=ids).logits  # (1, n, V)
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
 @contextmanager
-def _stands_for(body: nn.Module, states: Tensor) -> Iterator[None]:
-    """While open, the body of a model is not run; these states are what it gives."""
+def _stands_for(model: nn.Module, states: Tensor) -> Iterator[None]:
+    """While open, the body of a model is not run, whichever part of it the head calls: these states are what it gives."""
+    from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
     given = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)  # pyright: ignore[reportArgumentType]
-    before = body.__dict__.get("forward")
-    body.__dict__["forward"] = lambda *arguments, **kwargs: given
+    bodies = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+    before = [body.__dict__.get("forward") for body in bodies]
+    for body in bodies:
+        body.__dict__["forward"] = lambda *arguments, **kwargs: given
     try:
         yield
     finally:
-        body.__dict__.pop("forward")
-        if before is not None:
-            body.__dict__["forward"] = before
+        for body, own in zip(bodies, before, strict=True):
+            body.__dict__.pop("forward")
+            if own is not None:
+                body.__dict__["forward"] = own
 
 
 @contextmanager
@@ -118,8 +122,12 @@ def _positions(body: nn.Module, spec: ModelSpec, padding: Tensor | None) -> Tens
     """Where tokens stand, if padding comes before them and the model does not count for itself: (B, T)."""
     if padding is None or bool(padding[:, 0].all()) or "position_ids" not in inspect.signature(body.forward).parameters:
         return None
-    counts_itself = any(hasattr(part, "create_position_ids_from_input_ids") for part in body.modules())
-    return None if counts_itself else (padding.long().cumsum(1) - 1).clamp(min=0)
+    return None if counts_positions(body) else (padding.long().cumsum(1) - 1).clamp(min=0)
+
+
+def counts_positions(model: nn.Module) -> bool:
+    """Whether a model counts positions by its padding token, as RoBERTa does, and begins behind that token's number."""
+    return any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
 
 
 def _said(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What can be attached to, and what is refused with its reason; and the guards that stand at the model's door meanwhile."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -45,16 +46,25 @@ def check_model(model: Any) -> None:
 def configs_of(model: nn.Module) -> list[Any]:
     """Every configuration that says which attention runs: the model's, its parts', and those inside them."""
     found: dict[int, Any] = {}
-
-    def add(config: Any) -> None:
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-            for name in getattr(config, "sub_configs", {}):
-                add(getattr(config, name, None))
-
     for module in model.modules():
-        add(getattr(module, "config", None))
+        found |= {id(config): config for config in inside_config(getattr(module, "config", None))}
     return list(found.values())
+
+
+def inside_config(config: Any) -> list[Any]:
+    """A configuration and those inside it."""
+    if not hasattr(config, "_attn_implementation_internal"):
+        return []
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [config, *(one for part in inner for one in inside_config(part))]
+
+
+def own_config(model: Any) -> Any:
+    """A copy of a model's configuration, to build another one that runs on SDPA."""
+    config = copy.deepcopy(model.config)
+    for inner in inside_config(config):
+        inner._attn_implementation_internal = "sdpa"
+    return config
 
 
 def _check_sums(name: str, module: nn.Module) -> None:

@@ -5,10 +5,14 @@ from typing import Any
 
 from torch import nn
 
+from headwise.attach.body import counts_positions
+from headwise.attach.families import family_of
 from headwise.attach.layer import Layer
-from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
+from headwise.spec import AttentionSpec, ModelSpec, Rotary, SiteAddress
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+HIDDEN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
+GATES = ("gate_proj", "gate_up_proj", "wi_0")
 LONG = 1 << 20  # tokens, where a model does not say how many it can read
 
 
@@ -22,21 +26,31 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
         for stack in stacks
     }
     largest = max((layer.spec for layer in layers), key=lambda spec: spec.heads)
+    known = family_of(layers[0].found)
     outputs = {"decoder": "lm", "encoder": "mlm", "encoder-decoder": "lm"}
     return ModelSpec(
         vocab=max(1, int(getattr(config, "vocab_size", None) or 1)),
-        context=next((int(size) for name in CONTEXTS if (size := getattr(config, name, None))), LONG),
+        context=_context(model, config),
         layers=count.get("", count.get("dec", 0)),
         encoder_layers=count.get("enc", 0),
         attention=AttentionSpec(
             width=largest.width, heads=largest.heads, head_dim=largest.head_dim, value_dim=largest.value_dim,
-            kv_heads=largest.kv_heads,
+            kv_heads=largest.kv_heads, rotary=Rotary() if has_rotary(model) else None,
         ),
+        hidden=next((int(size) for name in HIDDEN if isinstance(size := getattr(config, name, None), int)), 0),
+        activation="swiglu" if any(name.rpartition(".")[2] in GATES for name, _ in model.named_modules()) else "gelu",
+        form="post" if known is not None and known.norm is None else "pre",
         kind=kind,
         positions="learned" if has_learned_positions(model) else "none",
         output=outputs[kind] if kind == "encoder-decoder" or has_output(model) else "none",  # pyright: ignore
         kept=_kept(layers, kind, count),
     )  # fmt: skip
+
+
+def _context(model: nn.Module, config: Any) -> int:
+    """How many tokens the model can read."""
+    size = next((int(size) for name in CONTEXTS if (size := getattr(config, name, None))), LONG)
+    return size - config.pad_token_id - 1 if counts_positions(model) else size
 
 
 def has_output(model: Any) -> bool:
@@ -48,6 +62,11 @@ def has_learned_positions(model: nn.Module) -> bool:
     """Whether positions are rows of a table, which ends somewhere."""
     names = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
     return any(name in ("wpe", "embed_positions", "position_embedding", "position_embeddings") for name in names)
+
+
+def has_rotary(model: nn.Module) -> bool:
+    """Whether positions turn queries and keys."""
+    return any("Rotary" in type(part).__name__ for part in model.modules())
 
 
 def is_causal(module: nn.Module) -> bool:

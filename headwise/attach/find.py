@@ -31,6 +31,7 @@ READS: tuple[tuple[str, tuple[str, ...]], ...] = (
 WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj")
 BESIDE = ("output.dense",)
 CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
+CUT = "_headwise_cut"  # where a module keeps what it was found to be when heads were cut from it
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
@@ -49,6 +50,7 @@ class Found:
     value_dim: int
     reads: tuple[str, tuple[str, ...]] | None  # how they are laid out, and their names; None: not known here
     writes: nn.Module | None
+    kept: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
 
     def read(self, number: int) -> nn.Module:
         """One of the modules that read."""
@@ -58,7 +60,11 @@ class Found:
 
 def find(model: nn.Module) -> list[Found]:
     """The attention modules of a model that are on the interface, encoder first, a block's own before its cross-attention."""
-    there = [(name, module) for name, module in model.named_modules() if _calls_interface(type(module))]
+    there = [
+        (name, module)
+        for name, module in model.named_modules()
+        if CUT in module.__dict__ or _calls_interface(type(module))
+    ]
     stacks = {_stack(name) for name, _ in there}
     two = _two_stacks(stacks)
     if len(stacks) > 1 and not two:
@@ -69,7 +75,7 @@ def find(model: nn.Module) -> list[Found]:
         )
     found: dict[SiteAddress, Found] = {}
     for name, module in there:
-        one = _found(model, name, module, _address(name, module, two))
+        one = module.__dict__.get(CUT) or _found(model, name, module, _address(name, module, two))
         if one.address in found:
             raise HeadwiseError(
                 f"{name} and {found[one.address].name} both are attention of layer {one.address}; "

@@ -1,57 +1,82 @@
 """`attach`: the heads of a transformers model, with the same numbers."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from headwise.attach.body import Output, hidden_states, takes_ids
-from headwise.attach.check import check_model, configs_of, guard
+from headwise.attach.check import check_model, configs_of, guard, own_config
+from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.describe import describe, has_output
-from headwise.attach.find import find
+from headwise.attach.families import norm_before
 from headwise.attach.interface import MARK, NAME, register
 from headwise.attach.layer import Layer
-from headwise.attach.masks import Masks
+from headwise.attach.speak import speak
+from headwise.attach.store import make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
+from headwise.heads.head import Pattern
 from headwise.spec import ModelSpec, SiteAddress
 from headwise.text import Tokenizer
+
+Gates = Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor]
 
 
 def attach(model: Any, tokenizer: Any = None) -> "Attached":
     """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
 
     `tokenizer` is theirs, or one of ours, for what reads text. The handle is a context manager; `.detach()` ends it.
+
+    >>> import transformers
+    >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)
+    >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+    >>> before = model(ids).logits
+    >>> theirs = attach(model)
+    >>> torch.equal(model(ids).logits, before), len(theirs.heads)
+    (True, 8)
+    >>> with theirs.heads["1.2"].silenced():
+    ...     torch.equal(model(ids).logits, before)
+    False
+    >>> theirs.detach() is model
+    True
     """
     check_model(model)
-    layers = [Layer(found, masks) for masks in [Masks()] for found in find(model)]
-    if not layers:
-        raise HeadwiseError(
-            f"{type(model).__name__} has no attention on transformers' attention interface, so there is nothing to attach to."
-        )
-    return Attached(model, layers, wrap_tokenizer(tokenizer))
+    return Attached(model, make_layers(model), wrap_tokenizer(tokenizer))
+
+
+def load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> "Attached":
+    """A folder that transformers reads, cut or not, as an attached model with its tokenizer."""
+    model, layers = read(folder, dtype, device)
+    check_model(model)
+    there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+    return Attached(model, layers, Tokenizer.load(folder) if there else None)
 
 
 class Attached(nn.Module):
     """A transformers model with its heads: `.heads`, `.sites()`, and the calls that looking and changing make."""
 
+    pooler = None  # part of what training asks our own models for
+
     def __init__(self, model: Any, layers: list[Layer], tokenizer: Tokenizer | None) -> None:
         super().__init__()
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.family: str | None = getattr(model.config, "model_type", None)
         self._layers = layers
         self._spec: ModelSpec | None = None
         register()
-        self._before = {id(config): (config, config._attn_implementation_internal) for config in configs_of(model)}
-        for config, _ in self._before.values():
+        self._before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+        for config, _ in self._before:
             config._attn_implementation_internal = NAME
         self._hooks = guard(model, self.sites)
-        for layer in layers:
-            layer.module.__dict__[MARK] = layer
+        self._mark()
         self.attached = True
 
     def forward(
@@ -61,7 +86,7 @@ class Attached(nn.Module):
         padding: Tensor | None = None,
         source: Tensor | None = None,
         source_padding: Tensor | None = None,
-        gates: Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor] | None = None,
+        gates: Gates | None = None,
         hidden: bool = False,
     ) -> Tensor:
         """Token ids (B, T) → logits (B, T, V), or hidden states (B, T, D), as our own models do it.
@@ -71,12 +96,9 @@ class Attached(nn.Module):
         """
         self._check_attached()
         takes_ids(self.model, ids, padding)
-        with ExitStack() as stack:
-            for site, gate in self._gates(gates).items():
-                stack.enter_context(site.scaled(gate))
-            return hidden_states(
-                self.model, self.spec, ids, padding, source, source_padding, hidden or self.output is None
-            )
+        states = hidden or not has_output(self.model)
+        with self._gated(gates):
+            return hidden_states(self.model, self.spec, ids, padding, source, source_padding, states)
 
     # Heads.
 
@@ -92,6 +114,26 @@ class Attached(nn.Module):
     def attention_layers(self) -> list[Layer]:
         """The attention layers, encoder first."""
         return list(self._layers)
+
+    def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
+        """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
+        self._check_attached()
+        gone = self.heads.select(
+            heads if isinstance(heads, str) else tuple(heads) if isinstance(heads, Iterable) else heads
+        )
+        if len(gone) == len(self.heads) and len(gone):
+            raise HeadwiseError(f"that would cut all {len(gone)} heads of the model; keep at least one.")
+        self._unmark()
+        try:
+            self._layers = cut_layers(self._layers, gone.addresses, folded)
+        finally:
+            self._mark()
+        self._spec = None
+        return self
+
+    def without(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> "Attached":
+        """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
+        return copy.deepcopy(self).cut(heads, folded)
 
     # What it is.
 
@@ -113,7 +155,7 @@ class Attached(nn.Module):
         return next(self.model.parameters()).device
 
     @property
-    def training(self) -> bool:
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the model is in training mode: theirs decides."""
         model = self.__dict__.get("_modules", {}).get("model")
         return False if model is None else model.training
@@ -122,18 +164,76 @@ class Attached(nn.Module):
     def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass  # `train` passes the mode on to the model, which keeps it
 
-    def generate(self, *arguments: Any, **more: Any) -> Any:
-        """The model's own `generate`."""
-        return self.model.generate(*arguments, **more)
+    @property
+    def checkpointing(self) -> bool:
+        """Whether activations inside blocks are recomputed in the backward pass."""
+        return bool(self.model.is_gradient_checkpointing)
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        if on and not self.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif not on and self.checkpointing:
+            self.model.gradient_checkpointing_disable()
+
+    def head_dropout_progress(self, done: float) -> None:
+        """Models of others have no head dropout."""
+
+    def norms(self) -> dict[str, tuple[nn.Module | None, nn.Module | None]] | None:
+        """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
+        found = {str(layer.site.address): norm_before(layer.found) for layer in self._layers if layer.spec.head_ids}
+        if not all(known for known, _ in found.values()):
+            return None
+        return {site: (norm, norm) for site, (_, norm) in found.items()}
+
+    def untrained(self, seed: int = 0) -> "Attached":
+        """The same model with random weights."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = type(self.model)(own_config(self.model)).to(self.device).eval()
+        made = Attached(model, make_layers(model), self.tokenizer)
+        gone = set(made.heads.addresses) - set(self.heads.addresses)
+        return made.cut(tuple(gone)) if gone else made
+
+    # Writing: texts, and folders.
+
+    def generate(self, prompt: Any = None, tokens: int = 64, **options: Any) -> Any:
+        """The model's own `generate`; of a text, the text gone on from it by at most so many tokens."""
+        self._check_attached()
+        if not isinstance(prompt, str):
+            return self.model.generate(**options) if prompt is None else self.model.generate(prompt, **options)
+        made = [int(step) for step in self.stream(prompt, tokens, **options)]
+        start = [] if self.spec.kind == "encoder-decoder" else self.tokenizer.encode(prompt)
+        return self.tokenizer.decode([*start, *made])
+
+    def stream(self, prompt: str, tokens: int = 64, *, gates: Gates | None = None, **how: Any) -> Iterator[Tensor]:
+        """The tokens that follow a text, (1,) each: `temperature`, `top_k`, `top_p`, `seed` say how they are drawn."""
+        self._check_attached()
+        with self._gated(gates):
+            yield from speak(self.model, self.tokenizer, prompt, tokens, **how)
+
+    def save_pretrained(self, folder: str | Path, *, whole: bool = False) -> Path:
+        """Write the model, whole or not at all; `hw.load(folder)` brings it back, cut or not.
+
+        With `whole` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`.
+        """
+        return write(self.model, self._layers, self.tokenizer, folder, whole)
+
+    save = save_pretrained
 
     # Leaving.
 
     def detach(self) -> Any:
-        """Leave the model exactly as it was, and give it back."""
+        """Leave the model exactly as it was, and give it back.
+
+        Where cutting has left groups of different sizes, every head gets its own keys, as plain transformers needs it.
+        """
         self._check_attached()
+        self._unmark()
         for layer in self._layers:
-            layer.module.__dict__.pop(MARK, None)
-        for config, before in self._before.values():
+            if layer.uneven and layer.spec.head_ids:
+                even_out(layer)
+        for config, before in self._before:
             config._attn_implementation_internal = before
         for hook in self._hooks:
             hook.remove()
@@ -148,21 +248,30 @@ class Attached(nn.Module):
         if self.attached:
             self.detach()
 
+    # The small print.
+
+    def _mark(self) -> None:
+        for layer in self._layers:
+            layer.module.__dict__[MARK] = layer
+
+    def _unmark(self) -> None:
+        for layer in self._layers:
+            layer.module.__dict__.pop(MARK, None)
+
     def _check_attached(self) -> None:
         if not self.attached:
             raise HeadwiseError("this handle was detached already; attach the model again: hw.attach(model).")
 
-    def _gates(self, gates: Mapping[Any, Any] | None) -> dict[Site, Tensor]:
-        """Gates by pattern or by layer become one gate per site, (H,) or (B, H)."""
+    @contextmanager
+    def _gated(self, gates: Mapping[Any, Any] | None) -> Iterator[None]:
+        """While open heads are scaled, by pattern or by layer: (H,) or (B, H) each."""
         sites = {site.address: site for site in self.sites()}
-        made: dict[Site, Tensor] = {}
-        for key, amount in (gates or {}).items():
-            new = (
-                {key: torch.as_tensor(amount)} if isinstance(key, SiteAddress) else self.heads.select(key).gates(amount)
-            )
-            for address, gate in new.items():
-                if address not in sites:
-                    raise HeadwiseError(f"gates name layer {address}; the model has {', '.join(map(str, sites))}.")
-                site = sites[address]
-                made[site] = made[site] * gate if site in made else gate
-        return made
+        with ExitStack() as stack:
+            for key, amount in (gates or {}).items():
+                by_layer = isinstance(key, SiteAddress)
+                new = {key: torch.as_tensor(amount)} if by_layer else self.heads.select(key).gates(amount)
+                for address, gate in new.items():
+                    if address not in sites:
+                        raise HeadwiseError(f"gates name layer {address}; the model has {', '.join(map(str, sites))}.")
+                    stack.enter_context(sites[address].scaled(gate))
+            yield

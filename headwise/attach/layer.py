@@ -1,7 +1,7 @@
 """One attention layer of somebody else's model, with the face of our own: its site, its sizes, live views of its weights."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ class Layer:
 
     gate: Tensor | None = None  # a gate that the model itself has learned; theirs have none
 
-    def __init__(self, found: Found, masks: "Masks", kept: tuple[int, ...] | None = None) -> None:
+    def __init__(self, found: Found, masks: "Masks") -> None:
         self.found, self.masks = found, masks
         self.module = found.module
         width = 0 if found.writes is None else matrix(found.writes).shape[0]
         self.spec = AttentionSpec(
             width=width or found.heads * found.head_dim, heads=found.heads, head_dim=found.head_dim,
-            value_dim=found.value_dim, kv_heads=found.kv_heads, kept=kept,
+            value_dim=found.value_dim, kv_heads=found.kv_heads, kept=found.kept,
         )  # fmt: skip
         self.read, self.write = Reads(self), Writes(self)
         self.site = Site(found.address, self.spec.head_ids, self.write)
@@ -37,6 +37,10 @@ class Layer:
     def without(self, gone: set[int]) -> AttentionSpec:
         """The sizes of this layer when some heads, by number, are gone."""
         return replace(self.spec, kept=tuple(number for number in self.spec.head_ids if number not in gone))
+
+    def register_forward_pre_hook(self, hook: Any) -> Any:
+        """Show what the layer reads, (B, T, D), before it does: the first argument of what projects q."""
+        return self.found.read(0).register_forward_pre_hook(hook)
 
     @property
     def b_O(self) -> Tensor | None:
