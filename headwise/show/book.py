@@ -1,0 +1,245 @@
+"""The book: everything the page shows, as plain data. The live server and the one-file report read the same one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.look.attend import quiet
+from headwise.look.between_maps import js_sums, look, sample
+from headwise.look.clark import Best, best_heads
+from headwise.look.evidence import Context
+from headwise.look.inputs import tokenizer_of
+from headwise.look.result import HeadProfile, Profile
+from headwise.look.roles import Support
+from headwise.look.tally import REPORTING
+from headwise.look.writes import copying, vocabulary
+from headwise.model import AnyModel, Transformer
+from headwise.show.sentence import make_sentence
+
+__all__ = ["make_book", "make_sentence", "page_files"]
+
+VERSION = 1
+BACK = 32  # offsets shown, each way
+CONTEXTS, RUNNERS_UP, NEAREST = 6, 5, 5  # of each head
+FEWEST = 20  # arcs on the half for reporting, below which a relation is not told
+SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
+
+
+def make_book(
+    profile: Profile, model: AnyModel | None = None, *, name: str = "", sentences: Iterable[Any] = (),
+    importance: Any = None, biography: Any = None, curve: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything the page shows of a profile, ready for JSON.
+
+    With the model itself: its sizes, what its heads write, which look alike. `sentences` are texts, for which the model is
+    run, or what `make_sentence` gave. `importance`, `biography` and `curve` are what the functions of these names give;
+    `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high].
+    """
+    worth = {} if importance is None else {one["head"]: one for one in importance.to_dict()["heads"]}
+    lives = {} if biography is None else _lives(biography)
+    nearest = {} if model is None else _nearest(model)
+    writes = {} if model is None else _writes(model, profile)
+    heads = [
+        {
+            **_head(head),
+            "writes": writes.get(str(head.address)),
+            "nearest": nearest.get(str(head.address), []),
+            "importance": worth.get(str(head.address)),
+            "biography": lives.get(str(head.address)),
+        }
+        for head in profile
+    ]
+    made = {
+        "version": VERSION,
+        "model": _model(profile, model, name),
+        "about": {**profile.about, "family": profile.family},
+        "heads": heads,
+        "relations": _relations(profile),
+        "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
+        "biography": None if biography is None else {"steps": list(biography.steps), "measures": list(biography.names)},
+        "curves": _curves(curve),
+        "sentences": [_sentence(model, one) for one in sentences],
+    }
+    return _plain(made)
+
+
+def page_files() -> dict[str, bytes]:
+    """The page, file by file: name → content. Nothing in it refers to anything outside.
+
+    >>> sorted(name for name in page_files() if name.endswith((".html", ".css")))
+    ['index.html', 'style.css']
+    """
+    folder = files("headwise.show") / "page"
+    return {one.name: one.read_bytes() for one in folder.iterdir() if one.name.endswith((".html", ".css", ".js"))}
+
+
+def _model(profile: Profile, model: AnyModel | None, name: str) -> dict[str, Any]:
+    layers = [
+        {"address": layer, "heads": [str(a) for a in profile.addresses if str(a.site) == layer]}
+        for layer in profile.about["layers"]
+    ]
+    told: dict[str, Any] = {"name": name, "layers": layers, "heads": len(profile)}
+    if model is None:
+        return told
+    spec = model.spec
+    return {
+        **told, "kind": spec.kind, "width": spec.width, "heads_per_layer": spec.attention.heads,
+        "kv_heads": spec.attention.kv_heads, "head_dim": spec.attention.head_dim, "vocab": spec.vocab,
+        "context": spec.context, "output": spec.output, "parameters": spec.parameters,
+    }  # fmt: skip
+
+
+def _head(head: HeadProfile) -> dict[str, Any]:
+    measures = head.measures
+    shown = [
+        name for name, value in measures.items() if np.isfinite(value) and not name.startswith(("offset ", "argmax "))
+    ]
+    shown = [
+        name for name in shown if not name.endswith((" hits", " mass"))
+    ]  # those of relations have a table of their own
+    ahead = any(measures.get(f"offset {-o}", 0.0) > 0 for o in range(1, BACK))
+    offsets = range(BACK - 1, -BACK if ahead else -1, -1)
+    return {
+        "address": str(head.address), "layer": str(head.address.site), "head": head.address.head,
+        "role": head.role, "detail": head.detail, "rung": head.rung, "score": head.score, "null": head.null,
+        "interval": head.interval, "effect": head.effect, "rest": list(head.rest),
+        "supports": [_support(one) for one in head.supports[: RUNNERS_UP + 1]],
+        "measures": {name: _short(measures[name]) for name in shown},
+        "offsets": [[offset, _short(measures[f"offset {offset}"])] for offset in offsets if f"offset {offset}" in measures],
+        "evidence": [_context(one) for one in head.evidence[:CONTEXTS]],
+    }  # fmt: skip
+
+
+def _support(one: Support) -> dict[str, Any]:
+    names = ("role", "detail", "rung", "score", "null", "interval", "p", "rows", "probe", "effect", "cost", "bar")
+    return {name: getattr(one, name) for name in names}
+
+
+def _context(one: Context) -> dict[str, Any]:
+    """A place where a head looked hardest; the text in parts, the one who looks and the one looked at marked."""
+    looks, seen = (
+        (one.row, "token", f"[{one.token}]", one.token),
+        (one.column, "attended", f"*{one.attended}*", one.attended),
+    )
+    parts, rest = [], one.text
+    for _, kind, mark, shown in sorted((looks, seen)):
+        before, found, behind = rest.partition(mark)
+        if found:
+            parts += [["", before], [kind, shown]]
+            rest = behind
+    parts.append(["", rest])
+    return {
+        "token": one.token, "attended": one.attended, "weight": one.weight, "unit": one.unit,
+        "parts": [part for part in parts if part[1]],
+    }  # fmt: skip
+
+
+def _writes(model: AnyModel, profile: Profile) -> dict[str, dict[str, Any]]:
+    """Whether each head copies; and, for tokens it was seen looking at, the words it promotes and suppresses."""
+    spread = 1.5 / model.spec.attention.value_dim  # of the score of random weights
+    told = {head: {"copying": score, "spread": spread, "words": []} for head, score in copying(model).items()}
+    if not isinstance(model, Transformer) or model.output is None:
+        return told
+    for head in profile:
+        ids = _typical(model, head)
+        try:
+            words = vocabulary(model, head.address, ids, k=6) if ids else []
+        except HeadwiseError:  # not a pre-norm decoder: nothing can be read off
+            return told
+        told[str(head.address)]["words"] = [one._asdict() for one in words]
+    return told
+
+
+def _typical(model: Transformer, head: HeadProfile) -> list[int]:
+    """The first tokens of the three words it looked at hardest."""
+    tokenizer = tokenizer_of(model)
+    words = dict.fromkeys(one.attended for one in head.evidence)
+    ids = (tokenizer.encode(f" {word}", special=False)[:1] for word in words)
+    return list(dict.fromkeys(i for some in ids for i in some))[:3]
+
+
+def _nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
+    """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
+    addresses = tuple(address for site in model.sites() for address in site.addresses)
+    if len(addresses) < 2:
+        return {}
+    sums, rows = np.zeros((len(addresses),) * 2), 0
+    with quiet(model), torch.no_grad():
+        for units, places in sample(model, None, SAMPLE["rows"], SAMPLE["longest"], len(addresses), 0):
+            some = look(model, units, places, set(addresses)).maps  # (H, rows, S + 1)
+            sums += js_sums(some.flatten(1))
+            rows += some.shape[1]
+    far = sums / rows + np.where(np.eye(len(addresses)), np.inf, 0.0)
+    order = np.argsort(far, axis=1, kind="stable")[:, : min(NEAREST, len(addresses) - 1)]
+    return {str(a): [[str(addresses[j]), _short(far[i, j])] for j in order[i]] for i, a in enumerate(addresses)}
+
+
+def _relations(profile: Profile) -> dict[str, Any] | None:
+    """For each relation its best head beside the best fixed offset, and every head's accuracy in that direction."""
+    if profile.relations is None:
+        return None
+    best = best_heads(profile, FEWEST)
+    return (
+        {"heads": [str(a) for a in profile.addresses], "rows": [_relation(profile, one) for one in best]}
+        if best
+        else None
+    )
+
+
+def _relation(profile: Profile, best: Best) -> dict[str, Any]:
+    hits, counts = profile.tally.per_bucket(f"{best.relation} {best.way} hits")
+    scores = hits[REPORTING::2].sum(0) / counts[REPORTING::2].sum(0)  # (heads,)
+    return {**best._asdict(), "scores": [_short(score) for score in scores]}
+
+
+def _lives(biography: Any) -> dict[str, list[list[float | None]]]:
+    """Of each head, for each measure, a number for each step."""
+    values = np.asarray(biography.values, dtype=float)  # (steps, heads, measures)
+    return {
+        head: [[_short(x) for x in values[:, place, m]] for m in range(values.shape[2])]
+        for place, head in enumerate(biography.addresses)
+    }
+
+
+def _curves(curve: Any) -> list[dict[str, Any]]:
+    if curve is None:
+        return []
+    if isinstance(curve, Mapping):
+        return [dict(curve)]
+    if isinstance(curve, Sequence):
+        return [dict(one) for one in curve]
+    bys = dict.fromkeys(point.by for point in curve.points)
+    series = [
+        {"name": by, "points": [[p.keep, p.loss.mean, p.loss.low, p.loss.high] for p in curve.of(by)]} for by in bys
+    ]
+    return [
+        {"title": "Pruning", "x": "share of heads kept", "y": curve.metric, "base": curve.full.mean, "series": series}
+    ]
+
+
+def _sentence(model: AnyModel | None, given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if model is None:
+        raise HeadwiseError(f"to show the sentence {given!r} its model is needed; give make_book(profile, model, …).")
+    return make_sentence(model, given)
+
+
+def _short(value: float) -> float | None:
+    """Six digits: enough to read, half the bytes."""
+    return float(f"{value:.6g}") if np.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """The same as lists, dicts and numbers that JSON has; what is not a number is None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if np.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value

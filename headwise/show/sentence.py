@@ -1,0 +1,189 @@
+"""One sentence as the page shows it: every head's map in a few bytes, what each head wrote, and the next word.
+
+A weight p is kept as round(255·√p), one byte, and read back as (byte/255)²: it is off by at most √p/255, so by less than
+0.004 anywhere and by less where weights are small. Where all maps together are too large, each head keeps a thumbnail and the
+strongest weights of every row. Bytes are deflated and written in base64, which a browser reads without help.
+"""
+
+import base64
+import zlib
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_max_pool2d
+
+from headwise.errors import HeadwiseError
+from headwise.heads.head import Pattern
+from headwise.heads.site import Seen
+from headwise.heads.writes import PerHead
+from headwise.look.attend import Parts, quiet
+from headwise.look.attribution import logit_attribution
+from headwise.look.inputs import Unit, read_units, tokenizer_of
+from headwise.look.record import pick
+from headwise.model import AnyModel
+from headwise.spec import Address
+
+WHOLE = 1 << 22  # weights of all maps together, up to which they are kept whole: 12 × 12 heads at 170 tokens
+THUMB, EDGES, FAINT = 32, 4, 0.02  # beyond: thumbnails of so many pixels, so many weights a row, none fainter than this
+LIKELY = 10  # next words told
+
+
+def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_tokens: int = 512) -> dict[str, Any]:
+    """Run a model once on a text and keep what the page shows of it, ready for JSON. A longer text is cut.
+
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import preset
+    >>> from headwise.text import Tokenizer
+    >>> model = Transformer(preset("nano"))
+    >>> model.tokenizer = Tokenizer.from_wordpiece(["[UNK]", "[CLS]", "[SEP]", "the", "cat", "##s", "sat"])
+    >>> made = make_sentence(model, "The cats sat")
+    >>> made["tokens"], made["words"], made["word_of"]
+    (['[CLS]', 'The', 'cat', 's', 'sat', '[SEP]'], ['[CLS]', 'The', 'cats', 'sat', '[SEP]'], [0, 1, 2, 2, 3, 4])
+    """
+    if model.spec.kind == "encoder-decoder":
+        raise HeadwiseError(
+            "the page reads one text at a time; an encoder-decoder needs two. Use hw.attend with source=…."
+        )
+    if not isinstance(text, str) or not text.strip():
+        raise HeadwiseError(f"there is no text to look at, got {text!r}; give at least one word.")
+    unit = _cut(model, text, most_tokens)
+    chosen = pick(heads, model.spec.addresses)
+    with quiet(model), torch.no_grad():
+        seen = _Sights(model, chosen, len(unit.ids))
+        hidden = seen.run(torch.tensor([unit.ids], device=model.device))
+        following = _next(model, list(unit.ids), hidden)
+    whole = len(tokenizer_of(model).encode(text))
+    return {
+        "text": unit.alignment.text,
+        "cut_from": whole if whole > len(unit.ids) else None,
+        **_tokens(unit),
+        "heads": [str(address) for address in chosen],
+        **seen.packed(),
+        "next": following,
+    }
+
+
+def _cut(model: AnyModel, text: str, most: int) -> Unit:
+    """The text as a unit, what the tokenizer puts around it included; the beginning of it where it is long."""
+    room = min(most, model.spec.context) if model.spec.positions == "learned" else most
+    return next(iter(read_units(model, [text], room)))
+
+
+def _tokens(unit: Unit) -> dict[str, Any]:
+    by_token, by_word = (Parts.of(unit.alignment, words) for words in (False, True))
+    word_of = {token: number for number, places in enumerate(by_word.tokens) for token in places}
+    return {
+        "tokens": list(by_token.labels),
+        "special": list(by_token.special),
+        "words": list(by_word.labels),
+        "word_of": [word_of[token] for token in range(len(unit.ids))],
+    }
+
+
+class _Sights:
+    """What the heads asked for did on one text, layer by layer, already in bytes."""
+
+    def __init__(self, model: AnyModel, chosen: tuple[Address, ...], tokens: int) -> None:
+        self.model, self.chosen, self.tokens = model, chosen, tokens
+        self.whole = len(chosen) * tokens * tokens <= WHOLE
+        self.parts: dict[str, dict[Address, np.ndarray]] = {}
+
+    def run(self, ids: Tensor) -> Tensor:
+        """One pass; gives the final hidden states."""
+        with ExitStack() as listening:
+            for site in self.model.sites():
+                listening.enter_context(site.listen(self.hear))
+            return self.model(ids, hidden=True)
+
+    def hear(self, seen: Seen) -> None:
+        places = [(i, a) for i, a in enumerate(seen.site.addresses) if a in self.chosen]
+        if not places:
+            return
+        here = [i for i, _ in places]
+        maps = seen.maps()[0, here].float()  # (h, T, S)
+        v = seen.v[0, list(seen.terms.groups)][here].float()  # (h, S, e)
+        lengths = PerHead(v[None], seen.site.W_O[here].float(), None).norms()[0]  # ‖v_j W_O‖: (h, S)
+        wrote = PerHead(seen.z.float(), seen.site.W_O.float(), None).norms()[0]  # (H, T)
+        total = wrote.sum(0)  # (T,)
+        share = (wrote / total.where(total > 0, 1.0))[here]
+        made = {"norms": lengths, "shares": share}
+        if self.whole:
+            made["maps"] = maps
+        else:
+            made["thumbs"] = adaptive_max_pool2d(maps[None], min(THUMB, self.tokens))[0]  # (h, 32, 32)
+            weights, columns = maps.topk(min(EDGES, maps.shape[-1]), dim=-1)  # (h, T, k)
+            made |= {"weights": weights.where(weights >= FAINT, 0.0), "columns": columns}
+            made["totals"] = (maps @ lengths[..., None])[..., 0]  # Σ_j p_ij ‖v_j W_O‖: (h, T)
+        for name, values in made.items():
+            rows = values.cpu().numpy()
+            self.parts.setdefault(name, {}).update(
+                {address: row for (_, address), row in zip(places, rows, strict=True)}
+            )
+
+    def packed(self) -> dict[str, Any]:
+        """Every head's bytes in the order of the heads."""
+        made = {name: np.stack([part[address] for address in self.chosen]) for name, part in self.parts.items()}
+        told: dict[str, Any] = {
+            "form": "whole" if self.whole else "edges",
+            "shares": pack(np.rint(made["shares"].clip(0, 1) * 255).astype(np.uint8)),
+            "norms": _against_largest(made["norms"]),
+        }
+        if self.whole:
+            return {**told, "maps": pack(as_bytes(made["maps"]))}
+        return {
+            **told,
+            "thumb": made["thumbs"].shape[-1],
+            "thumbs": pack(as_bytes(made["thumbs"])),
+            "per_row": made["columns"].shape[-1],
+            "columns": pack(np.where(made["weights"] > 0, made["columns"], 0).astype("<u2")),
+            "weights": pack(as_bytes(made["weights"])),
+            "totals": _against_largest(made["totals"]),
+        }
+
+
+def as_bytes(weights: np.ndarray) -> np.ndarray:
+    """Weights as bytes, on a scale of square roots.
+
+    >>> as_bytes(np.array([0.0, 0.25, 1.0])).tolist()
+    [0, 128, 255]
+    """
+    return np.rint(np.sqrt(weights.clip(0, 1)) * 255).astype(np.uint8)
+
+
+def pack(values: np.ndarray) -> str:
+    """Bytes, deflated, in base64."""
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(values).tobytes(), 9)).decode()
+
+
+def _against_largest(values: np.ndarray) -> dict[str, Any]:
+    """Lengths in two bytes each, against the largest of their head: (heads, n)."""
+    largest = values.max(1)
+    scaled = values / np.where(largest > 0, largest, 1.0)[:, None]
+    return {"top": [float(f"{x:.6g}") for x in largest], "data": pack(np.rint(scaled * 65535).astype("<u2"))}
+
+
+def _next(model: AnyModel, ids: list[int], hidden: Tensor) -> dict[str, Any] | None:
+    """The likeliest next words, and what each head adds to the logit of the first of them, where that can be told."""
+    if model.output is None or model.spec.output != "lm":
+        return None
+    best = torch.softmax(model.output(hidden[:, -1:])[0, -1].double(), -1).topk(min(LIKELY, model.spec.vocab))
+    words = [_word(model, i) for i in best.indices.tolist()]
+    told: dict[str, Any] = {
+        "likely": [list(pair) for pair in zip(words, best.values.tolist(), strict=True)],
+        "shares": None,
+    }
+    try:
+        parts = logit_attribution(model, ids, int(best.indices[0]))
+    except HeadwiseError:  # a post-norm model, or one whose parts are not known: there is no sum to share out
+        return told
+    rest = {"embedding": parts.embedding, "MLPs": sum(parts.mlps.values()), "biases": parts.biases}
+    return {**told, "shares": parts.heads, "rest": rest, "logit": parts.logit}
+
+
+def _word(model: AnyModel, id: int) -> str:
+    """A token as it would be written, or its number if the vocabulary is longer than the tokenizer."""
+    tokenizer = tokenizer_of(model)
+    return tokenizer.backend.decode([id], skip_special_tokens=False) if id < len(tokenizer) else f"#{id}"
