@@ -1,0 +1,91 @@
+"""headwise view: the live page, on this machine."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headwise.look.result import Profile
+    from headwise.model import Transformer
+
+PORT = 8642
+SHOWN = 3  # texts to begin with
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="What headwise heads --save wrote; left out: a quick one is made now.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; elsewhere than on this machine a token is asked for.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="The port; 0 takes one that is free.", min=0, max=65535)] = PORT,
+    token: Annotated[bool, typer.Option("--token", help="Ask for a token on this machine, too.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON, when it is answered.")] = False,
+) -> None:
+    """Type a sentence, switch heads off and on, and watch what changes; Ctrl-C ends it."""
+    from headwise.show.book import make_book, page_files
+    from headwise.show.guard import is_loopback, make_token
+    from headwise.show.live import Live
+    from headwise.show.server import address_of, bind, make_app, serve
+    from headwise.show.turns import Turns
+    from headwise.weights import load
+
+    secret = make_token() if token or not is_loopback(host) else None
+    with bind(host, port) as at:  # before the work begins
+        loaded = load(model)
+        live = Live(loaded)
+        given: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
+        made = _profile(loaded, given, profile)
+        book = make_book(made, loaded, name=Path(model).name, sentences=_sentences(loaded, given))
+        turns = Turns()
+        app = make_app(live, book, files=page_files(), turns=turns, host=host, token=secret)
+        address = address_of(host, at, secret)
+        at_rest = serve(app, turns, at, lambda: _tell(address, as_json, not no_browser))
+    if not at_rest:  # a long forward pass goes on in its thread; nothing is lost with it, so nobody waits for it
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _profile(model: "Transformer", corpus: Any, saved: Path | None) -> "Profile":
+    """What every head does: as it was saved, or measured now, without the ablations."""
+    from headwise.errors import HeadwiseError
+    from headwise.look.profile import profile
+    from headwise.look.result import Profile
+    from headwise.show.progress import noting
+
+    if saved is None:
+        with noting() as note:
+            return profile(model, corpus, causal=False, note=note)
+    made = Profile.load(saved)
+    if list(made.addresses) != [address for site in model.sites() for address in site.addresses]:
+        raise HeadwiseError(f"{saved} tells of {len(made.addresses)} heads that are not this model's; make it anew.")
+    return made
+
+
+def _sentences(model: "Transformer", corpus: Any) -> list[str]:
+    """A few texts to begin with: the first ones given, or of what a model reads where nothing is."""
+    from itertools import islice
+
+    from headwise.look.profile import documents_for
+    from headwise.text.corpus import Corpus
+
+    items = (documents_for(model) if corpus is None else Corpus.of(corpus)).items()
+    return [item.text[:400] for item in islice((item for item in items if item.text.strip()), SHOWN)]
+
+
+def _tell(address: str, as_json: bool, browser: bool) -> None:
+    """Called when the server listens."""
+    print(json.dumps({"url": address}) if as_json else address, flush=True)
+    if browser and sys.stdout.isatty():
+        import threading
+        import webbrowser
+
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # some browsers return late
