@@ -1,0 +1,77 @@
+// The book: what the page shows. In a report it stands in the page itself; a live server is asked for it.
+
+import { Sight } from "./sight.js";
+import { state } from "./state.js";
+
+export const store = { book: null, heads: new Map(), sentences: [], other: null, live: false };
+export const RUNGS = ["unclear", "pattern", "selective", "effective", "causal"];
+
+export async function openBook() {
+  const inside = document.getElementById("book");
+  store.live = globalThis.headwise?.live === true || document.querySelector('meta[name="headwise-live"]') !== null;
+  if (inside) store.book = JSON.parse(inside.textContent);
+  else store.book = await ask("api/book");
+  store.heads = new Map(store.book.heads.map((head) => [head.address, head]));
+  store.sentences = store.book.sentences.map((given) => ({ given, sight: null }));
+}
+
+// Ask the live server; what it refuses is told as it says it.
+export async function ask(path, body) {
+  const options = body === undefined ? {} : {
+    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body),
+  };
+  const answer = await fetch(path, options);
+  const made = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(made.error ?? `the server answered ${answer.status}`);
+  return made;
+}
+
+// A sentence unpacked, once; null where there is none.
+export async function openSentence(place) {
+  const found = store.sentences[place];
+  if (!found) return null;
+  found.sight ??= Sight.unpack(found.given);
+  return found.sight;
+}
+
+export function addSentence(given) {
+  const there = store.sentences.findIndex((one) => one.given.text === given.text);
+  if (there >= 0) return there;
+  store.sentences.push({ given, sight: null });
+  return store.sentences.length - 1;
+}
+
+// A second book to compare with: a report, or a book as JSON. Nothing in the file is run.
+export async function openOther(file) {
+  const text = await file.text();
+  let data = text;
+  if (!text.trimStart().startsWith("{")) {
+    data = new DOMParser().parseFromString(text, "text/html").getElementById("book")?.textContent;
+    if (!data) throw new Error(`${file.name} is neither a report nor a book`);
+  }
+  const book = JSON.parse(data);
+  if (!Array.isArray(book.heads)) throw new Error(`${file.name} holds no heads`);
+  store.other = { name: book.model?.name || file.name, heads: new Map(book.heads.map((head) => [head.address, head])) };
+}
+
+// Heads whose role is supported best: one for each role, then the others.
+export function bestHeads(count) {
+  const rank = (head) => RUNGS.indexOf(head.rung) * 10 + (head.score === null ? 0 : (head.score - head.null) / (1 - head.null));
+  const ordered = [...store.book.heads].sort((a, b) => rank(b) - rank(a));
+  const firsts = ordered.filter((head, i) => head.role !== "unclear" && ordered.findIndex((o) => o.role === head.role) === i);
+  return [...new Set([...firsts, ...ordered])].slice(0, count).map((head) => head.address);
+}
+
+// What a head is, in a few words.
+export function describe(head) {
+  const role = head.detail ? `${head.role} ${head.detail}` : head.role;
+  const score = head.score === null ? "" : `, ${head.score.toFixed(2)} against ${head.null.toFixed(2)} by chance`;
+  const rests = head.rest.length ? `; rests: ${head.rest.join(", ")}` : "";
+  return `${role}, ${head.rung}${score}${rests}`;
+}
+
+// The heads asked for, or the one that is open and those whose roles are supported best; as many as there are colours.
+export function chosenHeads(sight) {
+  const asked = state.heads ? state.heads.split(",") : [state.head, ...bestHeads(4)].filter(Boolean).slice(0, 4);
+  return [...new Set(asked)].filter((head) => sight.has(head)).slice(0, 8);
+}

@@ -1,0 +1,113 @@
+// One head: what it does and how sure that is, where it rests, what it looks at, what it writes, whom it resembles.
+
+import { el, section, choice, press, grid, number, signed } from "./dom.js";
+import { state, change } from "./state.js";
+import { store, openSentence, bestHeads } from "./book.js";
+import { roleColour } from "./colour.js";
+import { offsetChart, lineChart } from "./chart.js";
+import { heatMap } from "./heat.js";
+import { silenceButton } from "./live.js";
+
+export async function card(root) {
+  const head = store.heads.get(state.head) ?? store.heads.get(bestHeads(1)[0]);
+  const sight = await openSentence(state.sentence);
+  root.append(
+    el("div", { class: "tools" }, headChoice("head", head.address, (address) => change({ head: address })), ...neighbours(head),
+      press("On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
+      press("Compare", () => change({ view: "compare", head: head.address })),
+      store.live && silenceButton(head.address)),
+    el("div", { class: "cards" }, [role(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
+}
+
+// An input that takes an address: shorter than a list of a thousand heads.
+export function headChoice(label, value, act) {
+  const read = (event) => { if (store.heads.has(event.target.value.trim())) act(event.target.value.trim()); else event.target.value = value; };
+  return el("label", { class: "choice" }, el("span", {}, label), el("input", { size: "8", value, "data-key": label, onchange: read }));
+}
+
+function neighbours(head) {
+  const all = store.book.heads.map((one) => one.address), at = all.indexOf(head.address);
+  return [["← previous", at - 1], ["next →", at + 1]].map(([label, to]) => press(label, () => change({ head: all[to] }), { disabled: all[to] === undefined }));
+}
+
+function role(head) {
+  const facts = [
+    ["evidence", head.rung], ["score", head.score], ["by chance", head.null],
+    ["95 % interval", head.interval && `${number(head.interval[0])} to ${number(head.interval[1])}`],
+    ["without it, its probe loses", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
+    ["rests", head.rest.join(", ") || "no"],
+  ].filter(([, value]) => value !== null && value !== undefined);
+  return section(`Head ${head.address}`,
+    el("p", { class: "big", "data-fact": "role", style: { color: roleColour(head.role) } }, `${head.role} ${head.detail}`.trim()),
+    el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name),
+      typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, value)])),
+    head.role === "unclear" && el("p", { class: "note" }, head.rung === "pattern"
+      ? "It shows a pattern, but none that held on text it was not chosen on." : "No pattern stands out from chance."));
+}
+
+function distances(head) {
+  return section("Weight by distance", offsetChart(head.offsets));
+}
+
+function looking(head) {
+  const shown = head.evidence.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight)),
+    seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))));
+  return section("Where it looked hardest", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), " and ", el("mark", { class: "attended" }, "who is looked at")),
+    shown.length ? shown : el("p", { class: "note" }, "It only rested."));
+}
+
+function picture_(head, sight) {
+  if (!sight?.has(head.address)) return null;
+  return section("On the sentence", heatMap({ weights: sight.map(head.address), labels: sight.tokens, name: `Attention of head ${head.address}`, most: 340 }));
+}
+
+function writes(head) {
+  if (!head.writes) return null;
+  const { copying, spread, words } = head.writes;
+  const verdict = copying === null ? "it writes nothing" : Math.abs(copying) < 2 * spread ? "no more than random weights" : copying > 0 ? "it writes what it reads" : "it writes against what it reads";
+  return section("What it writes",
+    el("dl", { class: "facts" }, el("dt", {}, "copying"), el("dd", { "data-fact": "copying", "data-value": copying }, `${number(copying)}: ${verdict} (those spread by ${number(spread, 3)})`)),
+    words.length > 0 && grid("When it looks at a word, by the word's bare embedding", ["looks at", "makes likelier", "makes less likely"],
+      words.map((one) => [one.token, one.promotes.map(([word]) => word.trim() || "␣").join("  "), one.suppresses.map(([word]) => word.trim() || "␣").join("  ")])));
+}
+
+function nearest(head) {
+  if (!head.nearest.length) return null;
+  return section("Heads that look alike", grid("Jensen–Shannon divergence of their rows, in nats; 0 is the same", ["head", "role", "apart", ""],
+    head.nearest.map(([address, apart]) => [address, store.heads.get(address)?.role ?? "", [apart, 3],
+      press("compare", () => change({ view: "compare", head: head.address, other: address }), { class: "small", "data-key": `compare ${address}` })])));
+}
+
+function worth(head) {
+  if (!head.importance) return null;
+  const { worth: mean, low, high, above_layer: above, above_low: least, above_high: most } = head.importance, about = store.book.importance;
+  return section("What it is worth",
+    el("dl", { class: "facts" },
+      el("dt", {}, `lost without it (${about.metric})`), el("dd", { "data-fact": "worth", "data-value": mean }, `${number(mean, 4)}  (${number(low, 4)} to ${number(high, 4)})`),
+      el("dt", {}, "more than others of its layer"), el("dd", {}, `${number(above, 4)}  (${number(least, 4)} to ${number(most, 4)})`)),
+    el("p", { class: "note" }, `By ${about.by}${about.by === "ablation" ? `, ${about.how}` : ""}, on ${about.texts} texts. Later heads take over from one that is gone: this is the least it does.`));
+}
+
+function life(head) {
+  const about = store.book.biography;
+  if (!about || !head.biography) return null;
+  const box = el("div", {});
+  const show = (name) => {
+    const values = head.biography[about.measures.indexOf(name)];
+    box.replaceChildren(lineChart({ title: name, x: "step", y: name, series: [{ name: head.address, points: values.map((value, i) => [about.steps[i], value]) }] }));
+  };
+  const first = about.measures.includes(head.role) ? head.role : about.measures.includes("induction") ? "induction" : about.measures[0];
+  show(first);
+  return section("Its life in training", choice("measure", about.measures.map((name) => [name, name]), first, show), box);
+}
+
+function measures(head) {
+  return section("Measures", grid(`Means over ${store.book.about.texts} texts`, ["measure", "value"], Object.entries(head.measures).map(([name, value]) => [name, [value, 4]])));
+}
+
+function runnersUp(head) {
+  if (!head.supports.length) return null;
+  return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
+    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "rung", "score", "by chance", "95 %", "p", "rows", "effect"],
+      head.supports.map((one) => [one.role, one.detail, one.rung, one.score, one.null, `${number(one.interval[0])}–${number(one.interval[1])}`, [one.p, 4], one.rows, one.effect === null ? "" : [one.effect, 3]])));
+}

@@ -1,0 +1,9 @@
+// Trade-offs: what is lost when heads are cut, by every way to choose them, and whatever other curves the book brings.
+
+import { el, section } from "./dom.js";
+import { store } from "./book.js";
+import { lineChart } from "./chart.js";
+
+export async function curves(root) {
+  root.append(el("div", { class: "cards" }, store.book.curves.map((one) => section(one.title, lineChart(one)))));
+}

@@ -1,0 +1,105 @@
+// Elements. Whatever comes from data enters as text, never as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// el("p", { class: "note", onclick: act }, "text", child): an element; properties that are null are left out.
+export function el(tag, properties = {}, ...children) {
+  return fill(document.createElement(tag), properties, children);
+}
+
+// The same for drawings.
+export function svg(tag, properties = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), properties, children);
+}
+
+function fill(node, properties, children) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, one] of Object.entries(value)) node.style.setProperty(key, one);
+    else if (name === "value") node.value = value;
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat()) {
+    if (child === null || child === undefined || child === false) continue;
+    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return node;
+}
+
+// A section with a heading of its own.
+export function section(title, ...children) {
+  return el("section", { "aria-label": title }, el("h2", {}, title), ...children);
+}
+
+// A choice with a label in front of it; options are [value, text].
+export function choice(label, options, value, act, key) {
+  const select = el("select", { "data-key": key ?? label, onchange: (event) => act(event.target.value) },
+    options.map(([one, text]) => el("option", { value: one, selected: String(one) === String(value) }, text)));
+  return el("label", { class: "choice" }, el("span", {}, label), select);
+}
+
+// A switch with a label behind it.
+export function tick(label, on, act) {
+  const box = el("input", { type: "checkbox", "data-key": label, checked: on, onchange: (event) => act(event.target.checked) });
+  return el("label", { class: "tick" }, box, label);
+}
+
+export function press(label, act, properties = {}) {
+  return el("button", { type: "button", "data-key": label, ...properties, onclick: act }, label);
+}
+
+// A table. A cell is text, a number, a node, or [number, digits]; numbers keep all their digits in data-value.
+export function grid(caption, columns, rows, properties = {}) {
+  const head = el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name)));
+  const body = rows.map((row) => el("tr", {}, row.map((cell, place) => tableCell(cell, place === 0))));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    el("table", properties, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)));
+}
+
+function tableCell(cell, first) {
+  const tag = first ? "th" : "td";
+  const scope = first ? "row" : null;
+  const [value, digits] = Array.isArray(cell) ? cell : [cell, 2];
+  if (typeof value === "number") return el(tag, { scope, class: "number", "data-value": value }, number(value, digits));
+  return el(tag, { scope }, value ?? "");
+}
+
+// A number as people read it; "–" where there is none.
+export function number(value, digits = 2) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (Number.isInteger(value) && digits === 2) return value.toLocaleString("en");
+  if (value !== 0 && Math.abs(value) < 0.5 * 10 ** -digits) return value.toExponential(0);
+  return value.toFixed(digits);
+}
+
+// A number with its sign.
+export function signed(value, digits = 2) {
+  return Number.isFinite(value) && value >= 0 ? `+${number(value, digits)}` : number(value, digits);
+}
+
+// A canvas that is sharp on every screen: its context is scaled to CSS pixels.
+export function canvas(width, height, properties = {}) {
+  const dense = Math.min(globalThis.devicePixelRatio || 1, 2);
+  const node = el("canvas", { ...properties, width: Math.round(width * dense), height: Math.round(height * dense) });
+  node.style.width = `${width}px`;
+  node.style.height = `${height}px`;
+  const pen = node.getContext("2d");
+  pen.scale(dense, dense);
+  return [node, pen];
+}
+
+// What a screen reader says now, and the eye reads at the bottom.
+export function say(text) {
+  document.getElementById("status").textContent = text;
+}
+
+// Text cut to a width in characters.
+export function brief(text, most) {
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+}
+
+// A token with what cannot be seen in it made visible.
+export function visible(word) {
+  return word.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) || "∅";
+}

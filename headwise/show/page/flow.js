@@ -1,0 +1,80 @@
+// The flow of one token through one layer: its vector goes into every head, each looks in its own way, their outputs stand
+// side by side, and W_O blends them. The wider a stream, the larger the head's share of what is written.
+
+import { el, svg, section, choice, grid, brief, number } from "./dom.js";
+import { state, change } from "./state.js";
+import { store, openSentence } from "./book.js";
+import { CHOSEN, roleColour, ink } from "./colour.js";
+import { paintMap } from "./heat.js";
+
+export async function flow(root) {
+  const sight = await openSentence(state.sentence);
+  if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence to follow."));
+  const layers = store.book.model.layers.filter((one) => one.heads.some((head) => sight.has(head)));
+  const layer = layers.find((one) => one.address === (state.layer || state.head.split(".").slice(0, -1).join("."))) ?? layers[0];
+  const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.n - 1;
+  const heads = layer.heads.filter((head) => sight.has(head));
+  root.append(
+    el("div", { class: "tools" },
+      choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1 })),
+      choice("layer", layers.map((one) => [one.address, one.address]), layer.address, (address) => change({ layer: address })),
+      choice("token", sight.tokens.map((label, i) => [i, `${i} ${label}`]), token, (i) => change({ token: Number(i), level: "token" }))),
+    section(`“${sight.tokens[token]}” through layer ${layer.address}`, drawing(sight, heads, token),
+      el("p", { class: "note" }, "Left to right: the token's vector; each head's map of the sentence, the token's own row framed, and the token it looks at most; the heads' outputs side by side; W_O, which blends them into what the layer adds. Widths: each head's share of what is written, by length."),
+      el("details", {}, el("summary", {}, "The shares as a table"),
+        grid("Share of what the layer writes at this token", ["head", "role", "share", "looks most at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", [sight.share(head, token), 3], most(sight, head, token)])))));
+}
+
+function most(sight, head, token) {
+  const row = sight.row(head, token), best = row.indexOf(Math.max(...row));
+  return `${sight.tokens[best]} ${number(row[best])}`;
+}
+
+function drawing(sight, heads, token) {
+  const size = Math.max(26, Math.min(76, Math.floor(760 / heads.length))), gap = size < 40 ? 5 : 12, line = size + gap;
+  const high = heads.length * line + 30, middle = high / 2 - 10;
+  const map = 250, out = 560, blend = 700, end = 850, wide = 960;
+  const total = heads.reduce((sum, head) => sum + sight.share(head, token), 0) || 1, thick = Math.min(170, high - 60);
+  const box = el("div", { class: "flow", style: { height: `${high}px`, "min-width": "0" } });
+  const pen = svg("svg", { width: wide, height: high, role: "img", "aria-label": `One token in ${heads.length} heads` });
+  box.append(pen);
+  const top = middle - thick / 2;
+  let concat = top;
+  heads.forEach((head, place) => {
+    const y = 10 + place * line + size / 2, share = sight.share(head, token) / total, colour = CHOSEN[place % CHOSEN.length];
+    const width = Math.max(0.8, share * thick), slot = concat + width / 2;
+    concat += share * thick;
+    pen.append(
+      svg("path", { d: `M130 ${middle}C190 ${middle} 190 ${y} ${map} ${y}`, fill: "none", stroke: ink("soft"), "stroke-width": 1.2, opacity: 0.7 }),
+      svg("path", { d: `M${map + size + 130} ${y}C${out - 60} ${y} ${out - 70} ${slot} ${out} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.75 }, svg("title", {}, `${head}: ${number(share, 3)} of the write`)),
+      svg("rect", { x: out, y: slot - width / 2, width: 26, height: width, fill: colour }),
+      svg("path", { d: `M${out + 26} ${slot}C${out + 80} ${slot} ${out + 80} ${slot} ${blend} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.45 }),
+      svg("text", { x: map - 8, y: y - 5, "text-anchor": "end", fill: roleColour(store.heads.get(head)?.role ?? "unclear") }, head),
+      svg("text", { class: "soft", x: map + size + 8, y: y - 2 }, brief(most(sight, head, token), 18)),
+      svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, `writes ${number(share * 100, 0)} %`));
+    box.append(smallMap(sight, head, token, size, map, y - size / 2));
+  });
+  pen.append(
+    svg("rect", { x: 14, y: middle - 40, width: 20, height: 80, rx: 4, fill: ink("accent") }),
+    svg("rect", { x: 34, y: middle - 1, width: 96, height: 2, fill: ink("soft") }),
+    svg("text", { x: 14, y: middle - 48 }, `x of “${brief(sight.tokens[token], 12)}”`),
+    svg("text", { class: "soft", x: out + 13, y: Math.max(12, top - 8), "text-anchor": "middle" }, "side by side"),
+    svg("rect", { x: blend, y: top - 6, width: 46, height: thick + 12, rx: 6, fill: ink("paper"), stroke: ink("text") }),
+    svg("text", { x: blend + 23, y: middle + 4, "text-anchor": "middle" }, "W_O"),
+    svg("path", { d: `M${blend + 46} ${middle}L${end} ${middle}`, stroke: ink("accent"), "stroke-width": 10, opacity: 0.8 }),
+    svg("rect", { x: end, y: middle - 40, width: 20, height: 80, rx: 4, fill: ink("accent") }),
+    svg("text", { x: end + 10, y: middle - 48, "text-anchor": "middle" }, "added to x"));
+  return box;
+}
+
+// A head's map with the token's row framed; it opens the head's card.
+function smallMap(sight, head, token, size, left, top) {
+  const { size: n, bytes } = sight.thumb(head, 64);
+  const small = paintMap(Float32Array.from(bytes, (byte) => (byte / 255) ** 2), n);
+  small.style.width = small.style.height = "100%";
+  small.style.imageRendering = "pixelated";
+  small.style.inset = "0";
+  const frame = el("span", { style: { position: "absolute", left: "0", right: "0", top: `${(100 * Math.floor((token * n) / sight.n)) / n}%`, height: `${Math.max(2, 100 / n)}%`, outline: `2px solid ${ink("focus")}` } });
+  return el("button", { type: "button", class: "map", "aria-label": `Open head ${head}`, onclick: () => change({ view: "card", head }),
+    style: { left: `${left}px`, top: `${top}px`, width: `${size}px`, height: `${size}px` } }, small, frame);
+}

@@ -1,0 +1,86 @@
+// The page: which view is shown, and what all of them share.
+
+import { el, number, say } from "./dom.js";
+import { state, change, onChange, readHash } from "./state.js";
+import { store, openBook } from "./book.js";
+import { isDark } from "./colour.js";
+import { overview } from "./overview.js";
+import { sentence } from "./sentence.js";
+import { card } from "./card.js";
+import { flow } from "./flow.js";
+import { compare } from "./compare.js";
+import { relations } from "./relations.js";
+import { curves } from "./curves.js";
+
+const VIEWS = { overview, sentence, card, flow, compare, relations, curves };
+const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off" };
+let turn = 0;
+
+// Draw the view that is asked for; the focus stays where it was, if that is still there.
+async function render() {
+  const mine = ++turn;
+  setTheme();
+  navigation();
+  const key = document.activeElement?.dataset?.key;
+  const fresh = el("div", {});
+  const main = document.getElementById("main");
+  const before = [...main.childNodes];
+  main.append(fresh); // views measure the room they have
+  try {
+    await (VIEWS[state.view] ?? overview)(fresh);
+  } catch (error) {
+    fresh.replaceChildren(el("p", { class: "note error", role: "alert" }, `This view failed: ${error.message}`));
+    console.error(error);
+  }
+  if (mine !== turn) return fresh.remove(); // something newer was asked for meanwhile
+  for (const old of main.childNodes) if (old !== fresh) before.push(old);
+  for (const old of before) old.remove();
+  if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  document.title = `${NAMES[state.view] ?? "Heads"} – ${store.book.model.name || "Headwise"}`;
+  main.dataset.view = state.view;
+}
+
+function navigation() {
+  const shown = Object.keys(VIEWS).filter((view) => view !== "curves" || store.book.curves.length);
+  document.getElementById("views").replaceChildren(...shown.map((view) => el("button", {
+    type: "button", "data-key": `view ${view}`, "aria-current": view === state.view ? "page" : null, onclick: () => change({ view }),
+  }, NAMES[view])));
+}
+
+function setTheme() {
+  if (state.theme) document.documentElement.dataset.theme = state.theme;
+  else delete document.documentElement.dataset.theme;
+  document.getElementById("theme").textContent = isDark() ? "☀ light" : "☾ dark";
+}
+
+function facts() {
+  const { model, about } = store.book;
+  const sizes = [`${model.layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && `${number(model.parameters / 1e6, 1)} M parameters`];
+  document.getElementById("model-name").textContent = model.name;
+  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} texts, ${number(about.tokens)} tokens`;
+}
+
+async function begin() {
+  readHash();
+  try {
+    await openBook();
+  } catch (error) {
+    return document.getElementById("main").replaceChildren(el("p", { class: "note error", role: "alert" }, `There is nothing to show: ${error.message}`));
+  }
+  facts();
+  onChange(render);
+  document.getElementById("theme").addEventListener("click", () => change({ theme: isDark() ? "light" : "dark" }));
+  globalThis.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    if (state.view !== "overview") change({ view: "overview" });
+    else if (state.role || state.search) change({ role: "", search: "" });
+    say("");
+  });
+  let waiting = 0;
+  globalThis.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 150); });
+  await render();
+  document.documentElement.dataset.ready = "true"; // what tests and benchmarks wait for
+}
+
+begin();

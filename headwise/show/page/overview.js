@@ -1,0 +1,208 @@
+// All heads at once: layers × heads, drawn on one canvas; over it lie light buttons, which keyboards and readers find.
+
+import { el, section, choice, press, canvas, number, brief } from "./dom.js";
+import { state, change } from "./state.js";
+import { store, describe, openSentence, RUNGS } from "./book.js";
+import { roleColour, strength, ramp, ink } from "./colour.js";
+
+const SORTS = [["layer", "layers × heads"], ["score", "score"], ["rung", "evidence"], ["role", "role"], ["importance", "importance"],
+  ["entropy", "entropy"], ["confidence", "confidence"], ["write share", "write share"]];
+
+export async function overview(root) {
+  const sight = await openSentence(state.sentence);
+  const peek = el("aside", { class: "peek", "aria-label": "The head under the pointer", "aria-live": "polite" });
+  const board = el("div", { class: "board" });
+  root.append(
+    el("div", { class: "tools" },
+      search(() => mark(board)),
+      choice("role", [["", "all roles"], ...roles().map(([role, count]) => [role, `${role} (${count})`])], state.role, (role) => change({ role })),
+      choice("order", SORTS.filter(([key]) => key !== "importance" || store.book.importance), state.sort, (sort) => change({ sort })),
+      choice("pictures", [["map", "maps of the sentence"], ["offsets", "weight by distance"]], picture(sight), (thumb) => change({ thumb })),
+      store.sentences.length > 0 && choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 50)]), state.sentence,
+        (place) => change({ sentence: Number(place) }))),
+    el("div", { class: "split" }, board, el("div", { class: "side" }, peek, legend())));
+  draw(board, sight);
+  tell(peek, store.heads.get(state.head) ?? null);
+  listen(board, peek);
+  mark(board);
+}
+
+function search(act) {
+  const box = el("input", { type: "search", "data-key": "search", value: state.search, placeholder: "5.1, induction, sink …",
+    oninput: (event) => { change({ search: event.target.value }, true); act(); } });
+  return el("label", { class: "choice" }, el("span", {}, "find"), box);
+}
+
+function picture(sight) {
+  return sight === null ? "offsets" : state.thumb;
+}
+
+// Roles with how many heads have each, the most frequent first.
+function roles() {
+  const counts = new Map();
+  for (const head of store.book.heads) counts.set(head.role, (counts.get(head.role) ?? 0) + 1);
+  return [...counts].sort((a, b) => (a[0] === "unclear") - (b[0] === "unclear") || b[1] - a[1]);
+}
+
+// Rows of cells: one for each layer, or, in another order, as many as fit.
+function rows() {
+  if (state.sort === "layer")
+    return store.book.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
+  const shown = store.book.heads.filter((head) => !state.role || head.role === state.role);
+  const key = {
+    score: (head) => -(head.score ?? -1), rung: (head) => -RUNGS.indexOf(head.rung) - (head.score ?? 0) / 10,
+    importance: (head) => -(head.importance?.worth ?? -Infinity),
+  }[state.sort] ?? ((head) => -(head.measures[state.sort] ?? -Infinity));
+  const ordered = state.sort === "role" ? shown.sort((a, b) => a.role.localeCompare(b.role)) : shown.sort((a, b) => key(a) - key(b));
+  const wide = Math.max(8, Math.min(32, Math.ceil(Math.sqrt(ordered.length * 1.6))));
+  const made = [];
+  for (let at = 0; at < ordered.length; at += wide)
+    made.push({ name: String(at + 1), heads: ordered.slice(at, at + wide).map((head) => head.address) });
+  return made;
+}
+
+function draw(board, sight) {
+  const lines = rows();
+  const widest = Math.max(1, ...lines.map((line) => (state.sort === "layer" ? numberOf(line.heads.at(-1)) + 1 : line.heads.length)));
+  const room = Math.max(320, board.clientWidth - 52);
+  const size = Math.max(18, Math.min(84, Math.floor(room / widest)));
+  const wide = widest * size, high = Math.max(size, lines.length * size);
+  const [picture_, pen] = canvas(wide, high, { class: "under", "aria-hidden": "true" });
+  const sheet = el("div", { class: "sheet", role: "grid", "aria-label": `${store.book.heads.length} heads`, "aria-rowcount": lines.length,
+    style: { "--cell": `${size}px`, "--wide": widest } });
+  const scale = pictures(sight);
+  lines.forEach((line, y) => {
+    const row = el("div", { role: "row", class: "line" }, el("span", { role: "rowheader", class: "name" }, line.name));
+    if (line.heads.length === 0) row.append(el("span", { role: "gridcell", class: "none" }, "no heads"));
+    line.heads.forEach((address, place) => {
+      const x = state.sort === "layer" ? numberOf(address) : place;
+      const head = store.heads.get(address);
+      paint(pen, head, x * size, y * size, size, scale);
+      row.append(el("button", { type: "button", role: "gridcell", class: "cell", tabindex: "-1", "data-head": address,
+        "aria-label": `head ${address}: ${describe(head)}`, style: { "grid-column": x + 2 } }));
+    });
+    sheet.append(row);
+  });
+  const numbers = state.sort === "layer" && el("div", { class: "line numbers", "aria-hidden": "true", style: { "--cell": `${size}px`, "--wide": widest } },
+    el("span", { class: "name" }, ""), Array.from({ length: widest }, (_, x) => el("span", {}, String(x))));
+  sheet.prepend(picture_);
+  board.replaceChildren(...[numbers, sheet].filter(Boolean));
+  const first = sheet.querySelector(`[data-head="${CSS.escape(state.head)}"]`) ?? sheet.querySelector(".cell");
+  first?.setAttribute("tabindex", "0");
+}
+
+function numberOf(address) {
+  return address === undefined ? 0 : Number(address.split(".").at(-1));
+}
+
+// All thumbnails in one picture, so that each cell is one copy of a piece of it; and how large each is drawn.
+function pictures(sight) {
+  const colours = ramp();
+  const worths = store.book.heads.map((head) => head.importance?.worth ?? null);
+  const largest = store.book.importance ? Math.max(1e-12, ...worths.filter((worth) => worth !== null)) : null;
+  const sizeOf = (head) => (largest === null || !head.importance ? 1 : 0.35 + 0.65 * Math.sqrt(Math.max(0, head.importance.worth) / largest));
+  if (picture(sight) === "offsets") return { sizeOf, bars: true };
+  const heads = sight.heads, each = sight.thumb(heads[0]).size, across = Math.ceil(Math.sqrt(heads.length));
+  const atlas = el("canvas", { width: across * each, height: Math.ceil(heads.length / across) * each });
+  const pen = atlas.getContext("2d"), image = pen.createImageData(atlas.width, atlas.height);
+  const places = new Map();
+  heads.forEach((head, place) => {
+    const left = (place % across) * each, top = Math.floor(place / across) * each, { bytes } = sight.thumb(head);
+    places.set(head, [left, top]);
+    for (let i = 0; i < each; i++)
+      for (let j = 0; j < each; j++) {
+        const at = ((top + i) * atlas.width + left + j) * 4, [r, g, b] = colours[bytes[i * each + j]];
+        image.data[at] = r; image.data[at + 1] = g; image.data[at + 2] = b; image.data[at + 3] = 255;
+      }
+  });
+  pen.putImageData(image, 0, 0);
+  return { sizeOf, bars: false, atlas, places, each };
+}
+
+function paint(pen, head, x, y, size, scale) {
+  pen.fillStyle = roleColour(head.role, strength(head.rung));
+  pen.fillRect(x + 1, y + 1, size - 2, size - 2);
+  const rim = Math.max(2, Math.round(size * 0.09)), inner = (size - 2 - 2 * rim) * scale.sizeOf(head);
+  const left = x + (size - inner) / 2, top = y + (size - inner) / 2;
+  if (scale.bars) return bars(pen, head, left, top, inner);
+  const from = scale.places.get(head.address);
+  if (!from) return;
+  pen.imageSmoothingEnabled = inner < scale.each;
+  pen.drawImage(scale.atlas, from[0], from[1], scale.each, scale.each, left, top, inner, inner);
+}
+
+function bars(pen, head, left, top, inner) {
+  pen.fillStyle = ink("paper");
+  pen.fillRect(left, top, inner, inner);
+  pen.fillStyle = ink("accent");
+  const wide = inner / Math.max(1, head.offsets.length);
+  head.offsets.forEach(([, weight], i) => {
+    const high = inner * Math.sqrt(Math.min(1, weight ?? 0));
+    pen.fillRect(left + i * wide, top + inner - high, Math.max(0.5, wide), high);
+  });
+}
+
+// Pointer and keys: arrows walk through the grid, Enter opens a head's card.
+function listen(board, peek) {
+  const sheet = board.querySelector(".sheet");
+  const at = (event) => event.target.closest?.(".cell");
+  const show = (event) => { const cell = at(event); if (cell) tell(peek, store.heads.get(cell.dataset.head)); };
+  sheet.addEventListener("pointerover", show);
+  sheet.addEventListener("focusin", show);
+  sheet.addEventListener("click", (event) => { const cell = at(event); if (cell) change({ head: cell.dataset.head, view: "card" }); });
+  sheet.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -99], End: [0, 99] }[event.key];
+    const cell = at(event);
+    if (!step || !cell) return;
+    event.preventDefault();
+    const lines = [...sheet.querySelectorAll('[role="row"]')].map((line) => [...line.querySelectorAll(".cell")]).filter((line) => line.length);
+    const y = lines.findIndex((line) => line.includes(cell)), x = lines[y].indexOf(cell);
+    const line = lines[Math.max(0, Math.min(lines.length - 1, y + step[0]))];
+    const next = line[Math.max(0, Math.min(line.length - 1, x + step[1]))];
+    cell.setAttribute("tabindex", "-1");
+    next.setAttribute("tabindex", "0");
+    next.focus();
+  });
+}
+
+// What does not match steps back; nothing is drawn anew.
+function mark(board) {
+  const wanted = state.search.trim().toLowerCase();
+  for (const cell of board.querySelectorAll(".cell")) {
+    const head = store.heads.get(cell.dataset.head);
+    const words = [head.address, head.role, head.detail, head.rung, ...head.rest, ...head.supports.map((one) => one.role)].join(" ").toLowerCase();
+    const fits = (!state.role || head.role === state.role) && (!wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : words.includes(wanted)));
+    cell.classList.toggle("dim", !fits);
+    cell.classList.toggle("here", head.address === state.head);
+  }
+}
+
+function tell(peek, head) {
+  if (head === null) return peek.replaceChildren(el("p", { class: "note" }, "Point at a head, or walk through the grid with the arrow keys. Enter opens its card."));
+  const seen = head.evidence[0];
+  peek.replaceChildren(...[
+    el("h2", {}, `${head.address} `, el("span", { class: "role", style: { color: roleColour(head.role) } }, `${head.role} ${head.detail}`)),
+    el("p", {}, `${head.rung}${head.score === null ? "" : `: ${number(head.score)} against ${number(head.null)} by chance`}`),
+    head.rest.length > 0 && el("p", {}, `rests: ${head.rest.join(", ")}`),
+    head.importance && el("p", {}, `worth ${number(head.importance.worth, 4)}`),
+    seen && el("p", { class: "context" }, seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))),
+    press("Open its card", () => change({ head: head.address, view: "card" }), { class: "small" }),
+  ].filter(Boolean));
+}
+
+function legend() {
+  const sample = (style) => el("span", { class: "sample", style });
+  return section("Legend",
+    el("ul", { class: "legend" }, roles().map(([role, count]) => el("li", {},
+      el("button", { type: "button", "aria-pressed": String(state.role === role), "data-key": `legend ${role}`,
+        onclick: () => change({ role: state.role === role ? "" : role }) },
+        sample({ background: roleColour(role) }), ` ${role} `, el("small", {}, count))))),
+    el("p", { class: "note" }, "The stronger the colour, the better the evidence:"),
+    el("ul", { class: "rungs" }, RUNGS.map((rung) => el("li", {}, sample({ background: roleColour("induction", strength(rung)) }), ` ${rung}`))),
+    store.book.importance && el("p", { class: "note" }, "The larger the picture, the more is lost without the head."),
+    el("p", { class: "note" }, state.thumb === "map" && store.sentences.length ? "Pictures: rows look at columns; the darker (lighter on a dark page), the harder." : "Pictures: mean weight at each distance, far back on the left, oneself " + (ahead() ? "in the middle, ahead on the right." : "on the right.")));
+}
+
+function ahead() {
+  return store.book.heads.some((head) => head.offsets.some(([offset]) => offset < 0));
+}

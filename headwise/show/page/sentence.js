@@ -1,0 +1,141 @@
+// One sentence: arcs from who looks to who is looked at, a map that can be pinned, and the next word.
+
+import { el, svg, section, choice, tick, press, grid, brief, visible, say } from "./dom.js";
+import { state, change } from "./state.js";
+import { store, openSentence, chosenHeads } from "./book.js";
+import { CHOSEN } from "./colour.js";
+import { heatMap } from "./heat.js";
+import { barList } from "./chart.js";
+import { livePanel } from "./live.js";
+
+const FAINT = 0.1, ARCS = 400;
+
+export async function sentence(root) {
+  const sight = await openSentence(state.sentence);
+  if (store.live) root.append(livePanel());
+  if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence here yet."));
+  const words = state.level === "word", heads = chosenHeads(sight);
+  root.append(
+    el("div", { class: "tools" },
+      choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
+      choice("level", [["token", "tokens"], ["word", "words"]], state.level, (level) => change({ level, token: -1, pin: "" })),
+      tick("weighted by what is fetched", state.valued, (valued) => change({ valued }))),
+    headChips(sight, heads),
+    el("div", { class: "stack" }, arcs(sight, heads, words), el("div", { class: "pair" }, mapSection(sight, heads, words), nextWord(sight))));
+}
+
+function headChips(sight, heads) {
+  const set = (some) => change({ heads: some.join(",") });
+  const add = (event) => {
+    const wanted = event.target.value.trim();
+    if (sight.has(wanted)) set([...heads, wanted].slice(-8));
+    else if (wanted) say(`there is no head ${wanted} here`);
+  };
+  return el("div", { class: "chips tools", role: "group", "aria-label": "Heads shown" },
+    heads.map((head, place) => el("span", { class: "chip", style: { "--chip": CHOSEN[place] } },
+      el("button", { type: "button", title: "Open its card", onclick: () => change({ view: "card", head }) }, `${head} ${store.heads.get(head)?.role ?? ""}`),
+      el("button", { type: "button", "aria-label": `Show ${head} no more`, onclick: () => set(heads.filter((one) => one !== head)) }, "×"))),
+    el("label", { class: "choice" }, el("span", {}, "add head"), el("input", { size: "7", placeholder: "5.1", "data-key": "add head", onchange: add })));
+}
+
+function arcs(sight, heads, words) {
+  const labels = sight.labels(words);
+  const drawing = svg("svg", { height: 150, width: 10, role: "img", "aria-label": "Arcs from each word to those it looks at" });
+  const where = el("div", { class: "pair" });
+  const buttons = labels.map((label, i) => el("button", { type: "button", "data-token": i, "aria-pressed": String(i === state.token) }, label));
+  const row = el("div", { class: "tokens", role: "group", "aria-label": "The sentence" }, buttons);
+  const strip = el("div", { class: "strip", tabindex: "-1" }, drawing, row);
+  let places = null, shown = null;
+  const show = (active) => {
+    if (active === shown) return;
+    shown = active;
+    places ??= buttons.map((button) => button.offsetLeft + button.offsetWidth / 2);
+    paintArcs(drawing, sight, heads, words, active, places, row.offsetWidth);
+    const strongest = active < 0 || heads.length === 0 ? null : sight.row(heads[0], active, words, state.valued);
+    buttons.forEach((button, j) => {
+      const part = strongest ? Math.round(Math.sqrt(strongest[j]) * 70) : 0;
+      button.style.background = part ? `color-mix(in srgb, ${CHOSEN[0]} ${part}%, var(--paper))` : "";
+    });
+    where.replaceChildren(...(active < 0 ? [] : looksOf(sight, heads, words, active)));
+  };
+  const token = (event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
+  row.addEventListener("pointerover", (event) => show(token(event) >= 0 ? token(event) : state.token));
+  row.addEventListener("pointerleave", () => show(state.token));
+  row.addEventListener("focusin", (event) => show(token(event)));
+  row.addEventListener("click", (event) => {
+    const at = token(event);
+    if (at < 0) return;
+    change({ token: at === state.token ? -1 : at }, true);
+    buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === state.token)));
+    shown = null;
+    show(state.token);
+  });
+  requestAnimationFrame(() => show(state.token));
+  return section(words ? "Words and what they look at" : "Tokens and what they look at", strip,
+    el("p", { class: "note" }, `Point at a ${words ? "word" : "token"} to see where each head looks from it; press to keep it.`
+      + (sight.whole ? "" : ` Of ${sight.n} tokens the ${sight.perRow} strongest looks of each are kept.`)
+      + (sight.cutFrom ? ` The text has ${sight.cutFrom} tokens; the first ${sight.n} are shown.` : "")), where);
+}
+
+function paintArcs(drawing, sight, heads, words, active, places, wide) {
+  const found = [];
+  heads.forEach((head, place) => {
+    const rows = active < 0 ? places.keys() : [active];
+    for (const i of rows) sight.row(head, i, words, state.valued).forEach((weight, j) => {
+      if (weight >= (active < 0 ? FAINT : 0.02)) found.push([weight, i, j, place]);
+    });
+  });
+  found.sort((a, b) => b[0] - a[0]);
+  const high = 150;
+  drawing.setAttribute("width", wide);
+  drawing.replaceChildren(...found.slice(0, ARCS).reverse().map(([weight, i, j, place]) => {
+    const from = places[i] + place * 2 - 3, to = places[j] + place * 2 - 3, rise = Math.min(high - 6, 14 + Math.abs(to - from) * 0.42);
+    const d = i === j ? `M${from - 5} ${high}C${from - 14} ${high - 26} ${from + 14} ${high - 26} ${from + 5} ${high}`
+      : `M${from} ${high}C${from} ${high - rise * 1.32} ${to} ${high - rise * 1.32} ${to} ${high}`;
+    return svg("path", { d, fill: "none", stroke: CHOSEN[place], "stroke-width": 0.6 + 3 * weight, opacity: Math.min(1, 0.15 + weight).toFixed(2) });
+  }));
+}
+
+// Two tables: the chosen heads, and those of all heads that look hardest from here.
+function looksOf(sight, heads, words, i) {
+  const labels = sight.labels(words);
+  const best = (head) => [...sight.row(head, i, words, state.valued)].map((weight, j) => [weight, j]).sort((a, b) => b[0] - a[0]).slice(0, 3);
+  const told = (pairs) => pairs.filter(([weight]) => weight > 0).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ");
+  const hardest = sight.hardest(i, 8, words, state.valued);
+  return [
+    grid(`Where “${labels[i]}” looks`, ["head", "role", "looks at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", told(best(head))])),
+    grid(`Heads that look hardest from “${labels[i]}”, resting places left out`, ["head", "role", "at", "weight"],
+      hardest.map(([head, j, weight]) => [head, store.heads.get(head)?.role ?? "", labels[j], weight])),
+  ];
+}
+
+function mapSection(sight, heads, words) {
+  const head = sight.has(state.head) && heads.includes(state.head) ? state.head : heads[0];
+  if (!head) return section("Map", el("p", { class: "note" }, "Choose a head above."));
+  const labels = sight.labels(words), pin = state.pin.split(",").map(Number);
+  const pinned = pin.length === 2 && pin.every((place) => place >= 0 && place < labels.length) ? pin : null;
+  const rowTable = el("div", {});
+  const fillRow = (at) => rowTable.replaceChildren(at === null ? el("p", { class: "note" }, "Pin a row to read its numbers.")
+    : grid(`Where “${labels[at[0]]}” looks in ${head}`, ["at", "weight"],
+      [...sight.row(head, at[0], words, state.valued)].map((weight, j) => [labels[j], [weight, 3]]).filter(([, [weight]]) => weight > 0)));
+  fillRow(pinned);
+  return section(`Map of ${head}`,
+    el("div", { class: "tools" }, choice("head", heads.map((one) => [one, `${one} ${store.heads.get(one)?.role ?? ""}`]), head, (one) => change({ head: one }))),
+    heatMap({ weights: sight.map(head, words, state.valued), labels, name: `Attention of head ${head}`, pinned,
+      onpin: (at) => { change({ pin: at ? at.join(",") : "" }, true); fillRow(at); } }),
+    el("details", { open: pinned !== null }, el("summary", {}, "The row as a table"), rowTable));
+}
+
+function nextWord(sight) {
+  if (!sight.next) return el("div", { class: "stack" }, section("Next word", el("p", { class: "note" }, "This model predicts no next word.")));
+  const { likely, shares, rest, logit } = sight.next;
+  const made = [section("Next word", barList(likely.map(([word, p]) => [visible(word), p]), 3, true))];
+  if (shares) {
+    const parts = Object.entries(shares).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, 14);
+    const named = (head) => press(head, () => change({ view: "card", head }), { class: "small" });
+    made.push(section(`What each head adds to “${visible(likely[0][0])}”`,
+      el("p", { class: "note" }, `Straight through the last norm, in logits; all parts together make ${logit.toFixed(2)}. The 14 largest of ${Object.keys(shares).length} heads:`),
+      barList(parts.map(([head, share]) => [named(head), share])), el("h3", {}, "and everything else"), barList(Object.entries(rest))));
+  }
+  return el("div", { class: "stack" }, made);
+}

@@ -1,0 +1,128 @@
+// One sentence as all heads saw it. A byte b stands for the weight (b/255)²; large models keep the strongest of each row.
+
+const WEIGHT = Float32Array.from({ length: 256 }, (_, b) => (b / 255) ** 2);
+
+export class Sight {
+  static async unpack(given) {
+    const sight = new Sight();
+    sight.text = given.text;
+    sight.tokens = given.tokens;
+    sight.words = given.words;
+    sight.wordOf = given.word_of;
+    sight.special = given.special;
+    sight.next = given.next;
+    sight.cutFrom = given.cut_from;
+    sight.whole = given.form === "whole";
+    sight.heads = given.heads;
+    sight.place = new Map(given.heads.map((head, place) => [head, place]));
+    sight.n = given.tokens.length;
+    sight.shares = await inflate(given.shares);
+    sight.norms = await lengths(given.norms, sight.n);
+    if (sight.whole) sight.maps = await inflate(given.maps);
+    else {
+      sight.size = given.thumb;
+      sight.thumbs = await inflate(given.thumbs);
+      sight.perRow = given.per_row;
+      sight.columns = new Uint16Array((await inflate(given.columns)).buffer);
+      sight.weights = await inflate(given.weights);
+      sight.totals = await lengths(given.totals, sight.n);
+    }
+    sight.tokensOf = sight.words.map(() => []);
+    sight.wordOf.forEach((word, token) => sight.tokensOf[word].push(token));
+    return sight;
+  }
+
+  has(head) {
+    return this.place.has(head);
+  }
+
+  labels(words) {
+    return words ? this.words : this.tokens;
+  }
+
+  // Where one token, or word, looks in one head. Attention to a split word is the sum over its tokens, from it the mean.
+  row(head, i, words = false, valued = false) {
+    if (!words) return this.tokenRow(head, i, valued);
+    const made = new Float32Array(this.words.length);
+    for (const token of this.tokensOf[i]) {
+      const row = this.tokenRow(head, token, valued);
+      for (let j = 0; j < this.n; j++) made[this.wordOf[j]] += row[j] / this.tokensOf[i].length;
+    }
+    return made;
+  }
+
+  tokenRow(head, i, valued) {
+    const n = this.n, h = this.place.get(head), made = new Float32Array(n);
+    if (this.whole) {
+      const start = (h * n + i) * n;
+      for (let j = 0; j < n; j++) made[j] = WEIGHT[this.maps[start + j]];
+    } else {
+      const start = (h * n + i) * this.perRow;
+      for (let e = start; e < start + this.perRow; e++) if (this.weights[e]) made[this.columns[e]] = WEIGHT[this.weights[e]];
+    }
+    if (!valued) return made;
+    let total = this.whole ? 0 : this.totals[h * n + i];
+    for (let j = 0; j < n; j++) {
+      made[j] *= this.norms[h * n + j];
+      if (this.whole) total += made[j];
+    }
+    if (total > 0) for (let j = 0; j < n; j++) made[j] /= total;
+    return made;
+  }
+
+  // A whole map, row by row: (size, size).
+  map(head, words = false, valued = false) {
+    const size = this.labels(words).length, made = new Float32Array(size * size);
+    for (let i = 0; i < size; i++) made.set(this.row(head, i, words, valued), i * size);
+    return made;
+  }
+
+  // A small picture of a map as bytes on the scale of square roots; the largest weight under each pixel.
+  thumb(head, most = 32) {
+    const h = this.place.get(head), n = this.n;
+    if (!this.whole) return { size: this.size, bytes: this.thumbs.subarray(h * this.size ** 2, (h + 1) * this.size ** 2) };
+    const size = Math.min(n, most), bytes = new Uint8Array(size * size);
+    for (let i = 0; i < n; i++) {
+      const row = Math.floor((i * size) / n) * size, start = (h * n + i) * n;
+      for (let j = 0; j < n; j++) {
+        const at = row + Math.floor((j * size) / n), byte = this.maps[start + j];
+        if (byte > bytes[at]) bytes[at] = byte;
+      }
+    }
+    return { size, bytes };
+  }
+
+  // A head's share of what its layer writes at a token, by length.
+  share(head, token) {
+    return this.shares[this.place.get(head) * this.n + token] / 255;
+  }
+
+  // Looks that say little: at the first token, at special ones, at oneself.
+  rests(i, j, words) {
+    const first = words ? this.tokensOf[j][0] : j;
+    return j === 0 || i === j || this.special[first];
+  }
+
+  // The heads in which a token looks hardest at another one: [head, place, weight].
+  hardest(i, count, words, valued) {
+    const found = [];
+    for (const head of this.heads) {
+      const row = this.row(head, i, words, valued);
+      let best = -1;
+      for (let j = 0; j < row.length; j++) if (row[j] > 0 && !this.rests(i, j, words) && (best < 0 || row[j] > row[best])) best = j;
+      if (best >= 0) found.push([head, best, row[best]]);
+    }
+    return found.sort((a, b) => b[2] - a[2]).slice(0, count);
+  }
+}
+
+async function inflate(text) {
+  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function lengths(given, n) {
+  const data = new Uint16Array((await inflate(given.data)).buffer);
+  return Float32Array.from(data, (value, at) => (value / 65535) * given.top[Math.floor(at / n)]);
+}

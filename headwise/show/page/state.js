@@ -1,0 +1,41 @@
+// What is shown, kept in the address after #, so that a link leads to the same sight.
+
+const START = {
+  view: "overview", head: "", other: "", sentence: 0, level: "token", valued: false, token: -1, heads: "", role: "",
+  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", theme: "",
+};
+export const state = { ...START };
+const listeners = [];
+
+export function onChange(listener) {
+  listeners.push(listener);
+}
+
+// Change something and tell everyone. `quiet`: nobody has to be told. Another view or head is a step one can go back from.
+export function change(patch, quiet = false) {
+  const step = ["view", "head", "other"].some((key) => key in patch && patch[key] !== state[key]);
+  Object.assign(state, patch);
+  const hash = `#${writeHash(state)}`;
+  if (hash !== location.hash) history[step ? "pushState" : "replaceState"](null, "", hash);
+  if (!quiet) for (const listener of listeners) listener();
+}
+
+export function writeHash(from) {
+  const kept = Object.entries(from).filter(([key, value]) => value !== START[key]);
+  return new URLSearchParams(kept.map(([key, value]) => [key, value === true ? "1" : String(value)])).toString();
+}
+
+export function readHash(text = location.hash) {
+  const given = new URLSearchParams(text.replace(/^#/, ""));
+  for (const [key, usual] of Object.entries(START)) {
+    const value = given.get(key);
+    if (value === null) state[key] = usual;
+    else if (typeof usual === "number") state[key] = Number.isInteger(Number(value)) ? Number(value) : usual;
+    else state[key] = typeof usual === "boolean" ? value === "1" : value;
+  }
+}
+
+globalThis.addEventListener?.("popstate", () => {
+  readHash();
+  for (const listener of listeners) listener();
+});
