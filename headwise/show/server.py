@@ -26,6 +26,7 @@ KINDS = {
     "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml", "png": "image/png", "json": "application/json",
 }  # fmt: skip
+LIVE = b'<head>\n<meta name="headwise-live" content="yes">'  # how the page knows that somebody answers
 CONNECTIONS = 512  # at once
 ADDRESS = 32  # characters of a head's
 
@@ -42,6 +43,7 @@ def make_app(
     """The view as an ASGI app, guarded: its files, GET api/book, POST api/sentence, api/predict, api/step."""
     turns = turns or Turns()
     told = _json(book)  # once: it stays the same
+    files = {**files, "index.html": files["index.html"].replace(b"<head>", LIVE, 1)}
     answers: dict[str, Callable[..., dict]] = {"sentence": live.sentence, "predict": live.predict, "step": live.step}
 
     async def get_book(_: Request) -> Response:

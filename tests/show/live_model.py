@@ -14,7 +14,7 @@ from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
 
 TEXT = "the cat likes the dog"
-FILES = {"index.html": b"<!doctype html><title>x</title>", "style.css": b"p {}", "main.js": b"1;"}
+FILES = {"index.html": b"<!doctype html><head><title>x</title></head>", "style.css": b"p {}", "main.js": b"1;"}
 
 
 def make_model(**more: Any) -> Transformer:

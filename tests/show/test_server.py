@@ -41,9 +41,12 @@ def ask(client: TestClient, what: str, **asked: Any) -> dict[str, Any]:
 
 
 def test_page_and_book(client: TestClient) -> None:
-    for path, name in (("/", "index.html"), ("/style.css", "style.css"), ("/main.js", "main.js")):
-        answer = client.get(path)
+    for name in ("style.css", "main.js"):
+        answer = client.get(f"/{name}")
         assert (answer.status_code, answer.content) == (200, FILES[name])
+    page = client.get("/").text
+    assert page == client.get("/index.html").text
+    assert page == '<!doctype html><head>\n<meta name="headwise-live" content="yes"><title>x</title></head>'
     assert client.get("/main.js").headers["content-type"] == "text/javascript; charset=utf-8"
     assert client.get("/api/book").json() == {"version": 1}
     assert client.head("/").status_code == 200
