@@ -66,7 +66,7 @@ class Attached(nn.Module):
 
     def __init__(self, model: Any, layers: list[Layer], tokenizer: Tokenizer | None) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.tokenizer: Any = tokenizer
         self.family: str | None = getattr(model.config, "model_type", None)
         self._layers = layers

@@ -5,7 +5,6 @@ note and cuts before it loads. Written whole, anyone can load it.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,7 @@ def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
     for layer in layers:
         writes: Any = layer.found.writes
         if writes is not None and writes.bias is None and f"{names[id(writes)]}.bias" in reader.shapes:
-            writes.bias = torch.nn.Parameter(writes.weight.new_zeros(len(layer.write.slices[0].mT) or layer.spec.width))
+            writes.bias = torch.nn.Parameter(writes.weight.new_zeros(layer.spec.width))
     state = {name: reader.get(name).clone() for name in reader.shapes}
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
@@ -202,8 +201,3 @@ def _spread_out(layer: Layer, first: Layer) -> None:
     slices.zero_()
     if spec.head_ids:
         slices[list(spec.head_ids)] = layer.write.slices
-
-
-def say_attached(source: object) -> None:
-    """Tell, once a load, that transformers runs this model."""
-    print(f"{source}: not a family mapped here; attached to transformers' own model instead.", file=sys.stderr)

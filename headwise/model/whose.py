@@ -16,7 +16,11 @@ class AnyModel(Protocol):
     """A model with heads: our `Transformer`, or an attached one."""
 
     tokenizer: Any
-    training: bool
+
+    @property
+    def training(self) -> bool:
+        """Whether it is in training mode."""
+        ...
 
     @property
     def spec(self) -> ModelSpec:

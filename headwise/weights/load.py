@@ -1,19 +1,24 @@
 """`load`, the one door: real weights, never random ones, from a bundle, a folder, a file or the hub."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from headwise.attach import Attached
+from headwise.attach.handle import load_attached
+from headwise.attach.store import NOTE
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.gguf import tokenizer_from_gguf
-from headwise.weights.families import Family, family_of
+from headwise.weights.families import FAMILIES, Family, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import Found, Line, check_names, find_prefix, lines_for
@@ -47,10 +52,15 @@ def load(
     weights as they are stored. Weights stay in the mapped file until they are written to, where dtype and device allow.
     `check` reads them all once and refuses NaN and infinities; without it they are read when first used.
 
+    A folder of a family that is not mapped here is attached to instead, if transformers is installed, and that is said; so is
+    one that an attached model was saved to after heads were cut. What comes back then is an `Attached`, called alike.
+
     >>> model = load("minilm")
     >>> model.spec.layers, model.spec.attention.heads
     (6, 12)
     """
+    if is_theirs(path := find(source)):
+        return _attached(path, dtype, device, check)  # pyright: ignore[reportReturnType]
     checkpoint = open_checkpoint(source)
     model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
@@ -65,6 +75,26 @@ def load(
     model.tokenizer = checkpoint.tokenizer
     model.family = None if checkpoint.family is None else checkpoint.family.name
     return model.eval()
+
+
+def is_theirs(path: Path) -> bool:
+    """Whether a place holds a model that is reached through transformers: of a family not mapped here, or cut there."""
+    if not path.is_dir() or inside(path, "spec.json").is_file() or not inside(path, "config.json").is_file():
+        return False
+    kind = read_json(inside(path, "config.json")).get("model_type")
+    mapped = any(kind in family.model_types for family in FAMILIES)
+    return inside(path, NOTE).is_file() or (not mapped and find_spec("transformers") is not None)
+
+
+def _attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str, check: bool) -> Attached:
+    theirs = load_attached(folder, dtype, device)
+    for name, tensor in theirs.model.state_dict().items():
+        if check and tensor.is_floating_point():
+            _check_numbers(folder, name, tensor)
+    print(
+        f"{folder}: {theirs.family} is not mapped here, so transformers runs it and it is attached to.", file=sys.stderr
+    )
+    return theirs
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:

@@ -13,7 +13,10 @@ def family_of(model_type: str | None) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    raise HeadwiseError(f"the architecture {model_type!r} is not one Headwise reads; supported: {known}.")
+    raise HeadwiseError(
+        f"the architecture {model_type!r} is not one Headwise reads; supported: {known}. With "
+        f"transformers installed (headwise[attach]) folders of other families are attached to instead."
+    )
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

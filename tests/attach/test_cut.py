@@ -1,0 +1,174 @@
+"""Heads cut out of other people's models: what is left computes what silence did, in memory, in a folder, and whole again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from tests.attach.models import BY_NAME, CASES, Case, first, transformers
+
+CUT = [case for case in CASES if case.cut]
+each_cut = pytest.mark.parametrize("case", CUT, ids=lambda case: case.name)
+GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+# One head; a whole layer, the first, whose keys a cache counts by; a key/value group and an uneven rest.
+WHICH = {"one": "1.2", "layer": "0.*", "many": "0.1,1.0-2,2.3"}
+
+
+def silenced(model: Any, theirs: Any, which: str, given: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad(), theirs.heads.select(which).silenced():
+        return first(model(**given))
+
+
+@each_cut
+@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+def test_silence_is_cut(case: Case, which: str) -> None:
+    model, given = case.build().double(), case.inputs("right")
+    theirs = hw.attach(model)
+    want = silenced(model, theirs, which, given)
+    before = sum(value.numel() for value in model.parameters())
+    gone = len(theirs.heads.select(which))
+    total = len(theirs.heads)
+    theirs.cut(which)
+    with torch.no_grad():
+        got = first(model(**given))
+        with hw.record(theirs) as recording:
+            assert torch.equal(first(model(**given)), got)
+    assert (got - want)[given["attention_mask"].bool()].abs().max() <= 1e-9
+    assert len(theirs.heads) == total - gone == len(recording) == len(theirs.spec.addresses)
+    assert sum(value.numel() for value in model.parameters()) < before
+
+
+@each_cut
+def test_parameters_fall_by_what_the_heads_held(case: Case) -> None:
+    model = case.build()
+    theirs = hw.attach(model)
+    before = sum(value.numel() for value in model.parameters())
+    head = theirs.heads.select("2.1")
+    (one,) = head
+    spec, held = one.layer.spec, one.W_Q.numel() + one.W_O.numel() + (0 if one.b_Q is None else one.b_Q.numel())
+    if spec.kv_heads == spec.heads:
+        held += one.W_K.numel() + one.W_V.numel() + (0 if one.b_K is None else 2 * one.b_K.numel())
+    theirs.cut("2.1")
+    assert before - sum(value.numel() for value in model.parameters()) == held
+
+
+@each_cut
+@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+def test_saved_and_loaded_again(case: Case, which: str, tmp_path: Path) -> None:
+    model, given = case.build(), case.inputs("right")
+    theirs = hw.attach(model).cut(which)
+    with torch.no_grad():
+        want = first(model(**given))
+    theirs.save_pretrained(tmp_path / "small")
+    assert "headwise" not in (tmp_path / "small" / "config.json").read_text()
+    again = hw.load(tmp_path / "small")
+    with torch.no_grad():
+        assert torch.equal(first(again.model(**given)), want)  # pyright: ignore
+    assert again.heads.addresses == theirs.heads.addresses
+    theirs.save_pretrained(tmp_path / "whole", whole=True)
+    plain = type(model).from_pretrained(tmp_path / "whole").eval()
+    with torch.no_grad():
+        got = first(plain(**given))
+    assert (got - want)[given["attention_mask"].bool()].abs().max() <= 1e-4
+    assert sum(v.numel() for v in plain.parameters()) == sum(v.numel() for v in case.build().parameters())
+
+
+@each_cut
+def test_pruning_makes_another_model_and_leaves_this_one(case: Case) -> None:
+    model, given = case.build(), case.inputs("right")
+    theirs = hw.attach(model)
+    with torch.no_grad():
+        before = first(model(**given))
+    want = silenced(model, theirs, "1.1,2.0", given)
+    small = hw.prune(theirs, heads="1.1,2.0", fold=False)
+    with torch.no_grad():
+        assert torch.equal(first(model(**given)), before)
+        assert (first(small.model(**given)) - want)[given["attention_mask"].bool()].abs().max() <= 1e-4
+    assert len(theirs.heads) - len(small.heads) == 2
+
+
+@pytest.mark.parametrize("case", [case for case in CUT if case.kind == "decoder"], ids=lambda case: case.name)
+@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_a_cut_model_generates_as_the_silenced_one_does(case: Case, which: str, cache: str) -> None:
+    model, given = case.build(), case.inputs("left")
+    theirs = hw.attach(model)
+    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    how |= {"use_cache": cache != "none"} | ({"cache_implementation": "static"} if cache == "static" else {})
+    with theirs.heads.select(which).silenced():
+        want = model.generate(**given, **how)
+    theirs.cut(which)
+    assert torch.equal(model.generate(**given, **how), want)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_different_sizes(name: str) -> None:
+    """Of two groups of three, one loses a head: keys stay two while attached, and are shared out when it is detached."""
+    case = BY_NAME[name]
+    model, given = case.build().double(), case.inputs("right")
+    theirs = hw.attach(model)
+    want = silenced(model, theirs, "1.4", given)
+    theirs.cut("1.4")
+    layer = theirs.attention_layers()[1]
+    assert layer.spec.kv_of_head == (0, 0, 0, 1, 1)
+    assert layer.found.read(1).weight.shape[0] == 2 * 4
+    theirs.detach()
+    assert layer.found.read(1).weight.shape[0] == 5 * 4
+    real = given["attention_mask"].bool()
+    with torch.no_grad():
+        assert (first(model(**given)) - want)[real].abs().max() <= 1e-9  # plain transformers now
+        again = hw.attach(model)
+        assert [str(a) for a in again.heads.addresses if a.layer == 1] == ["1.0", "1.1", "1.2", "1.3", "1.5"]
+        assert (first(model(**given)) - want)[real].abs().max() <= 1e-9
+        further = silenced(model, again, "1.5", given)
+        again.cut("1.5")
+        assert (first(model(**given)) - further)[real].abs().max() <= 1e-9
+
+
+@each_cut
+def test_what_is_folded_stands_in_the_bias(case: Case, tmp_path: Path) -> None:
+    from headwise.change.cut import cut, fold
+    from headwise.look.ablate import ablated, mean_of, record_z
+
+    model, given = case.build().double(), case.inputs()
+    theirs = hw.attach(model)
+    means = mean_of([record_z(theirs, given["input_ids"])])
+    with torch.no_grad(), ablated(theirs, "0.1,1.*", "mean", means=means):
+        want = first(model(**given))
+    small = cut(theirs, "0.1,1.*", fold(theirs, "0.1,1.*", means))
+    with torch.no_grad():
+        assert (first(small.model(**given)) - want).abs().max() <= 1e-9
+    small.save_pretrained(tmp_path / "small")
+    again = hw.load(tmp_path / "small", dtype=None)
+    with torch.no_grad():
+        assert (first(again.model(**given)) - want).abs().max() <= 1e-9  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.cut and case.name != "electra"], ids=lambda case: case.name
+)
+def test_what_cannot_be_cut_is_refused_and_silence_is_offered(case: Case) -> None:
+    theirs = hw.attach(case.build())
+    kept = {name: value.clone() for name, value in theirs.model.state_dict().items()}
+    with pytest.raises(hw.HeadwiseError, match=r"cannot be cut.*silenced\(\)"):
+        theirs.cut([theirs.heads.addresses[0]])
+    assert all(torch.equal(value, kept[name]) for name, value in theirs.model.state_dict().items())
+
+
+def test_misuse_of_cutting() -> None:
+    theirs = hw.attach(BY_NAME["llama"].build())
+    with pytest.raises(hw.HeadwiseError, match="all 18 heads"):
+        theirs.cut("*")
+    with pytest.raises(hw.HeadwiseError, match="end that before cutting"), theirs.heads["1.1"].silenced():
+        theirs.cut("1.2")
+    with pytest.raises(hw.HeadwiseError, match="names no head here"):
+        theirs.cut("7.1")
+
+
+def test_plain_transformers_refuses_the_smaller_folder(tmp_path: Path) -> None:
+    model = BY_NAME["llama"].build()
+    hw.attach(model).cut("1.2").save_pretrained(tmp_path / "small")
+    with pytest.raises(RuntimeError, match=r"size|shape|mismatch"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "small")
