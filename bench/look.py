@@ -61,10 +61,10 @@ def make_flags() -> Tensor:
 
 def full(model: hw.Transformer, batch: Batch, every: int = 1, detail: str = "full") -> Callable[[], None]:
     """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
-    flags = make_flags()
+    surface = Surface(Tally(HEADS), Evidence(HEADS), make_flags(), every, detail)  # one for a whole corpus
 
     def work() -> None:
-        surface = Surface(Tally(HEADS), Evidence(HEADS), flags, every, detail)
+        batch.memo.clear()  # every text is new
         listening(model, batch, lambda seen, first: surface.see(seen, batch, first))
 
     return work

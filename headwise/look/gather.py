@@ -58,8 +58,7 @@ def gather(
     """Walk over a call, or over one block of rows in so many. `flags` (B, S, c) are the classes of the keys, the second of
     them special tokens; `norms` (B, H, S) the length of what each key writes; `see` is shown each block as it goes by."""
     rows = _empty(seen, inputs, every)
-    ordinary = (flags[:, None, None, :, 1] == 0).to(inputs)  # (B, 1, 1, S)
-    framed = bool((ordinary == 0).any())
+    ordinary = (flags[..., 1] == 0) & batch.real  # (B, S)
     known: list[Known] = []
     pairs: list[Pairs] = []
     slot = slice(0, 0)
@@ -73,9 +72,7 @@ def gather(
             getattr(rows, name)[:, heads, slot] = getattr(block, name)
         torch.linalg.vector_norm(block.e, dim=-1, out=rows.square[:, heads, slot])
         rows.near[:, heads, slot] = block.at(1 - WINDOW if rows.ahead else 0, WINDOW)
-        if framed:
-            shown = torch.mul(block.e, ordinary[..., block.cols.start : block.cols.stop], out=block.scratch)
-            torch.amax(shown, -1, out=rows.top[:, heads, slot])
+        _add_top(block, ordinary[:, block.cols.start : block.cols.stop], rows.top[:, heads, slot])
         _add_bins(block, rows.ahead, rows.far[:, heads, slot], rows.last[slot])
         _add_repeated(block, pairs[-1], norms, rows.repeated[:, :, heads, slot])
         if see is not None:
@@ -164,7 +161,7 @@ def _empty(seen: Seen, inputs: Tensor, every: int) -> Full:
     return Full(
         places=later, counted=later, ahead=ahead, visible=later, classes=later, sees_first=later, repeats=later,
         total=new(B, H, n), energy=new(B, H, n), features=new(B, H, n, inputs.shape[-1]), square=new(B, H, n),
-        near=new(B, H, n, 2 * WINDOW - 1 if ahead else WINDOW), top=new(B, H, n).fill_(1.0),
+        near=new(B, H, n, 2 * WINDOW - 1 if ahead else WINDOW), top=new(B, H, n),
         far=new(B, H, n, len(EDGES)), last=torch.full((n,), -1, device=device), repeated=new(2, B, H, n),
     )  # fmt: skip
 
@@ -175,6 +172,23 @@ def looks_ahead(terms: Terms, T: int, S: int, device: torch.device) -> bool:
     if all(terms.keys(range(i, i + 1), T, S).stop <= i + past + 1 for i in {0, T // 2}):
         return False
     return any(sight.ahead for sight in sights(terms, T, S, device))
+
+
+def _add_top(block: Block, ordinary: Tensor, out: Tensor) -> None:
+    """The largest e at an ordinary key, into (B, h, R); `ordinary` (B, C). Where special tokens are none, or stand around the
+    text, nothing has to be hidden."""
+    columns = ordinary.any(0).nonzero()[:, 0]
+    if not len(columns):
+        out.zero_()
+        return
+    inner = slice(int(columns[0]), int(columns[-1]) + 1)
+    if inner == slice(0, ordinary.shape[1]) and bool(ordinary.all()):
+        out.fill_(1.0)  # the largest of all
+    elif bool(ordinary[:, inner].all()):
+        torch.amax(block.e[..., inner], -1, out=out)
+    else:
+        shown = torch.mul(block.e, ordinary[:, None, None].to(block.e), out=block.scratch)
+        torch.amax(shown, -1, out=out)
 
 
 def _add_bins(block: Block, ahead: bool, out: Tensor, last: Tensor) -> None:
