@@ -33,7 +33,7 @@ function neighbours(head) {
 function role(head) {
   const facts = [
     ["evidence", head.rung], ["score", head.score], ["by chance", head.null],
-    ["95 % interval", head.interval && `${number(head.interval[0])} to ${number(head.interval[1])}`],
+    ["95 % interval", head.interval && `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}`],
     ["without it, its probe loses", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
     ["rests", head.rest.join(", ") || "no"],
   ].filter(([, value]) => value !== null && value !== undefined);
@@ -50,7 +50,7 @@ function distances(head) {
 }
 
 function looking(head) {
-  const shown = head.evidence.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight)),
+  const shown = head.evidence.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight, 2)),
     seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))));
   return section("Where it looked hardest", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), " and ", el("mark", { class: "attended" }, "who is looked at")),
     shown.length ? shown : el("p", { class: "note" }, "It only rested."));
@@ -58,7 +58,7 @@ function looking(head) {
 
 function picture_(head, sight) {
   if (!sight?.has(head.address)) return null;
-  return section("On the sentence", heatMap({ weights: sight.map(head.address), labels: sight.tokens, name: `Attention of head ${head.address}`, most: 340 }));
+  return section("On the sentence", heatMap({ weights: sight.map(head.address), labels: sight.tokens, name: `Attention of head ${head.address}`, most: 270 }));
 }
 
 function writes(head) {
@@ -66,7 +66,7 @@ function writes(head) {
   const { copying, spread, words } = head.writes;
   const verdict = copying === null ? "it writes nothing" : Math.abs(copying) < 2 * spread ? "no more than random weights" : copying > 0 ? "it writes what it reads" : "it writes against what it reads";
   return section("What it writes",
-    el("dl", { class: "facts" }, el("dt", {}, "copying"), el("dd", { "data-fact": "copying", "data-value": copying }, `${number(copying)}: ${verdict} (those spread by ${number(spread, 3)})`)),
+    el("dl", { class: "facts" }, el("dt", {}, "copying"), el("dd", { "data-fact": "copying", "data-value": copying }, `${number(copying, 2)}: ${verdict} (those spread by ${number(spread, 3)})`)),
     words.length > 0 && grid("When it looks at a word, by the word's bare embedding", ["looks at", "makes likelier", "makes less likely"],
       words.map((one) => [one.token, one.promotes.map(([word]) => word.trim() || "␣").join("  "), one.suppresses.map(([word]) => word.trim() || "␣").join("  ")])));
 }
@@ -109,5 +109,5 @@ function runnersUp(head) {
   if (!head.supports.length) return null;
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
     grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "rung", "score", "by chance", "95 %", "p", "rows", "effect"],
-      head.supports.map((one) => [one.role, one.detail, one.rung, one.score, one.null, `${number(one.interval[0])}–${number(one.interval[1])}`, [one.p, 4], one.rows, one.effect === null ? "" : [one.effect, 3]])));
+      head.supports.map((one) => [one.role, one.detail, one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, one.effect === null ? "" : [one.effect, 3]])));
 }

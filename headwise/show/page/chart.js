@@ -44,9 +44,9 @@ function curve(points, colour, across, up) {
 export function offsetChart(offsets, others = null) {
   const high = 120, wide = 420, all = [...offsets, ...(others ?? [])];
   const top = Math.max(0.05, ...all.map(([, weight]) => weight ?? 0)), step = (wide - 40) / Math.max(1, offsets.length);
-  const made = svg("svg", { viewBox: `0 0 ${wide} ${high + 34}`, class: "plot", role: "img", "aria-label": `Mean weight by distance, at most ${number(top)}` });
+  const made = svg("svg", { viewBox: `0 0 ${wide} ${high + 34}`, class: "plot", role: "img", "aria-label": `Mean weight by distance, at most ${number(top, 2)}` });
   made.append(svg("line", { class: "axis", x1: 36, x2: wide, y1: high, y2: high }),
-    svg("text", { class: "soft", x: 32, y: 14, "text-anchor": "end" }, number(top)), svg("text", { class: "soft", x: 32, y: high, "text-anchor": "end" }, "0"));
+    svg("text", { class: "soft", x: 32, y: 14, "text-anchor": "end" }, number(top, 2)), svg("text", { class: "soft", x: 32, y: high, "text-anchor": "end" }, "0"));
   const paint = (some, colour, part, parts) => some.forEach(([offset, weight]) => {
     const place = offsets.findIndex(([one]) => one === offset), tall = ((weight ?? 0) / top) * (high - 8);
     if (place < 0) return;

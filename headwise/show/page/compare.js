@@ -40,7 +40,7 @@ function said(one, two, names) {
   const line = (name, tell) => [name, tell(one), tell(two)];
   return section("What they do", grid("Roles", ["", ...names], [
     line("role", (head) => `${head.role} ${head.detail}`), line("evidence", (head) => head.rung), line("score", (head) => [head.score, 3]), line("by chance", (head) => [head.null, 3]),
-    line("interval", (head) => (head.interval ? `${number(head.interval[0])} to ${number(head.interval[1])}` : "–")), line("rests", (head) => head.rest.join(", ") || "no"),
+    line("interval", (head) => (head.interval ? `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}` : "–")), line("rests", (head) => head.rest.join(", ") || "no"),
     line("worth", (head) => [head.importance?.worth ?? null, 4]),
   ]));
 }
@@ -48,9 +48,9 @@ function said(one, two, names) {
 function maps(sight, one, two, names) {
   if (store.other || !sight?.has(one.address) || !sight.has(two.address)) return null;
   const found = [one, two].map((head) => sight.map(head.address, false, state.valued));
-  const apart = sight.whole ? ` Jensen–Shannon divergence here: ${number(divergence(...found, sight.n), 3)} nats a row (0 the same, 0.693 nothing in common).` : "";
+  const apart = sight.whole ? `Jensen–Shannon divergence here: ${number(divergence(...found, sight.n), 3)} nats a row (0 the same, 0.693 nothing in common).` : "";
   return section("On the sentence", el("div", { class: "pair" }, found.map((weights, i) => el("div", {}, el("h3", {}, names[i]),
-    heatMap({ weights, labels: sight.tokens, name: `Attention of ${names[i]}`, most: 420 })))), el("p", { class: "note" }, `Rows look at columns.${apart}`));
+    heatMap({ weights, labels: sight.tokens, name: `Attention of ${names[i]}`, most: 420 })))), apart && el("p", { class: "note" }, apart));
 }
 
 // The mean over rows of H((p+q)/2) − (H(p)+H(q))/2.

@@ -49,7 +49,7 @@ export function press(label, act, properties = {}) {
   return el("button", { type: "button", "data-key": label, ...properties, onclick: act }, label);
 }
 
-// A table. A cell is text, a number, a node, or [number, digits]; numbers keep all their digits in data-value.
+// A table. A cell is text, a count, a node, or [number, digits]; numbers keep all their digits in data-value.
 export function grid(caption, columns, rows, properties = {}) {
   const head = el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name)));
   const body = rows.map((row) => el("tr", {}, row.map((cell, place) => tableCell(cell, place === 0))));
@@ -60,15 +60,16 @@ export function grid(caption, columns, rows, properties = {}) {
 function tableCell(cell, first) {
   const tag = first ? "th" : "td";
   const scope = first ? "row" : null;
-  const [value, digits] = Array.isArray(cell) ? cell : [cell, 2];
+  const [value, digits] = Array.isArray(cell) ? cell : [cell];
+  if (Array.isArray(cell) && value === null) return el(tag, { scope, class: "number" }, "–");
   if (typeof value === "number") return el(tag, { scope, class: "number", "data-value": value }, number(value, digits));
   return el(tag, { scope }, value ?? "");
 }
 
-// A number as people read it; "–" where there is none.
-export function number(value, digits = 2) {
+// A number as people read it: counts whole, others with so many digits; "–" where there is none.
+export function number(value, digits) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  if (Number.isInteger(value) && digits === 2) return value.toLocaleString("en");
+  if (digits === undefined) return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(2);
   if (value !== 0 && Math.abs(value) < 0.5 * 10 ** -digits) return value.toExponential(0);
   return value.toFixed(digits);
 }

@@ -4,7 +4,7 @@
 import { el, svg, section, choice, grid, brief, number } from "./dom.js";
 import { state, change } from "./state.js";
 import { store, openSentence } from "./book.js";
-import { CHOSEN, roleColour, ink } from "./colour.js";
+import { CHOSEN, ink } from "./colour.js";
 import { paintMap } from "./heat.js";
 
 export async function flow(root) {
@@ -12,7 +12,7 @@ export async function flow(root) {
   if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence to follow."));
   const layers = store.book.model.layers.filter((one) => one.heads.some((head) => sight.has(head)));
   const layer = layers.find((one) => one.address === (state.layer || state.head.split(".").slice(0, -1).join("."))) ?? layers[0];
-  const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.n - 1;
+  const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.special.lastIndexOf(false);
   const heads = layer.heads.filter((head) => sight.has(head));
   root.append(
     el("div", { class: "tools" },
@@ -27,7 +27,7 @@ export async function flow(root) {
 
 function most(sight, head, token) {
   const row = sight.row(head, token), best = row.indexOf(Math.max(...row));
-  return `${sight.tokens[best]} ${number(row[best])}`;
+  return `${sight.tokens[best]} ${number(row[best], 2)}`;
 }
 
 function drawing(sight, heads, token) {
@@ -49,8 +49,7 @@ function drawing(sight, heads, token) {
       svg("path", { d: `M${map + size + 130} ${y}C${out - 60} ${y} ${out - 70} ${slot} ${out} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.75 }, svg("title", {}, `${head}: ${number(share, 3)} of the write`)),
       svg("rect", { x: out, y: slot - width / 2, width: 26, height: width, fill: colour }),
       svg("path", { d: `M${out + 26} ${slot}C${out + 80} ${slot} ${out + 80} ${slot} ${blend} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.45 }),
-      svg("text", { x: map - 8, y: y - 5, "text-anchor": "end", fill: roleColour(store.heads.get(head)?.role ?? "unclear") }, head),
-      svg("text", { class: "soft", x: map + size + 8, y: y - 2 }, brief(most(sight, head, token), 18)),
+      svg("text", { x: map + size + 8, y: y - 2 }, svg("tspan", { "font-weight": "bold" }, head), ` ${brief(most(sight, head, token), 17)}`),
       svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, `writes ${number(share * 100, 0)} %`));
     box.append(smallMap(sight, head, token, size, map, y - size / 2));
   });
@@ -58,7 +57,7 @@ function drawing(sight, heads, token) {
     svg("rect", { x: 14, y: middle - 40, width: 20, height: 80, rx: 4, fill: ink("accent") }),
     svg("rect", { x: 34, y: middle - 1, width: 96, height: 2, fill: ink("soft") }),
     svg("text", { x: 14, y: middle - 48 }, `x of “${brief(sight.tokens[token], 12)}”`),
-    svg("text", { class: "soft", x: out + 13, y: Math.max(12, top - 8), "text-anchor": "middle" }, "side by side"),
+    svg("text", { class: "soft", x: out + 34, y: Math.max(12, top - 10) }, "side by side"),
     svg("rect", { x: blend, y: top - 6, width: 46, height: thick + 12, rx: 6, fill: ink("paper"), stroke: ink("text") }),
     svg("text", { x: blend + 23, y: middle + 4, "text-anchor": "middle" }, "W_O"),
     svg("path", { d: `M${blend + 46} ${middle}L${end} ${middle}`, stroke: ink("accent"), "stroke-width": 10, opacity: 0.8 }),

@@ -182,7 +182,7 @@ function tell(peek, head) {
   const seen = head.evidence[0];
   peek.replaceChildren(...[
     el("h2", {}, `${head.address} `, el("span", { class: "role", style: { color: roleColour(head.role) } }, `${head.role} ${head.detail}`)),
-    el("p", {}, `${head.rung}${head.score === null ? "" : `: ${number(head.score)} against ${number(head.null)} by chance`}`),
+    el("p", {}, `${head.rung}${head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.null, 2)} by chance`}`),
     head.rest.length > 0 && el("p", {}, `rests: ${head.rest.join(", ")}`),
     head.importance && el("p", {}, `worth ${number(head.importance.worth, 4)}`),
     seen && el("p", { class: "context" }, seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))),

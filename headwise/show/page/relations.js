@@ -12,8 +12,8 @@ export async function relations(root) {
   root.append(el("div", { class: "stack" },
     section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were chosen on one half of the texts; these numbers are from the other. > looks from dependent to head, < from head to dependent."),
       grid("Accuracy: the share of arcs whose target is looked at most", ["relation", "", "arcs", "best head", "accuracy", "95 %", "best offset", "its accuracy", "weight above its distance", "p"],
-        found.rows.map((row) => [row.relation, row.way, row.arcs, press(row.head, () => change({ view: "card", head: row.head }), { class: "small", "data-key": `${row.relation} ${row.head}` }), row.accuracy,
-          `${number(row.low)}–${number(row.high)}`, row.offset > 0 ? `+${row.offset}` : String(row.offset), row.offset_accuracy, [row.excess, 3], [row.p, 4]]), { "data-table": "relations" })),
+        found.rows.map((row) => [row.relation, row.way, row.arcs, press(row.head, () => change({ view: "card", head: row.head }), { class: "small", "data-key": `${row.relation} ${row.head}` }), [row.accuracy, 2],
+          `${number(row.low, 2)}–${number(row.high, 2)}`, row.offset > 0 ? `+${row.offset}` : String(row.offset), [row.offset_accuracy, 2], [row.excess, 3], [row.p, 4]]), { "data-table": "relations" })),
     section("Heads × relations", el("p", { class: "note" }, "Blue: above the best fixed offset; red: below. A column for each head, layer after layer."), matrix(found)),
     section("One relation", el("div", { class: "tools" }, choice("relation", found.rows.map((row) => [row.relation, `${row.relation} ${row.way}`]), chosen.relation, (relation) => change({ relation }))),
       strongest(found, chosen))));
@@ -67,6 +67,6 @@ function matrix(found) {
 
 function strongest(found, row) {
   const ordered = row.scores.map((score, i) => [found.heads[i], score]).filter(([, score]) => score !== null).sort((a, b) => b[1] - a[1]).slice(0, 20);
-  return grid(`The 20 best heads; the best fixed offset, ${row.offset}, has ${number(row.offset_accuracy)}`, ["head", "its role", "accuracy", "above the offset"],
+  return grid(`The 20 best heads; the best fixed offset, ${row.offset}, has ${number(row.offset_accuracy, 2)}`, ["head", "its role", "accuracy", "above the offset"],
     ordered.map(([head, score]) => [head, store.heads.get(head)?.role ?? "", [score, 3], [score - row.offset_accuracy, 3]]), { "data-table": "relation" });
 }

@@ -105,7 +105,7 @@ function looksOf(sight, heads, words, i) {
   return [
     grid(`Where “${labels[i]}” looks`, ["head", "role", "looks at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", told(best(head))])),
     grid(`Heads that look hardest from “${labels[i]}”, resting places left out`, ["head", "role", "at", "weight"],
-      hardest.map(([head, j, weight]) => [head, store.heads.get(head)?.role ?? "", labels[j], weight])),
+      hardest.map(([head, j, weight]) => [head, store.heads.get(head)?.role ?? "", labels[j], [weight, 2]])),
   ];
 }
 
@@ -127,7 +127,7 @@ function mapSection(sight, heads, words) {
 }
 
 function nextWord(sight) {
-  if (!sight.next) return el("div", { class: "stack" }, section("Next word", el("p", { class: "note" }, "This model predicts no next word.")));
+  if (!sight.next) return null; // an encoder predicts none
   const { likely, shares, rest, logit } = sight.next;
   const made = [section("Next word", barList(likely.map(([word, p]) => [visible(word), p]), 3, true))];
   if (shares) {
