@@ -2,88 +2,35 @@
 
 import http.client
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import headwise as hw
 from headwise.cli import main
 from headwise.show.live import Live
-from headwise.text.corpus import Corpus
-from tests.show.live_model import TEXT, make_model
-
-ROOT = Path(__file__).parents[2]
-
-
-class View(NamedTuple):
-    process: subprocess.Popen[str]
-    port: int
-    url: str
-
+from tests.show.live_model import TEXT, View, make_folder, viewing
 
 Answer = tuple[int, dict[str, str], bytes]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and its profile, so that a server starts at once."""
-    place = tmp_path_factory.mktemp("view")
-    model = make_model()
-    model.save(place / "small")
-    hw.profile(model, TEXT, relations=Corpus.little("held-out", documents=20), causal=False).save(place / "profile")
-    return place
+    return make_folder(tmp_path_factory.mktemp("view"))
 
 
 @pytest.fixture(scope="module")
 def view(folder: Path) -> Iterator[View]:
     with viewing(folder) as opened:
         yield opened
-
-
-@contextmanager
-def viewing(folder: Path, *more: str, code: str = "") -> Iterator[View]:
-    """`headwise view` in a process of its own; `code` is run in it first."""
-    arguments = [
-        "headwise",
-        "view",
-        str(folder / "small"),
-        "--profile",
-        str(folder / "profile"),
-        "--port",
-        "0",
-        "--json",
-    ]
-    code = f"import sys; sys.argv = {[*arguments, *more]!r}\n{code}\nfrom headwise.cli import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.stderr and process.stderr.read()
-        url = json.loads(line)["url"]
-        yield View(process, int(url.split(":")[2].split("/")[0]), url)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def request(port: int, path: str, asked: dict | None = None, headers: dict[str, str] | None = None) -> Answer:
