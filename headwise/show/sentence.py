@@ -52,8 +52,8 @@ def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_toke
     unit = _cut(model, text, most_tokens)
     chosen = pick(heads, model.spec.addresses)
     with quiet(model), torch.no_grad():
-        seen = _Sights(model, chosen, len(unit.ids))
-        hidden = seen.run(torch.tensor([unit.ids], device=model.device))
+        seen = Sights(chosen, len(unit.ids))
+        hidden = seen.run(model, torch.tensor([unit.ids], device=model.device))
         following = _next(model, list(unit.ids), hidden)
     whole = len(tokenizer_of(model).encode(text))
     return {
@@ -83,33 +83,36 @@ def _tokens(unit: Unit) -> dict[str, Any]:
     }
 
 
-class _Sights:
-    """What the heads asked for did on one text, layer by layer, already in bytes."""
+class Sights:
+    """What some heads did on one text, taken layer by layer and packed into bytes at the end."""
 
-    def __init__(self, model: AnyModel, chosen: tuple[Address, ...], tokens: int) -> None:
-        self.model, self.chosen, self.tokens = model, chosen, tokens
+    def __init__(self, chosen: tuple[Address, ...], tokens: int) -> None:
+        self.chosen, self.tokens = chosen, tokens
         self.whole = len(chosen) * tokens * tokens <= WHOLE
         self.parts: dict[str, dict[Address, np.ndarray]] = {}
 
-    def run(self, ids: Tensor) -> Tensor:
-        """One pass; gives the final hidden states."""
+    def run(self, model: AnyModel, ids: Tensor) -> Tensor:
+        """One pass of a model; gives the final hidden states."""
         with ExitStack() as listening:
-            for site in self.model.sites():
+            for site in model.sites():
                 listening.enter_context(site.listen(self.hear))
-            return self.model(ids, hidden=True)
+            return model(ids, hidden=True)
 
     def hear(self, seen: Seen) -> None:
-        places = [(i, a) for i, a in enumerate(seen.site.addresses) if a in self.chosen]
-        if not places:
+        """One layer's call."""
+        here = [i for i, address in enumerate(seen.site.addresses) if address in self.chosen]
+        if not here:
             return
-        here = [i for i, _ in places]
-        maps = seen.maps()[0, here].float()  # (h, T, S)
         v = seen.v[0, list(seen.terms.groups)][here].float()  # (h, S, e)
         lengths = PerHead(v[None], seen.site.W_O[here].float(), None).norms()[0]  # ‖v_j W_O‖: (h, S)
         wrote = PerHead(seen.z.float(), seen.site.W_O.float(), None).norms()[0]  # (H, T)
         total = wrote.sum(0)  # (T,)
-        share = (wrote / total.where(total > 0, 1.0))[here]
-        made = {"norms": lengths, "shares": share}
+        shares = (wrote / total.where(total > 0, 1.0))[here]  # (h, T)
+        self.keep([seen.site.addresses[i] for i in here], seen.maps()[0, here].float(), lengths, shares)
+
+    def keep(self, addresses: list[Address], maps: Tensor, lengths: Tensor, shares: Tensor) -> None:
+        """Maps (h, T, S), lengths of what is fetched (h, S), shares of what is written (h, T)."""
+        made = {"norms": lengths, "shares": shares}
         if self.whole:
             made["maps"] = maps
         else:
@@ -118,10 +121,8 @@ class _Sights:
             made |= {"weights": weights.where(weights >= FAINT, 0.0), "columns": columns}
             made["totals"] = (maps @ lengths[..., None])[..., 0]  # Σ_j p_ij ‖v_j W_O‖: (h, T)
         for name, values in made.items():
-            rows = values.cpu().numpy()
-            self.parts.setdefault(name, {}).update(
-                {address: row for (_, address), row in zip(places, rows, strict=True)}
-            )
+            kept = self.parts.setdefault(name, {})
+            kept.update(zip(addresses, values.cpu().numpy(), strict=True))
 
     def packed(self) -> dict[str, Any]:
         """Every head's bytes in the order of the heads."""
