@@ -33,11 +33,8 @@ class PerHead:
         return (self.write(index) for index in range(self.z.shape[1]))
 
     def norms(self) -> Tensor:
-        """The length of every write, ‖z W_O[h]‖, through the e×e Gram matrix of W_O: (B, H, T)."""
-        gram = self.W_O @ self.W_O.mT  # (H, e, e)
-        squares = ((self.z @ gram) * self.z).sum(-1)  # (B, H, T)
-        wrote = squares > 0
-        return squares.where(wrote, 1.0).sqrt() * wrote  # a silent head has length 0 and gradient 0, not NaN
+        """The length of every write, ‖z W_O[h]‖: (B, H, T)."""
+        return lengths(self.z, gram(self.W_O))
 
     def total(self) -> Tensor:
         """The layer's output as the sum over heads: (B, T, D)."""
@@ -45,3 +42,15 @@ class PerHead:
         for write in self.writes():
             total = total + write
         return total if self.b_O is None else total + self.b_O
+
+
+def gram(W_O: Tensor) -> Tensor:
+    """W_O W_Oᵀ of each head: all that lengths depend on, (H, e, D) → (H, e, e)."""
+    return W_O @ W_O.mT
+
+
+def lengths(x: Tensor, gram: Tensor) -> Tensor:
+    """‖x W_O[h]‖ without writing anything: (B, H, T, e), (H, e, e) → (B, H, T)."""
+    squares = ((x @ gram) * x).sum(-1)  # (B, H, T)
+    wrote = squares > 0
+    return squares.where(wrote, 1.0).sqrt() * wrote  # what is silent has length 0 and gradient 0, not NaN

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.heads.site import Seen
 from headwise.look.inputs import Batch, Unit
-from headwise.look.rows import walk
+from headwise.look.rows import fetched, walk
 from headwise.look.tally import BUCKETS, Tally
 
 NEAREST = range(-5, 6)  # the fixed offsets that are tried as a baseline
@@ -120,9 +120,7 @@ class Relations:
 
     def _word_maps(self, seen: Seen, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Word-by-word attention of each unit, plain and weighted by what is fetched: (H, W, W) each."""
-        W_O, H = seen.site.W_O, seen.q.shape[1]
-        v = seen.v[:, list(seen.terms.groups)]
-        norms = ((v @ (W_O @ W_O.mT)) * v).sum(-1).clamp(min=0).sqrt()  # (B, H, S)
+        H, norms = seen.q.shape[1], fetched(seen)  # (B, H, S)
         inputs = torch.stack((torch.ones_like(norms), norms), -1)
         asked = [self._prepared.get(unit.number) for unit in batch.units]
         plain = [torch.zeros(H, *[0 if a is None else a.to_word.shape[1]] * 2) for a in asked]

@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.classes import CLASSES, class_flags
 from headwise.look.inputs import around, tokenizer_of
-from headwise.look.rows import walk
+from headwise.look.rows import fetched, walk
 from headwise.look.tally import Tally
 from headwise.model import AnyModel
 
@@ -76,9 +76,7 @@ class Echo:
         """One call at one site."""
         start, m = self.repeats.start, self.repeats.length
         B, H = seen.q.shape[:2]
-        W_O = seen.site.W_O
-        v = seen.v[:, list(seen.terms.groups)]
-        norms = ((v @ (W_O @ W_O.mT)) * v).sum(-1).clamp(min=0).sqrt()  # (B, H, S)
+        norms = fetched(seen)  # (B, H, S)
         inputs = torch.stack((torch.ones_like(norms), norms), -1)  # (B, H, S, 2)
         sums = torch.zeros(B, H, len(NAMES), dtype=torch.float64)
         counts = torch.zeros(len(NAMES), dtype=torch.float64)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
+from headwise.heads.writes import gram, lengths
 from headwise.kernels import Mask
 from headwise.kernels.terms import Terms, spread
 
@@ -174,6 +175,11 @@ def walk(seen: Seen, features: Tensor, every: int = 1, memo: dict[Any, Any] | No
                 above = terms.sink[heads].to(top)[:, None] - top
                 total = total + above.clamp(max=80).exp()  # more would be infinite; keys have nothing left as it is
             yield Block(heads, sight, e, total, energy, summed, scratch=scores)
+
+
+def fetched(seen: Seen, of: Tensor | None = None) -> Tensor:
+    """The length of what each head would write if it looked at one key alone, ‖v W_O[h]‖: (B, H, S). `of`: W_O's gram."""
+    return lengths(spread(seen.v, seen.terms.groups), gram(seen.site.W_O) if of is None else of)
 
 
 def _of(x: Tensor, heads: slice) -> Tensor:

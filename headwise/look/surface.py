@@ -7,15 +7,15 @@ blocks, padding or processes were.
 import torch
 from torch import Tensor
 
-from headwise.heads.site import Seen
-from headwise.heads.writes import PerHead
+from headwise.heads.site import Seen, Site
+from headwise.heads.writes import gram, lengths
 from headwise.look import diagonals
 from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.gather import Full, Rows, See, gather
 from headwise.look.inputs import Batch
 from headwise.look.light import glance
-from headwise.look.rows import Block
+from headwise.look.rows import Block, fetched
 from headwise.look.tally import Tally
 
 SHAPE = ("entropy", "relative entropy", "participation", "distance", "first", "abstention", "uniform")
@@ -36,6 +36,7 @@ class Surface:
         self, tally: Tally, evidence: Evidence | None, flags: Tensor, every: int = 1, detail: str = "full"
     ) -> None:
         self.tally, self.evidence, self.flags, self.every, self.detail = tally, evidence, flags, every, detail
+        self._grams: dict[Site, tuple[tuple[int, int], Tensor]] = {}
 
     def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
         """One call at one site; its heads are counted from `first_head` on."""
@@ -45,11 +46,12 @@ class Surface:
         def add(names: tuple[str, ...], sums: Tensor, counts: Tensor) -> None:
             self.tally.add(names, heads, numbers, sums, counts)
 
-        add(WRITES, *_writes(seen, batch))
+        own = self._gram(seen.site)
+        add(WRITES, *_writes(seen, batch, own))
         if not seen.q.shape[1]:
             return
         flags = self._flags(batch)
-        inputs, norms = _features(seen, batch, flags)
+        inputs, norms = _features(seen, batch, flags, own)
         rows = None
         if self.detail == "full":
             rows = gather(seen, batch, inputs, flags, norms, self.every, self._keep(batch, first_head))
@@ -78,6 +80,13 @@ class Surface:
 
         return see
 
+    def _gram(self, site: Site) -> Tensor:
+        """W_O W_Oᵀ, (H, e, e), until the weights change."""
+        state = (site.W_O.data_ptr(), site.W_O._version)
+        if self._grams.get(site, (None,))[0] != state:
+            self._grams[site] = state, gram(site.W_O)
+        return self._grams[site][1]
+
     def _flags(self, batch: Batch) -> Tensor:
         """Classes of the keys, (B, S, c). The first token is in none but `special`: a sink is no interest in capitals."""
         if "flags" not in batch.memo:
@@ -88,13 +97,11 @@ class Surface:
         return batch.memo["flags"]
 
 
-def _features(seen: Seen, batch: Batch, flags: Tensor) -> tuple[Tensor, Tensor]:
+def _features(seen: Seen, batch: Batch, flags: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """What is summed over the keys, (B, H, S, 3 + c + 1 + c), and the length of what each key would write, (B, H, S)."""
     place = torch.arange(seen.k.shape[2], device=batch.ids.device) - batch.first[:, None]  # (B, S)
     common = torch.stack((torch.ones_like(place), place, place == 0), -1)
-    W_O = seen.site.W_O
-    v = seen.v[:, list(seen.terms.groups)]  # (B, H, S, e)
-    norms = ((v @ (W_O @ W_O.mT)) * v).sum(-1, keepdim=True).clamp(min=0).sqrt()  # (B, H, S, 1)
+    norms = fetched(seen, gram)[..., None]  # (B, H, S, 1)
     common = torch.cat((common.to(norms), flags.to(norms)), -1)[:, None].expand(-1, norms.shape[1], -1, -1)
     return torch.cat((common, norms, flags[:, None] * norms), -1), norms[..., 0]
 
@@ -130,10 +137,10 @@ def _confidence(rows: Full, flags: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.share(rows.top) * counts).sum(2)[..., None], counts.sum(2)[..., None]
 
 
-def _writes(seen: Seen, batch: Batch) -> tuple[Tensor, Tensor]:
-    lengths = PerHead(seen.z, seen.site.W_O, None).norms()  # (B, H, T)
-    shares = lengths / lengths.sum(1, keepdim=True).clamp(min=1e-30)
-    sums = (torch.stack((lengths, shares), -1) * batch.real[:, None, :, None]).sum(2)
+def _writes(seen: Seen, batch: Batch, gram: Tensor) -> tuple[Tensor, Tensor]:
+    long = lengths(seen.z, gram)  # (B, H, T)
+    shares = long / long.sum(1, keepdim=True).clamp(min=1e-30)
+    sums = (torch.stack((long, shares), -1) * batch.real[:, None, :, None]).sum(2)
     return sums, batch.real.sum(1)[:, None, None]
 
 
