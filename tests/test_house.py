@@ -32,7 +32,7 @@ PUBLIC_NAMES = [
 ]
 VERBS = [
     *("ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads"),
-    *("info", "presets", "prune", "train", "view"),
+    *("info", "plot", "presets", "prune", "train", "view"),
 ]
 
 

@@ -9,7 +9,22 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import ablate, attend, corpus, demo, export, generate, head, heads, info, presets, prune, train, view
+from headwise.cli import (
+    ablate,
+    attend,
+    corpus,
+    demo,
+    export,
+    generate,
+    head,
+    heads,
+    info,
+    plot,
+    presets,
+    prune,
+    train,
+    view,
+)
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(
@@ -31,6 +46,7 @@ app.command("head")(head.run)
 app.command("attend")(attend.run)
 app.command("ablate")(ablate.run)
 app.command("prune")(prune.run)
+app.command("plot")(plot.run)
 app.command("view")(view.run)
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from headwise.model import AnyModel
-
     from headwise.show.figures.plot import Plot
 
 VERSION = 1

@@ -1,52 +1,62 @@
-"""Pictures of one sentence: a heat map, and lines between words. Drawn without a display, into a file."""
+"""Pictures of one sentence: a heat map, and lines between words."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.look.attend import Attended, Word
+from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure, safe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
 Heads = Pattern | Sequence[str]
-KINDS = (".svg", ".png", ".pdf")
-INK, FAINT, PAPER = "#22262b", "#9aa1a9", "#ffffff"
-COLOURS = ("#1f6fb4", "#c2571a", "#2f8a4d", "#8a4fa3", "#a8324a", "#6b7a1f")  # dark enough for thin lines on white
 MOST = 12  # heads in one picture
 FAINTEST = 0.02  # below this weight a line says nothing
 
 
-def heat_map(attended: Attended, head: Heads, path: str | Path) -> Path:
-    """Draw one head's map, or several side by side: rows look, columns are looked at."""
+def heat_map(attended: Attended, head: Heads = "*") -> Drawing:
+    """One head's map, or several side by side: rows look, columns are looked at."""
     heads = _chosen(attended, head)
     looking, seen = attended.sides(heads[0])
     cell = 0.3 if max(len(looking.labels), len(seen.labels)) <= 40 else 0.2
     side = 0.09 * max(len(label) for label in looking.labels) + 0.3
     wide, high = len(seen.labels) * cell, len(looking.labels) * cell
-    figure = _figure(len(heads) * (wide + side + 0.35) + 0.6, high + 0.09 * max(map(len, seen.labels)) + 1.0)
+    figure = make_figure(len(heads) * (wide + side + 0.35) + 0.6, high + 0.09 * max(map(len, seen.labels)) + 1.0)
     panels = figure.subplots(1, len(heads), squeeze=False)[0]
     drawn = [_heat(panel, attended, name) for panel, name in zip(panels, heads, strict=True)]
     figure.colorbar(drawn[0], ax=list(panels), fraction=0.03, pad=0.02, shrink=0.8, label="attention weight")
-    return _save(figure, path)
+    return Drawing(figure, _rows(attended, heads))
 
 
-def arcs(attended: Attended, head: Heads, path: str | Path, source: Word | None = None) -> Path:
-    """Draw words in two columns, on the left those that look, on the right those that are looked at; a line's strength is
-    the weight. Several heads stand side by side; `source` shows the lines of one word alone."""
+def arcs(attended: Attended, head: Heads = "*", source: Word | None = None) -> Drawing:
+    """Words in two columns, on the left those that look, on the right those that are looked at; a line's strength is the
+    weight. Several heads stand side by side; `source` shows the lines of one word alone."""
     heads = _chosen(attended, head)
     both = [label for name in heads for part in attended.sides(name) for label in part.labels]
     tall = max(len(part.labels) for name in heads for part in attended.sides(name))
     margin = 0.085 * max(map(len, both)) + 0.15  # inches a label takes
-    figure = _figure(len(heads) * (2 * margin + 1.9), 0.27 * tall + 1.0)
+    figure = make_figure(len(heads) * (2 * margin + 1.9), 0.27 * tall + 1.0)
     panels = figure.subplots(1, len(heads), squeeze=False)[0]
     for number, (panel, name) in enumerate(zip(panels, heads, strict=True)):
         _lines(panel, attended, name, COLOURS[number % len(COLOURS)], source, margin / 1.5)
-    return _save(figure, path)
+    rows = _rows(attended, heads)
+    if source is not None:
+        places = {name: attended.sides(name)[0].find(source) for name in heads}
+        rows = [row for row in rows if row["place"] == places[row["head"]]]
+    return Drawing(figure, rows)
+
+
+def _rows(attended: Attended, heads: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"head": name, "place": i, "word": looking.names[i], "looks at": seen.names[j], "weight": weight}
+        for name in heads
+        for looking, seen in [attended.sides(name)]
+        for i, row in enumerate(attended.map(name).tolist())
+        for j, weight in enumerate(row)
+    ]
 
 
 def _heat(panel: "Axes", attended: Attended, head: str) -> "AxesImage":
@@ -54,8 +64,8 @@ def _heat(panel: "Axes", attended: Attended, head: str) -> "AxesImage":
     weights = attended.map(head).cpu().numpy()
     drawn = panel.imshow(weights, cmap="Blues", vmin=0.0, vmax=1.0, aspect="equal")
     size = 9 if max(weights.shape) <= 40 else 6
-    panel.set_xticks(range(len(seen.labels)), _safe(seen.labels), rotation=90, fontsize=size, color=INK)
-    panel.set_yticks(range(len(looking.labels)), _safe(looking.labels), fontsize=size, color=INK)
+    panel.set_xticks(range(len(seen.labels)), list(map(safe, seen.labels)), rotation=90, fontsize=size, color=INK)
+    panel.set_yticks(range(len(looking.labels)), list(map(safe, looking.labels)), fontsize=size, color=INK)
     panel.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
     panel.set_xticks([i - 0.5 for i in range(1, weights.shape[1])], minor=True)
     panel.set_yticks([i - 0.5 for i in range(1, weights.shape[0])], minor=True)
@@ -82,11 +92,11 @@ def _lines(panel: "Axes", attended: Attended, head: str, colour: str, source: Wo
                 met[j] = max(met[j], weight)
                 panel.plot((0, 1), (i, j), color=colour, alpha=min(1.0, weight), linewidth=0.8 + 2.0 * weight,
                            solid_capstyle="round")  # fmt: skip
-    for i, label in enumerate(_safe(looking.labels)):
+    for i, label in enumerate(map(safe, looking.labels)):
         lit = only is None or i == only
         panel.text(-0.04, i, label, ha="right", va="center", fontsize=10, color=INK if lit else FAINT,
                    fontweight="bold" if i == only else "normal")  # fmt: skip
-    for j, label in enumerate(_safe(seen.labels)):
+    for j, label in enumerate(map(safe, seen.labels)):
         panel.text(1.04, j, label, ha="left", va="center", fontsize=10, color=INK if met[j] >= 0.1 else FAINT)
     panel.set_xlim(-margin, 1 + margin)
     panel.set_ylim(max(len(looking.labels), len(seen.labels)) - 0.4, -1.5)
@@ -101,24 +111,3 @@ def _chosen(attended: Attended, head: Heads) -> tuple[str, ...]:
     if len(heads) > MOST:
         raise HeadwiseError(f"{len(heads)} heads do not fit into one picture; name at most {MOST}, e.g. {heads[0]!r}.")
     return heads
-
-
-def _safe(labels: tuple[str, ...]) -> list[str]:
-    """A dollar sign begins a formula in matplotlib; here it is just a dollar sign."""
-    return [label.replace("$", r"\$") for label in labels]
-
-
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
-
-
-def _save(figure: "Figure", path: str | Path) -> Path:
-    path = Path(path)
-    if path.suffix.lower() not in KINDS:
-        raise HeadwiseError(f"a picture is written as {', '.join(KINDS)}; got {str(path)!r}.")
-    if not path.parent.is_dir():
-        raise HeadwiseError(f"there is no folder {path.parent} to write {path.name} into; make it first.")
-    figure.savefig(path, dpi=160)
-    return path

@@ -1,52 +1,40 @@
-"""Pictures of a training run: how every head's measure went, layer by layer. Drawn without a display, into a file."""
+"""Biographies: how every head's measure went while a model was trained, layer by layer."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.errors import HeadwiseError
 from headwise.look.biography import Biography
-from headwise.show.attend import COLOURS, FAINT, INK, PAPER
+from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure
 from headwise.spec import Address
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KINDS = (".svg", ".png", ".pdf")
-NAMED = 3  # heads of a layer that are named at their line's end
+NAMED = 3  # heads of a layer that are named in its panel
 DASHES = ("-", "--", ":", "-.")  # when a layer has more heads than there are colours
 
 
-def curves(biography: Biography, measure: str, path: str | Path) -> Path:
-    """Draw a measure over the steps: a panel for each layer, a line for each head, the strongest of a layer named."""
-    from matplotlib.figure import Figure
-
-    path = Path(path)
-    if path.suffix.lower() not in KINDS:
-        raise HeadwiseError(f"a picture is written as {', '.join(KINDS)}; got {str(path)!r}.")
-    if not path.parent.is_dir():
-        raise HeadwiseError(f"there is no folder {path.parent} to write {path.name} into; make it first.")
+def draw_lives(biography: Biography, measure: str = "induction") -> Drawing:
+    """A measure over the steps: a panel for each layer, a line for each head, the strongest of a layer named."""
     best, value = biography.best(measure)
-    layers = _by_layer(biography)
+    layers: dict[str, list[str]] = {}
+    for head in biography.addresses:
+        layers.setdefault(str(Address.parse(head).site), []).append(head)
     columns = min(4, len(layers))
-    rows = -(-len(layers) // columns)
-    figure = Figure(figsize=(2.9 * columns + 0.6, 2.1 * rows + 0.6), facecolor=PAPER, layout="constrained")
-    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    down = -(-len(layers) // columns)
+    figure = make_figure(2.9 * columns + 0.6, 2.1 * down + 0.6)
+    panels = list(figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False).flat)
     for panel, (layer, heads) in zip(panels, layers.items(), strict=False):
         _panel(panel, biography, measure, layer, heads)
     for panel in panels[len(layers) :]:
         panel.axis("off")
     figure.suptitle(f"{measure} while training; most at the end: head {best}, {value:.3f}", fontsize=10, color=INK)
     figure.supxlabel("step", fontsize=8, color=FAINT)
-    figure.savefig(path, dpi=160)
-    return path
-
-
-def _by_layer(biography: Biography) -> dict[str, list[str]]:
-    layers: dict[str, list[str]] = {}
-    for head in biography.addresses:
-        place = Address.parse(head)
-        layers.setdefault(f"{place.stack}.{place.layer}" if place.stack else str(place.layer), []).append(head)
-    return layers
+    rows = [
+        {"head": head, "measure": measure, "step": step, "value": value}
+        for head in biography.addresses
+        for step, value in zip(biography.steps, biography.of(head, measure), strict=True)
+    ]
+    return Drawing(figure, rows)
 
 
 def _panel(panel: "Axes", biography: Biography, measure: str, layer: str, heads: list[str]) -> None:

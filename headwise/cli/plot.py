@@ -1,0 +1,152 @@
+"""headwise plot: a figure of a model's heads, or the numbers in it."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headwise.show.figures.drawing import Drawing
+
+# What can be drawn, and what it is drawn from.
+KINDS = {
+    "roles": "the grid of heads with their roles; from a model, or a profile saved by headwise heads --save",
+    "offsets": "attention by distance; likewise",
+    "depth": "measures from the first layer to the last; likewise",
+    "map": "heads as far apart as they are in where they look; from a model",
+    "clusters": "the tree of heads that look at the same; from a model",
+    "lives": "a measure of every head over training; from a run of headwise train --watch-heads, or its heads.npz",
+    "pruning": "loss against the share of heads kept; from a model",
+    "tradeoff": "loss against anything; from a .csv or .json of rows with x, mean and perhaps low, high, line",
+    "diagram": "how the heads of a layer stand beside each other; from a preset or a model",
+}
+LISTED = "; ".join(f"{kind}: {told.split(';')[0]}" for kind, told in KINDS.items())
+
+
+def run(
+    what: Annotated[str, typer.Argument(help=f"One of: {LISTED}.")],
+    source: Annotated[str, typer.Argument(help="A model, a saved profile, or what the figure is drawn from.")],
+    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    out: Annotated[Path, typer.Option(help="A picture: .png, .svg, .pdf; or its numbers: .csv, .json")] = Path(
+        "heads.png"
+    ),
+    heads: Annotated[str | None, typer.Option(help="offsets, map, clusters: these heads only, 5.1 or 0-3.*")] = None,
+    measure: Annotated[list[str] | None, typer.Option(help="depth, lives: this measure; may be given again.")] = None,
+    causal: Annotated[bool, typer.Option(help="Climb the last rung, by ablations, when a profile is made.")] = False,
+    limit: Annotated[int, typer.Option(help="pruning: at most so many texts.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figure's numbers as JSON.")] = False,
+) -> None:
+    """Draw a figure and write it to a file."""
+    from headwise.errors import HeadwiseError, close_names
+    from headwise.show.figures.drawing import check_path
+
+    if what not in KINDS:
+        raise HeadwiseError(f"there is no figure {what!r}; {close_names(what, KINDS)}")
+    check_path(out)
+    corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
+    makers: dict[str, Callable[[], Drawing]] = {
+        "roles": lambda: _profile(source, corpus, causal).plot.roles(),
+        "offsets": lambda: _profile(source, corpus, causal).plot.offsets(heads),
+        "depth": lambda: _depth(source, corpus, causal, measure),
+        "map": lambda: _between(what, source, corpus, heads),
+        "clusters": lambda: _between(what, source, corpus, heads),
+        "lives": lambda: _lives(source, measure),
+        "pruning": lambda: _pruning(source, corpus, limit),
+        "tradeoff": lambda: _tradeoff(source),
+        "diagram": lambda: _diagram(source),
+    }
+    drawn = makers[what]()
+    drawn.save(out)
+    print(json.dumps({"out": str(out), "rows": drawn.as_records()}, indent=2) if as_json else f"{what}: {out}")
+
+
+def _profile(source: str, corpus: Any, causal: bool) -> Any:
+    from headwise.look.profile import profile
+    from headwise.look.result import Profile
+    from headwise.show.progress import noting
+    from headwise.weights import load
+
+    if source.endswith(".npz"):
+        return Profile.load(source)
+    with noting() as note:
+        return profile(load(source), corpus, causal=causal, note=note)
+
+
+def _depth(source: str, corpus: Any, causal: bool, measures: list[str] | None) -> "Drawing":
+    made = _profile(source, corpus, causal)
+    return made.plot.depth(measures) if measures else made.plot.depth()
+
+
+def _between(what: str, source: str, corpus: Any, heads: str | None) -> "Drawing":
+    from headwise.look.between import between
+    from headwise.look.profile import profile
+    from headwise.show.progress import noting
+    from headwise.weights import load
+
+    model = load(source)
+    compared = between(model, corpus, heads="*" if heads is None else heads)
+    with noting() as note:
+        made = profile(model, corpus, causal=False, note=note)
+    return made.plot.map(compared) if what == "map" else made.plot.clusters(compared)
+
+
+def _lives(source: str, measures: list[str] | None) -> "Drawing":
+    from headwise.look.biography import Biography
+    from headwise.show.figures.lives import draw_lives
+
+    path = Path(source)
+    made = Biography.load(path / "heads.npz" if path.is_dir() else path)
+    return draw_lives(made, *(measures or [])[:1])
+
+
+def _pruning(source: str, corpus: Any, limit: int) -> "Drawing":
+    from headwise.change.curve import curve
+    from headwise.change.trial import halves, read_texts
+    from headwise.show.figures.tradeoff import draw_pruning
+    from headwise.show.progress import noting
+    from headwise.weights import load
+
+    model = load(source)
+    choosing, judging = halves(read_texts(model, corpus, limit))
+    with noting() as note:
+        return draw_pruning(curve(model, choosing, judging, note=note))
+
+
+def _tradeoff(source: str) -> "Drawing":
+    from headwise.show.figures.tradeoff import draw_tradeoff
+
+    return draw_tradeoff(_read(source), x="x")
+
+
+def _diagram(source: str) -> "Drawing":
+    from headwise.show.figures.diagram import draw_diagram
+    from headwise.spec import preset, presets
+    from headwise.weights import load
+
+    return draw_diagram(preset(source) if source in presets() else load(source).spec)
+
+
+def _read(source: str) -> Any:
+    """Rows of a .csv or .json, numbers as numbers."""
+    from headwise.errors import HeadwiseError
+
+    path = Path(source)
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8"))
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8", newline="") as file:
+                return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    except (OSError, ValueError) as error:
+        raise HeadwiseError(f"{source} could not be read ({error}); give a .csv or .json of rows.") from None
+    raise HeadwiseError(f"a curve is drawn from a .csv or .json of rows; got {source!r}.")
+
+
+def _number(value: str) -> float | str | None:
+    try:
+        return float(value)
+    except ValueError:
+        return value or None

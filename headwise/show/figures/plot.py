@@ -1,0 +1,62 @@
+"""`profile.plot`: every picture of a model's heads, by name."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headwise.change.curve import Curve
+from headwise.heads.head import Pattern
+from headwise.look.between import Between
+from headwise.look.biography import Biography
+from headwise.look.result import Profile
+from headwise.show.figures.between import draw_clusters, draw_map
+from headwise.show.figures.depth import USUAL, draw_depth
+from headwise.show.figures.diagram import draw_diagram
+from headwise.show.figures.drawing import Drawing
+from headwise.show.figures.lives import draw_lives
+from headwise.show.figures.offsets import draw_offsets
+from headwise.show.figures.roles import draw_roles
+from headwise.show.figures.tradeoff import draw_pruning, draw_tradeoff
+from headwise.spec import AttentionSpec, ModelSpec
+
+
+class Plot:
+    """Each method gives a `Drawing`: shown in a notebook, written by `.save("a.svg")`, its numbers in `.rows`."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def roles(self) -> Drawing:
+        """The grid of heads with their roles."""
+        return draw_roles(self.profile)
+
+    def offsets(self, heads: Pattern | None = None) -> Drawing:
+        """How much heads attend so many tokens back, or ahead."""
+        return draw_offsets(self.profile, heads)
+
+    def depth(self, measures: Sequence[str] = USUAL) -> Drawing:
+        """Measures from the first layer to the last."""
+        return draw_depth(self.profile, measures)
+
+    def map(self, between: Between) -> Drawing:
+        """Heads on paper, as far from each other as they are in where they look; `between` is made by hw.between."""
+        return draw_map(between, self.profile)
+
+    def clusters(self, between: Between) -> Drawing:
+        """The tree of heads that look at the same."""
+        return draw_clusters(between, self.profile)
+
+    def lives(self, biography: Biography, measure: str = "induction") -> Drawing:
+        """A measure of every head over training."""
+        return draw_lives(biography, measure)
+
+    def pruning(self, curve: Curve) -> Drawing:
+        """Loss against the share of heads kept."""
+        return draw_pruning(curve)
+
+    def tradeoff(self, rows: Iterable[Mapping[str, Any]], x: str = "", y: str = "loss", title: str = "") -> Drawing:
+        """Loss against anything, with bands."""
+        return draw_tradeoff(rows, x, y, title)
+
+    def diagram(self, spec: AttentionSpec | ModelSpec) -> Drawing:
+        """How the heads of a layer stand beside each other: input, q k v, attention, concatenation, W_O."""
+        return draw_diagram(spec)
