@@ -8,7 +8,7 @@ from torch import nn
 from headwise.attach.body import counts_positions
 from headwise.attach.families import family_of
 from headwise.attach.layer import Layer
-from headwise.spec import AttentionSpec, ModelSpec, Rotary, SiteAddress
+from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 HIDDEN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
@@ -35,7 +35,7 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
         encoder_layers=count.get("enc", 0),
         attention=AttentionSpec(
             width=largest.width, heads=largest.heads, head_dim=largest.head_dim, value_dim=largest.value_dim,
-            kv_heads=largest.kv_heads, rotary=Rotary() if has_rotary(model) else None,
+            kv_heads=largest.kv_heads, rotary=largest.rotary,
         ),
         hidden=next((int(size) for name in HIDDEN if isinstance(size := getattr(config, name, None), int)), 0),
         activation="swiglu" if any(name.rpartition(".")[2] in GATES for name, _ in model.named_modules()) else "gelu",
@@ -62,11 +62,6 @@ def has_learned_positions(model: nn.Module) -> bool:
     """Whether positions are rows of a table, which ends somewhere."""
     names = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
     return any(name in ("wpe", "embed_positions", "position_embedding", "position_embeddings") for name in names)
-
-
-def has_rotary(model: nn.Module) -> bool:
-    """Whether positions turn queries and keys."""
-    return any("Rotary" in type(part).__name__ for part in model.modules())
 
 
 def is_causal(module: nn.Module) -> bool:

@@ -50,6 +50,7 @@ class Found:
     value_dim: int
     reads: tuple[str, tuple[str, ...]] | None  # how they are laid out, and their names; None: not known here
     writes: nn.Module | None
+    rotary: bool = False  # whether positions turn its queries and keys
     kept: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
 
     def read(self, number: int) -> nn.Module:
@@ -127,7 +128,13 @@ def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress)
     writes = next(_writes(module, parent, heads), None)
     value_dim = head_dim if writes is None else in_size(writes) // heads
     keys, head_dim = heads // max(1, groups), head_dim or value_dim
-    return Found(name, module, parent, address, heads, keys, head_dim, value_dim or head_dim, reads, writes)
+    turned = has_rotary(model) and address.stack != "cross"
+    return Found(name, module, parent, address, heads, keys, head_dim, value_dim or head_dim, reads, writes, turned)
+
+
+def has_rotary(model: nn.Module) -> bool:
+    """Whether positions turn queries and keys."""
+    return any("Rotary" in type(part).__name__ for part in model.modules())
 
 
 def _size(module: nn.Module, names: tuple[str, ...], needed: bool = True) -> int:

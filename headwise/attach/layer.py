@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwise.attach.find import Found, is_turned
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Site
-from headwise.spec import AttentionSpec
+from headwise.spec import AttentionSpec, Rotary
 
 if TYPE_CHECKING:
     from headwise.attach.masks import Masks
@@ -26,7 +26,7 @@ class Layer:
         width = 0 if found.writes is None else matrix(found.writes).shape[0]
         self.spec = AttentionSpec(
             width=width or found.heads * found.head_dim, heads=found.heads, head_dim=found.head_dim,
-            value_dim=found.value_dim, kv_heads=found.kv_heads, kept=found.kept,
+            value_dim=found.value_dim, kv_heads=found.kv_heads, kept=found.kept, rotary=Rotary() if found.rotary else None,
         )  # fmt: skip
         self.read, self.write = Reads(self), Writes(self)
         self.site = Site(found.address, self.spec.head_ids, self.write)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headwise.attach import Attached
 from headwise.errors import HeadwiseError, close_names
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -19,8 +20,12 @@ from headwise.weights.keymap import lines_for
 from headwise.weights.save import whole_folder
 
 
-def export(model: Transformer, folder: str | Path, family: str | None = None) -> Path:
+def export(model: Transformer | Attached, folder: str | Path, family: str | None = None) -> Path:
     """Write a model for transformers, as the family it came from, the one named, or the first that can hold it."""
+    if isinstance(model, Attached):
+        if family is not None and family != model.family:
+            raise HeadwiseError(f"an attached model stays what it is, {model.family}; leave the family away.")
+        return model.save_pretrained(folder, whole=True)
     whole = replace(model.spec, kept=())
     chosen, config = _family(whole, family or model.family)
     state = whole_state(model)

@@ -1,12 +1,16 @@
 """What a model is, told without reading its weights."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headwise.attach.describe import describe
+from headwise.attach.store import skeleton
 from headwise.spec import ModelSpec
 from headwise.spec.presets import ROWS, preset
-from headwise.weights.load import open_checkpoint
+from headwise.text import Tokenizer
+from headwise.weights.load import is_theirs, open_checkpoint
+from headwise.weights.places import find, inside
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,25 @@ def info(source: str | Path) -> Info:
     """
     if str(source) in ROWS and not Path(source).exists():
         return _told(str(source), preset(str(source)), "preset", "none: a preset has no weights")
+    if is_theirs(path := find(source)):
+        return _told_of_theirs(str(source), path)
     checkpoint = open_checkpoint(source)
     family = "headwise" if checkpoint.family is None else checkpoint.family.name
     tokens = "none" if checkpoint.tokenizer is None else f"{len(checkpoint.tokenizer()):,} tokens"
     return _told(str(source), checkpoint.spec, family, tokens)
+
+
+def _told_of_theirs(source: str, folder: Path) -> Info:
+    """What transformers would build from a folder, without its weights."""
+    model, layers = skeleton(folder)
+    tokens = f"{len(Tokenizer.load(folder)):,} tokens" if any(map(Path.is_file, _tokenizers(folder))) else "none"
+    facts = _told(source, describe(model, layers), f"{model.config.model_type}, through transformers", tokens)
+    count = sum(value.numel() for value in model.parameters())
+    return replace(facts, parameters=count, float32_megabytes=count * 4 / 1e6)
+
+
+def _tokenizers(folder: Path) -> list[Path]:
+    return [inside(folder, name) for name in ("tokenizer.json", "vocab.txt")]
 
 
 def _told(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Info:

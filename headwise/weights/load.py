@@ -91,9 +91,12 @@ def _attached(folder: Path, dtype: torch.dtype | None, device: torch.device | st
     for name, tensor in theirs.model.state_dict().items():
         if check and tensor.is_floating_point():
             _check_numbers(folder, name, tensor)
-    print(
-        f"{folder}: {theirs.family} is not mapped here, so transformers runs it and it is attached to.", file=sys.stderr
+    why = (
+        "heads were cut from it in transformers' shape"
+        if inside(folder, NOTE).is_file()
+        else "not a family mapped here"
     )
+    print(f"{folder} ({theirs.family}): {why}, so transformers runs it, attached to.", file=sys.stderr)
     return theirs
 
 

@@ -1,0 +1,178 @@
+"""Everything that looks at heads, and changes them, on models of others: the same numbers as on our own loading of them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import headwise as hw
+from headwise.change.gates import learn_gates
+from headwise.change.heal import heal
+from headwise.look.writes import copying, value_weighted, vocabulary, write_share
+from headwise.text import Tokenizer
+from headwise.text.documents import Document
+from tests.attach.models import BY_NAME
+
+LETTERS = [chr(i) for i in range(97, 123)]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS), ".", ",", "'", "?"]
+TEXTS = [
+    "the cats sat on the mat, and the dog saw them.",
+    "a man who came late gave it to her. she was glad, he was not.",
+]
+BOTH = ["gpt2", "bert", "llama", "mistral", "qwen2"]  # families that our own loader maps as well
+OTHERS = ["roberta", "distilbert", "qwen3", "gemma3", "phi3", "opt", "gpt_neox", "modernbert", "electra"]
+
+
+def build(name: str) -> tuple[Any, Tokenizer]:
+    """A model that can read words, letter by letter."""
+    case = BY_NAME[name]
+    sizes = case.sizes | {"n_positions" if name == "gpt2" else "max_position_embeddings": 300}
+    return dataclasses.replace(case, sizes=sizes).build(), Tokenizer.from_wordpiece(VOCABULARY)
+
+
+def saved(name: str, folder: Path) -> Path:
+    model, tokenizer = build(name)
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def documents(count: int) -> list[Document]:
+    return [item for item in hw.Corpus.probe().items() if isinstance(item, Document)][:count]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_profile_is_that_of_the_native_model(name: str, tmp_path: Path) -> None:
+    ours = hw.load(saved(name, tmp_path))
+    theirs = hw.attach(*build(name))
+    assert isinstance(ours, hw.Transformer)
+    for causal in (False, True) if name == "llama" else (False,):
+        a, b = (hw.profile(model, documents(12), causal=causal) for model in (ours, theirs))
+        assert [head.address for head in a] == [head.address for head in b]
+        for one, other in zip(a, b, strict=True):
+            assert one.measures.keys() == other.measures.keys()
+            assert one.role == other.role
+            for measure, value in one.measures.items():
+                np.testing.assert_allclose(other.measures[measure], value, atol=1e-5, rtol=0)
+    light = [hw.profile(model, TEXTS, relations=documents(4), detail="light", causal=False) for model in (ours, theirs)]
+    for one, other in zip(*light, strict=True):
+        for measure, value in one.measures.items():
+            np.testing.assert_allclose(other.measures[measure], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_worth_and_likeness_are_those_of_the_native_model(name: str, tmp_path: Path) -> None:
+    ours, theirs = hw.load(saved(name, tmp_path)), hw.attach(*build(name))
+    for by in ("ablation", "gradient", "attribution"):
+        a, b = (hw.importance(model, TEXTS, by=by, check=0) for model in (ours, theirs))
+        np.testing.assert_allclose(b.mean, a.mean, atol=1e-5, rtol=0)
+    a, b = (hw.between(model, TEXTS, rows=16) for model in (ours, theirs))
+    for measure, matrix in a.matrices.items():
+        np.testing.assert_allclose(b.matrices[measure], matrix, atol=1e-4, rtol=0)
+    assert copying(theirs) == pytest.approx(copying(ours), abs=1e-5)
+    a, b = (write_share(model, TEXTS) for model in (ours, theirs))
+    assert {head: x.share for head, x in b.items()} == pytest.approx({head: x.share for head, x in a.items()}, abs=1e-5)
+    mine, other = (value_weighted(model, TEXTS[0], "1.1").weighted for model in (ours, theirs))
+    assert (mine - other).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_that_are_not_ours_are_looked_at_all_the_same(name: str) -> None:
+    model, tokenizer = build(name)
+    theirs = hw.attach(model, tokenizer)
+    seen = hw.attend(theirs, TEXTS[0], "1.1")
+    assert (seen.map().sum(1) - 1).abs().max() < 1e-4
+    assert len(seen.words) > 10
+    made = hw.profile(theirs, documents(3), causal=False)
+    assert len(list(made)) == len(theirs.heads)
+    worth = hw.importance(theirs, TEXTS[:1], heads="1.*", how="zero")
+    with torch.no_grad(), theirs.heads["1.0"].silenced():  # the loss itself, without the head
+        lost = hw.importance(theirs, TEXTS[:1], heads="2.0", how="zero").clean - worth.clean
+    assert worth["1.0"].worth == pytest.approx(lost, abs=1e-5)
+    compared = hw.between(theirs, TEXTS, rows=8)
+    assert np.isfinite(compared.matrices["js"]).all()
+    with pytest.raises(hw.HeadwiseError, match=r"hw\.load"):
+        vocabulary(theirs, "1.1", "a")
+
+
+def test_an_encoder_decoder_is_attended_with_its_source() -> None:
+    model, tokenizer = BY_NAME["bart"].build(), Tokenizer.from_wordpiece(VOCABULARY)
+    theirs = hw.attach(model, tokenizer)
+    seen = hw.attend(theirs, "the cat", source="a dog ran")
+    assert seen.map("cross.1.2").shape == (len(seen.words), len(seen.source_words))
+    assert seen.map("enc.0.0").shape == (len(seen.source_words),) * 2
+    with pytest.raises(hw.HeadwiseError, match="encoder-decoder"):
+        hw.profile(theirs, TEXTS)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "opt"])
+def test_gates_are_learned(name: str) -> None:
+    theirs = hw.attach(*build(name))
+    before = {n: v.clone() for n, v in theirs.model.named_parameters()}
+    gates = learn_gates(theirs, TEXTS * 4, keep=0.5, steps=4, batch=4, context=24)
+    assert tuple(gates) == theirs.heads.addresses
+    assert np.mean(list(gates.values())) == pytest.approx(0.5, abs=0.02)
+    assert all(torch.equal(v, before[n]) for n, v in theirs.model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+def test_a_cut_model_is_healed(name: str, tmp_path: Path) -> None:
+    theirs = hw.attach(*build(name))
+    small = hw.prune(theirs, keep=0.5, by="gradient", fold=False, on=TEXTS)
+    assert len(small.heads) == len(theirs.heads) // 2
+    healed = heal(
+        small, " ".join(TEXTS * 20), steps=12, batch=4, context=24, rate=0.01, progress=False, evaluate_every=3
+    )
+    assert healed.model is small
+    losses = [row["valid_loss"] for row in healed.history if "valid_loss" in row]
+    assert losses[-1] < losses[0]
+    with pytest.raises(hw.HeadwiseError, match="save_pretrained"):
+        heal(small, " ".join(TEXTS * 20), steps=2, out=tmp_path / "run", progress=False)
+    small.save(tmp_path / "small")
+    again = hw.load(tmp_path / "small")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.equal(again(ids), small(ids))
+
+
+def test_random_twins_and_tokenizers_of_theirs() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    model, tokenizer = build("phi3")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, pad_token="[PAD]", cls_token="[CLS]"
+    )
+    theirs = hw.attach(model, fast)
+    assert theirs.tokenizer.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    assert (theirs.tokenizer.pad, theirs.tokenizer.cls) == (0, 2)
+    made = hw.profile(theirs, documents(2), control="random-init", causal=False)
+    assert len(list(made)) == len(theirs.heads)
+    with pytest.raises(hw.HeadwiseError, match="fast tokenizer"):
+        hw.attach(build("phi3")[0], object())
+
+
+@pytest.mark.parametrize("name", ["opt", "roberta"])
+def test_every_verb_takes_a_folder_of_another_family(name: str, tmp_path: Path) -> None:
+    from headwise.cli import app
+
+    folder = str(saved(name, tmp_path / name))
+    short = ["--json"]
+    verbs = [
+        ["info", folder],
+        ["attend", folder, TEXTS[0], "--head", "1.1"],
+        ["heads", folder, TEXTS[0], "--no-causal"],
+        ["ablate", folder, TEXTS[0], "--heads", "1.*"],
+        ["export", folder, str(tmp_path / "out")],
+    ]
+    verbs += [["generate", folder, "the cat", "--tokens", "3", "--silence", "1.1"]] if name == "opt" else []
+    for verb in verbs:
+        done = CliRunner().invoke(app, [*verb, *short])
+        assert done.exit_code == 0, (verb, done.output, done.exception)
+        json.loads(done.stdout)
+    facts = json.loads(CliRunner().invoke(app, ["info", folder, "--json"]).stdout)
+    assert (facts["layers"], facts["heads"], facts["kind"]) == (3, 12, "decoder" if name == "opt" else "encoder")
+    assert facts["parameters"] == sum(value.numel() for value in build(name)[0].parameters())
