@@ -24,7 +24,7 @@ __all__ = ["make_book", "make_sentence", "page_files"]
 
 VERSION = 1
 BACK = 32  # offsets shown, each way
-CONTEXTS, RUNNERS_UP, NEAREST = 6, 5, 5  # of each head
+CONTEXTS, RUNNERS_UP, NEAREST = 5, 4, 5  # of each head
 FEWEST = 20  # arcs on the half for reporting, below which a relation is not told
 SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 

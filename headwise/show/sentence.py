@@ -27,7 +27,7 @@ from headwise.model import AnyModel
 from headwise.spec import Address
 
 WHOLE = 1 << 22  # weights of all maps together, up to which they are kept whole: 12 × 12 heads at 170 tokens
-THUMB, EDGES, FAINT = 32, 4, 0.02  # beyond: thumbnails of so many pixels, so many weights a row, none fainter than this
+THUMB, EDGES, FAINT = 32, 3, 0.02  # beyond: thumbnails of so many pixels, so many weights a row, none fainter than this
 LIKELY = 10  # next words told
 
 

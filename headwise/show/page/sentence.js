@@ -45,6 +45,7 @@ function arcs(sight, heads, words) {
   const buttons = labels.map((label, i) => el("button", { type: "button", "data-token": i, "aria-pressed": String(i === state.token) }, label));
   const row = el("div", { class: "tokens", role: "group", "aria-label": "The sentence" }, buttons);
   const strip = el("div", { class: "strip", tabindex: "-1" }, drawing, row);
+  const last = sight.special.lastIndexOf(false);
   let places = null, shown = null;
   const show = (active) => {
     if (active === shown) return;
@@ -56,7 +57,7 @@ function arcs(sight, heads, words) {
       const part = strongest ? Math.round(Math.sqrt(strongest[j]) * 70) : 0;
       button.style.background = part ? `color-mix(in srgb, ${CHOSEN[0]} ${part}%, var(--paper))` : "";
     });
-    where.replaceChildren(...(active < 0 ? [] : looksOf(sight, heads, words, active)));
+    if (active >= 0) where.replaceChildren(...looksOf(sight, heads, words, active)); // and it stays: nothing jumps
   };
   const token = (event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
   row.addEventListener("pointerover", (event) => show(token(event) >= 0 ? token(event) : state.token));
@@ -70,6 +71,7 @@ function arcs(sight, heads, words) {
     shown = null;
     show(state.token);
   });
+  where.replaceChildren(...looksOf(sight, heads, words, state.token >= 0 ? state.token : words ? sight.wordOf[last] : last));
   requestAnimationFrame(() => show(state.token));
   return section(words ? "Words and what they look at" : "Tokens and what they look at", strip,
     el("p", { class: "note" }, `Point at a ${words ? "word" : "token"} to see where each head looks from it; press to keep it.`

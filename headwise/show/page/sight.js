@@ -16,17 +16,13 @@ export class Sight {
     sight.heads = given.heads;
     sight.place = new Map(given.heads.map((head, place) => [head, place]));
     sight.n = given.tokens.length;
-    sight.shares = await inflate(given.shares);
-    sight.norms = await lengths(given.norms, sight.n);
-    if (sight.whole) sight.maps = await inflate(given.maps);
-    else {
-      sight.size = given.thumb;
-      sight.thumbs = await inflate(given.thumbs);
-      sight.perRow = given.per_row;
-      sight.columns = new Uint16Array((await inflate(given.columns)).buffer);
-      sight.weights = await inflate(given.weights);
-      sight.totals = await lengths(given.totals, sight.n);
-    }
+    sight.size = given.thumb;
+    sight.perRow = given.per_row;
+    const names = sight.whole ? ["maps", "shares"] : ["thumbs", "columns", "weights", "shares"];
+    const unpacked = names.map(async (name) => { sight[name] = await inflate(given[name]); });
+    const measured = (sight.whole ? ["norms"] : ["norms", "totals"]).map(async (name) => { sight[name] = await lengths(given[name], sight.n); });
+    await Promise.all([...unpacked, ...measured]);
+    if (!sight.whole) sight.columns = new Uint16Array(sight.columns.buffer);
     sight.tokensOf = sight.words.map(() => []);
     sight.wordOf.forEach((word, token) => sight.tokensOf[word].push(token));
     return sight;
@@ -117,12 +113,19 @@ export class Sight {
 }
 
 async function inflate(text) {
-  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const stream = new Blob([fromBase64(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
+function fromBase64(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const letters = atob(text), made = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) made[i] = letters.charCodeAt(i);
+  return made;
+}
+
 async function lengths(given, n) {
-  const data = new Uint16Array((await inflate(given.data)).buffer);
-  return Float32Array.from(data, (value, at) => (value / 65535) * given.top[Math.floor(at / n)]);
+  const data = new Uint16Array((await inflate(given.data)).buffer), made = new Float32Array(data.length);
+  for (let i = 0; i < data.length; i++) made[i] = (data[i] / 65535) * given.top[Math.floor(i / n)];
+  return made;
 }

@@ -1,0 +1,131 @@
+"""Books made by hand: every field filled as full as a real profile fills it, every value known beforehand."""
+
+from typing import Any
+
+import torch
+
+from headwise.show.sentence import Sights
+from headwise.spec import Address
+
+ROLES = ("induction", "previous token", "delimiter", "subject-verb", "unclear")
+RUNGS = ("causal", "effective", "selective", "effective", "pattern")
+TEXT = [
+    "the",
+    "old",
+    "painter",
+    "told",
+    "us",
+    "about",
+    "a",
+    "<b>ship</b>",
+    "that",
+    "never",
+    "&",
+    "ever",
+    "left",
+    "the",
+    "harbour",
+]
+
+
+def make_book(
+    layers: int, heads: int, sentences: list[dict[str, Any]] | None = None, name: str = "made"
+) -> dict[str, Any]:
+    """So many layers of so many heads; head h of layer l has score (l + h/100) / (layers + 1)."""
+    addresses = [f"{layer}.{head}" for layer in range(layers) for head in range(heads)]
+    return {
+        "version": 1,
+        "model": {
+            "name": name, "kind": "decoder", "width": 64 * heads, "heads": len(addresses), "parameters": 123_400_000,
+            "layers": [{"address": str(x), "heads": [f"{x}.{h}" for h in range(heads)]} for x in range(layers)],
+        },
+        "about": {"texts": 640, "tokens": 10_240, "documents": 600, "family": 5_395},
+        "heads": [make_head(address, addresses, layers) for address in addresses],
+        "relations": {"heads": addresses, "rows": [_relation(name, addresses) for name in ("subject-verb", "bracket")]},
+        "importance": {"by": "ablation", "how": "mean", "metric": "loss", "texts": 64, "clean": 3.2},
+        "biography": {"steps": list(range(0, 500, 50)), "measures": ["induction", "entropy"]},
+        "curves": [
+            {
+                "title": "Pruning", "x": "share of heads kept", "y": "loss", "base": 3.2,
+                "series": [_series("ablation", 0.05), _series("random", 0.2)],
+            }
+        ],
+        "sentences": sentences or [],
+    }  # fmt: skip
+
+
+def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]:
+    """One head's record."""
+    layer, head = map(int, address.split("."))
+    kind = (layer + head) % len(ROLES)
+    score = None if ROLES[kind] == "unclear" else (layer + head / 100) / (layers + 1)
+    support = {
+        "role": ROLES[kind], "detail": ">", "rung": RUNGS[kind], "score": score or 0.25, "null": 0.0625,
+        "interval": [0.21875, 0.71875], "p": 0.0004997501249375312, "rows": 314, "probe": "repeats", "effect": 0.123456789,
+        "cost": 0.23456789, "bar": 0.0123456789,
+    }  # fmt: skip
+    context = {
+        "token": "ship", "attended": "painter", "weight": 0.8079661130905151, "unit": 429,
+        "parts": [
+            ["", "the old"], ["attended", " painter "], ["", " ".join(TEXT[3:7])], ["token", " <b>ship</b> "], ["", "left"],
+        ],
+    }  # fmt: skip
+    names = ["entropy", "confidence", "distance", "first", "write share", *(f"measure number {i}" for i in range(15))]
+    place = addresses.index(address)
+    return {
+        "address": address, "layer": str(layer), "head": head, "role": ROLES[kind], "detail": "", "rung": RUNGS[kind],
+        "score": score, "null": None if score is None else 0.0625, "interval": None if score is None else [0.21875, 0.71875],
+        "effect": 0.123456789 if RUNGS[kind] == "causal" else None, "rest": ["sink"] if head % 2 else [],
+        "supports": [support] * 5,
+        "measures": {name: round(0.123456 + i + place / 4096, 6) for i, name in enumerate(names)},
+        "offsets": [[offset, round(0.5 / (offset + 1), 6)] for offset in range(31, -1, -1)],
+        "evidence": [context] * 5,
+        "writes": {
+            "copying": 0.345678901, "spread": 0.0234,
+            "words": [
+                {"token": " ship", "promotes": [[" harbour", 12.345678]] * 6, "suppresses": [[" paint", -9.87654321]] * 6}
+            ] * 3,
+        },
+        "nearest": [[addresses[(place + i) % len(addresses)], 0.0123456 * i] for i in range(1, 6)],
+        "importance": {
+            "head": address, "worth": place / 1024, "low": 0.001, "high": 0.9,
+            "above_layer": 0.01, "above_low": -0.01, "above_high": 0.02,
+        },
+        "biography": [[round(0.01 * step, 4) for step in range(10)] for _ in range(2)],
+    }  # fmt: skip
+
+
+def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[str, Any]:
+    """Peaked random maps of a decoder, a layer at a time, through the packing that real sentences take."""
+    dice = torch.Generator().manual_seed(seed)
+    chosen = tuple(Address.parse(f"{layer}.{head}") for layer in range(layers) for head in range(heads))
+    sights = Sights(chosen, tokens)
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    for layer in range(layers):
+        scores = 3 * torch.randn(heads, tokens, tokens, generator=dice)  # (h, T, S)
+        lengths = 0.1 + torch.rand(heads, tokens, generator=dice)
+        shares = torch.softmax(torch.randn(heads, tokens, generator=dice), 0)
+        maps = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        sights.keep(list(chosen[layer * heads : (layer + 1) * heads]), maps, lengths, shares)
+    words = [TEXT[i % len(TEXT)] for i in range(tokens)]
+    return {
+        "text": " ".join(words), "cut_from": None, "tokens": words, "special": [False] * tokens, "words": words,
+        "word_of": list(range(tokens)), "heads": list(map(str, chosen)), **sights.packed(),
+        "next": {
+            "likely": [[" harbour", 0.25], [" <i>sea</i>", 0.125]], "logit": 3.0,
+            "shares": {str(a): (i % 7 - 3) / 8 for i, a in enumerate(chosen)},
+            "rest": {"embedding": 0.5, "MLPs": 1.0, "biases": 0.0},
+        },
+    }  # fmt: skip
+
+
+def _series(by: str, up: float) -> dict[str, Any]:
+    return {"name": by, "points": [[k / 10, 3.2 + (10 - k) * up, 3.1, 3.3 + (10 - k) * up] for k in range(1, 10)]}
+
+
+def _relation(name: str, addresses: list[str]) -> dict[str, Any]:
+    scores = [0.71875 * (i + 1) / len(addresses) for i in range(len(addresses))]
+    return {
+        "relation": name, "way": ">", "arcs": 40, "head": addresses[-1], "accuracy": 0.71875, "low": 0.5, "high": 0.875,
+        "offset": -2, "offset_accuracy": 0.125, "excess": 0.25, "p": 0.001, "scores": scores,
+    }  # fmt: skip
