@@ -22,7 +22,7 @@ export function lineChart(given) {
   if (Number.isFinite(given.base)) made.append(svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: up(given.base), y2: up(given.base), stroke: "currentColor", "stroke-dasharray": "4 4" }));
   given.series.forEach((one, place) => made.append(...curve(one.points, CHOSEN[place % CHOSEN.length], across, up)));
   const names = given.series.map((one, place) => el("span", { class: "chip", style: { "--chip": CHOSEN[place % CHOSEN.length] } }, one.name));
-  return el("figure", {}, el("figcaption", {}, `${given.title}: ${given.y}`), made, el("div", { class: "chips" }, names),
+  return el("figure", {}, el("figcaption", {}, given.y), made, el("div", { class: "chips" }, names),
     el("details", {}, el("summary", {}, "The numbers"),
       grid(given.title, ["", given.x, given.y, "low", "high"], given.series.flatMap((one) => one.points.map((point) => [one.name, ...[0, 1, 2, 3].map((i) => [point[i] ?? null, 3])])))));
 }

@@ -50,7 +50,7 @@ function maps(sight, one, two, names) {
   const found = [one, two].map((head) => sight.map(head.address, false, state.valued));
   const apart = sight.whole ? `Jensen–Shannon divergence here: ${number(divergence(...found, sight.n), 3)} nats a row (0 the same, 0.693 nothing in common).` : "";
   return section("On the sentence", el("div", { class: "pair" }, found.map((weights, i) => el("div", {}, el("h3", {}, names[i]),
-    heatMap({ weights, labels: sight.tokens, name: `Attention of ${names[i]}`, most: 420 })))), apart && el("p", { class: "note" }, apart));
+    heatMap({ weights, labels: sight.tokens, name: `Attention of ${names[i]}`, most: 420, under: sight.under([one, two][i].address) })))), apart && el("p", { class: "note" }, apart));
 }
 
 // The mean over rows of H((p+q)/2) − (H(p)+H(q))/2.

@@ -5,5 +5,5 @@ import { store } from "./book.js";
 import { lineChart } from "./chart.js";
 
 export async function curves(root) {
-  root.append(el("div", { class: "cards" }, store.book.curves.map((one) => section(one.title, lineChart(one)))));
+  root.append(el("div", { class: "pair" }, store.book.curves.map((one) => section(one.title, lineChart(one)))));
 }

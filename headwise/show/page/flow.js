@@ -50,7 +50,7 @@ function drawing(sight, heads, token) {
       svg("rect", { x: out, y: slot - width / 2, width: 26, height: width, fill: colour }),
       svg("path", { d: `M${out + 26} ${slot}C${out + 80} ${slot} ${out + 80} ${slot} ${blend} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.45 }),
       svg("text", { x: map + size + 8, y: y - 2 }, svg("tspan", { "font-weight": "bold" }, head), ` ${brief(most(sight, head, token), 17)}`),
-      svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, `writes ${number(share * 100, 0)} %`));
+      svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, share < 0.005 ? "writes under 1 %" : `writes ${Math.round(share * 100)} %`));
     box.append(smallMap(sight, head, token, size, map, y - size / 2));
   });
   pen.append(

@@ -3,19 +3,26 @@
 import { el, canvas, number, brief } from "./dom.js";
 import { ramp, ink } from "./colour.js";
 
-// `pinned` is [row, column] or null; `onpin` is told when it changes. `most`: the largest picture, in pixels.
-export function heatMap({ weights, labels, columns = labels, name, pinned = null, onpin = null, most = 620, onhover = null }) {
+// `pinned` is [row, column] or null; `onpin` is told when it changes. `most`: the largest picture, in pixels. `under`: a thumbnail
+// of the whole map, where only the strongest weights are known.
+export function heatMap({ weights, labels, columns = labels, name, pinned = null, onpin = null, most = 620, onhover = null, under = null }) {
   const n = labels.length, m = columns.length;
-  const cell = Math.max(1, Math.min(30, Math.floor(most / Math.max(n, m))));
+  const fits = Math.min(30, most / Math.max(n, m)), cell = fits >= 3 ? Math.floor(fits) : fits;
   const written = cell >= 11, left = written ? 92 : 10, top = written ? 78 : 10;
   const [picture, pen] = canvas(left + m * cell + 4, top + n * cell + 4, { tabindex: "0", role: "img",
     "aria-label": `${name}: ${n} rows by ${m} columns. Arrow keys move, Enter pins.` });
   const readout = el("p", { class: "readout", "aria-live": "polite" });
-  const base = paintMap(weights, n, m);
+  const base = paintMap(weights, n, m, under !== null);
+  const ground = under && paintMap(Float32Array.from(under.bytes, (byte) => (byte / 255) ** 2), under.size);
   let at = pinned;
   const draw = () => {
     pen.clearRect(0, 0, left + m * cell + 4, top + n * cell + 4);
     pen.imageSmoothingEnabled = false;
+    if (ground) {
+      pen.globalAlpha = 0.6;
+      pen.drawImage(ground, left, top, m * cell, n * cell);
+      pen.globalAlpha = 1;
+    }
     pen.drawImage(base, left, top, m * cell, n * cell);
     pen.strokeStyle = ink("line");
     pen.strokeRect(left + 0.5, top + 0.5, m * cell, n * cell);
@@ -61,13 +68,13 @@ export function heatMap({ weights, labels, columns = labels, name, pinned = null
   return el("div", {}, el("div", { class: "heat" }, picture), readout);
 }
 
-// One pixel for each weight, to be drawn larger.
-export function paintMap(weights, n, m = n) {
+// One pixel for each weight, to be drawn larger; `clear`: nothing where the weight is 0.
+export function paintMap(weights, n, m = n, clear = false) {
   const base = el("canvas", { width: Math.max(1, m), height: Math.max(1, n) });
   const pen = base.getContext("2d"), image = pen.createImageData(Math.max(1, m), Math.max(1, n)), colours = ramp();
   for (let at = 0; at < n * m; at++) {
     const [r, g, b] = colours[Math.round(Math.sqrt(Math.min(1, Math.max(0, weights[at]))) * 255)];
-    image.data[at * 4] = r; image.data[at * 4 + 1] = g; image.data[at * 4 + 2] = b; image.data[at * 4 + 3] = 255;
+    image.data[at * 4] = r; image.data[at * 4 + 1] = g; image.data[at * 4 + 2] = b; image.data[at * 4 + 3] = clear && weights[at] === 0 ? 0 : 255;
   }
   pen.putImageData(image, 0, 0);
   return base;

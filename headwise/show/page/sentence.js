@@ -123,7 +123,7 @@ function mapSection(sight, heads, words) {
   fillRow(pinned);
   return section(`Map of ${head}`,
     el("div", { class: "tools" }, choice("head", heads.map((one) => [one, `${one} ${store.heads.get(one)?.role ?? ""}`]), head, (one) => change({ head: one }))),
-    heatMap({ weights: sight.map(head, words, state.valued), labels, name: `Attention of head ${head}`, pinned,
+    heatMap({ weights: sight.map(head, words, state.valued), labels, name: `Attention of head ${head}`, pinned, under: sight.under(head),
       onpin: (at) => { change({ pin: at ? at.join(",") : "" }, true); fillRow(at); } }),
     el("details", { open: pinned !== null }, el("summary", {}, "The row as a table"), rowTable));
 }

@@ -88,6 +88,11 @@ export class Sight {
     return { size, bytes };
   }
 
+  // What lies under a map of which only the strongest weights are known.
+  under(head) {
+    return this.whole ? null : this.thumb(head);
+  }
+
   // A head's share of what its layer writes at a token, by length.
   share(head, token) {
     return this.shares[this.place.get(head) * this.n + token] / 255;

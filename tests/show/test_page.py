@@ -1,0 +1,313 @@
+"""The page in a real browser: what is read from it is what the book holds; keys, links and both forms work."""
+
+import json
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from headwise.show.book import page_files
+from headwise.show.report import write_report
+from tests.show import books
+
+LAYERS, HEADS, TOKENS = 6, 12, 20
+WATCH = "(_, watch) => { if (document.documentElement?.dataset.ready) { window.readyAt = performance.now(); watch.disconnect(); } }"
+VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves")
+
+
+def find_browser():
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"):
+        if found := shutil.which(name):
+            return found
+    return None
+
+
+@pytest.fixture(scope="module")
+def browser():
+    missing = None
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        sync_playwright, missing = None, "playwright is not installed: make install"
+    path = find_browser()
+    if path is None:
+        missing = "there is no Chromium or Chrome here: make browser"
+    if missing is not None or sync_playwright is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing or "no playwright")
+        pytest.skip(missing or "no playwright")
+    with sync_playwright() as play:
+        running = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def book():
+    sentences = [books.make_sentence(LAYERS, HEADS, TOKENS), books.make_sentence(LAYERS, HEADS, 7, seed=1)]
+    return books.make_book(LAYERS, HEADS, sentences, name="a <i>made</i> book")
+
+
+@pytest.fixture(scope="module")
+def report(book, tmp_path_factory):
+    return write_report(book, tmp_path_factory.mktemp("report") / "heads.html")
+
+
+@pytest.fixture
+def page(browser):
+    with opened(browser) as made:
+        yield made
+
+
+@contextmanager
+def opened(browser, **options):
+    """A page that fails the test on any error, and on any call to another host."""
+    made = browser.new_page(viewport={"width": 1280, "height": 860}, **options)
+    troubles = []
+    made.on("pageerror", lambda error: troubles.append(str(error)))
+    made.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
+    made.on(
+        "request",
+        lambda asked: (
+            troubles.append(asked.url) if asked.url.startswith("http") and "127.0.0.1" not in asked.url else None
+        ),
+    )
+    yield made
+    made.close()
+    assert troubles == []
+
+
+def show(page, report, hash=""):
+    page.goto("about:blank")
+    page.goto(f"{report.as_uri()}#{hash}")
+    page.wait_for_selector("html[data-ready]")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_opens_without_errors_and_stays_inside_the_window(page, report, view):
+    show(page, report, f"view={view}")
+    assert page.get_attribute("main", "data-view") == view
+    assert page.locator("main .error").count() == 0
+    assert page.locator("main section").count() >= 1
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("document.querySelectorAll('*').length") < 2_500
+
+
+def test_a_card_shows_what_the_book_holds(page, report, book):
+    for address in ("5.1", "0.0", "3.11", "4.0"):
+        head = next(one for one in book["heads"] if one["address"] == address)
+        show(page, report, f"view=card&head={address}")
+        assert page.text_content('[data-fact="role"]') == head["role"]
+        assert page.text_content('[data-fact="evidence"]') == head["rung"]
+        if head["score"] is not None:
+            assert float(page.get_attribute('[data-fact="score"]', "data-value")) == head["score"]
+            assert page.text_content('[data-fact="score"]') == f"{head['score']:.3f}"
+            assert float(page.get_attribute('[data-fact="by chance"]', "data-value")) == head["null"]
+        cells = page.locator('section[aria-label="Measures"] tbody td').evaluate_all(
+            "all => all.map(one => Number(one.dataset.value))"
+        )
+        assert cells == list(head["measures"].values())
+        assert page.text_content("section .context mark.token").strip() == "<b>ship</b>"  # text stays text
+    assert page.text_content("#model-name") == "a <i>made</i> book"
+
+
+def test_arrows_walk_enter_opens_escape_returns_and_links_lead_back(page, report):
+    show(page, report)
+    page.focus('[data-head="0.0"]')
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowRight"):
+        page.keyboard.press(key)
+    assert page.evaluate("document.activeElement.dataset.head") == "2.1"
+    assert "2.1" in page.text_content(".peek")
+    page.keyboard.press("Enter")
+    page.wait_for_selector('main[data-view="card"]')
+    assert page.evaluate("location.hash") == "#view=card&head=2.1"
+    page.keyboard.press("Escape")
+    page.wait_for_selector('main[data-view="overview"]')
+    page.go_back()
+    page.wait_for_selector('main[data-view="card"]')
+    assert page.text_content("main section h2") == "Head 2.1"
+
+
+def test_the_grid_is_a_grid_to_a_screen_reader(page, report):
+    show(page, report)
+    assert page.locator('[role="grid"] [role="row"]').count() == LAYERS
+    assert page.locator('[role="grid"] [role="gridcell"]').count() == LAYERS * HEADS
+    label = page.get_attribute('[data-head="1.4"]', "aria-label")
+    assert label == "head 1.4: induction, causal, 0.15 against 0.06 by chance"  # (1 + 4/100) / 7
+    nameless = page.evaluate(
+        """[...document.querySelectorAll('button, select, input, canvas[tabindex]')].filter((one) =>
+        !(one.textContent.trim() || one.getAttribute('aria-label') || one.closest('label'))).length"""
+    )
+    assert nameless == 0
+
+
+def test_roles_filter_and_words_find(page, report, book):
+    show(page, report, "role=induction")
+    lit = page.locator(".cell:not(.dim)").evaluate_all("all => all.map(one => one.dataset.head)")
+    assert lit == [head["address"] for head in book["heads"] if head["role"] == "induction"]
+    show(page, report)
+    page.fill('input[type="search"]', "5.1")
+    assert page.locator(".cell:not(.dim)").evaluate_all("all => all.map(one => one.dataset.head)") == [
+        "5.1",
+        "5.10",
+        "5.11",
+    ]
+
+
+def test_nothing_live_stands_in_a_report(page, report):
+    show(page, report, "view=sentence")
+    assert page.locator("textarea, #live-text").count() == 0
+    show(page, report, "view=card&head=5.1")
+    assert page.get_by_text("Switch it off").count() == 0
+
+
+@pytest.mark.slow
+def test_rows_read_from_the_page_are_the_maps(page, report, book):
+    import zlib
+    from base64 import b64decode
+
+    import numpy as np
+
+    maps = (np.frombuffer(zlib.decompress(b64decode(book["sentences"][0]["maps"])), np.uint8) / 255.0) ** 2
+    row = maps.reshape(LAYERS * HEADS, TOKENS, TOKENS)[2 * HEADS + 3, 11]
+    show(page, report, "view=sentence&head=2.3&heads=2.3&pin=11,4")
+    shown = page.locator("details tbody td").evaluate_all("all => all.map(one => Number(one.dataset.value))")
+    assert np.allclose(shown, row[row > 0], atol=1e-6)
+    readout = page.text_content("main .readout")
+    assert readout == f"ever → us  {row[4]:.3f}  (pinned)"
+
+
+@pytest.mark.slow
+def test_hovering_a_token_shows_where_heads_look_from_it(page, report):
+    show(page, report, "view=sentence&heads=2.3,1.1")
+    page.hover('[data-token="9"]')
+    assert page.text_content("main table caption") == "Where “never” looks"
+    assert page.locator("main .strip svg path").count() >= 2
+    page.click('[data-token="9"]')
+    assert "token=9" in page.evaluate("location.hash")
+    page.check('input[type="checkbox"]')
+    page.wait_for_function("location.hash.includes('valued=1')")
+
+
+@pytest.mark.slow
+def test_dark_and_light_follow_the_system_and_the_switch(browser, report):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    for scheme, other in (("light", "dark"), ("dark", "light")):
+        with opened(browser, color_scheme=scheme) as page:
+            show(page, report)
+            first = page.evaluate(ground)
+            page.click("#theme")
+            page.wait_for_function(f"document.documentElement.dataset.theme === '{other}'")
+            assert page.evaluate(ground) != first
+            assert f"theme={other}" in page.evaluate("location.hash")
+
+
+@pytest.mark.slow
+def test_the_best_head_of_a_relation_and_its_baseline(page, report, book):
+    show(page, report, "view=relations")
+    row = book["relations"]["rows"][0]
+    cells = (
+        page.locator('[data-table="relations"] tbody tr')
+        .first.locator("td.number")
+        .evaluate_all("all => all.map(one => Number(one.dataset.value))")
+    )
+    assert cells == [row["arcs"], row["accuracy"], row["offset_accuracy"], row["excess"], row["p"]]
+    best = page.locator('[data-table="relation"] tbody tr').first
+    assert best.locator("th").text_content() == row["head"]
+    assert float(best.locator("td.number").first.get_attribute("data-value")) == row["accuracy"]
+
+
+@pytest.mark.slow
+def test_the_same_head_in_another_report(page, report, book, tmp_path):
+    other = write_report(books.make_book(2, 3, name="smaller"), tmp_path / "other.html")
+    show(page, report, "view=compare&head=1.1")
+    page.set_input_files('input[type="file"]', other)
+    page.wait_for_selector("text=1.1 in smaller")
+    score = (
+        page.locator("main section")
+        .first.locator("tr", has_text="score")
+        .locator("td")
+        .evaluate_all("all => all.map(one => Number(one.dataset.value))")
+    )
+    assert score == [(1 + 1 / 100) / 7, (1 + 1 / 100) / 3]
+
+
+@pytest.mark.slow
+def test_the_served_form_asks_the_server(browser, book):
+    asked = []
+
+    class Server(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def answer(self, body, kind):
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            name = self.path.strip("/") or "index.html"
+            if name == "api/book":
+                return self.answer(json.dumps(book).encode(), "application/json")
+            body = page_files()[name]
+            if name == "index.html":
+                body = body.replace(b"<head>", b'<head><meta name="headwise-live" content="1">')
+            kinds = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
+            return self.answer(body, kinds[name.rsplit(".", 1)[1]])
+
+        def do_POST(self):
+            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append((self.path, given))
+            made = {
+                "/api/sentence": {**books.make_sentence(LAYERS, HEADS, 5, seed=2), "text": given["text"]},
+                "/api/predict": {"before": [[" sea", 0.5]], "after": [[" <b>land</b>", 0.25]]},
+                "/api/step": {
+                    "token": " sea",
+                    "text": given["text"] + " sea",
+                    "rows": {"5.1": [0.5, 0.25, 0.125, 0.125, 0.0]},
+                },
+            }[self.path]
+            self.answer(json.dumps(made).encode(), "application/json")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with opened(browser) as page:
+            page.goto(f"http://127.0.0.1:{server.server_port}/#view=sentence&heads=5.1")
+            page.wait_for_selector("html[data-ready]")
+            page.fill("#live-text", "A new text")
+            page.click("text=Look")
+            page.wait_for_function("location.hash.includes('sentence=2')")
+            page.fill('[data-key="switch off"]', "5.1")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("text=Without 5.1")
+            assert "␣<b>land</b>" in page.text_content("#outcome")
+            page.click("text=Next word")
+            page.wait_for_selector("#steps .tokens")
+            assert "A new text sea" in page.text_content("#steps")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert ("/api/sentence", {"text": "A new text"}) in asked
+    assert ("/api/predict", {"text": "A new text", "silenced": ["5.1"]}) in asked
+    assert ("/api/step", {"text": "A new text", "silenced": ["5.1"]}) in asked
+
+
+@pytest.mark.slow
+def test_1024_heads_at_512_tokens_are_there_in_two_seconds(browser, tmp_path):
+    big = write_report(books.make_book(32, 32, [books.make_sentence(32, 32, 512)]), tmp_path / "big.html")
+    times = []
+    for _ in range(5):
+        with opened(browser) as page:
+            page.add_init_script(
+                f"new MutationObserver({WATCH}).observe(document, {{ subtree: true, attributes: true }})"
+            )
+            show(page, big)
+            times.append(page.evaluate("window.readyAt"))
+            assert page.evaluate("document.querySelectorAll('*').length") <= 10_000
+    assert min(times) < 2_000
