@@ -103,6 +103,11 @@ class Head:
         group = f", keys shared by heads {shared}" if len(shared) > 1 else ""
         return f"Head({self.address}, head_dim={self.layer.spec.head_dim}{group})"
 
+    def _repr_html_(self) -> str:
+        from headwise.show.notebook import head_html
+
+        return head_html(self)
+
     @property
     def W_Q(self) -> Tensor:
         """(D, d)"""

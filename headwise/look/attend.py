@@ -185,6 +185,16 @@ class Attended:
         maps = {head: self.map(head).tolist() for head in self.heads}
         return {"text": self.text, "words": list(self.words), **source, "maps": maps}
 
+    def _repr_html_(self) -> str:
+        from headwise.show.notebook import attended_html
+
+        return attended_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from headwise.show.widget import widget_bundle
+
+        return widget_bundle(self)
+
     def _row(self, part: int, head: Address) -> Tensor:
         """Where one part looks, (words,): no other row of the map is made."""
         looking, seen = self.sides(head)

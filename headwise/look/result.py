@@ -227,6 +227,16 @@ class Profile:
 
         return Plot(self)
 
+    def _repr_html_(self) -> str:
+        from headwise.show.notebook import profile_html
+
+        return profile_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from headwise.show.widget import widget_bundle
+
+        return widget_bundle(self)
+
     # Files.
 
     def report(self, path: str | Path, model: "AnyModel | None" = None, **more: Any) -> Path:
