@@ -1,39 +1,54 @@
-"""headwise demo: a small decoder, a sentence, a table of its heads."""
+"""headwise demo: train, look, cut, and see what was lost."""
 
 import json
-from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from headwise.show.demo import Demo
+
 
 def run(
-    sentence: Annotated[
-        str | None, typer.Argument(help="What the model reads; left out: the guide's own sentence.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the random weights.", min=0, max=2**63 - 1)] = 0,
+    out: Annotated[Path, typer.Option(help="The folder to write into.")] = Path("headwise-demo"),
+    model: Annotated[str | None, typer.Option(help="Look at and cut this one, smollm2 or minilm; train none.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="In seconds: too small a model to learn anything.")] = False,
+    seed: Annotated[int, typer.Option(help="The seed of the training.", min=0, max=2**31 - 1)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Build a small decoder, run a sentence, and show each of its heads and the kernel that ran."""
+    """Train a small decoder on a language made for it, say what each head does, cut those that do nothing: a few minutes."""
+    from headwise.show.demo import demo
+    from headwise.show.progress import noting
+
+    if model is None and not as_json:
+        print(
+            "A decoder of four layers with eight heads each learns a small language; about three minutes on two cores."
+        )
+    with noting() as note:
+        made = demo(out, model, quick=quick, seed=seed, note=note)
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=2))
+    else:
+        _show(made)
+
+
+def _show(made: "Demo") -> None:
     from rich.console import Console
 
-    from headwise.show.demo import SENTENCE, HeadRow, demo
+    from headwise.show.heads import show_profile
+    from headwise.show.prune import show_plan, show_report
     from headwise.show.tables import make_table
 
-    result = demo(SENTENCE if sentence is None else sentence, seed)
-    if as_json:
-        print(json.dumps(asdict(result), indent=2))
-        return
     console = Console()
-    console.print(
-        f"A decoder of {result.parameters:,} parameters, random weights, reads: {result.sentence}", style="bold"
-    )
-    console.print(f"Kernel: {result.kernel} ({result.because}).")
-    nothing = "bitwise the same" if result.looking_changed_nothing else "CHANGED"
-    console.print(f"Looking at all heads left the outputs {nothing}.")
-    titles = {
-        "head": "head", "looks_at": "last byte looks at", "weight": "weight", "entropy": "entropy (nats)",
-        "write": "‖write‖", "effect": "effect if silenced",
-    }  # fmt: skip
-    rows = [[getattr(row, field) for field in HeadRow.__dataclass_fields__] for row in result.heads]
-    console.print(make_table("Heads", [titles[field] for field in HeadRow.__dataclass_fields__], rows))
+    if made.trained is not None:
+        told = f"Trained {made.trained.step:,} steps in {made.trained.seconds:.0f} s; what it knows of held-out texts:"
+        console.print(make_table(told, ["quiz", "questions", "right", "chance", "bigram"], made.marks))
+    show_profile(made.profile, {str(address) for address in made.profile.addresses}, console)
+    show_plan(made.plan, console)
+    show_report(made.report, console)
+    console.print(f"Written: {', '.join(made.files)}", highlight=False, soft_wrap=True)
+    console.print(f"Open {made.folder / 'report.html'} in a browser.", highlight=False, soft_wrap=True)
+    what = made.folder / "model" if made.trained is not None else made.name
+    live = f"headwise view {what} --profile {made.folder / 'profile.npz'}"
+    console.print(f"To type sentences and switch heads off: {live}", highlight=False, soft_wrap=True)

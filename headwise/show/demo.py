@@ -1,88 +1,179 @@
-"""The demo: a small decoder with random weights reads a sentence, and every one of its heads is looked at and silenced."""
+"""The demo: a small decoder is trained, every head is looked at, those that do nothing are cut, and what was lost is shown.
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+With a model's name the same is done to a real one, without the training.
+"""
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from headwise.errors import HeadwiseError
-from headwise.heads import PerHead, Seen
-from headwise.kernels import causal, maps
+from headwise.change.curve import Curve, curve
+from headwise.change.plan import Plan
+from headwise.change.rank import Scores
+from headwise.change.report import Report, report
+from headwise.change.trial import halves, read_texts
+from headwise.look.attend import attend
+from headwise.look.biography import Biography
+from headwise.look.importance import Importance, importance
+from headwise.look.profile import Note, documents_for, profile
+from headwise.look.result import Profile
 from headwise.model import Transformer
-from headwise.spec import AttentionSpec, ModelSpec, Rotary
+from headwise.show.book import make_book
+from headwise.show.figures.lives import draw_lives
+from headwise.show.figures.sentence import MOST, arcs
+from headwise.show.figures.tradeoff import draw_pruning
+from headwise.show.report import write_report
+from headwise.spec import ModelSpec, preset
+from headwise.text.corpus import Corpus
+from headwise.train import Recipe, Trained, train
+from headwise.train.exam import Mark, exam
+from headwise.train.little import LITTLE, little_texts
+from headwise.weights import load
+from headwise.weights.save import whole_folder, write_model
 
-SENTENCE = "The teacher gave the students their homework."
+FOLDER = Path("headwise-demo")
+SENTENCE = "The teacher gave the students their homework because they had asked for it."
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+ALLOWED = 0.01  # of the full model's loss, that a cut may cost where heads are chosen
 
 
 @dataclass(frozen=True)
-class HeadRow:
-    """What the demo shows of one head, seen from the last byte of the sentence."""
+class Size:
+    """How much is done: what is trained, and how many texts are read."""
 
-    head: str
-    looks_at: str  # the byte it attends to most, with its place
-    weight: float  # how much
-    entropy: float  # how widely it looks, in nats, mean over queries
-    write: float  # the length of what it writes, mean over tokens
-    effect: float  # how far next-byte probabilities move when it is silenced (total variation, last position)
+    spec: ModelSpec
+    recipe: Recipe
+    looks: int  # at the heads while training
+    documents: int | None  # of the little language that are profiled; None: as `profile` would
+    texts: int  # to choose heads on and to judge the choice by, together
+    questions: int  # documents of the exam
 
 
-@dataclass(frozen=True)
+FULL = Size(preset("little"), replace(LITTLE, steps=1500), 15, None, 128, 300)
+QUICK = Size(
+    preset("little").resized(layers=2, width=32, heads=4), replace(LITTLE, steps=24, batch=4, warmup=4), 3, 40, 12, 20
+)
+
+
+@dataclass(frozen=True, eq=False)
 class Demo:
-    """The model's size, the sentence, the kernel that ran, the heads."""
+    """What was made, measured and written."""
 
-    parameters: int
-    sentence: str
-    kernel: str
-    because: str
-    looking_changed_nothing: bool
-    heads: list[HeadRow]
+    name: str
+    trained: Trained | None
+    marks: tuple[Mark, ...]  # what the trained model knows
+    profile: Profile
+    plan: Plan
+    report: Report  # what cutting brought and cost, on texts that heads were not chosen on
+    folder: Path
+    files: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "name": self.name, "seconds": None if self.trained is None else self.trained.seconds,
+            "exam": [mark._asdict() for mark in self.marks],
+            "roles": {role: [str(head) for head in heads] for role, heads in self.profile.roles().items()},
+            "cut": list(self.plan.heads), "report": self.report.to_dict(), "folder": str(self.folder),
+            "files": list(self.files),
+        }  # fmt: skip
 
 
-def small_decoder() -> ModelSpec:
-    """Four layers of four heads over bytes, in the way of Llama."""
-    return ModelSpec(
-        vocab=256, context=256, layers=4, attention=AttentionSpec(width=128, heads=4, rotary=Rotary()),
-        norm="rms", activation="swiglu", hidden=384, mlp_bias=False, positions="none",
+def demo(
+    folder: str | Path = FOLDER, model: str | None = None, *, quick: bool = False, seed: int = 0,
+    note: Note | None = None, progress: bool = True,
+) -> Demo:  # fmt: skip
+    """Train (or load `model`), look, cut, and write it all into a folder, which takes its place only when all is there."""
+    size, folder = (QUICK if quick else FULL), Path(folder)
+    with whole_folder(folder, ("report.html",)) as new:  # a folder that cannot be written is told before the work
+        biography, trained = Biography(), None
+        if model is None:
+            trained = _train(size, seed, biography, progress)
+        read = load(model) if trained is None else trained.model
+        little = model is None
+        documents = Corpus.little("held-out", documents=size.documents, seed=1) if little and size.documents else None
+        seen = profile(read, documents, causal=little and not quick, note=note)
+        texts = read_texts(read, _judges(read, little, size.texts), size.texts)
+        choosing, judging = halves(texts)
+        worth = _worth(read, choosing, note)
+        scores = dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
+        plan = Plan.make(read, keep=_share(read, scores, choosing, note), by=worth.by, on=choosing, note=note)
+        small = plan.apply(read)
+        drawn = curve(
+            read,
+            choosing,
+            judging,
+            keeps=SHARES,
+            bys=(worth.by, "random"),
+            seeds=2,
+            scores={worth.by: scores},
+            note=note,
+        )
+        cost = report(read, small, judging, folded_on=choosing, seeds=2, turns=3, note=note)
+        sentence = SENTENCE if not little else min(texts, key=len)
+        _pictures(new, read, seen, drawn, sentence, biography if little else None)
+        if little:
+            write_model(read, _inside(new, "model"))
+            write_model(small, _inside(new, "small"))
+        plan.save(new / "plan.json")
+        seen.save(new / "profile.npz")
+        book = make_book(
+            seen, read, name=model or "the demo's decoder", sentences=[sentence, *judging[:2]], importance=worth,
+            biography=biography if little else None, curve=drawn,
+        )  # fmt: skip
+        write_report(book, new / "report.html")
+        files = tuple(sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()))
+    marks = exam(read, documents=size.questions) if little else ()
+    return Demo(model or "a decoder trained just now", trained, marks, seen, plan, cost, folder, files)
+
+
+def _train(size: Size, seed: int, biography: Biography, progress: bool) -> Trained:
+    recipe = replace(size.recipe, seed=seed)
+    texts, valid = little_texts(recipe)
+    every = max(1, recipe.steps // size.looks)
+    return train(size.spec, texts, recipe, valid=valid, call=biography, every=every, progress=progress)
+
+
+def _judges(model: Transformer, little: bool, count: int) -> Corpus:
+    """Texts to choose and to judge by; those of the little language are none of those that were profiled."""
+    return Corpus.little("held-out", documents=count, seed=2) if little else documents_for(model)
+
+
+def _worth(model: Transformer, texts: Sequence[str], note: Note | None) -> Importance:
+    """What each head is worth: by really taking it away; where that would take long, by a slope."""
+    dear = model.spec.parameters > 20_000_000 and model.output is not None
+    return importance(
+        model, texts, by="gradient" if dear else "ablation",
+        progress=None if note is None else lambda done, of: note("what heads are worth", done, of),
     )  # fmt: skip
 
 
-def demo(sentence: str = SENTENCE, seed: int = 0) -> Demo:
-    """Build, run, look, silence. The weights are random: this shows the instrument, not a trained model's skill."""
-    spec, data = small_decoder(), sentence.encode()
-    if not 0 < len(data) <= spec.context:
-        raise HeadwiseError(f"the sentence has {len(data)} bytes; the demo's model reads 1 to {spec.context}.")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Transformer(spec).eval()
-    ids = torch.tensor([list(data)])  # (1, T)
-    calls: list[Seen] = []
-    with torch.inference_mode(), ExitStack() as listening:
-        plain = model(ids)  # (1, T, 256)
-        for site in model.sites():
-            listening.enter_context(site.listen(calls.append))
-        watched = model(ids)
-        listening.close()
-        rows = [row for call in calls for row in _rows(model, ids, call, plain)]
-    kernel = next(model.attention_layers()).why(len(data), mask=causal())
-    return Demo(spec.parameters, sentence, kernel.backend, kernel.because, torch.equal(plain, watched), rows)
+def _share(model: Transformer, scores: Scores, texts: Sequence[str], note: Note | None) -> float:
+    """The least share of heads that stays before the loss on these texts rises by a hundredth; at least one head goes.
+
+    Each of some heads may be spared and all together not, so every cut is tried as a whole.
+    """
+    tried: Curve = curve(model, texts, keeps=SHARES, bys=("ranked",), scores={"ranked": scores}, note=note)
+    full = (
+        tried.full.mean if tried.full.mean > 0 else 1.0
+    )  # without an output the full model loses nothing; of a cosine's 1
+    fine = [point.keep for point in tried.points if point.more.mean <= ALLOWED * full]
+    return min(fine, default=1 - 1 / len(model.spec.addresses))
 
 
-def _rows(model: Transformer, ids: Tensor, call: Seen, plain: Tensor) -> Iterator[HeadRow]:
-    """One row per head of one layer."""
-    attended = maps(call.q, call.k, call.terms)[0]  # (H, T, T)
-    entropies = torch.special.entr(attended).sum(-1).mean(-1)  # (H,)
-    lengths = PerHead(call.z, call.site.W_O, None).norms()[0].mean(-1)  # (H,)
-    expected = plain[0, -1].softmax(-1)  # (256,)
-    for i, address in enumerate(call.site.addresses):
-        weight, place = attended[i, -1].max(-1)
-        silent = model(ids, gates={str(address): 0.0})[0, -1].softmax(-1)
-        yield HeadRow(
-            head=str(address),
-            looks_at=f"{bytes([int(ids[0, place])])!r} at {int(place)}"[1:],
-            weight=weight.item(),
-            entropy=entropies[i].item(),
-            write=lengths[i].item(),
-            effect=0.5 * (silent - expected).abs().sum().item(),
-        )
+def _pictures(
+    folder: Path, model: Transformer, seen: Profile, drawn: Curve, sentence: str, biography: Biography | None
+) -> None:
+    seen.plot.roles().save(folder / "roles.png")
+    seen.plot.depth().save(folder / "depth.png")
+    draw_pruning(drawn).save(folder / "pruning.png")
+    best = [str(heads[0]) for heads in seen.roles().values()][: MOST // 3] or [str(seen.addresses[0])]
+    arcs(attend(model, sentence, ",".join(best))).save(folder / "sentence.png")
+    if biography is not None:
+        draw_lives(biography).save(folder / "lives.png")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
