@@ -1,0 +1,90 @@
+"""A transformers model attached beside the same one untouched; and looking at all its heads beside `output_attentions`.
+
+python -m bench.attach              512 and 2048 tokens
+python -m bench.attach --rounds 10  quicker
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+import headwise as hw
+from bench.look import HEADS, VOCAB, make_batch, make_flags
+from bench.measure import machine, peak_memory, take_turns
+from headwise.look.evidence import Evidence
+from headwise.look.surface import Surface
+from headwise.look.tally import Tally
+from headwise.show.tables import make_table
+
+LENGTHS = (512, 2048)
+WAYS = ("untouched", "attached", "profile", "eager maps")
+BASE = "untouched"
+
+
+def make_model(T: int, backend: str = "sdpa") -> Any:
+    """GPT-2 small's trunk, random weights."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=T, bos_token_id=0, eos_token_id=0, attn_implementation=backend
+    )
+    return transformers.GPT2Model(config).eval()
+
+
+def make_way(way: str, T: int) -> Callable[[], object]:
+    """One pass over a text of T tokens."""
+    batch = make_batch(T)
+    model = make_model(T, "eager" if way == "eager maps" else "sdpa")
+    theirs = hw.attach(model) if way in ("attached", "profile") else None
+
+    surface = Surface(Tally(HEADS), Evidence(HEADS), make_flags(), 1, "full")  # one for a whole corpus
+
+    @torch.no_grad()
+    def run() -> object:
+        if way == "eager maps":
+            return model(batch.ids, use_cache=False, output_attentions=True)
+        if way != "profile" or theirs is None:
+            return model(batch.ids, use_cache=False)
+        batch.memo.clear()  # every text is new
+        with ExitStack() as stack:
+            for number, site in enumerate(theirs.sites()):
+                stack.enter_context(site.listen(lambda seen, first=12 * number: surface.see(seen, batch, first)))
+            return model(batch.ids, use_cache=False)
+
+    return run
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=31)
+    options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    options.add_argument("--memory", nargs=2, metavar=("WAY", "T"), help="print the megabytes of one way at its peak")
+    given = options.parse_args()
+    if given.memory:
+        import resource
+
+        make_way(given.memory[0], int(given.memory[1]))()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    rows = []
+    for T in given.lengths:
+        pair = take_turns({way: make_way(way, T) for way in WAYS[:2]}, BASE, given.rounds)
+        rest = take_turns({way: make_way(way, T) for way in (BASE, *WAYS[2:])}, BASE, max(3, given.rounds // 6))
+        for way, timing in (pair | {way: rest[way] for way in WAYS[2:]}).items():
+            times = [1 / timing.speed, 1 / timing.high, 1 / timing.low]
+            memory = peak_memory("bench.attach", "--memory", way, str(T))
+            rows.append([T, way, timing.median * 1e3, *times, memory])
+        print(f"{T} tokens done", file=sys.stderr)
+    columns = ["tokens", "way", "ms", "× untouched", "quartiles", "", "peak MB"]
+    Console(width=120).print(
+        make_table(f"GPT-2 small's trunk in transformers {transformers.__version__}, {machine()}", columns, rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
