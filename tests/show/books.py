@@ -1,8 +1,10 @@
 """Books made by hand: every field filled as full as a real profile fills it, every value known beforehand."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwise.show.sentence import Sights
 from headwise.spec import Address
@@ -95,18 +97,23 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[str, Any]:
-    """Peaked random maps of a decoder, a layer at a time, through the packing that real sentences take."""
+def make_maps(layers: int, heads: int, tokens: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Peaked random maps of a decoder, a layer at a time: (h, T, S), lengths fetched (h, S), shares written (h, T)."""
     dice = torch.Generator().manual_seed(seed)
-    chosen = tuple(Address.parse(f"{layer}.{head}") for layer in range(layers) for head in range(heads))
-    sights = Sights(chosen, tokens)
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    for layer in range(layers):
-        scores = 3 * torch.randn(heads, tokens, tokens, generator=dice)  # (h, T, S)
+    for _ in range(layers):
+        scores = 3 * torch.randn(heads, tokens, tokens, generator=dice)
         lengths = 0.1 + torch.rand(heads, tokens, generator=dice)
         shares = torch.softmax(torch.randn(heads, tokens, generator=dice), 0)
-        maps = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-        sights.keep(list(chosen[layer * heads : (layer + 1) * heads]), maps, lengths, shares)
+        yield torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), lengths, shares
+
+
+def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[str, Any]:
+    """Those maps through the packing that real sentences take."""
+    chosen = tuple(Address.parse(f"{layer}.{head}") for layer in range(layers) for head in range(heads))
+    sights = Sights(chosen, tokens)
+    for layer, made in enumerate(make_maps(layers, heads, tokens, seed)):
+        sights.keep(list(chosen[layer * heads : (layer + 1) * heads]), *made)
     words = [TEXT[i % len(TEXT)] for i in range(tokens)]
     return {
         "text": " ".join(words), "cut_from": None, "tokens": words, "special": [False] * tokens, "words": words,

@@ -41,7 +41,7 @@ def profile(model):
     return hw.profile(model, documents, causal=False)
 
 
-def numbers(text, kind=np.uint8):
+def numbers(text, kind="u1"):
     return np.frombuffer(zlib.decompress(b64decode(text)), kind)
 
 
@@ -62,7 +62,9 @@ def test_maps_and_lengths_are_those_of_the_heads(model):
     for place, head in enumerate(heads):
         exact = attend(model, text, head, words=False).map().numpy()
         assert np.abs(maps[place] - exact).max() < 1 / 255
-    lengths = numbers(made["norms"]["data"], "<u2").reshape(len(heads), n) / 65535 * np.array(made["norms"]["top"])[:, None]
+    lengths = (
+        numbers(made["norms"]["data"], "<u2").reshape(len(heads), n) / 65535 * np.array(made["norms"]["top"])[:, None]
+    )
     with torch.no_grad(), record(model, "2.3", what="v") as recording:
         model(torch.tensor([model.tokenizer.encode(text)]))
         exact = (recording["2.3"].v[0] @ model.heads["2.3"].W_O).norm(dim=-1).numpy()
@@ -132,7 +134,12 @@ def test_the_book_says_what_the_profile_says(model, profile):
     assert [len(layer["heads"]) for layer in book["model"]["layers"]] == [4, 3, 4]
     for told, head in zip(book["heads"], profile, strict=True):
         assert told["address"] == str(head.address)
-        assert (told["role"], told["rung"], told["score"], told["null"]) == (head.role, head.rung, head.score, head.null)
+        assert (told["role"], told["rung"], told["score"], told["null"]) == (
+            head.role,
+            head.rung,
+            head.score,
+            head.null,
+        )
         assert told["measures"]["entropy"] == pytest.approx(head.measures["entropy"], rel=1e-5)
         assert dict(map(tuple, told["offsets"]))[1] == pytest.approx(head.measures["offset 1"], rel=1e-5, abs=1e-12)
         assert [one["weight"] for one in told["evidence"]] == [one.weight for one in head.evidence[:5]]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,17 +11,11 @@ import pytest
 from headwise.show.book import page_files
 from headwise.show.report import write_report
 from tests.show import books
+from tests.show.browser import find_browser
 
 LAYERS, HEADS, TOKENS = 6, 12, 20
-WATCH = "(_, watch) => { if (document.documentElement?.dataset.ready) { window.readyAt = performance.now(); watch.disconnect(); } }"
+WATCH = "() => { if (document.documentElement?.dataset.ready) { window.readyAt ??= performance.now(); } }"
 VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves")
-
-
-def find_browser():
-    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"):
-        if found := shutil.which(name):
-            return found
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +233,7 @@ def test_the_served_form_asks_the_server(browser, book):
     asked = []
 
     class Server(BaseHTTPRequestHandler):
-        def log_message(self, *_):
+        def log_message(self, format, *args):
             pass
 
         def answer(self, body, kind):

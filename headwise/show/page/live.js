@@ -70,7 +70,7 @@ async function step(text, box) {
   if (!written.text.startsWith(text) || written.steps.length === 0) Object.assign(written, { text, tokens: [...sight.tokens], steps: [] });
   await trying(async () => {
     const made = await ask("api/step", { text: written.text, silenced: [...silenced] });
-    written.steps.push({ token: made.token, rows: made.rows, tokens: [...written.tokens] });
+    written.steps.push({ token: made.token, rows: made.rows, tokens: made.tokens ?? [...written.tokens] });
     Object.assign(written, { text: made.text, tokens: [...written.tokens, made.token] });
     showSteps(box, chosenHeads(sight));
   });

@@ -1,0 +1,151 @@
+"""The page in a browser: how large, how many nodes, how soon it answers; beside BertViz's model view on the same maps.
+
+    python -m bench.view
+
+Needs Chromium or Chrome (make browser). BertViz's page asks a network for three libraries; here they come from installed
+packages, so that only drawing is measured.
+"""
+
+import re
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Error, Page, Route, sync_playwright
+
+from headwise.errors import HeadwiseError
+from headwise.show.report import write_report
+from tests.show.books import TEXT, make_book, make_maps, make_sentence
+from tests.show.browser import find_browser
+
+RUNS = 5
+PATIENCE = 180_000  # milliseconds
+WATCH = """
+window.long = [];
+new PerformanceObserver((list) => window.long.push(...list.getEntries().map((one) => one.duration)))
+  .observe({ entryTypes: ["longtask"] });
+new MutationObserver(() => { if (document.documentElement?.dataset.ready) window.readyAt ??= performance.now(); })
+  .observe(document, { subtree: true, attributes: true });
+"""
+# In place of require.js: load both libraries, call back, and note when the drawing is done.
+REQUIRE = """
+window.require = window.requirejs = (names, act) => Promise.all(["jquery", "d3"].map((name) => new Promise((done) => {
+  const script = document.createElement("script");
+  script.src = `https://libraries.test/${name}.js`;
+  script.onload = done;
+  document.head.append(script);
+}))).then(() => { act(window.jQuery, window.d3); setTimeout(() => { document.documentElement.dataset.ready = "true"; }); });
+window.require.config = () => {};
+"""
+
+
+def main() -> None:
+    path = find_browser()
+    if path is None:
+        raise HeadwiseError("there is no Chromium or Chrome here; run make browser.")
+    with sync_playwright() as play, tempfile.TemporaryDirectory() as folder:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        print(f"{'':34}{'MB':>8}{'nodes':>11}{'ready, s':>10}{'longest task while hovering, ms':>34}")
+        for layers, heads, tokens in ((12, 12, 32), (12, 12, 128), (32, 32, 512)):
+            ours = write_report(
+                make_book(layers, heads, [make_sentence(layers, heads, tokens)]), Path(folder) / "ours.html"
+            )
+            tell(
+                f"Headwise {layers}×{heads}, {tokens} tokens", ours, best([measure(browser, ours) for _ in range(RUNS)])
+            )
+            if heads == 12:
+                theirs = bertviz(Path(folder) / "theirs.html", layers, heads, tokens)
+                runs = [measure(browser, theirs, hover=False) for _ in range(RUNS if tokens < 100 else 1)]
+                tell(f"BertViz {layers}×{heads}, {tokens} tokens", theirs, best(runs))
+        browser.close()
+
+
+def measure(browser: Browser, path: Path, hover: bool = True) -> dict[str, Any]:
+    """Open a file once: when it was ready, how many nodes it has, the longest task while its cells and words are hovered."""
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.add_init_script(WATCH)
+    page.route(re.compile("^https://"), library)
+    try:
+        page.goto(path.as_uri(), timeout=PATIENCE)
+        page.wait_for_selector("html[data-ready]", timeout=PATIENCE)
+        made = page.evaluate("({ ready: window.readyAt / 1000, nodes: document.querySelectorAll('*').length })")
+        return {**made, "longest": wander(page) if hover else None}
+    except Error as error:
+        return {"failed": str(error).splitlines()[0]}
+    finally:
+        page.close()
+
+
+def wander(page: Page) -> float:
+    """Over cells of the overview, words of the sentence and places of the map; the longest task of all that."""
+    page.evaluate("window.long = []")
+    for cell in page.query_selector_all(".cell")[::37][:20]:
+        cell.hover()
+    page.wait_for_timeout(100)
+    longest = page.evaluate("Math.max(0, ...window.long)")
+    page.evaluate("location.hash = '#view=sentence'")
+    page.wait_for_selector("main[data-view=sentence] .heat canvas")
+    page.wait_for_timeout(300)
+    page.evaluate("window.long = []")  # opening a view is not hovering
+    for token in page.query_selector_all(".tokens button")[2:20:3]:
+        token.hover()
+    picture = page.query_selector(".heat canvas")
+    assert picture is not None
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
+    assert box is not None
+    for step in range(20):
+        page.mouse.move(box["x"] + 20 + step * 9, box["y"] + 20 + step * 7)
+    page.wait_for_timeout(100)
+    return max(longest, page.evaluate("Math.max(0, ...window.long)"))
+
+
+def bertviz(path: Path, layers: int, heads: int, tokens: int) -> Path:
+    """BertViz's model view of the same maps, as a page."""
+    from bertviz import model_view  # pyright: ignore[reportMissingImports]
+
+    attention = [maps[None] for maps, _, _ in make_maps(layers, heads, tokens)]  # (1, h, T, S) each
+    made: Any = model_view(attention, [TEXT[i % len(TEXT)] for i in range(tokens)], html_action="return")
+    path.write_text(f"<!doctype html><html><head><meta charset='utf-8'></head><body>{made.data}</body></html>")
+    return path
+
+
+def library(route: Route) -> None:
+    """What a page asks a network for, from packages."""
+    url = route.request.url
+    if "require" in url:
+        body = REQUIRE
+    elif "d3" in url:
+        body = (files("mpld3") / "js" / "d3.v5.min.js").read_text()
+    elif "jquery" in url:
+        body = (files("sphinxcontrib.jquery") / "jquery.js").read_text()
+    else:
+        return route.abort()
+    return route.fulfill(body=body, content_type="text/javascript")
+
+
+def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best of several runs: the machine is shared."""
+    whole = [run for run in runs if "failed" not in run]
+    if not whole:
+        return runs[0]
+    hovers = [run["longest"] for run in whole if run["longest"] is not None]
+    return {
+        "nodes": whole[0]["nodes"],
+        "ready": min(run["ready"] for run in whole),
+        "longest": min(hovers, default=None),
+    }
+
+
+def tell(name: str, path: Path, made: dict[str, Any]) -> None:
+    size = path.stat().st_size / 1e6
+    if "failed" in made:
+        print(f"{name:34}{size:8.2f}  {made['failed']}", flush=True)
+        return
+    longest = "–" if made["longest"] is None else "below 50" if made["longest"] == 0 else f"{made['longest']:.0f}"
+    print(f"{name:34}{size:8.2f}{made['nodes']:11,}{made['ready']:10.2f}{longest:>34}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
