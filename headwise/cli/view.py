@@ -48,10 +48,11 @@ def run(
         turns = Turns()
         app = make_app(live, book, files=page_files(), turns=turns, host=host, token=secret)
         address = address_of(host, at, secret)
-        at_rest = serve(app, turns, at, lambda: _tell(address, as_json, not no_browser))
-    if not at_rest:  # a long forward pass goes on in its thread; nothing is lost with it, so nobody waits for it
-        sys.stdout.flush()
-        os._exit(0)
+        serve(app, turns, at, lambda: _tell(address, as_json, not no_browser))
+    # Nothing is left to save, so nobody waits for a forward pass in its thread, nor for Python to take torch apart.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _profile(model: "Transformer", corpus: Any, saved: Path | None) -> "Profile":

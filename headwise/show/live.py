@@ -31,10 +31,11 @@ PIECES = 4  # tokens a character may be made of: bytes of UTF-8
 class Live:
     """A model that is asked about texts, one at a time.
 
+    >>> from dataclasses import replace
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> from headwise.text.make import byte_tokenizer
-    >>> model = Transformer(preset("nano").resized(vocab=257))
+    >>> model = Transformer(replace(preset("nano"), vocab=257))
     >>> model.tokenizer = byte_tokenizer()
     >>> told = Live(model).predict("Hi", ["5.1", "3.0"])
     >>> len(told["before"]), len(told["after"])

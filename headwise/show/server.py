@@ -106,8 +106,8 @@ def address_of(host: str, at: socket.socket, token: str | None = None) -> str:
     return f"http://{name}:{port}/" + ("" if token is None else f"?token={token}")
 
 
-def serve(app: App, turns: Turns, at: socket.socket, ready: Callable[[], object] = lambda: None) -> bool:
-    """Answer until Ctrl-C; then whether the model has come to rest, too."""
+def serve(app: App, turns: Turns, at: socket.socket, ready: Callable[[], object] = lambda: None) -> None:
+    """Answer until Ctrl-C. A question that takes longer than its moment of grace goes on in a thread nobody waits for."""
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]  # plain dicts, where uvicorn names each kind of message
         http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
@@ -116,7 +116,6 @@ def serve(app: App, turns: Turns, at: socket.socket, ready: Callable[[], object]
     )  # fmt: skip
     with suppress(KeyboardInterrupt):  # how a server is meant to end
         _Server(config, turns, ready).run(sockets=[at])
-    return turns.ended(0.5)
 
 
 class _Server(uvicorn.Server):

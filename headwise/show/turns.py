@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headwise.show.guard import RequestError
@@ -20,7 +19,6 @@ class Turns:
         self.most, self.here = most, 0
         self._turn, self._closing = asyncio.Lock(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "model")
-        self._work: Future | None = None
 
     async def take(self, work: Callable[[], X], gone: Callable[[], Awaitable[bool]] | None = None) -> X:
         """Wait for a turn and do the work; nothing is done for someone who is `gone` by then."""
@@ -41,14 +39,8 @@ class Turns:
         """No more questions: those who wait are refused, the one at work has a moment to end."""
         self._closing.set()
 
-    def ended(self, seconds: float) -> bool:
-        """After the end: whether the thread has come to rest, within so many seconds."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        return self._work is None or not wait_for([self._work], seconds).not_done
-
     async def _do(self, work: Callable[[], X]) -> X:
-        self._work = self._thread.submit(work)
-        answer = asyncio.wrap_future(self._work)
+        answer = asyncio.wrap_future(self._thread.submit(work))
         closing = asyncio.ensure_future(self._closing.wait())
         try:
             await asyncio.wait({answer, closing}, return_when=asyncio.FIRST_COMPLETED)
