@@ -30,10 +30,11 @@ BASE = "untouched"
 def make_model(T: int, backend: str = "sdpa") -> Any:
     """GPT-2 small's trunk, random weights."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=T, bos_token_id=0, eos_token_id=0, attn_implementation=backend
+    model: Any = transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=VOCAB, n_positions=T, bos_token_id=0, eos_token_id=0)
     )
-    return transformers.GPT2Model(config).eval()
+    model.set_attn_implementation(backend)
+    return model.eval()
 
 
 def make_way(way: str, T: int) -> Callable[[], object]:
