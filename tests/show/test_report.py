@@ -6,10 +6,15 @@ import zlib
 from base64 import b64decode
 
 import pytest
+import torch
 
+import headwise as hw
+from headwise.cli import heads
 from headwise.errors import HeadwiseError
 from headwise.show.book import page_files
 from headwise.show.report import joined, make_report, write_report
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.make import byte_tokenizer
 from tests.show import books
 
 MB = 1_000_000
@@ -60,6 +65,23 @@ def test_a_report_that_cannot_be_written_leaves_what_was_there(tmp_path):
         write_report(books.make_book(1, 1), tmp_path / "taken")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
     assert (tmp_path / "taken" / "file").read_text() == "mine"
+
+
+def test_a_verb_writes_the_report_of_a_model(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = hw.Transformer(
+        ModelSpec(vocab=300, context=128, layers=2, attention=AttentionSpec(width=12, heads=3, head_dim=4))
+    )
+    model.tokenizer = byte_tokenizer()
+    folder = model.save(tmp_path / "small")
+    heads.run(str(folder), ["It was soft. It sat."], no_causal=True, report=tmp_path / "heads.html", as_json=True)
+    told = json.loads(capsys.readouterr().out)["heads"]
+    (data,) = re.findall(r'id="book">(.*?)</script>', (tmp_path / "heads.html").read_text(), re.DOTALL)
+    book = json.loads(data)
+    assert (book["model"]["name"], len(book["sentences"])) == ("small", 4)
+    assert [(one["address"], one["role"], one["score"]) for one in book["heads"]] == [
+        (one["address"], one["role"], one["score"]) for one in told
+    ]
 
 
 def test_a_report_of_144_heads_at_128_tokens_stays_below_3_MB():

@@ -29,7 +29,7 @@ export function livePanel() {
     onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); look(box.value); } } });
   const offers = OFFERED.map((offer) => press(offer, () => look(offer), { class: "small" }));
   return section("Live", box, el("div", { class: "chips tools" }, press("Look", () => look(box.value)), offers),
-    store.sentences[state.sentence]?.given.next ? predictions(text) : null);
+    (store.book.model.output ?? "lm") !== "none" && predictions(text));
 }
 
 async function look(text) {
@@ -58,7 +58,7 @@ function predictions(text) {
   if (written.text.startsWith(text) && written.steps.length) showSteps(steps);
   return el("div", {},
     el("div", { class: "chips tools", role: "group", "aria-label": "Heads that are off" }, el("span", { class: "note" }, "heads off:"), chips.length ? chips : el("span", { class: "note" }, "none"), add,
-      press("Predict", predict), press("Next word", () => step(text, steps))), outcome, steps);
+      press("Predict", predict), (store.book.model.kind ?? "decoder") === "decoder" && press("Next word", () => step(text, steps))), outcome, steps);
 }
 
 function told(title, pairs) {
