@@ -58,7 +58,7 @@ function looking(head) {
 
 function picture_(head, sight) {
   if (!sight?.has(head.address)) return null;
-  return section("On the sentence", heatMap({ weights: sight.map(head.address), labels: sight.tokens, name: `Attention of head ${head.address}`, most: 270, under: sight.under(head.address) }));
+  return section("On the sentence", heatMap({ weights: sight.map(head.address), labels: sight.tokens, name: `Attention of head ${head.address}`, most: 256, under: sight.under(head.address) }));
 }
 
 function writes(head) {

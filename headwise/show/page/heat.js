@@ -8,15 +8,16 @@ import { ramp, ink } from "./colour.js";
 export function heatMap({ weights, labels, columns = labels, name, pinned = null, onpin = null, most = 620, onhover = null, under = null }) {
   const n = labels.length, m = columns.length;
   const fits = Math.min(30, most / Math.max(n, m)), cell = fits >= 3 ? Math.floor(fits) : fits;
-  const written = cell >= 11, left = written ? 92 : 10, top = written ? 78 : 10;
-  const [picture, pen] = canvas(left + m * cell + 4, top + n * cell + 4, { tabindex: "0", role: "img",
+  const written = cell >= 11, left = written ? 92 : 10, top = written ? 82 : 10; // room for the names
+  const wide = left + m * cell + (written ? 32 : 4), high = top + n * cell + 4;
+  const [picture, pen] = canvas(wide, high, { tabindex: "0", role: "img",
     "aria-label": `${name}: ${n} rows by ${m} columns. Arrow keys move, Enter pins.` });
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   const base = paintMap(weights, n, m, under !== null);
   const ground = under && paintMap(Float32Array.from(under.bytes, (byte) => (byte / 255) ** 2), under.size);
   let at = pinned;
   const draw = () => {
-    pen.clearRect(0, 0, left + m * cell + 4, top + n * cell + 4);
+    pen.clearRect(0, 0, wide, high);
     pen.imageSmoothingEnabled = false;
     if (ground) {
       pen.globalAlpha = 0.6;

@@ -65,7 +65,7 @@ function draw(board, sight) {
   const lines = rows();
   const widest = Math.max(1, ...lines.map((line) => (state.sort === "layer" ? numberOf(line.heads.at(-1)) + 1 : line.heads.length)));
   const room = Math.max(320, board.clientWidth - 52);
-  const size = Math.max(18, Math.min(84, Math.floor(room / widest), Math.max(34, Math.floor(1100 / lines.length))));
+  const size = Math.max(18, Math.min(84, Math.floor(room / widest), Math.max(46, Math.floor(1500 / lines.length))));
   const wide = widest * size, high = Math.max(size, lines.length * size);
   const [picture_, pen] = canvas(wide, high, { class: "under", "aria-hidden": "true" });
   const sheet = el("div", { class: "sheet", role: "grid", "aria-label": `${store.book.heads.length} heads`, "aria-rowcount": lines.length,

@@ -7,7 +7,7 @@ import { ink } from "./colour.js";
 
 export async function relations(root) {
   const found = store.book.relations;
-  if (!found) return root.append(el("p", { class: "note" }, "This profile was made without documents whose relations are known, so there is nothing to tell."));
+  if (!found) return root.append(el("p", { class: "note" }, "This profile was made without documents whose relations are known, or with too few of them, so there is nothing to tell."));
   const chosen = found.rows.find((row) => row.relation === state.relation) ?? found.rows[0];
   root.append(el("div", { class: "stack" },
     section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were chosen on one half of the texts; these numbers are from the other. > looks from dependent to head, < from head to dependent."),
