@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install browser demo test test-all parity lint bench clean
+.PHONY: install browser demo docs test test-all parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -19,11 +19,16 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 # A browser for the tests of the page: one that is there, or Debian's where apt may install it. Nothing else is downloaded.
 browser: install
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || command -v google-chrome-stable \
-	  || (command -v apt-get && (apt-get install -y chromium || sudo -n apt-get install -y chromium)) \
+	  || (command -v apt-get && ((apt-get update -q && apt-get install -y chromium) || sudo -n apt-get install -y chromium)) \
 	  || (echo "There is no Chromium or Chrome, and apt may not install one; install either by hand." && false)
 
 demo: install
 	$(PY) -m headwise demo
+
+docs: install
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo 'Open site/guide.html in a browser.'
 
 test: install
 	$(PY) -m pytest tests/test_tiny.py -q
@@ -58,5 +63,5 @@ bench: $(VENV)-bench/installed
 	$(VENV)-bench/bin/python -m bench.view
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench site dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
