@@ -86,13 +86,15 @@ def _told(head: str, role: str) -> str:
 
 
 def _name(panel: "Axes", places: np.ndarray, names: list[str]) -> None:
-    """Names beside as many dots as there is room for."""
+    """Names beside as many dots as there is room for: none over another name, none over another dot."""
     figure = panel.get_figure()
     assert figure is not None
     figure.canvas.draw()  # where things are is known only now
     taken: list[tuple[float, float]] = []
-    for place, (x, y), name in zip(places, panel.transData.transform(places), names, strict=True):
-        if all(abs(x - a) > 40 or abs(y - b) > 11 for a, b in taken):
+    dots = panel.transData.transform(places)
+    for place, (x, y), name in zip(places, dots, names, strict=True):
+        covered = (dots[:, 0] > x + 2) & (dots[:, 0] < x + 40) & (abs(dots[:, 1] - y - 4) < 9)
+        if not covered.any() and all(abs(x - a) > 40 or abs(y - b) > 11 for a, b in taken):
             taken.append((x, y))
             panel.annotate(name, place, xytext=(4, 2), textcoords="offset points", fontsize=6, color=INK)
 
