@@ -243,9 +243,7 @@ class _Asks:
         return record_z(self.model, asked.ids, heads, padding=asked.real)
 
 
-def _ablate(
-    tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int
-) -> None:
+def _ablate(tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int) -> None:
     """Add what a batch really loses by each head."""
     lost, clean = sweep(model, asked, heads, stands, tokens)  # (heads, B)
     own = clean if asked.targets is not None else torch.zeros(lost.shape[1])  # a mean state has no loss of its own
