@@ -6,6 +6,7 @@ note and cuts before it loads. Written whole, anyone can load it.
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,16 @@ def read(folder: Path, dtype: torch.dtype | None, device: torch.device | str) ->
             raise HeadwiseError(
                 f"{folder} holds no safetensors; weights of other kinds are not read through transformers."
             )
-        model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True).to(device).eval()
-        return model, make_layers(model)
+        model, told = kind.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+        )
+        for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+            if told.get(what):  # transformers would fill them with random numbers
+                some = ", ".join(map(str, sorted(told[what], key=str)[:5]))
+                raise HeadwiseError(
+                    f"{folder} lacks weights of {type(model).__name__} ({what.replace('_', ' ')}): {some}."
+                )
+        return model.to(device).eval(), make_layers(model)
     model = build(kind, folder, "cpu")
     layers = cut_to(make_layers(model), note)
     _fill(model, layers, folder)
@@ -75,6 +84,17 @@ def make_layers(model: Any) -> list[Layer]:
     return [Layer(found, masks) for found in find(model)]
 
 
+def can_attach(folder: Path) -> bool:
+    """Whether transformers is there, knows what a folder holds, and has its attention on the interface."""
+    if find_spec("transformers") is None:
+        return False
+    try:
+        kind = model_class(folder)
+    except (HeadwiseError, ValueError, OSError):
+        return False
+    return bool(kind._can_set_attn_implementation()) and bool(kind._supports_sdpa)
+
+
 def model_class(folder: Path, name: str | None = None) -> Any:
     """The class that a folder's configuration names."""
     try:
@@ -91,6 +111,8 @@ def model_class(folder: Path, name: str | None = None) -> Any:
         raise HeadwiseError(
             f"{folder} names the architecture {name!r}, which transformers {transformers.__version__} lacks."
         )
+    if kind.config_class is None or kind.config_class.model_type != config.model_type:
+        raise HeadwiseError(f"{folder} says it is {config.model_type!r} and {name}, which do not belong together.")
     return kind
 
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from headwise.attach import Attached
 from headwise.attach.handle import load_attached
-from headwise.attach.store import NOTE
+from headwise.attach.store import NOTE, can_attach
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
@@ -83,7 +82,7 @@ def is_theirs(path: Path) -> bool:
         return False
     kind = read_json(inside(path, "config.json")).get("model_type")
     mapped = any(kind in family.model_types for family in FAMILIES)
-    return inside(path, NOTE).is_file() or (not mapped and find_spec("transformers") is not None)
+    return inside(path, NOTE).is_file() or (not mapped and isinstance(kind, str) and can_attach(path))
 
 
 def _attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str, check: bool) -> Attached:

@@ -176,3 +176,16 @@ def test_every_verb_takes_a_folder_of_another_family(name: str, tmp_path: Path) 
     facts = json.loads(CliRunner().invoke(app, ["info", folder, "--json"]).stdout)
     assert (facts["layers"], facts["heads"], facts["kind"]) == (3, 12, "decoder" if name == "opt" else "encoder")
     assert facts["parameters"] == sum(value.numel() for value in build(name)[0].parameters())
+
+
+def test_missing_weights_are_refused_not_drawn(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = saved("opt", tmp_path / "opt")
+    state = load_file(folder / "model.safetensors")
+    gone = next(name for name in state if "fc1.weight" in name)
+    save_file(
+        {name: value for name, value in state.items() if name != gone}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(hw.HeadwiseError, match=r"lacks weights.*fc1"):
+        hw.load(folder)
