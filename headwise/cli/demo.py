@@ -23,7 +23,7 @@ def run(
 
     if model is None and not as_json:
         print(
-            "A decoder of four layers with eight heads each learns a small language; about three minutes on two cores."
+            "A decoder of four layers with eight heads each learns a small language; a few minutes on two cores."
         )
     with noting() as note:
         made = demo(out, model, quick=quick, seed=seed, note=note)

@@ -13,6 +13,7 @@ from headwise.change.plan import Plan
 from headwise.change.rank import Scores
 from headwise.change.report import Report, report
 from headwise.change.trial import halves, read_texts
+from headwise.errors import HeadwiseError
 from headwise.look.attend import attend
 from headwise.look.biography import Biography
 from headwise.look.importance import Importance, importance
@@ -87,11 +88,13 @@ def demo(
     """Train (or load `model`), look, cut, and write it all into a folder, which takes its place only when all is there."""
     size, folder = (QUICK if quick else FULL), Path(folder)
     with whole_folder(folder, ("report.html",)) as new:  # a folder that cannot be written is told before the work
-        biography, trained = Biography(), None
+        little, biography = model is None, Biography()
+        trained = None
         if model is None:
             trained = _train(size, seed, biography, progress)
-        read = load(model) if trained is None else trained.model
-        little = model is None
+            read = trained.model
+        else:
+            read = load(model)
         documents = Corpus.little("held-out", documents=size.documents, seed=1) if little and size.documents else None
         seen = profile(read, documents, causal=little and not quick, note=note)
         texts = read_texts(read, _judges(read, little, size.texts), size.texts)
@@ -132,7 +135,10 @@ def _train(size: Size, seed: int, biography: Biography, progress: bool) -> Train
     recipe = replace(size.recipe, seed=seed)
     texts, valid = little_texts(recipe)
     every = max(1, recipe.steps // size.looks)
-    return train(size.spec, texts, recipe, valid=valid, call=biography, every=every, progress=progress)
+    made = train(size.spec, texts, recipe, valid=valid, call=biography, every=every, progress=progress)
+    if made.stopped == "interrupted":
+        raise HeadwiseError(f"the training was stopped at step {made.step} of {recipe.steps}; nothing was written.")
+    return made
 
 
 def _judges(model: Transformer, little: bool, count: int) -> Corpus:
@@ -142,11 +148,13 @@ def _judges(model: Transformer, little: bool, count: int) -> Corpus:
 
 def _worth(model: Transformer, texts: Sequence[str], note: Note | None) -> Importance:
     """What each head is worth: by really taking it away; where that would take long, by a slope."""
+
+    def hear(done: int, of: int) -> None:
+        if note is not None:
+            note("what heads are worth", done, of)
+
     dear = model.spec.parameters > 20_000_000 and model.output is not None
-    return importance(
-        model, texts, by="gradient" if dear else "ablation",
-        progress=None if note is None else lambda done, of: note("what heads are worth", done, of),
-    )  # fmt: skip
+    return importance(model, texts, by="gradient" if dear else "ablation", progress=hear)
 
 
 def _share(model: Transformer, scores: Scores, texts: Sequence[str], note: Note | None) -> float:

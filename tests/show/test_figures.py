@@ -120,8 +120,8 @@ def test_a_curve_has_a_line_and_a_band_for_each_way_to_choose() -> None:
     drawn = draw_pruning(Curve("nats a token", 8, 3, Figure(1.8, 1.7, 1.9), tuple(points)))
     panel = drawn.figure.axes[0]
     lines = {str(line.get_label()): line for line in panel.lines}
-    np.testing.assert_allclose(lines["ablation"].get_xdata(), [0.5, 0.75, 1.0])
-    np.testing.assert_allclose(lines["random"].get_ydata(), [2.0, 2.0, 0.0])
+    np.testing.assert_allclose(np.asarray(lines["ablation"].get_xdata()), [0.5, 0.75, 1.0])
+    np.testing.assert_allclose(np.asarray(lines["random"].get_ydata()), [2.0, 2.0, 0.0])
     assert len(panel.collections) == 2
     with pytest.raises(HeadwiseError, match="rows with x and mean"):
         draw_tradeoff([{"heads": 1}])
