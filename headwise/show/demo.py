@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headwise.change.curve import Curve, curve
 from headwise.change.plan import Plan
 from headwise.change.rank import Scores
@@ -179,7 +181,15 @@ def _pictures(
     best = [str(heads[0]) for heads in seen.roles().values()][: MOST // 3] or [str(seen.addresses[0])]
     arcs(attend(model, sentence, ",".join(best))).save(folder / "sentence.png")
     if biography is not None:
-        draw_lives(biography).save(folder / "lives.png")
+        draw_lives(biography, _most_learned(biography)).save(folder / "lives.png")
+
+
+def _most_learned(biography: Biography) -> str:
+    """The measure in which some head rose most from the first look to the last: a share of arcs hit, or induction."""
+    names = [name for name in biography.names if name.endswith("hits") or name == "induction"]
+    rose = biography.values[-1] - biography.values[0]  # (heads, measures)
+    most = np.nan_to_num(rose, nan=-1.0).max(0)
+    return max(names, key=lambda name: most[biography.names.index(name)])
 
 
 def _inside(folder: Path, name: str) -> Path:
