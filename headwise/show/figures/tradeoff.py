@@ -60,6 +60,7 @@ def draw_pruning(curve: Curve) -> Drawing:
         panel.set_yscale("symlog", linthresh=EVEN)
         panel.set_yticks(TICKS, labels=[f"{tick:g}" for tick in TICKS], minor=False)
         panel.set_yticks([], minor=True)
+        panel.set_ylim(bottom=min(-EVEN / 10, *(1.2 * row["low"] for row in rows)))
     panel.set_xlim(1.02, 0)
     return Drawing(drawn.figure, rows)
 
