@@ -49,7 +49,7 @@ def run(
     from headwise.show.progress import noting
     from headwise.show.prune import show_curve, show_plan, show_report
     from headwise.weights import load
-    from headwise.weights.save import whole_folder, write_model
+    from headwise.weights.save import whole_folder
 
     ways = sum(given is not None for given in (keep, heads, apply))
     curve = curve or plot is not None
@@ -76,7 +76,7 @@ def run(
     made = small = measured = drawn = None
     with noting() as note:
         # The folder is asked for first: long work must not end before a folder that cannot be written.
-        with nullcontext() if out is None else whole_folder(out, ("spec.json",)) as folder:
+        with nullcontext() if out is None else whole_folder(out, ("spec.json", "headwise.json")) as folder:
             if ways:
                 made = Plan.load(apply) if apply is not None else Plan.make(
                     loaded, keep=keep, heads=heads, by=by, fold=fold, on=choosing, rounds=rounds, seed=seed, steps=steps,
@@ -88,7 +88,7 @@ def run(
                 if heal:
                     train_further(small, choosing, steps=heal, seed=seed, progress=False)
                 if folder is not None:
-                    write_model(small, folder)
+                    small.save(folder)
         if made is not None and small is not None and judging is not None:
             over = choosing if made.folded else None
             measured = report(loaded, small, judging, folded_on=over, seeds=seeds, note=note)

@@ -178,6 +178,24 @@ def test_every_verb_takes_a_folder_of_another_family(name: str, tmp_path: Path) 
     assert facts["parameters"] == sum(value.numel() for value in build(name)[0].parameters())
 
 
+def test_a_folder_of_another_family_is_pruned_into_a_folder_that_loads(tmp_path: Path) -> None:
+    from headwise.cli import app
+
+    folder, out = str(saved("qwen3", tmp_path / "qwen3")), tmp_path / "half"
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(TEXTS))
+    asked = ["prune", folder, str(text), "--keep", "0.5", "--by", "gradient", "--length", "16", "--seeds", "1"]
+    done = CliRunner().invoke(app, [*asked, "--out", str(out), "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    told = json.loads(done.stdout)
+    small = hw.load(out)
+    assert 2 * len(small.spec.addresses) == 2 * told["report"]["after"]["heads"] == told["report"]["before"]["heads"]
+    assert not set(told["plan"]["heads"]) & {str(head) for head in small.spec.addresses}
+    head = str(small.spec.addresses[0])
+    shown = CliRunner().invoke(app, ["head", str(out), head, TEXTS[0], "--json"])
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+
+
 def test_missing_weights_are_refused_not_drawn(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
