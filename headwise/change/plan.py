@@ -37,6 +37,7 @@ class Folded:
 class Plan(Wire):
     """Heads to cut from one model, by their original numbers. `apply` gives the smaller model.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
     >>> plan = Plan.make(model, heads="5.1,3.*", fold=False)
