@@ -22,9 +22,7 @@ def run(
     from headwise.show.progress import noting
 
     if model is None and not as_json:
-        print(
-            "A decoder of four layers with eight heads each learns a small language; a few minutes on two cores."
-        )
+        print("A decoder of four layers with eight heads each learns a small language; a few minutes on two cores.")
     with noting() as note:
         made = demo(out, model, quick=quick, seed=seed, note=note)
     if as_json:
