@@ -18,6 +18,7 @@ from headwise.look.surface import Surface
 from headwise.look.tally import Tally
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
 
@@ -121,7 +122,7 @@ def test_what_a_profile_answers(made: Profile) -> None:
     assert all(set(SHOWN) < set(row) for row in table)
     assert made.by_layer("entropy") == pytest.approx(made.measure("entropy").reshape(2, 4).mean(1))
     assert made["1.2"].measures["entropy"] == pytest.approx(made.measure("entropy")[6])
-    tokens = sum(len(document.words) for document in little().items())
+    tokens = sum(len(item.words) for item in little().items() if isinstance(item, Document))
     assert made.about == {
         "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "layers": ["0", "1"], "control": None,
         "seed": 0, "detail": "full", "every": 1,

@@ -190,7 +190,7 @@ def test_repeats_are_enough_among_ten_thousand_tests() -> None:
     draw = np.random.default_rng(0)
     shape, supported = (BUCKETS, 270), []
     noise = [
-        Case(Role(str(i), (), 0.1), draw.standard_normal(shape), *[np.zeros(shape)] * 2, np.ones(shape))
+        Case(Role(str(i), (), 0.1), draw.standard_normal(shape), np.zeros(shape), np.zeros(shape), np.ones(shape))
         for i in range(40)
     ]
     for sequences in (24, SEQUENCES):
