@@ -11,7 +11,6 @@ OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, as the d
 # At each offset: the mean weight there; and, over rows whose target is not the first token (a sink would collect those), the
 # mean weight, what a uniform head would have, and the weight times the length of what it fetches, as a share of the row.
 NEAR = ("offset", "aimed", "aimed null", "aimed valued")
-ARGMAX = ("argmax",)  # the share of rows whose largest weight is at that offset
 BINS = tuple(f"distance {low}-{2 * low - 1}" for low in EDGES)
 # Beyond the window, the first token and repeated tokens left out: the weight, a uniform head's, and the valued weight.
 LONG = ("long range", "long range null", "long range valued")

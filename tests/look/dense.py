@@ -68,11 +68,13 @@ def head_of(scores: Tensor, n: int, **options: Any) -> Tally:
     return measured(by_scores(scores.double()[None, None], causal(), **options), distinct(n))
 
 
-def watch(model: Transformer, batches: list[Batch], flags: Tensor, evidence: bool = False) -> tuple[Tally, Rows]:
+def watch(
+    model: Transformer, batches: list[Batch], flags: Tensor, evidence: bool = False, **options: Any
+) -> tuple[Tally, Rows]:
     """The streaming measures of a model and the dense ones, of the same passes."""
     heads = sum(len(site.head_ids) for site in model.sites())
     tally = Tally(heads)
-    surface = Surface(tally, Evidence(heads) if evidence else None, flags)
+    surface = Surface(tally, Evidence(heads) if evidence else None, flags, **options)
     dense: Rows = {}
     for batch in batches:
         with ExitStack() as stack:

@@ -1,49 +1,25 @@
 """The light way: the same numbers from the fused kernel as from whole maps, for models of every kind."""
 
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
-import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Seen
 from headwise.look import light
-from headwise.look.inputs import make_batches, run
-from headwise.look.surface import Surface
+from headwise.look.inputs import make_batches
 from headwise.look.tally import Tally
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from tests.contract.layers import make_model
-from tests.look.dense import Rows, assert_alike, dense_measures
+from tests.look.dense import Rows, assert_alike, watch
 from tests.look.test_surface import FLAGS, VARIANTS, texts
 
 FULL = ("confidence", "argmax", "distance ", "long range")  # what the light way does not tell
-WIDE = AttentionSpec(width=32, heads=2, head_dim=16)  # room for the features beside the values
+WIDE = AttentionSpec(width=32, heads=2, head_dim=16)
 
 
 def measure(model: Transformer, side: str, every: int = 1, detail: str = "light") -> tuple[Tally, Rows]:
-    heads = sum(len(site.head_ids) for site in model.sites())
-    tally, dense = Tally(heads), {}
-    surface = Surface(tally, None, FLAGS.double(), every, detail)
-    for batch in make_batches(texts(), 900, side=side):
-
-        def see(seen: Seen, first: int, batch=batch) -> None:
-            surface.see(seen, batch, first)
-            for name, (sums, counts) in dense_measures(seen, batch, FLAGS).items():
-                old = dense.setdefault(name, (np.zeros(heads), np.zeros(heads)))
-                here = slice(first, first + sums.shape[1])
-                old[0][here] += sums.sum(0)
-                old[1][here] += counts.sum(0)
-
-        with ExitStack() as stack, torch.no_grad():
-            first = 0
-            for site in model.sites():
-                stack.enter_context(site.listen(lambda seen, first=first, see=see: see(seen, first)))
-                first += len(site.head_ids)
-            run(model, batch)
-    return tally, dense
+    return watch(model, list(make_batches(texts(), 900, side=side)), FLAGS.double(), every=every, detail=detail)
 
 
 def light_names(dense: Rows) -> list[str]:

@@ -4,13 +4,13 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import TYPE_CHECKING
 
 import pytest
 
 import headwise as hw
 from headwise.show.live import Live
+from tests.show.browser import find_browser
 from tests.show.live_model import View, make_folder, viewing
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def view(folder: Path) -> Iterator[View]:
 @pytest.fixture
 def page(view: View) -> "Iterator[Page]":
     """The live page, opened by the address that was printed; nothing may go wrong in it, nor be asked of anyone else."""
-    chromium = which("chromium") or which("chromium-browser") or which("google-chrome")
+    chromium = find_browser()
     missing = "chromium" if chromium is None else "playwright" if find_spec("playwright") is None else None
     if missing is not None:
         assert os.environ.get("CI") != "true", f"{missing} is missing"
