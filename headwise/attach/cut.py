@@ -96,12 +96,15 @@ def tell_sizes(layer: Layer) -> None:
 
 
 @torch.no_grad()
-def even_out(layer: Layer) -> None:
+def even_out(layer: Layer) -> Layer:
     """Give every head a key and a value of its own, so that plain transformers can run a layer of uneven groups."""
     spec, found = layer.spec, layer.found
     for place, channels in ((1, spec.head_dim), (2, spec.value_dim)):
         _keep_rows(found.read(place), _rows(list(spec.kv_of_head), channels))
-    found.module.__dict__[CUT] = replace(found, kv_heads=found.heads)
+    found = found.module.__dict__[CUT] = replace(found, kv_heads=found.heads, apart=True)
+    made = Layer(found, layer.masks)
+    tell_sizes(made)
+    return made
 
 
 class Emptied(nn.Module):

@@ -52,6 +52,7 @@ class Found:
     writes: nn.Module | None
     rotary: bool = False  # whether positions turn its queries and keys
     kept: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
+    apart: bool = False  # whether heads that shared keys have been given keys of their own
 
     def read(self, number: int) -> nn.Module:
         """One of the modules that read."""

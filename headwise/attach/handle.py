@@ -17,7 +17,7 @@ from headwise.attach.families import norm_before
 from headwise.attach.interface import MARK, NAME, register
 from headwise.attach.layer import Layer
 from headwise.attach.speak import speak
-from headwise.attach.store import make_layers, read, write
+from headwise.attach.store import PLANS, keep_note, make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
@@ -128,12 +128,23 @@ class Attached(nn.Module):
             self._layers = cut_layers(self._layers, gone.addresses, folded)
         finally:
             self._mark()
+        if len(gone):
+            keep_note(self.model)
         self._spec = None
         return self
 
     def without(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> "Attached":
         """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
         return copy.deepcopy(self).cut(heads, folded)
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
+        return self.model.__dict__.get(PLANS, ())
+
+    @plans.setter
+    def plans(self, plans: tuple[Any, ...]) -> None:
+        self.model.__dict__[PLANS] = plans
 
     # What it is.
 

@@ -4,8 +4,10 @@ A cut model has smaller tensors than its configuration says, so plain transforme
 note and cuts before it loads. Written whole, anyone can load it.
 """
 
+import inspect
 import json
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from headwise.attach.check import own_config
-from headwise.attach.cut import cut_layers
+from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.find import find
 from headwise.attach.layer import Layer
 from headwise.attach.masks import Masks
@@ -22,6 +24,7 @@ from headwise.spec import SiteAddress
 
 NOTE = "headwise.json"
 FORMAT = "headwise-attached-1"
+PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
 
 
 def write(model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Path, whole: bool) -> Path:
@@ -32,9 +35,7 @@ def write(model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Pat
         if whole and is_cut(layers):
             _filled_up(model, layers).save_pretrained(new)
         else:
-            model.save_pretrained(new)
-            if is_cut(layers):
-                (new / NOTE).write_text(json.dumps(_note(model, layers), indent=2), encoding="utf-8")
+            model.save_pretrained(new)  # a cut one writes its note
         if tokenizer is not None:
             tokenizer.save(new)
     return Path(folder)
@@ -43,6 +44,33 @@ def write(model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Pat
 def is_cut(layers: Sequence[Layer]) -> bool:
     """Whether heads were cut from any of these layers."""
     return any(layer.found.kept is not None for layer in layers)
+
+
+def keep_note(model: Any) -> None:
+    """From now on this model, and any part of it that can be saved, writes beside its weights what was cut, attached or not.
+
+    Weights of a cut model without that note would be of no use to anybody.
+    """
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.__dict__["save_pretrained"] = partial(_save_noted, part)
+
+
+def _save_noted(model: Any, save_directory: str | Path, *arguments: Any, **named: Any) -> None:
+    """`save_pretrained` of a model from which heads were cut."""
+    from headwise.weights.save import whole_file  # a later room
+
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, save_directory, *arguments, **named).arguments
+    if given.get("push_to_hub"):
+        raise HeadwiseError(
+            "heads were cut from this model, and what is pushed would lack the note of that; save it, then upload the folder."
+        )
+    save(model, save_directory, *arguments, **named)
+    if given.get("is_main_process", True):
+        whole_file(Path(save_directory) / NOTE, json.dumps(_note(model, make_layers(model)), indent=2).encode())
 
 
 def read(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> tuple[Any, list[Layer]]:
@@ -66,6 +94,8 @@ def read(folder: Path, dtype: torch.dtype | None, device: torch.device | str) ->
         return model.to(device).eval(), make_layers(model)
     model = build(kind, folder, "cpu")
     layers = cut_to(make_layers(model), note)
+    keep_note(model)
+    model.__dict__[PLANS] = _plans(note, layers)
     _fill(model, layers, folder)
     return model.to(device=device, dtype=dtype or model.dtype).eval(), layers
 
@@ -126,8 +156,9 @@ def build(kind: Any, folder: Path, device: str) -> Any:
 def cut_to(layers: list[Layer], note: dict[str, Any]) -> list[Layer]:
     """Layers cut to the heads a note tells."""
     kept = {SiteAddress.parse(site): set(heads) for site, heads in note["kept"].items()}
+    apart = {SiteAddress.parse(site) for site in note["apart"]}
     there = {layer.site.address for layer in layers}
-    if not set(kept) <= there:
+    if not set(kept) | apart <= there:
         raise HeadwiseError(f"{NOTE} names layers that the model has not; the folder is damaged.")
     gone = [
         address
@@ -135,12 +166,32 @@ def cut_to(layers: list[Layer], note: dict[str, Any]) -> list[Layer]:
         for address in layer.site.addresses
         if layer.site.address in kept and address.head not in kept[layer.site.address]
     ]
-    return cut_layers(layers, gone)
+    return [even_out(layer) if layer.site.address in apart else layer for layer in cut_layers(layers, gone)]
 
 
 def _note(model: Any, layers: Sequence[Layer]) -> dict[str, Any]:
-    kept = {str(layer.site.address): list(layer.found.kept) for layer in layers if layer.found.kept is not None}
-    return {"format": FORMAT, "class": type(model).__name__, "kept": kept}
+    """What was cut: the heads there are, layers whose heads have keys of their own since, and the plans that said so."""
+    return {
+        "format": FORMAT,
+        "class": type(model).__name__,
+        "kept": {str(layer.site.address): layer.found.kept for layer in layers if layer.found.kept is not None},
+        "apart": [str(layer.site.address) for layer in layers if layer.found.apart and layer.spec.head_ids],
+        "plans": [json.loads(plan.to_json()) for plan in model.__dict__.get(PLANS, ())],
+    }
+
+
+def _plans(note: dict[str, Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
+    """The plans a note tells."""
+    if not note["plans"]:
+        return ()
+    from headwise.change.plan import Plan  # a later room
+
+    plans = tuple(Plan.from_json(json.dumps(plan)) for plan in note["plans"])
+    there = {address for layer in layers for address in layer.site.addresses}
+    for plan in plans:
+        if there.intersection(plan.addresses):
+            raise HeadwiseError(f"{NOTE} holds a plan that cuts heads which are there; the folder is damaged.")
+    return plans
 
 
 def _read_note(folder: Path) -> dict[str, Any] | None:
@@ -149,11 +200,13 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
     file = inside(folder, NOTE)
     if not file.is_file():
         return None
-    note = read_json(file)
+    note = {"apart": [], "plans": []} | read_json(file)  # notes of old tell the heads only
     kept = note.get("kept")
     fits = isinstance(kept, dict) and all(
         isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept.values()
     )
+    fits = fits and all(isinstance(note[name], list) for name in ("apart", "plans"))
+    fits = fits and all(isinstance(site, str) for site in note["apart"])
     if note.get("format") != FORMAT or not isinstance(note.get("class"), str) or not fits:
         raise HeadwiseError(f"{file} is not a note of this version ({FORMAT}); write the model again.")
     return note
@@ -174,7 +227,10 @@ def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # sizes
+        raise HeadwiseError(f"{folder} does not fit its note: {str(error).splitlines()[-1].strip()}") from None
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
     missing = [name for name in missing if name not in tied]
     if missing or unexpected:
@@ -208,17 +264,21 @@ def _filled_up(model: Any, layers: Sequence[Layer]) -> Any:
 def _spread_out(layer: Layer, first: Layer) -> None:
     """Put what is left of a layer where it was, and zeros elsewhere."""
     spec = layer.spec
-    if first.spec.kv_heads != spec.kv_heads:
-        raise HeadwiseError(
-            f"the keys of {layer.found.name} were shared out to its heads when it was detached; save it before detaching."
-        )
-    for letter, heads in (("q", spec.head_ids), ("k", spec.kv_ids), ("v", spec.kv_ids)):
+    keys = [first.spec.kv_of_head[head] for head in spec.head_ids] if layer.found.apart else list(spec.kv_ids)
+    for letter, places in (("q", list(spec.head_ids)), ("k", keys), ("v", keys)):
         for kind in ("weight", "bias"):
             target = getattr(first.read, kind)(letter)
-            if target is not None:
-                target.zero_()
-                if heads:
-                    target[list(heads)] = getattr(layer.read, kind)(letter)
+            if target is None:
+                continue
+            target.zero_()
+            if not places:
+                continue
+            target[places] = own = getattr(layer.read, kind)(letter)
+            if not torch.equal(target[places], own):  # several heads stand in one place
+                raise HeadwiseError(
+                    f"the heads of {layer.found.name} got keys of their own when the model was detached, and these have "
+                    f"learned different things since: they cannot be shared again. Save it without whole=True."
+                )
     slices = first.write.slices
     slices.zero_()
     if spec.head_ids:

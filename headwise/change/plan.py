@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from headwise.attach import Attached
 from headwise.change.cut import M, check_model, cut, heads_to_cut
 from headwise.change.cut import fold as fold_means
 from headwise.change.rank import BYS, choose, heads_left
@@ -54,6 +55,7 @@ class Plan(Wire):
     heads: tuple[str, ...]  # these are cut
     by: By = "named"
     rounds: int = 1
+    on: str = ""  # the corpus heads were ranked on, and whose means are folded in
     scores: tuple[float, ...] = field(default=(), repr=False)  # one per head of the model: those with the least go
     folded: tuple[Folded, ...] = field(default=(), repr=False)
 
@@ -103,12 +105,14 @@ class Plan(Wire):
                 model, corpus, keep, by, means=means, rounds=rounds, seed=seed, steps=steps, note=note
             )
         biases = {} if means is None else fold_means(model, gone, means)
+        used = means is not None or (keep is not None and by != "random")
         return Plan(
             spec=model.spec,
             weights=digest(model),
             heads=tuple(map(str, gone)),
             by="named" if heads is not None else by,  # pyright: ignore[reportArgumentType]
             rounds=rounds,
+            on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and used else "",
             scores=tuple(scores[head] for head in model.spec.addresses) if scores else (),
             folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
         )
@@ -126,7 +130,10 @@ class Plan(Wire):
                 "the plan was made for other weights of the same sizes, or in another dtype; make a plan for this model."
             )
         biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
-        return cut(model, self.addresses, biases)
+        small = cut(model, self.addresses, biases)
+        if isinstance(small, Attached):
+            small.plans = (*small.plans, self)  # saved with the model; our own models say in their spec what they kept
+        return small
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -151,6 +158,7 @@ class Plan(Wire):
         how = "named by hand" if self.by == "named" else f"chosen by {self.by}"
         folded = "what they gave on average is folded in" if self.folded else "nothing is folded"
         lines = [f"{len(self.heads)} of {len(self.spec.addresses)} heads are cut, {how}; {folded}."]
+        lines += [f"  on {self.on}"] if self.on else []
         gone = set(self.heads)
         for site in self.spec.sites:
             there = [site.head(number) for number in self.spec.attention_at(site).head_ids]

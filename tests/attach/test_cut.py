@@ -147,9 +147,7 @@ def test_what_is_folded_stands_in_the_bias(case: Case, tmp_path: Path) -> None:
         assert (first(again.model(**given)) - want).abs().max() <= 1e-9
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if not case.cut and case.name != "electra"], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.cut], ids=lambda case: case.name)
 def test_what_cannot_be_cut_is_refused_and_silence_is_offered(case: Case) -> None:
     theirs = hw.attach(case.build())
     kept = {name: value.clone() for name, value in theirs.model.state_dict().items()}

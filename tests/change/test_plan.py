@@ -12,6 +12,7 @@ from headwise.change.plan import Folded, Plan, digest
 from headwise.change.prune import prune
 from headwise.errors import HeadwiseError
 from headwise.look.ablate import ablated, mean_activations
+from headwise.text.corpus import Corpus
 from tests.contract.layers import MODELS, assert_equal, make_model, token_ids
 from tests.look.readers import TEXTS, reading
 from tests.train.tiny import same_weights
@@ -55,6 +56,7 @@ def test_a_plan_tells_what_goes() -> None:
     model = reading(MODELS["decoder"])
     assert str(Plan.make(model, heads="0.1,1.*", on=TEXTS)).splitlines() == [
         "5 of 8 heads are cut, named by hand; what they gave on average is folded in.",
+        f"  on a list of {len(TEXTS)} texts ({Corpus.of(TEXTS).fingerprint[:12]})",
         "  layer 0 loses 1",
         "  layer 1 loses 0 1 2 3, all it had",
     ]
