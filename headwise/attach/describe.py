@@ -41,6 +41,7 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
         activation="swiglu" if any(name.rpartition(".")[2] in GATES for name, _ in model.named_modules()) else "gelu",
         form="post" if known is not None and known.norm is None else "pre",
         kind=kind,
+        windows=_windows(layers, count),
         positions="learned" if has_learned_positions(model) else "none",
         output=outputs[kind] if kind == "encoder-decoder" or has_output(model) else "none",  # pyright: ignore
         kept=_kept(layers, kind, count),
@@ -67,6 +68,12 @@ def has_learned_positions(model: nn.Module) -> bool:
 def is_causal(module: nn.Module) -> bool:
     """Whether an attention module looks back only; SDPA takes that for granted where it does not say."""
     return bool(getattr(module, "is_causal", True))
+
+
+def _windows(layers: Sequence[Layer], count: dict[str, int]) -> tuple[int | None, ...]:
+    """How far each layer sees, if any sees less than all; told of models with one stack."""
+    there = {layer.site.address.layer: layer.site.window for layer in layers if layer.site.address.stack == ""}
+    return tuple(there.get(layer) for layer in range(count[""])) if any(there.values()) else ()
 
 
 def _kept(layers: Sequence[Layer], kind: str, count: dict[str, int]) -> dict[str, tuple[int, ...]]:

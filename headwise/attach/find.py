@@ -51,6 +51,7 @@ class Found:
     reads: tuple[str, tuple[str, ...]] | None  # how they are laid out, and their names; None: not known here
     writes: nn.Module | None
     rotary: bool = False  # whether positions turn its queries and keys
+    window: int | None = None  # a query sees keys fewer than so many positions away
     kept: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
     apart: bool = False  # whether heads that shared keys have been given keys of their own
 
@@ -130,7 +131,18 @@ def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress)
     value_dim = head_dim if writes is None else in_size(writes) // heads
     keys, head_dim = heads // max(1, groups), head_dim or value_dim
     turned = has_rotary(model) and address.stack != "cross"
-    return Found(name, module, parent, address, heads, keys, head_dim, value_dim or head_dim, reads, writes, turned)
+    sizes = (heads, keys, head_dim, value_dim or head_dim)
+    return Found(name, module, parent, address, *sizes, reads, writes, turned, _window(module, address))
+
+
+def _window(module: nn.Module, address: SiteAddress) -> int | None:
+    """How far a module sees: as it says, or where it does not, as its configuration does, for all layers or for this one."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    far = len(kinds) > address.layer and kinds[address.layer] != "sliding_attention"
+    size = None if far else getattr(config, "sliding_window", None)
+    size = getattr(module, "sliding_window", size)
+    return size if isinstance(size, int) and size > 0 and address.stack != "cross" else None
 
 
 def has_rotary(model: nn.Module) -> bool:

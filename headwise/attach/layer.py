@@ -27,9 +27,10 @@ class Layer:
         self.spec = AttentionSpec(
             width=width or found.heads * found.head_dim, heads=found.heads, head_dim=found.head_dim,
             value_dim=found.value_dim, kv_heads=found.kv_heads, kept=found.kept, rotary=Rotary() if found.rotary else None,
+            window=found.window,
         )  # fmt: skip
         self.read, self.write = Reads(self), Writes(self)
-        self.site = Site(found.address, self.spec.head_ids, self.write)
+        self.site = Site(found.address, self.spec.head_ids, self.write, found.window)
         heads, keys = len(self.spec.head_ids), len(self.spec.kv_ids)
         even = tuple(head * keys // heads for head in range(heads)) if heads and heads % keys == 0 else ()
         self.uneven = self.spec.kv_of_head != even  # whether groups differ in size, as cutting may leave them

@@ -50,7 +50,7 @@ class MultiHeadAttention(nn.Module):
         self.sink = nn.Parameter(torch.empty(present)) if spec.softmax == "sink" else None
         self.gate = nn.Parameter(torch.empty(present)) if spec.gated else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
-        self.site = Site(address, spec.head_ids, self.write)
+        self.site = Site(address, spec.head_ids, self.write, spec.window)
         initialise(self)
 
     def forward(

@@ -58,11 +58,14 @@ class Seen:
 
 
 class Site:
-    """One attention layer, seen from outside: its address, its heads, their W_O, and what passes."""
+    """One attention layer, seen from outside: its address, its heads, their W_O, how far they see, and what passes."""
 
-    def __init__(self, address: SiteAddress, head_ids: tuple[int, ...], output: HasSlices) -> None:
+    def __init__(
+        self, address: SiteAddress, head_ids: tuple[int, ...], output: HasSlices, window: int | None = None
+    ) -> None:
         self.address = address
         self.head_ids = head_ids
+        self.window = window  # a query sees keys fewer than so many positions away; None: however far
         self._output = output
         self._listeners: list[Listener] = []
         self._edits: list[Edit] = []
@@ -109,7 +112,7 @@ class Site:
 
     def __deepcopy__(self, memo: dict) -> "Site":
         """A copied model has sites of its own; contexts that are open belong to the original."""
-        return Site(self.address, self.head_ids, copy.deepcopy(self._output, memo))
+        return Site(self.address, self.head_ids, copy.deepcopy(self._output, memo), self.window)
 
     def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, z: Tensor) -> Tensor:
         """Called by the layer between the kernel and W_O: edits first, in the order they were made, then listeners."""

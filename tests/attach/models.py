@@ -89,6 +89,8 @@ CASES = [
     Case("modernbert", "ModernBertForMaskedLM", "ModernBertConfig",
          PLAIN | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, local_attention=6),
          "encoder"),
+    Case("qwen2_windows", "Qwen2ForCausalLM", "Qwen2Config",
+         GROUPED | dict(sliding_window=5, use_sliding_window=True, max_window_layers=1), cut=True),
     Case("electra", "ElectraForMaskedLM", "ElectraConfig", PLAIN | dict(embedding_size=10), "encoder", cut=True),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
