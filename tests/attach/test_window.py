@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.heads.site import Seen
-from tests.attach.models import BY_NAME, CASES, T, Case
+from tests.attach.models import BY_NAME, CASES, Case, T
 from tests.attach.test_look import saved
 from tests.contract.layers import MODELS, make_model
 
