@@ -32,6 +32,10 @@ from headwise.train.team import Team, gather
 Call = Callable[[Transformer, int], object]
 
 
+class Diverged(HeadwiseError):
+    """Training ran away: a gradient is no longer a number."""
+
+
 @dataclass
 class Trained:
     """What a run gave: the model, how far it came, every logged row, and how it ended."""
@@ -191,7 +195,7 @@ class Loop:
         norm = nn.utils.get_total_norm([value.grad for value in self.trained if value.grad is not None])
         length = float(norm)
         if not length < float("inf") and self.precision != torch.float16:  # there the scaler leaves such a step out
-            raise HeadwiseError(
+            raise Diverged(
                 f"the gradient is {length} at step {step + 1}; lower the rate ({recipe.rate}) or lengthen the warm-up. "
                 f"The last checkpoint is as it was."
             )

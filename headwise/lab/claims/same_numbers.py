@@ -1,0 +1,93 @@
+"""The naive loop, the batched form and the fused form give the same numbers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.heads import MultiHeadAttention
+from headwise.kernels import causal
+from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.figure import Figures
+from headwise.lab.lab import Lab
+from headwise.model import AnyModel, Transformer
+
+FORMS = ("batched", "fused", "blockwise")
+BAR = 1e-5  # of float32, relative: sums are made in another order
+
+
+def furthest(layer: MultiHeadAttention, x: Tensor) -> dict[str, float]:
+    """How far each form strays from the loop over heads, forward and gradient: the largest relative difference.
+
+    >>> made = furthest(MultiHeadAttention(width=8, heads=2), torch.randn(1, 5, 8))
+    >>> max(made.values()) < 1e-5
+    True
+    """
+    before, wanted = layer.backend, None
+    found = {}
+    try:
+        for form in ("reference", *FORMS):
+            layer.backend = form
+            given = x.detach().clone().requires_grad_()
+            out = layer(given, mask=causal())  # (B, T, D)
+            (slope,) = torch.autograd.grad(out.square().sum(), given)
+            if wanted is None:
+                wanted = (out.detach(), slope)
+                continue
+            pairs = zip((out.detach(), slope), wanted, strict=True)
+            found[form] = max(float((got - want).norm() / want.norm()) for got, want in pairs)
+    finally:
+        layer.backend = before
+    return found
+
+
+def measure(lab: Lab) -> Figures:
+    """Random layers of several sizes, in float32; the worst of them for each form and seed."""
+    figures = Figures()
+    worst: dict[str, list[float]] = {form: [] for form in FORMS}
+    for seed in lab.seeds:
+        torch.manual_seed(seed)
+        shapes = ((64, 1, 64), (64, 8, 96), (64, 64, 32), (128, 4, 128))  # width, heads, tokens
+        made = [furthest(MultiHeadAttention(width=D, heads=H), torch.randn(2, T, D)) for D, H, T in shapes]
+        for form in FORMS:
+            worst[form].append(max(each[form] for each in made))
+    for form in FORMS:
+        figures.add("relative difference", form, worst[form])
+    return figures
+
+
+def on(model: AnyModel, text: Any = None) -> Figures:
+    """The same with the layers of a model, on random input."""
+    if not isinstance(model, Transformer):
+        raise HeadwiseError("an attached model has one form, its own; load it with hw.load to compare ours.")
+    torch.manual_seed(0)
+    made = [furthest(layer, torch.randn(1, 32, model.spec.width)) for layer in model.attention_layers()]
+    figures = Figures()
+    for form in FORMS:
+        figures.add("relative difference", form, max(each[form] for each in made))
+    return figures
+
+
+def judge(figures: Figures) -> Verdict:
+    """By `rule`."""
+    apart = [str(form) for form, figure in figures.at("relative difference").items() if max(figure.values) > BAR]
+    if not apart:
+        return Verdict("holds")
+    if len(apart) < len(FORMS):
+        return Verdict("depends", f"on the form: {', '.join(apart)} strays")
+    return Verdict("does not hold")
+
+
+CLAIM = Claim(
+    number=1,
+    name="same-numbers",
+    says="The naive loop over heads, the batched form and the fused form compute the same numbers.",
+    against="A form whose output or gradient differs from the loop's by more than rounding.",
+    setup="Random causal layers of 1, 4, 8 and 64 heads in float32, outputs and gradients held against a loop over heads.",
+    rule=f"Holds if every form stays within {BAR:g} (relative, worst seed); depends if only some do.",
+    measure=measure,
+    judge=judge,
+    picture=Picture(("relative difference",), y="relative difference"),
+    on=on,
+)

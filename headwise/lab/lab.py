@@ -1,0 +1,82 @@
+"""The lab: how large experiments are, which seeds they use, and the models they share."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headwise.lab.make import make
+from headwise.lab.point import Made, Point
+from headwise.lab.store import Store
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.spec.wire import Wire
+from headwise.text.corpus import Corpus
+from headwise.text.little.vocabulary import VOCABULARY
+from headwise.train.recipe import Recipe
+
+QUICK, FULL = (0,), (0, 1, 2)  # seeds
+
+
+@dataclass(frozen=True)
+class Size(Wire):
+    """The usual model and its training; claims say where they differ."""
+
+    width: int = 64
+    heads: int = 8
+    layers: int = 2
+    context: int = 128
+    steps: int = 2000
+    batch: int = 16
+    rate: float = 2e-3
+    documents: int = 200  # held-out documents that heads are looked at on
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What an experiment is handed. `point` names a model, `made` gives it trained."""
+
+    store: Store
+    seeds: tuple[int, ...] = QUICK
+    size: Size = Size()
+
+    def point(
+        self,
+        seed: int,
+        heads: int | None = None,
+        *,
+        layers: int | None = None,
+        start: str = "usual",
+        recipe: dict[str, Any] | None = None,
+        **attention: Any,
+    ) -> Point:
+        """The usual model but for what is given: fields of its attention by name, of its recipe in `recipe`.
+
+        It is kept as it was at the start, and after an eighth, a quarter and a half of its steps.
+        """
+        size = self.size
+        spec = ModelSpec(
+            vocab=len(VOCABULARY),  # set anew when it is made
+            context=size.context,
+            layers=size.layers if layers is None else layers,
+            attention=AttentionSpec(width=size.width, heads=size.heads if heads is None else heads, **attention),
+        )
+        taught = replace(self.recipe(seed), **(recipe or {}))
+        return Point(spec, taught, start, watch=(0, *(taught.steps // part for part in (8, 4, 2))))
+
+    def recipe(self, seed: int) -> Recipe:
+        """The usual training."""
+        size = self.size
+        return usual_recipe(size.steps, seed=seed, batch=size.batch, rate=size.rate)
+
+    def made(self, point: Point) -> Made:
+        """The point, trained; from the store, or now."""
+        return make(point, self.store)
+
+    def documents(self, seed: int = 1) -> Corpus:
+        """Held-out documents of the little language, with their relations, to look at heads on."""
+        return Corpus.little("held-out", documents=self.size.documents, seed=10_000 + seed)
+
+
+def usual_recipe(steps: int, **more: Any) -> Recipe:
+    """How points are trained: one text a row, the held-out loss measured eight times on the way."""
+    often = max(1, steps // 8)
+    told = {"floor": 0.05, "rows": "texts", "warmup": min(100, steps // 10), "log_every": min(10, steps)}
+    return Recipe(**{**told, "steps": steps, "evaluate_every": often, "save_every": often, "keep": 1, **more})

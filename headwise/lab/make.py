@@ -1,0 +1,122 @@
+"""Train one point and measure it, once: what is there is taken from the store, what was interrupted goes on."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.lab.point import STARTS, Made, Point
+from headwise.lab.store import DONE, Store
+from headwise.look.between import between
+from headwise.model import Transformer
+from headwise.text.corpus import Corpus
+from headwise.text.little import LittleLanguage
+from headwise.text.make import make_tokenizer
+from headwise.train import train
+from headwise.train.exam import exam
+from headwise.train.loop import Diverged, Trained, finite
+
+HELD_OUT = 500  # documents of the little language the loss is measured on
+EXAMINED = 600  # and those of the exam
+COMPARED = 256  # rows on which the maps of heads are compared
+
+
+def make(point: Point, store: Store) -> Made:
+    """A trained point; trained now if it is not there. Raises KeyboardInterrupt if training was told to stop."""
+    place = store.place(point)
+    with store.holding(place):
+        found = store.made(point)
+        if found is not None:
+            return found
+        told = _train(point, place, store)
+        for litter in ("tokens", "checkpoints"):  # a finished run needs neither
+            shutil.rmtree(place / litter, ignore_errors=True)
+        store.write(place / DONE, told)
+    return Made(point, place, told)
+
+
+def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
+    recipe, before = point.recipe, peak()
+    corpus, valid = _texts(point, store)
+
+    def keep(model: Transformer, step: int) -> None:
+        if step in point.watch:
+            model.save(place / f"step-{step}")
+
+    every = int(np.gcd.reduce([*point.watch, recipe.steps]))
+    try:
+        run = train(
+            _beginning(point, corpus), corpus, recipe, out=place, valid=valid, tokenizer=point.tokenizer,
+            call=keep if point.watch else None, every=every, progress=False,
+        )  # fmt: skip
+    except Diverged:
+        return {"loss": None, "curve": [], "marks": {}, "diversity": {}, "tokens": 0, "speed": None, "memory": None}
+    if run.stopped == "interrupted":
+        raise KeyboardInterrupt
+    memory = peak() - before  # before the model is examined: that takes memory of its own
+    return _measure(point, run, valid) | {"memory": finite(memory)}
+
+
+def _measure(point: Point, run: Trained, valid: Corpus | None) -> dict[str, Any]:
+    model = run.model.eval()
+    speeds = [row["tokens_per_second"] for row in run.history if "tokens_per_second" in row]
+    return {
+        "loss": run.valid_loss,
+        "curve": [(row["step"], row["valid_loss"]) for row in run.history if "valid_loss" in row],
+        "marks": {} if point.text else {mark.quiz: mark.right for mark in exam(model, documents=EXAMINED)},
+        "diversity": _diversity(model, valid),
+        "tokens": run.tokens,
+        "speed": median(speeds) if speeds else None,
+    }
+
+
+def _diversity(model: Transformer, valid: Corpus | None) -> dict[str, float]:
+    """How far apart the heads of a layer are, on average over layers: their maps, and the spaces they write to."""
+    if len(model.spec.attention.head_ids) < 2:
+        return {}
+    inside = between(model, valid, rows=COMPARED).by_layer().values()
+    return {name: float(np.mean([layer[name] for layer in inside])) for name in ("js", "write")}
+
+
+def _beginning(point: Point, corpus: Corpus) -> Any:
+    """The spec, for a model begun as usual; else a new model, changed before its first step."""
+    begin = STARTS[point.start]
+    if begin is None:
+        return point.spec
+    tokenizer = make_tokenizer(point.tokenizer, corpus)
+    with torch.random.fork_rng():
+        torch.manual_seed(point.recipe.seed)
+        model = Transformer(replace(point.spec, vocab=len(tokenizer)))
+    model.tokenizer = tokenizer
+    begin(model)
+    return model
+
+
+def _texts(point: Point, store: Store) -> tuple[Corpus, Corpus | None]:
+    """What is learned and what is held out. Documents of the little language are written once for all points of a seed."""
+    if point.text:
+        return Corpus.of(Path(point.text)), None
+    recipe = point.recipe
+    path = store.folder / "texts" / f"little-{recipe.seed}-{recipe.steps * recipe.batch}.json"
+    with store.holding(path):
+        if not path.is_file():
+            made = islice(LittleLanguage(recipe.seed), recipe.steps * recipe.batch)
+            store.write(path, [document.text for document in made])
+    return Corpus.of(json.loads(path.read_text())), Corpus.little("held-out", documents=HELD_OUT, seed=recipe.seed)
+
+
+def peak() -> float:
+    """Megabytes this process held at most so far; not known on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return float("nan")
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held / (1 << 20 if sys.platform == "darwin" else 1 << 10)

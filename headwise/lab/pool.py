@@ -1,0 +1,95 @@
+"""Work in several processes, one thread each: so that results do not hang on how many there are."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.lab.make import make
+from headwise.lab.point import Point
+from headwise.lab.store import Store
+from headwise.look.profile import Note
+from headwise.train.run import METRICS
+
+TICK = 0.5  # seconds between looks at how far they are
+
+
+def train_all(points: Sequence[Point], store: Store, processes: int | None = None, note: Note | None = None) -> None:
+    """Train every point that is not in the store; stopped, and called again, it goes on with what is left."""
+    todo = [point for point in dict.fromkeys(points) if store.made(point) is None]
+    if not todo:
+        return
+    store.check_room(todo)
+    todo.sort(key=_work, reverse=True)  # the longest first, so that none is left alone at the end
+    steps = sum(point.recipe.steps for point in todo)
+    jobs = [(point.to_json(), str(store.folder)) for point in todo]
+
+    def look() -> None:
+        if note is not None:
+            note(f"training {len(todo)} models", sum(_step(point, store) for point in todo), steps)
+
+    for _ in work(_train, jobs, processes, look):
+        look()
+
+
+def work(
+    function: Callable[..., Any],
+    jobs: Sequence[tuple],
+    processes: int | None = None,
+    look: Callable[[], None] | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Call a function of some module with each job in a process of its own; yields the job's number and what it gave."""
+    processes = os.cpu_count() or 1 if processes is None else processes
+    if processes < 1:
+        raise HeadwiseError(f"work needs at least one process, got {processes}.")
+    fresh = get_context("spawn")
+    with ProcessPoolExecutor(min(processes, max(1, len(jobs))), fresh, _one_thread, max_tasks_per_child=1) as pool:
+        running: dict[Future, int] = {pool.submit(function, *job): i for i, job in enumerate(jobs)}
+        try:
+            while running:
+                done, _ = wait(running, TICK, FIRST_COMPLETED)
+                for future in done:
+                    yield running.pop(future), future.result()
+                if look is not None:
+                    look()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)  # those at work save and stop by themselves
+            raise
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of some module in a fresh process, with all threads: for what it takes there alone, as memory."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _train(point: str, folder: str) -> None:
+    make(Point.from_json(point), Store(folder))
+
+
+def _work(point: Point) -> float:
+    """About how long a point takes: narrow heads are slow."""
+    spec = point.spec
+    return point.recipe.steps * point.recipe.batch * spec.layers * (spec.width + 2 * spec.attention.heads)
+
+
+def _step(point: Point, store: Store) -> int:
+    """How far a point is, by what it logged last."""
+    if store.made(point) is not None:
+        return point.recipe.steps
+    try:
+        with open(store.place(point) / METRICS, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
+            rows = file.read().splitlines()
+        return int(json.loads(rows[-1])["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0  # not begun, or the line is being written

@@ -1,0 +1,135 @@
+"""Put claims to the test: train the models they share, measure them side by side, then those that need the machine alone."""
+
+import hashlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwise.errors import HeadwiseError
+from headwise.lab.claim import Claim, Verdict
+from headwise.lab.figure import Figures
+from headwise.lab.lab import FULL, QUICK, Lab, Size
+from headwise.lab.pool import train_all, work
+from headwise.lab.registry import find_claims
+from headwise.lab.store import TRAINING, Store, code_version
+from headwise.look.profile import Note
+
+if TYPE_CHECKING:
+    from headwise.model import AnyModel
+
+MEASURING = (*TRAINING, "weights", "look", "change")  # rooms whose code decides a result, beside the lab's own
+
+
+@dataclass(frozen=True)
+class Result:
+    """A claim that was put to the test."""
+
+    claim: Claim
+    figures: Figures
+    verdict: Verdict
+    seeds: tuple[int, ...]
+    on: str = ""  # the model it was tried on, where one was given
+
+    @property
+    def indicative(self) -> bool:
+        """One seed shows the way, no more."""
+        return len(self.seeds) < 3
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        claim = self.claim
+        return {
+            "number": claim.number, "name": claim.name, "says": claim.says, "against": claim.against,
+            "setup": claim.setup, "rule": claim.rule, "verdict": self.verdict.word, "depends_on": self.verdict.on,
+            "indicative": self.indicative, "seeds": list(self.seeds), "on": self.on, "figures": self.figures.to_rows(),
+        }  # fmt: skip
+
+
+def claims(
+    names: Iterable[str] = (),
+    *,
+    full: bool = False,
+    on: "AnyModel | None" = None,
+    text: Any = None,
+    size: Size | None = None,
+    cache: str | Path | None = None,
+    processes: int | None = None,
+    note: Note | None = None,
+) -> list[Result]:
+    """Run claims by name, or all. `full` takes three seeds; `on` tries those that apply to a model, with a text of its own.
+
+    What was found before by the same code is not done again.
+    """
+    chosen = find_claims(names)
+    if on is not None:
+        return [_try_on(claim, on, text) for claim in _applying(chosen, bool(list(names)))]
+    lab = Lab(Store(cache), FULL if full else QUICK, size or Size())
+    found = {claim.name: _kept(claim, lab) for claim in chosen}
+    todo = [claim for claim in chosen if found[claim.name] is None]
+    train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, note)
+    aside, alone = [c for c in todo if not c.timed], [c for c in todo if c.timed]
+    done = 0
+
+    def tell() -> None:
+        if note is not None:
+            note("measuring claims", done, len(todo))
+
+    jobs = [(claim.name, str(lab.store.folder), lab.seeds, lab.size.to_json()) for claim in aside]
+    for place, rows in work(_measure, jobs, processes, tell):
+        found[aside[place].name] = Figures.from_rows(rows)
+        _keep(aside[place], lab, rows)
+        done += 1
+    for claim in alone:
+        tell()
+        figures = found[claim.name] = claim.measure(lab)
+        _keep(claim, lab, figures.to_rows())
+        done += 1
+    tell()
+    return [_judged(claim, figures, lab.seeds) for claim in chosen if (figures := found[claim.name]) is not None]
+
+
+def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str) -> list[dict[str, Any]]:
+    """In a process of its own."""
+    (claim,) = find_claims([name])
+    return claim.measure(Lab(Store(folder), seeds, Size.from_json(size))).to_rows()
+
+
+def _judged(claim: Claim, figures: Figures, seeds: tuple[int, ...], on: str = "") -> Result:
+    """The verdict is drawn anew each time: a rule is not a measurement."""
+    return Result(claim, figures, claim.judge(figures), seeds, on)
+
+
+def _key(claim: Claim, lab: Lab) -> str:
+    own = Path(str(inspect.getsourcefile(claim.measure)))
+    shared = sorted(
+        p for p in Path(__file__).parent.glob("*.py") if p.name not in ("run.py", "registry.py", "claim.py")
+    )
+    told = f"{code_version(MEASURING, *shared, own)} {lab.seeds} {lab.size.to_json()}"
+    return hashlib.sha256(told.encode()).hexdigest()[:20]
+
+
+def _kept(claim: Claim, lab: Lab) -> Figures | None:
+    rows = lab.store.result(claim.name, _key(claim, lab))
+    return None if rows is None else Figures.from_rows(rows)
+
+
+def _keep(claim: Claim, lab: Lab, rows: list[dict[str, Any]]) -> None:
+    lab.store.keep(claim.name, _key(claim, lab), rows)
+
+
+def _applying(chosen: tuple[Claim, ...], named: bool) -> list[Claim]:
+    """Those that can be tried on a model that is given; one that was named and cannot is refused."""
+    unfit = [claim.name for claim in chosen if claim.on is None]
+    if named and unfit:
+        known = ", ".join(claim.name for claim in find_claims() if claim.on is not None)
+        raise HeadwiseError(
+            f"{', '.join(unfit)} cannot be tried on a given model: models are trained for it; {known} can."
+        )
+    return [claim for claim in chosen if claim.on is not None]
+
+
+def _try_on(claim: Claim, model: "AnyModel", text: Any) -> Result:
+    assert claim.on is not None
+    return _judged(claim, claim.on(model, text), (0,), type(model).__name__)
