@@ -51,6 +51,7 @@ def generating(name: str, rounds: int) -> list[object]:
     """New tokens behind a prompt; each reads all weights and the whole cache once, so bytes foretell the time."""
     start = GENERATED[name]
     full = hw.load("smollm2") if name == "smollm2" else make_model(start + NEW, "lm")
+    assert isinstance(full, hw.Transformer)
     half, prompt = halved(full), torch.randint(VOCAB, (1, start))
     sizes, held, steps = [], [], {}
     for called, model in (("full", full), ("half", half)):

@@ -24,7 +24,9 @@ def pair() -> tuple[hw.Transformer, GPT2LMHeadModel]:
     theirs = GPT2LMHeadModel(GPT2Config()).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        return hw.load(folder), theirs
+        ours = hw.load(folder)
+    assert isinstance(ours, hw.Transformer)
+    return ours, theirs
 
 
 def bandwidth() -> float:

@@ -15,6 +15,7 @@ from bench.measure import machine
 from headwise.change.curve import curve
 from headwise.change.heal import heal
 from headwise.change.report import report
+from headwise.model import AnyModel
 from headwise.show.figures.tradeoff import draw_pruning
 from headwise.show.progress import noting
 from headwise.show.prune import show_curve, show_report
@@ -24,7 +25,7 @@ DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 HALF = 0.5
 
 
-def paragraphs(part: str, count: int, tokens: int, model: hw.Transformer) -> list[str]:
+def paragraphs(part: str, count: int, tokens: int, model: AnyModel) -> list[str]:
     """So many paragraphs, spread evenly over the articles, each cut to so many tokens."""
     long = [line.strip() for line in (DATA / part).read_text(encoding="utf-8").splitlines() if len(line) > 5 * tokens]
     tokenizer = model.tokenizer

@@ -14,16 +14,17 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Tell one head's full story: roles and what speaks for them, measures, evidence, what it promotes."""
+    from headwise.errors import HeadwiseError
     from headwise.look.profile import profile
     from headwise.look.result import Profile
-    from headwise.look.writes import copying
+    from headwise.look.writes import copying, promoted
     from headwise.show.heads import show_head
     from headwise.show.progress import noting
     from headwise.spec import Address
     from headwise.weights import load
 
     corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
-    copies = None
+    copies, words, why = None, None, ""
     if Path(model).is_file() and model.endswith(".npz"):
         made = Profile.load(model)
     else:
@@ -33,10 +34,23 @@ def run(
         with noting() as note:
             made = profile(loaded, corpus, note=note)
         copies = copying(loaded, head)[head]
+        try:
+            words = promoted(loaded, made[head])
+        except HeadwiseError as refused:  # an encoder, say: the rest of the story is told all the same
+            why = str(refused)
     told = made[head]
     if as_json:
-        print(json.dumps({**told.to_dict(), "copying": copies}, indent=2))
+        writes = None if words is None else [one._asdict() for one in words]
+        print(json.dumps({**told.to_dict(), "copying": copies, "promotes": writes}, indent=2))
     else:
         show_head(made, told)
         if copies is not None:
             print(f"copying (OV): {copies:+.2f}")
+        for one in words or []:
+            print(f"at {one.token!r} promotes {_words(one.promotes)}; suppresses {_words(one.suppresses)}")
+        if why:
+            print(why)
+
+
+def _words(scored: list[tuple[str, float]]) -> str:
+    return " ".join(repr(word) for word, _ in scored)

@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from headwise.look.result import Profile
-    from headwise.model import Transformer
+    from headwise.model import AnyModel
     from headwise.spec import Address
 
 
@@ -79,7 +79,7 @@ def run(
         show_profile(made, wanted)
 
 
-def check(model: "Transformer", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:
+def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:
     """Whether there are such layers, and whether there may be such a role."""
     from headwise.errors import HeadwiseError, close_names
     from headwise.look.profile import documents_for

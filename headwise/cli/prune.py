@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from headwise.change.curve import Curve
     from headwise.change.plan import Plan
     from headwise.change.report import Report
-    from headwise.model import Transformer
+    from headwise.model import AnyModel
 
 
 def run(
@@ -111,7 +111,7 @@ def run(
 
 
 def _texts(
-    model: "Transformer", text: list[str] | None, test: Path | None, limit: int, length: int | None, chosen: bool
+    model: "AnyModel", text: list[str] | None, test: Path | None, limit: int, length: int | None, chosen: bool
 ) -> tuple[list[str] | None, list[str] | None]:
     """What heads are chosen on, and what the choice is judged by; none where a model cannot be asked about texts."""
     from headwise.change.trial import halves, read_texts

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from headwise.look.result import Profile
-    from headwise.model import Transformer
+    from headwise.model import AnyModel
 
 PORT = 8642
 SHOWN = 3  # texts to begin with
@@ -55,7 +55,7 @@ def run(
     os._exit(0)
 
 
-def _profile(model: "Transformer", corpus: Any, saved: Path | None) -> "Profile":
+def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
     """What every head does: as it was saved, or measured now, without the ablations."""
     from headwise.errors import HeadwiseError
     from headwise.look.profile import profile
@@ -71,7 +71,7 @@ def _profile(model: "Transformer", corpus: Any, saved: Path | None) -> "Profile"
     return made
 
 
-def _sentences(model: "Transformer", corpus: Any) -> list[str]:
+def _sentences(model: "AnyModel", corpus: Any) -> list[str]:
     """A few texts to begin with: the first ones given, or of what a model reads where nothing is."""
     from itertools import islice
 

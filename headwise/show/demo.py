@@ -21,7 +21,7 @@ from headwise.look.biography import Biography
 from headwise.look.importance import Importance, importance
 from headwise.look.profile import Note, documents_for, profile
 from headwise.look.result import Profile
-from headwise.model import Transformer
+from headwise.model import AnyModel
 from headwise.show.book import make_book
 from headwise.show.figures.lives import draw_lives
 from headwise.show.figures.sentence import MOST, arcs
@@ -33,7 +33,7 @@ from headwise.train import Recipe, Trained, train
 from headwise.train.exam import Mark, exam
 from headwise.train.little import LITTLE, little_texts
 from headwise.weights import load
-from headwise.weights.save import whole_folder, write_model
+from headwise.weights.save import whole_folder
 
 FOLDER = Path("headwise-demo")
 SENTENCE = "The teacher gave the students their homework because they had asked for it."
@@ -119,8 +119,8 @@ def demo(
         sentence = SENTENCE if not little else min(texts, key=len)
         _pictures(new, read, seen, drawn, sentence, biography if little else None)
         if little:
-            write_model(read, _inside(new, "model"))
-            write_model(small, _inside(new, "small"))
+            read.save(new / "model")
+            small.save(new / "small")
         plan.save(new / "plan.json")
         seen.save(new / "profile.npz")
         book = make_book(
@@ -129,7 +129,7 @@ def demo(
         )  # fmt: skip
         write_report(book, new / "report.html")
         files = tuple(sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()))
-    marks = exam(read, documents=size.questions) if little else ()
+    marks = () if trained is None else exam(trained.model, documents=size.questions)
     return Demo(model or "a decoder trained just now", trained, marks, seen, plan, cost, folder, files)
 
 
@@ -143,12 +143,12 @@ def _train(size: Size, seed: int, biography: Biography, progress: bool) -> Train
     return made
 
 
-def _judges(model: Transformer, little: bool, count: int) -> Corpus:
+def _judges(model: AnyModel, little: bool, count: int) -> Corpus:
     """Texts to choose and to judge by; those of the little language are none of those that were profiled."""
     return Corpus.little("held-out", documents=count, seed=2) if little else documents_for(model)
 
 
-def _worth(model: Transformer, texts: Sequence[str], note: Note | None) -> Importance:
+def _worth(model: AnyModel, texts: Sequence[str], note: Note | None) -> Importance:
     """What each head is worth: by really taking it away; where that would take long, by a slope."""
 
     def hear(done: int, of: int) -> None:
@@ -159,7 +159,7 @@ def _worth(model: Transformer, texts: Sequence[str], note: Note | None) -> Impor
     return importance(model, texts, by="gradient" if dear else "ablation", progress=hear)
 
 
-def _share(model: Transformer, scores: Scores, texts: Sequence[str], note: Note | None) -> float:
+def _share(model: AnyModel, scores: Scores, texts: Sequence[str], note: Note | None) -> float:
     """The least share of heads that stays before the loss on these texts rises by a hundredth; at least one head goes.
 
     Each of some heads may be spared and all together not, so every cut is tried as a whole.
@@ -173,7 +173,7 @@ def _share(model: Transformer, scores: Scores, texts: Sequence[str], note: Note 
 
 
 def _pictures(
-    folder: Path, model: Transformer, seen: Profile, drawn: Curve, sentence: str, biography: Biography | None
+    folder: Path, model: AnyModel, seen: Profile, drawn: Curve, sentence: str, biography: Biography | None
 ) -> None:
     seen.plot.roles().save(folder / "roles.png")
     seen.plot.depth().save(folder / "depth.png")
@@ -190,8 +190,3 @@ def _most_learned(biography: Biography) -> str:
     rose = biography.values[-1] - biography.values[0]  # (heads, measures)
     most = np.nan_to_num(rose, nan=-1.0).max(0)
     return max(names, key=lambda name: most[biography.names.index(name)])
-
-
-def _inside(folder: Path, name: str) -> Path:
-    (folder / name).mkdir()
-    return folder / name

@@ -44,7 +44,7 @@ def load(
     dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
     check: bool = True,
-) -> Transformer:
+) -> Transformer | Attached:
     """A model with its weights and its tokenizer, ready to use.
 
     `source` is a bundle (smollm2, minilm), a folder, a file (.safetensors, .gguf, .bin) or a hub id. `dtype` None keeps the
@@ -59,7 +59,7 @@ def load(
     (6, 12)
     """
     if is_theirs(path := find(source)):
-        return _attached(path, dtype, device, check)  # pyright: ignore[reportReturnType]
+        return _attached(path, dtype, device, check)
     checkpoint = open_checkpoint(source)
     model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import BACKENDS, Mask, causal
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, SiteAddress
 
 # Sizes that cannot be mistaken for each other; head_dim is even, for rotary positions.
@@ -129,7 +129,7 @@ def model_inputs(spec: ModelSpec) -> dict[str, Tensor]:
     return inputs
 
 
-def run(model: Transformer, **options: Any) -> Tensor:
+def run(model: AnyModel, **options: Any) -> Tensor:
     return model(**model_inputs(model.spec), **options)
 
 

@@ -16,7 +16,7 @@ def cases():
         yield from (pytest.param(claim, word, told.get(word), id=f"{claim.name}-{word}") for word in WORDS)
 
 
-@pytest.mark.parametrize(("claim", "word", "rows"), cases())
+@pytest.mark.parametrize(("claim", "word", "rows"), list(cases()))
 def test_a_verdict_is_reached(claim, word, rows):
     assert rows, f"{claim.name} has no figures made to give {word!r}"
     figures = Figures()

@@ -141,6 +141,7 @@ def measure(case: Case, folder: Path) -> Iterator[Result]:
     """Save a case, load it twice, and compare every length without padding and with it on either side."""
     case.save(folder)
     ours, theirs = hw.load(folder), case.oracle(folder)
+    assert isinstance(ours, hw.Transformer)
     draws = torch.Generator().manual_seed(2)
     for length in LENGTHS:
         ids = torch.randint(VOCAB, (3, length), generator=draws)

@@ -12,6 +12,7 @@ import transformers
 from filelock import FileLock
 
 import headwise as hw
+from headwise.model import AnyModel
 from tests.parity.cases import Result, differences
 from tests.parity.sentences import SENTENCES
 
@@ -82,8 +83,9 @@ def minilm_oracle() -> Any:
     ).eval()
 
 
-def measure_texts(name: str, ours: hw.Transformer, theirs: Any, output: str) -> Iterator[Result]:
+def measure_texts(name: str, ours: AnyModel, theirs: Any, output: str) -> Iterator[Result]:
     """Each text alone, then some of them as a batch, padded on either side."""
+    assert isinstance(ours, hw.Transformer)
     assert ours.tokenizer is not None
     rows = [ours.tokenizer.encode(text) for text in TEXTS]
     for row in rows:

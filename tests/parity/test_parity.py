@@ -45,6 +45,7 @@ def test_the_pooler_is_transformers_own(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "bert, pooler")
     case.save(tmp_path)
     ours, theirs = hw.load(tmp_path), case.oracle(tmp_path)
+    assert isinstance(ours, hw.Transformer)
     ids, types = torch.randint(61, (3, 11)), torch.randint(3, (3, 11))
     real_tokens = torch.arange(11)[None] < torch.tensor([[11], [4], [9]])
     with torch.no_grad():
@@ -105,7 +106,9 @@ def test_minilm_embeds_as_transformers_does() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> hw.Transformer:
-    return hw.load("smollm2")
+    model = hw.load("smollm2")
+    assert isinstance(model, hw.Transformer)
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -64,12 +65,12 @@ def broken(spec: ModelSpec | Transformer, recipe: Recipe, out: Path, at: int, **
     raise AssertionError(f"step {at} was never reached")
 
 
-def same_weights(one: Transformer, other: Transformer) -> bool:
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
     a, b = one.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def distance(one: Transformer, other: Transformer) -> float:
+def distance(one: nn.Module, other: nn.Module) -> float:
     """The largest difference between two models' weights."""
     a, b = one.state_dict(), other.state_dict()
     assert a.keys() == b.keys()

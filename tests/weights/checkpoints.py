@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-import headwise as hw
+from headwise.model import AnyModel
 from tests.parity.cases import VOCAB, randomise
 
 Kind = gguf.GGMLQuantizationType
@@ -185,13 +185,13 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(factors, dtype=np.float32)
 
 
-def assert_same_logits(ours: hw.Transformer, theirs: Any, limit: float = 1e-4, length: int = 31) -> None:
+def assert_same_logits(ours: AnyModel, theirs: Any, limit: float = 1e-4, length: int = 31) -> None:
     ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=limit)
 
 
-def same(ours: hw.Transformer, other: hw.Transformer) -> None:
+def same(ours: AnyModel, other: AnyModel) -> None:
     """Bit by bit: the spec, every tensor, its type."""
     assert ours.spec == other.spec
     mine, its = ours.state_dict(), other.state_dict()

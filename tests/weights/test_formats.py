@@ -166,6 +166,7 @@ def test_gguf(kind: str, tied: bool, tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in ours.state_dict().values()} == {torch.float32}
     queries = dict(ours.named_parameters())["blocks.1.attention.read.q_weight"]
     assert torch.equal(queries, stored["blk.1.attn_q.weight"])
+    assert isinstance(ours, hw.Transformer)
     assert torch.equal(ours.embed.tokens.weight, stored["token_embd.weight"])
     assert_same_logits(ours, theirs)
     same(hw.load(tmp_path), ours)  # a folder with one GGUF file in it
@@ -177,6 +178,7 @@ def test_gguf_k_quants(kind: str, tmp_path: Path) -> None:
     theirs = make_llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256)
     stored = write_gguf(theirs, tmp_path / "m.gguf", Kind[kind])
     ours = hw.load(tmp_path / "m.gguf")
+    assert isinstance(ours, hw.Transformer)
     for i in range(LAYERS):
         for name, part in (("ffn_down", "down"), ("ffn_gate", "gate")):
             weight = getattr(ours.blocks[i].mlp, part).weight

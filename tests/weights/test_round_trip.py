@@ -26,7 +26,9 @@ def ids_for(length: int = 23) -> Tensor:
 
 
 def loaded(name: str, folder: Path) -> hw.Transformer:
-    return hw.load(BY_NAME[name].save(folder / "theirs"))
+    model = hw.load(BY_NAME[name].save(folder / "theirs"))
+    assert isinstance(model, hw.Transformer)
+    return model
 
 
 # Our own format.
@@ -52,6 +54,7 @@ def test_a_model_of_our_own_saved_and_loaded_is_the_same(name: str, storage: str
     model.save(tmp_path / "m")
     back = hw.load(tmp_path / "m", dtype=None)  # float64
     same(back, model)
+    assert isinstance(back, hw.Transformer)
     assert [layer.read.storage for layer in back.attention_layers()] == [
         layer.read.storage for layer in model.attention_layers()
     ]
@@ -83,6 +86,7 @@ def test_a_pruned_encoder_decoder_keeps_the_numbers_of_its_heads(tmp_path: Path)
 def test_tied_stays_tied_and_parameters_can_be_trained(tmp_path: Path) -> None:
     make_model(MODELS["decoder"]).save(tmp_path / "m")
     back = hw.load(tmp_path / "m")
+    assert isinstance(back, hw.Transformer)
     assert back.output is not None
     assert back.output.vocabulary.weight is back.embed.tokens.weight
     assert not back.training
