@@ -4,7 +4,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from headwise.attach import Attached
 from headwise.errors import HeadwiseError, close_names
 from headwise.look.inputs import tokenizer_of
 from headwise.model import AnyModel
@@ -39,10 +38,6 @@ def heal(
     known = {field.name for field in fields(Recipe)} - {"steps"}
     for name in recipe.keys() - known:
         raise HeadwiseError(f"a recipe has no {name!r}; {close_names(name, known)}")
-    if out is not None and isinstance(model, Attached):
-        raise HeadwiseError(
-            "an attached model is healed in one go, without checkpoints: leave out=… away, and save it with save_pretrained."
-        )
     tokenizer_of(model)  # healing with another tokenizer would be harm
     gentle: dict[str, Any] = {
         "rate": 3e-4,

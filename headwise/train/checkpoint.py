@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.train.optimise import optimizer_state, restore_optimizer
-from headwise.weights.save import whole_folder, write_model
+from headwise.weights.save import whole_folder
 
 CHECKSUMS = "checksums.json"
 
@@ -41,7 +42,7 @@ class Checkpoints:
     ) -> None:
         """Write one, then drop those that are neither among the newest nor the best."""
         with whole_folder(self.path(step), ("training.json", CHECKSUMS)) as new:
-            write_model(model, new)
+            model.save(new)
             save_file(optimizer_state(model, optimizer), new / "optimizer.safetensors")
             (new / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
             sums = {path.name: _digest(path) for path in sorted(new.iterdir())}
@@ -72,7 +73,14 @@ class Checkpoints:
     def restore(self, step: int, model: Transformer, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Put a model and its optimizer back to where they were; returns what the loop knew."""
         folder = self.path(step)
-        model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        theirs = model.model if isinstance(model, Attached) else model  # a folder of theirs has their names
+        _, unknown = theirs.load_state_dict(
+            load_file(folder / "model.safetensors"), strict=False
+        )  # tied ones are once there
+        if unknown:
+            raise HeadwiseError(
+                f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."
+            )
         if optimizer is not None:
             restore_optimizer(model, optimizer, load_file(folder / "optimizer.safetensors"))
         return json.loads((folder / "training.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import headwise as hw
 from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
-from headwise.look.writes import copying, value_weighted, vocabulary, write_share
+from headwise.look.writes import copying, value_weighted, write_share
 from headwise.text import Tokenizer
 from headwise.text.documents import Document
 from tests.attach.models import BY_NAME
@@ -96,8 +96,6 @@ def test_families_that_are_not_ours_are_looked_at_all_the_same(name: str) -> Non
     assert worth["1.0"].worth == pytest.approx(lost, abs=1e-5)
     compared = hw.between(theirs, TEXTS, rows=8)
     assert np.isfinite(compared.matrices["js"]).all()
-    with pytest.raises(hw.HeadwiseError, match=r"hw\.load"):
-        vocabulary(theirs, "1.1", "a")
 
 
 def test_an_encoder_decoder_is_attended_with_its_source() -> None:
@@ -125,19 +123,38 @@ def test_a_cut_model_is_healed(name: str, tmp_path: Path) -> None:
     theirs = hw.attach(*build(name))
     small = hw.prune(theirs, keep=0.5, by="gradient", fold=False, on=TEXTS)
     assert len(small.heads) == len(theirs.heads) // 2
-    healed = heal(
-        small, " ".join(TEXTS * 20), steps=12, batch=4, context=24, rate=0.01, progress=False, evaluate_every=3
-    )
+    how: dict[str, Any] = {"steps": 12, "batch": 4, "context": 24, "rate": 0.01, "evaluate_every": 3}
+    healed = heal(small, " ".join(TEXTS * 20), **how, out=tmp_path / "run", progress=False)
     assert healed.model is small
     losses = [row["valid_loss"] for row in healed.history if "valid_loss" in row]
     assert losses[-1] < losses[0]
-    with pytest.raises(hw.HeadwiseError, match="save_pretrained"):
-        heal(small, " ".join(TEXTS * 20), steps=2, out=tmp_path / "run", progress=False)
     small.save(tmp_path / "small")
-    again = hw.load(tmp_path / "small")
     ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        assert torch.equal(again(ids), small(ids))
+    for folder in ("small", "run/model", "run/checkpoints/step-00000012"):
+        again = hw.load(tmp_path / folder)
+        with torch.no_grad():
+            assert torch.equal(again(ids), small(ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "opt"])
+def test_healing_that_was_broken_off_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    recipe = hw.Recipe(steps=8, batch=4, context=24, rate=0.01, warmup=0, save_every=2, evaluate_every=4)
+    text = " ".join(TEXTS * 20)
+
+    def run(folder: str, call: Any = None) -> Any:
+        theirs: Any = hw.attach(*build(name))
+        theirs = theirs.cut("1.2") if name != "opt" else theirs
+        return hw.train(theirs, text, recipe, out=tmp_path / folder, call=call, every=1, progress=False).model
+
+    def stop(model: Any, step: int) -> None:
+        if step == 5:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run("broken", stop)
+    whole, mended = run("whole"), run("broken")
+    for one, other in zip(whole.model.parameters(), mended.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_random_twins_and_tokenizers_of_theirs() -> None:
