@@ -1,0 +1,21 @@
+import torch
+
+from headwise.lab.memory import rise
+from headwise.lab.pool import apart
+
+MB = 2**18  # numbers of float32
+
+
+def tell(megabytes: int) -> float:
+    return rise(lambda: torch.ones(megabytes * MB), lambda: torch.ones(MB))
+
+
+def test_as_much_as_was_filled():
+    big = torch.ones(200 * MB)  # what the asking process holds must not count
+    assert abs(apart(tell, 100) - 100) < 8
+    del big
+
+
+def test_forgets_what_was_freed():
+    torch.ones(150 * MB)
+    assert abs(tell(50) - 50) < 8
