@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install browser demo docs test test-all parity lint bench clean
+.PHONY: install browser demo claims docs test test-all parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -24,6 +24,10 @@ browser: install
 
 demo: install
 	$(PY) -m headwise demo
+
+# Every claim, with one seed; trained models and results are kept, so that a run that was stopped goes on.
+claims: install
+	$(PY) -m headwise claims --quick --cache .lab --out claims
 
 docs: install
 	$(PIP) -e '.[docs]'

@@ -28,6 +28,8 @@ _ROOMS = {
     "look.biography": ("Biography",),
     "change.prune": ("prune",),
     "change.plan": ("Plan",),
+    "lab.sweep": ("sweep",),
+    "lab.run": ("claims",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -43,6 +45,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Recipe", "train",
     "record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography",
     "prune", "Plan",
+    "sweep", "claims",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
+    from headwise.lab.run import claims
+    from headwise.lab.sweep import sweep
     from headwise.look.ablate import ablated, patched
     from headwise.look.attend import attend
     from headwise.look.between import between

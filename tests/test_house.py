@@ -29,10 +29,11 @@ PUBLIC_NAMES = [
     *("Recipe", "train"),
     *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),
     *("prune", "Plan"),
+    *("sweep", "claims"),
 ]
 VERBS = [
-    *("ablate", "attend", "corpus", "demo", "export", "generate", "head", "heads"),
-    *("info", "plot", "presets", "prune", "train", "view"),
+    *("ablate", "attend", "claims", "corpus", "demo", "export", "generate", "head", "heads"),
+    *("info", "plot", "presets", "prune", "sweep", "train", "view"),
 ]
 
 

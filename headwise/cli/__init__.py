@@ -12,6 +12,7 @@ from headwise import __version__
 from headwise.cli import (
     ablate,
     attend,
+    claims,
     corpus,
     demo,
     export,
@@ -22,6 +23,7 @@ from headwise.cli import (
     plot,
     presets,
     prune,
+    sweep,
     train,
     view,
 )
@@ -46,6 +48,8 @@ app.command("head")(head.run)
 app.command("attend")(attend.run)
 app.command("ablate")(ablate.run)
 app.command("prune")(prune.run)
+app.command("sweep")(sweep.run)
+app.command("claims")(claims.run)
 app.command("plot")(plot.run)
 app.command("view")(view.run)
 

@@ -63,7 +63,8 @@ def run(
     if report is not None:
         from headwise.show.report import SENTENCES
 
-        made.report(report, loaded, name=Path(model).name, sentences=SENTENCES)
+        shown = () if loaded.spec.kind == "encoder-decoder" else SENTENCES  # the page shows one text at a time
+        made.report(report, loaded, name=Path(model).name, sentences=shown)
     wanted = chosen(made, layers, role)
     if as_json:
         heads = [head.to_dict() for head in made if str(head.address) in wanted]

@@ -13,6 +13,7 @@ from headwise.text.little.vocabulary import VOCABULARY
 from headwise.train.recipe import Recipe
 
 QUICK, FULL = (0,), (0, 1, 2)  # seeds
+LITTLE_WORDS = len(VOCABULARY)  # a vocabulary to begin with; that of the tokenizer takes its place when a model is made
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,16 @@ class Lab:
         recipe: dict[str, Any] | None = None,
         **attention: Any,
     ) -> Point:
-        """The usual model but for what is given: fields of its attention by name, of its recipe in `recipe`.
-
-        It is kept as it was at the start, and after an eighth, a quarter and a half of its steps.
-        """
+        """The usual model but for what is given: fields of its attention by name, of its recipe in `recipe`."""
         size = self.size
         spec = ModelSpec(
-            vocab=len(VOCABULARY),  # set anew when it is made
+            vocab=LITTLE_WORDS,
             context=size.context,
             layers=size.layers if layers is None else layers,
             attention=AttentionSpec(width=size.width, heads=size.heads if heads is None else heads, **attention),
         )
         taught = replace(self.recipe(seed), **(recipe or {}))
-        return Point(spec, taught, start, watch=(0, *(taught.steps // part for part in (8, 4, 2))))
+        return usual_point(spec, taught, start)
 
     def recipe(self, seed: int) -> Recipe:
         """The usual training."""
@@ -73,6 +71,13 @@ class Lab:
     def documents(self, seed: int = 1) -> Corpus:
         """Held-out documents of the little language, with their relations, to look at heads on."""
         return Corpus.little("held-out", documents=self.size.documents, seed=10_000 + seed)
+
+
+def usual_point(
+    spec: ModelSpec, recipe: Recipe, start: str = "usual", text: str = "", tokenizer: str = "word"
+) -> Point:
+    """A point that is also kept as it was at the start, and after an eighth, a quarter and a half of its steps."""
+    return Point(spec, recipe, start, text, tokenizer, (0, *(recipe.steps // part for part in (8, 4, 2))))
 
 
 def usual_recipe(steps: int, **more: Any) -> Recipe:

@@ -23,7 +23,7 @@ from headwise.train import train
 from headwise.train.exam import exam
 from headwise.train.loop import Diverged, Trained, finite
 
-HELD_OUT = 500  # documents of the little language the loss is measured on
+HELD_OUT = 500  # documents of the little language the loss is measured on; no more than are learned from
 EXAMINED = 600  # and those of the exam
 COMPARED = 256  # rows on which the maps of heads are compared
 
@@ -61,27 +61,27 @@ def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
     if run.stopped == "interrupted":
         raise KeyboardInterrupt
     memory = peak() - before  # before the model is examined: that takes memory of its own
-    return _measure(point, run, valid) | {"memory": finite(memory)}
+    return _measure(point, run, corpus if valid is None else valid) | {"memory": finite(memory)}
 
 
-def _measure(point: Point, run: Trained, valid: Corpus | None) -> dict[str, Any]:
-    model = run.model.eval()
+def _measure(point: Point, run: Trained, read: Corpus) -> dict[str, Any]:
+    model, asked = run.model.eval(), min(EXAMINED, point.recipe.steps * point.recipe.batch)
     speeds = [row["tokens_per_second"] for row in run.history if "tokens_per_second" in row]
     return {
         "loss": run.valid_loss,
         "curve": [(row["step"], row["valid_loss"]) for row in run.history if "valid_loss" in row],
-        "marks": {} if point.text else {mark.quiz: mark.right for mark in exam(model, documents=EXAMINED)},
-        "diversity": _diversity(model, valid),
+        "marks": {} if point.text else {mark.quiz: mark.right for mark in exam(model, documents=asked)},
+        "diversity": _diversity(model, read),
         "tokens": run.tokens,
         "speed": median(speeds) if speeds else None,
     }
 
 
-def _diversity(model: Transformer, valid: Corpus | None) -> dict[str, float]:
+def _diversity(model: Transformer, read: Corpus) -> dict[str, float]:
     """How far apart the heads of a layer are, on average over layers: their maps, and the spaces they write to."""
     if len(model.spec.attention.head_ids) < 2:
         return {}
-    inside = between(model, valid, rows=COMPARED).by_layer().values()
+    inside = between(model, read, rows=COMPARED, longest=model.spec.context).by_layer().values()
     return {name: float(np.mean([layer[name] for layer in inside])) for name in ("js", "write")}
 
 
@@ -109,7 +109,8 @@ def _texts(point: Point, store: Store) -> tuple[Corpus, Corpus | None]:
         if not path.is_file():
             made = islice(LittleLanguage(recipe.seed), recipe.steps * recipe.batch)
             store.write(path, [document.text for document in made])
-    return Corpus.of(json.loads(path.read_text())), Corpus.little("held-out", documents=HELD_OUT, seed=recipe.seed)
+    held_out = min(HELD_OUT, recipe.steps * recipe.batch)
+    return Corpus.of(json.loads(path.read_text())), Corpus.little("held-out", documents=held_out, seed=recipe.seed)
 
 
 def peak() -> float:

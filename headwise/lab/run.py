@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from headwise.lab.pool import train_all, work
 from headwise.lab.registry import find_claims
 from headwise.lab.store import TRAINING, Store, code_version
 from headwise.look.profile import Note
+from headwise.weights import load
 
 if TYPE_CHECKING:
     from headwise.model import AnyModel
@@ -51,20 +52,22 @@ def claims(
     names: Iterable[str] = (),
     *,
     full: bool = False,
-    on: "AnyModel | None" = None,
+    on: "AnyModel | str | None" = None,
     text: Any = None,
     size: Size | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
     note: Note | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> list[Result]:
-    """Run claims by name, or all. `full` takes three seeds; `on` tries those that apply to a model, with a text of its own.
+    """Run claims by name, or all. `full` takes three seeds; `on` tries those that apply on a model, with a text if given.
 
-    What was found before by the same code is not done again.
+    What was found before by the same code is not done again. `say` is told which claims a model does not fit, and why.
     """
+    names = list(names)
     chosen = find_claims(names)
     if on is not None:
-        return [_try_on(claim, on, text) for claim in _applying(chosen, bool(list(names)))]
+        return _try_all(_applying(chosen, bool(names)), on, text, bool(names), note, say)
     lab = Lab(Store(cache), FULL if full else QUICK, size or Size())
     found = {claim.name: _kept(claim, lab) for claim in chosen}
     todo = [claim for claim in chosen if found[claim.name] is None]
@@ -130,6 +133,27 @@ def _applying(chosen: tuple[Claim, ...], named: bool) -> list[Claim]:
     return [claim for claim in chosen if claim.on is not None]
 
 
-def _try_on(claim: Claim, model: "AnyModel", text: Any) -> Result:
-    assert claim.on is not None
-    return _judged(claim, claim.on(model, text), (0,), type(model).__name__)
+def _try_all(
+    chosen: list[Claim],
+    on: "AnyModel | str",
+    text: Any,
+    named: bool,
+    note: Note | None,
+    say: Callable[[str], object] | None,
+) -> list[Result]:
+    """Each claim on the model; one that does not fit it is left out, unless it was asked for by name."""
+    name = on if isinstance(on, str) else type(on).__name__
+    model = load(on) if isinstance(on, str) else on
+    made = []
+    for done, claim in enumerate(chosen):
+        if note is not None:
+            note(f"claims on {name}", done, len(chosen))
+        try:
+            assert claim.on is not None
+            made.append(_judged(claim, claim.on(model, text), (0,), name))
+        except HeadwiseError as error:
+            if named:
+                raise
+            if say is not None:
+                say(f"{claim.name} is left out: {error}")
+    return made

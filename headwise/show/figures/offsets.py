@@ -47,10 +47,11 @@ def draw_offsets(profile: Profile, heads: Pattern | None = None) -> Drawing:
 def _offsets(profile: Profile) -> list[int]:
     """The distances measured, far behind first; a decoder never looks ahead."""
     there = [offset for offset in range(SHOWN, -SHOWN - 1, -1) if f"offset {offset}" in profile.tally.fields]
-    return [offset for offset in there if offset >= 0 or profile.measure(f"offset {offset}").max() > 0]
+    return [offset for offset in there if offset >= 0 or np.nan_to_num(profile.measure(f"offset {offset}")).max() > 0]
 
 
 def _sharpest(profile: Profile) -> tuple[Address, ...]:
     """The heads with most weight at one distance, in the order of their addresses."""
-    most = np.stack([profile.measure(f"offset {offset}") for offset in _offsets(profile)]).max(0)  # (heads,)
+    weights = [profile.measure(f"offset {offset}") for offset in _offsets(profile)]
+    most = np.nan_to_num(np.stack(weights)).max(0)  # (heads,); cross-attention has no distances
     return tuple(profile.addresses[i] for i in sorted(np.argsort(-most, kind="stable")[:CHOSEN]))

@@ -16,8 +16,12 @@ NEEDED = ("x", "mean")  # of every row; low and high make a band, line names the
 EVEN, TICKS = 0.1, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-def draw_tradeoff(rows: Iterable[Mapping[str, Any]], x: str = "", y: str = "loss", title: str = "") -> Drawing:
+def draw_tradeoff(
+    rows: Iterable[Mapping[str, Any]], x: str = "", y: str = "loss", title: str = "", *, log: bool = False
+) -> Drawing:
     """Lines of rows with `x`, `mean`, and if known `low`, `high` (a band) and `line` (its name); x and y name the axes.
+
+    With `log`, each doubling of x takes the same room.
 
     >>> made = [{"x": heads, "mean": 2 / heads, "low": 1.9 / heads, "high": 2.1 / heads} for heads in (1, 2, 4, 8)]
     >>> len(draw_tradeoff(made, "heads").figure.axes[0].lines)
@@ -36,6 +40,11 @@ def draw_tradeoff(rows: Iterable[Mapping[str, Any]], x: str = "", y: str = "loss
             panel, name, sorted(points, key=lambda p: p["x"]), FAINT if name == "random" else COLOURS[i % len(COLOURS)]
         )
     tidy(panel, x, y)
+    if log:
+        panel.set_xscale("log", base=2)
+        at = sorted({row["x"] for row in told})
+        panel.set_xticks(at, labels=[f"{value:g}" for value in at])
+        panel.set_xticks([], minor=True)
     if any(lines):
         panel.legend(fontsize=8, frameon=False, loc="best", labelcolor=INK)
     panel.set_title(title, fontsize=8, color=INK, loc="left")

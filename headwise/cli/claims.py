@@ -1,0 +1,51 @@
+"""headwise claims: what guides say about heads, put to the test."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    names: Annotated[list[str] | None, typer.Argument(help="Claims by name or number; none: all.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One seed, verdicts indicative: the default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Three seeds, with intervals.")] = False,
+    on: Annotated[
+        str | None, typer.Option(help="Try those that apply on this model: a bundle, folder, file, hub id.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="With --on: a file of text; none: the embedded probe set.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page, pictures and figures into this folder.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes side by side; as many as cores.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where models and results are kept; $HEADWISE_CACHE.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Run an experiment for each claim and say whether it holds. Ctrl-C stops; run it again to go on."""
+    from headwise.errors import HeadwiseError
+    from headwise.lab.registry import find_claims
+    from headwise.lab.run import claims
+    from headwise.show.lab import list_claims, show_claims, write_claims
+    from headwise.show.progress import noting
+
+    if quick and full:
+        raise HeadwiseError("--quick takes one seed, --full three; give one of them.")
+    if text is not None and on is None:
+        raise HeadwiseError("--text is what the model of --on reads; give --on MODEL too.")
+    chosen = find_claims(names or [])
+    if listed:
+        told = [{"number": claim.number, "name": claim.name, "says": claim.says} for claim in chosen]
+        print(json.dumps(told, indent=2)) if as_json else list_claims(chosen)
+        return
+    with noting() as note:
+        results = claims(
+            names or [], full=full, on=on, text=text, cache=cache, processes=processes, note=note,
+            say=lambda told: print(told, file=sys.stderr),
+        )  # fmt: skip
+    if out is not None:
+        write_claims(results, out)
+    if as_json:
+        print(json.dumps([result.to_dict() for result in results], indent=2))
+    else:
+        show_claims(results)

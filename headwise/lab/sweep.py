@@ -1,0 +1,180 @@
+"""The trade-off of heads: one model for each head count and seed, all else equal."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import HeadwiseError
+from headwise.lab.depth import same_cut
+from headwise.lab.figure import Figure, Figures
+from headwise.lab.lab import LITTLE_WORDS, usual_point, usual_recipe
+from headwise.lab.point import Made, Point
+from headwise.lab.pool import train_all
+from headwise.lab.store import Store
+from headwise.look.profile import Note
+from headwise.spec import AttentionSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class Row:
+    """One head count: its sizes, and what its models came to, over seeds."""
+
+    name: str
+    heads: int
+    head_dim: int
+    layers: int
+    parameters: int
+    loss: Figure  # held out, nats a token
+    marks: dict[str, Figure]  # right answers by kind of quiz, on the little language
+    diversity: dict[str, Figure]  # js: how far the maps of a layer's heads are apart; write: how far they write alike
+    speed: Figure  # tokens a second, with the other points running beside
+    memory: Figure  # megabytes at the peak of training, above what the process held before
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every row, in the order asked for. `constant` says what stayed the same."""
+
+    constant: str
+    width: int
+    steps: int
+    seeds: int
+    rows: tuple[Row, ...]
+    curves: dict[str, list[dict[str, Any]]]  # the held-out loss through training, by the name of a row
+
+    @property
+    def best(self) -> Row:
+        """The row with the lowest loss."""
+        return min(self.rows, key=lambda row: row.loss.mean)
+
+    def figures(self) -> Figures:
+        """The losses, by head count."""
+        made = Figures()
+        for row in self.rows:
+            made.add("loss", row.heads, row.loss)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return asdict(self)
+
+
+def sweep(
+    heads: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    *,
+    width: int = 64,
+    head_dim: int | None = None,
+    layers: int = 2,
+    context: int = 128,
+    text: str | Path | None = None,
+    tokenizer: str | None = None,
+    steps: int = 2000,
+    batch: int = 16,
+    rate: float = 2e-3,
+    seeds: int = 3,
+    cache: str | Path | None = None,
+    processes: int | None = None,
+    note: Note | None = None,
+) -> Sweep:
+    """Train a model for each head count and seed, at constant heads × head_dim, or with `head_dim` at that constant.
+
+    All points have learned positions: heads of one channel cannot rotate. `text` is a file or a folder; none is the little
+    language. Points are trained in so many processes and kept in the cache; those that are there are not trained again.
+    """
+    specs = {}
+    for count in check_heads(heads, width, head_dim):
+        attention = AttentionSpec(width=width, heads=count, head_dim=head_dim or 0)
+        specs[str(count)] = ModelSpec(vocab=LITTLE_WORDS, context=context, layers=layers, attention=attention)
+    constant = "heads × head_dim" if head_dim is None else f"head_dim {head_dim}"
+    return compare(
+        specs, constant, text=text, tokenizer=tokenizer, steps=steps, batch=batch, rate=rate, seeds=seeds, cache=cache,
+        processes=processes, note=note,
+    )  # fmt: skip
+
+
+def depth_or_heads(*, width: int = 64, heads: int = 8, layers: int = 6, context: int = 128, **training: Any) -> Sweep:
+    """The same parameters taken from layers or from heads: the whole model, one block less, and fewer heads everywhere.
+
+    `training` is what `compare` takes: text, steps, seeds and so on.
+    """
+    attention = AttentionSpec(width=width, heads=heads)
+    whole = ModelSpec(vocab=LITTLE_WORDS, context=context, layers=layers, attention=attention)
+    shallow, narrow = same_cut(whole)
+    specs = {"whole": whole, "fewer layers": shallow, "fewer heads": narrow}
+    return compare(specs, "what is cut, in parameters", **training)
+
+
+def compare(
+    specs: dict[str, ModelSpec],
+    constant: str,
+    *,
+    text: str | Path | None = None,
+    tokenizer: str | None = None,
+    steps: int = 2000,
+    batch: int = 16,
+    rate: float = 2e-3,
+    seeds: int = 3,
+    cache: str | Path | None = None,
+    processes: int | None = None,
+    note: Note | None = None,
+) -> Sweep:
+    """Train any models side by side, each with every seed, and measure them alike."""
+    if seeds < 1:
+        raise HeadwiseError(f"a sweep needs at least one seed, got {seeds}.")
+    store = Store(cache)
+    rows = "texts" if text is None else "windows"
+    read = str(text or ""), tokenizer or ("word" if text is None else "byte")
+    recipes = [usual_recipe(steps, seed=seed, batch=batch, rate=rate, rows=rows) for seed in range(seeds)]
+    points = {name: [usual_point(spec, recipe, "usual", *read) for recipe in recipes] for name, spec in specs.items()}
+    train_all([point for some in points.values() for point in some], store, processes, note)
+    made = {name: [_there(store, point) for point in some] for name, some in points.items()}
+    told = tuple(_row(name, some) for name, some in made.items())
+    width = next(iter(specs.values())).width
+    return Sweep(constant, width, steps, seeds, told, {name: _curve(some) for name, some in made.items()})
+
+
+def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -> list[int]:
+    """Head counts that divide the width, each once; others are refused, with the nearest that do.
+
+    >>> check_heads([1, 8, 8], 64)
+    [1, 8]
+    """
+    chosen = list(dict.fromkeys(heads))
+    if not chosen or any(type(count) is not int or count < 1 for count in chosen):
+        raise HeadwiseError(f"head counts are whole numbers of at least 1, e.g. 1,2,4,8; got {list(heads)}.")
+    for count in chosen:
+        if head_dim is None and width % count:
+            fit = [d for d in range(1, width + 1) if width % d == 0]
+            near = [max(d for d in fit if d < count), *[d for d in fit if d > count][:1]]
+            told = " and ".join(map(str, near))
+            raise HeadwiseError(
+                f"{count} heads do not divide a width of {width}; nearest to it {told} would. "
+                f"Or keep the size of a head with head_dim."
+            )
+    return chosen
+
+
+def _there(store: Store, point: Point) -> Made:
+    made = store.made(point)
+    assert made is not None
+    return made
+
+
+def _row(name: str, made: list[Made]) -> Row:
+    spec = made[0].model().spec
+    kinds, apart = made[0].marks, made[0].told["diversity"]
+    return Row(
+        name, spec.attention.heads, spec.attention.head_dim, spec.layers, spec.parameters,
+        Figure.over([each.loss for each in made]),
+        {kind: Figure.over([each.marks[kind] for each in made]) for kind in kinds},
+        {kind: Figure.over([each.told["diversity"][kind] for each in made]) for kind in apart},
+        Figure.over([each.told["speed"] for each in made]),
+        Figure.over([each.told["memory"] for each in made]),
+    )  # fmt: skip
+
+
+def _curve(made: list[Made]) -> list[dict[str, Any]]:
+    steps = [step for step, _ in made[0].curve]
+    losses = [Figure.over([dict(each.curve)[step] for each in made]) for step in steps]
+    return [{"step": step, "mean": f.mean, "low": f.low, "high": f.high} for step, f in zip(steps, losses, strict=True)]

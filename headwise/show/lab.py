@@ -1,0 +1,122 @@
+"""The lab in the terminal and on paper: sweeps, verdicts, and a folder with the page and the pictures of claims."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from headwise.lab.claim import WORDS, Claim
+from headwise.lab.figure import Figure
+from headwise.lab.run import Result
+from headwise.lab.sweep import Sweep
+from headwise.show.claims import claims_book, tell
+from headwise.show.figures.claims import draw_claim
+from headwise.show.report import write_report
+from headwise.show.tables import make_table
+from headwise.weights.save import whole_file, whole_folder
+
+COLOURS = {"holds": "green", "does not hold": "red", "depends": "yellow"}
+
+
+def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
+    """Print a line for each model: what it is, how well it does, how its heads differ, what it takes."""
+    quizzes, first = list(sweep.rows[0].marks), sweep.rows[0]
+    columns = [
+        "",
+        "heads",
+        "head_dim",
+        "layers",
+        "parameters",
+        "loss",
+        "95 %",
+        *quizzes,
+        "maps apart",
+        "tokens/s",
+        "MB",
+    ]
+    rows = [
+        (
+            row.name, row.heads, row.head_dim, row.layers, row.parameters, row.loss.mean, _ends(row.loss),
+            *(row.marks[quiz].mean for quiz in quizzes), f"{row.diversity['js'].mean:.3f}" if row.diversity else "–",
+            round(row.speed.mean), round(row.memory.mean),
+        )
+        for row in sweep.rows
+    ]  # fmt: skip
+    if all(row.name == str(row.heads) for row in sweep.rows):  # then the name says nothing new
+        columns, rows = columns[1:], [row[1:] for row in rows]
+    console = console or Console()
+    told = f"Held-out loss, nats a token; {sweep.seeds} seeds, {sweep.steps} steps, width {sweep.width}, "
+    console.print(make_table(f"{told}constant {sweep.constant}", columns, rows))
+    best = sweep.best
+    console.print(
+        f"best: {best.heads} heads of {best.head_dim} in {best.layers} layers; {first.name} to {sweep.rows[-1].name} "
+        f"differ by {max(r.loss.mean for r in sweep.rows) - best.loss.mean:.3f} nats at most",
+        highlight=False,
+    )
+
+
+def list_claims(claims: Sequence[Claim], console: Console | None = None) -> None:
+    """Print the claims, one a line."""
+    rows = [(claim.number, claim.name, claim.says) for claim in claims]
+    (console or Console()).print(make_table("Claims", ["", "name", "what is said"], rows))
+
+
+def show_claims(results: Sequence[Result], console: Console | None = None) -> None:
+    """Print verdicts, and for a few claims their figures."""
+    console = console or Console()
+    rows = [(r.claim.number, r.claim.name, _coloured(r), r.verdict.on, r.claim.says) for r in results]
+    seeds = len(results[0].seeds) if results else 0
+    mark = "one seed: indicative" if seeds == 1 else f"{seeds} seeds"
+    console.print(
+        make_table(f"Verdicts, {mark}", ["", "claim", "verdict", "on what, or how far", "what is said"], rows)
+    )
+    if len(results) <= 3:
+        for result in results:
+            figures = [(name, "" if at is None else str(at), f.mean, _ends(f)) for name, at, f in result.figures]
+            console.print(
+                make_table(f"{result.claim.name}: {result.claim.rule}", ["figure", "at", "mean", "95 %"], figures)
+            )
+    counts = {word: sum(r.verdict.word == word for r in results) for word in WORDS}
+    console.print(", ".join(f"{count} {word}" for word, count in counts.items()), highlight=False)
+
+
+def write_claims(results: Sequence[Result], folder: str | Path) -> Path:
+    """A folder with the page (claims.html), the same to read as text (claims.md), all figures, and each claim's picture."""
+    with whole_folder(folder, ("claims.html",)) as new:
+        whole_file(new / "claims.json", json.dumps([result.to_dict() for result in results], indent=1).encode())
+        write_report(claims_book(results), new / "claims.html")
+        whole_file(new / "claims.md", as_markdown(results).encode())
+        for result in results:
+            draw_claim(result).save(new / _picture(result))
+    return Path(folder)
+
+
+def as_markdown(results: Sequence[Result], pictures: str = "") -> str:
+    """Every claim with its verdict, its figures and its picture, which lies in the folder `pictures`."""
+    lines = ["| | claim | verdict |", "|---|---|---|"]
+    lines += [f"| {r.claim.number} | [{r.claim.says}](#{r.claim.name}) | {_verdict(r)} |" for r in results]
+    for r in results:
+        claim = r.claim
+        lines += ["", f"## {claim.name}", "", f"*{claim.says}* **{_verdict(r)}**", ""]
+        lines += [f"Against it would count: {claim.against} {claim.setup}", "", f"The rule: {claim.rule}", ""]
+        lines += [f"![{claim.name}]({pictures}{_picture(r)})", "", "| figure | at | mean | 95 % |", "|---|---|---|---|"]
+        lines += [f"| {name} | {'' if at is None else at} | {f.mean:.4g} | {_ends(f)} |" for name, at, f in r.figures]
+        lines += ["", f"    {tell([r])[0]['rerun']}"]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(result: Result) -> str:
+    return f"{result.verdict}{' (one seed: indicative)' if result.indicative else ''}"
+
+
+def _picture(result: Result) -> str:
+    return f"{result.claim.number:02}-{result.claim.name}.svg"
+
+
+def _coloured(result: Result) -> str:
+    return f"[{COLOURS[result.verdict.word]}]{result.verdict.word}[/]"
+
+
+def _ends(figure: Figure) -> str:
+    return "" if figure.low is None or figure.high is None else f"{figure.low:.4g} to {figure.high:.4g}"

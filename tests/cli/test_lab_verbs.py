@@ -1,0 +1,81 @@
+"""headwise sweep and headwise claims, as a person and a program use them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from headwise.cli import main
+
+TINY = ("--width", "16", "--steps", "8", "--batch", "4", "--seeds", "1", "--processes", "1")
+
+
+def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["headwise", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr()
+    return int(left.value.code or 0), said.out, said.err
+
+
+def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
+    asked = ("sweep", "--heads", "1,width", *TINY, "--cache", str(tmp_path / "cache"))
+    code, out, _ = call(monkeypatch, capsys, *asked, "--plot", str(tmp_path / "sweep.svg"))
+    assert code == 0
+    assert "constant heads × head_dim" in out
+    assert (tmp_path / "sweep.svg").read_text().startswith("<?xml")
+    code, out, _ = call(monkeypatch, capsys, *asked, "--json")
+    rows = json.loads(out)["rows"]
+    assert [(row["heads"], row["head_dim"]) for row in rows] == [(1, 16), (16, 1)]
+    assert {"loss", "marks", "diversity", "speed", "memory", "parameters"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("sweep", "--heads", "1,7", "--width", "16"),
+            "7 heads do not divide a width of 16; nearest to it 4 and 8 would",
+        ),
+        (("sweep", "--heads", "1,two"), "got '1,two'"),
+        (("sweep", "--seeds", "0"), "at least one seed"),
+        (("sweep", "--depth", "--layers", "1"), "none to spare"),
+        (("sweep", "--plot", "sweep.doc"), "a picture is written as"),
+        (("claims", "dept"), "did you mean depth"),
+        (("claims", "--quick", "--full"), "give one of them"),
+        (("claims", "--text", "a.txt"), "give --on MODEL too"),
+        (("claims", "hill", "--on", "minilm"), "hill cannot be tried on a given model"),
+    ],
+)
+def test_what_cannot_be_done_is_said(monkeypatch, capsys, tmp_path, words, said):
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(monkeypatch, capsys, *words)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
+
+
+def test_the_list(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "claims", "--list", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert [claim["number"] for claim in told] == list(range(1, 26))
+    code, out, _ = call(monkeypatch, capsys, "claims", "--list")
+    assert all(claim["name"] in out for claim in told)
+
+
+def test_claims_with_their_page(monkeypatch, capsys, tmp_path: Path):
+    out = tmp_path / "claims"
+    asked = ("claims", "same-numbers", "parameters", "--cache", str(tmp_path / "cache"), "--processes", "1")
+    code, said, _ = call(monkeypatch, capsys, *asked, "--out", str(out))
+    assert code == 0
+    assert "one seed: indicative" in said
+    assert sorted(path.name for path in out.iterdir()) == [
+        "01-same-numbers.svg", "03-parameters.svg", "claims.html", "claims.json", "claims.md",
+    ]  # fmt: skip
+    told = json.loads((out / "claims.json").read_text())
+    assert [claim["verdict"] for claim in told] == ["holds", "depends"]
+    assert "headwise claims parameters" in (out / "claims.md").read_text()
+    code, said, _ = call(monkeypatch, capsys, *asked, "--json")
+    assert json.loads(said) == told

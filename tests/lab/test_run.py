@@ -1,0 +1,103 @@
+"""Claims are run once, whoever asks; what was found is kept; what cannot be run is said."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import HeadwiseError
+from headwise.lab import run
+from headwise.lab.claim import Verdict
+from headwise.lab.figure import Figures
+from headwise.lab.lab import Size
+from headwise.lab.registry import all_claims, find_claims
+from headwise.spec import AttentionSpec, ModelSpec
+
+TINY = Size(width=16, heads=4, steps=8, batch=4, documents=20)
+
+
+@pytest.fixture
+def model() -> hw.Transformer:
+    torch.manual_seed(0)
+    return hw.Transformer(ModelSpec(vocab=257, context=64, layers=2, attention=AttentionSpec(width=16, heads=4)))
+
+
+def test_found_by_name_and_by_number():
+    assert [claim.number for claim in find_claims(["parameters", "1", "3"])] == [3, 1]
+    assert find_claims() == all_claims()
+
+
+def test_an_unknown_claim_is_refused_with_the_close_ones():
+    with pytest.raises(HeadwiseError, match="no claim 'same-number'; did you mean same-numbers"):
+        hw.claims(["same-number"])
+    with pytest.raises(HeadwiseError, match="no claim '77'; known: "):
+        hw.claims(["77"])
+
+
+def test_what_was_found_is_not_done_again(tmp_path, monkeypatch):
+    asked = ["same-numbers", "parameters"]
+    first = hw.claims(asked, size=TINY, cache=tmp_path, processes=1)
+    assert [result.claim.number for result in first] == [1, 3]
+    assert all(result.indicative for result in first)
+    monkeypatch.setattr(run, "work", lambda function, jobs, *more: iter([]) if not jobs else pytest.fail("done again"))
+    again = hw.claims(asked, size=TINY, cache=tmp_path)
+    assert [result.to_dict() for result in again] == [result.to_dict() for result in first]
+
+
+def test_another_size_or_more_seeds_is_another_experiment(tmp_path):
+    (claim,) = find_claims(["parameters"])
+    lab = run.Lab(run.Store(tmp_path), (0,), TINY)
+    keys = {run._key(claim, one) for one in (lab, replace(lab, seeds=(0, 1, 2)), replace(lab, size=Size()))}
+    assert len(keys) == 3
+
+
+def test_a_rule_that_changed_judges_kept_figures_anew(tmp_path, monkeypatch):
+    (first,) = hw.claims(["parameters"], size=TINY, cache=tmp_path, processes=1)
+    (claim,) = find_claims(["parameters"])
+    changed = replace(claim, judge=lambda figures: Verdict("does not hold"))
+    monkeypatch.setattr(run, "find_claims", lambda names=(): (changed,))
+    (again,) = hw.claims(["parameters"], size=TINY, cache=tmp_path, processes=1)
+    assert first.verdict.word != again.verdict.word
+    assert again.figures.to_rows() == first.figures.to_rows()
+
+
+def test_timed_claims_run_here_alone_and_are_kept(tmp_path, monkeypatch):
+    (claim,) = find_claims(["parameters"])
+    calls = []
+
+    def measure(lab):
+        calls.append(lab.seeds)
+        return Figures().add("most over fewest", "plain", 1.0)
+
+    timed = replace(claim, measure=measure, timed=True)
+    monkeypatch.setattr(run, "find_claims", lambda names=(): (timed,))
+    for _ in range(2):
+        (made,) = hw.claims(["parameters"], full=True, size=TINY, cache=tmp_path)
+        assert made.verdict.word == "holds"
+        assert not made.indicative
+    assert calls == [(0, 1, 2)]
+
+
+def test_on_a_given_model(model):
+    (made,) = hw.claims(["same-numbers"], on=model)
+    assert made.on == "Transformer"
+    assert made.verdict.word == "holds"
+
+
+def test_a_claim_that_trains_models_is_not_tried_on_one(model):
+    with pytest.raises(HeadwiseError, match=r"hill cannot be tried on a given model.*same-numbers"):
+        hw.claims(["hill"], on=model)
+
+
+def test_a_claim_that_does_not_fit_a_model_is_left_out_and_said(model, monkeypatch):
+    def refuse(given, text):
+        raise HeadwiseError("it has no wheels.")
+
+    (claim,) = find_claims(["parameters"])
+    monkeypatch.setattr(run, "find_claims", lambda names=(): (replace(claim, on=refuse),))
+    told = []
+    assert hw.claims(on=model, say=told.append) == []
+    assert told == ["parameters is left out: it has no wheels."]
+    with pytest.raises(HeadwiseError, match="no wheels"):
+        hw.claims(["parameters"], on=model)
