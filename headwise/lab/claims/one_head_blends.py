@@ -1,0 +1,83 @@
+"""One head must blend relations that several heads keep apart."""
+
+from collections.abc import Iterable
+
+from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.figure import Figures
+from headwise.lab.lab import Lab
+from headwise.lab.lookups import STEPS, LookUps, learn_lookups
+from headwise.lab.point import Point
+
+TASK = LookUps(offsets=(1, 2, 3, 4))
+HEADS = (1, 2, 4, 8)
+LEARNED, BLENDED = 0.95, 0.5  # shares of places with all look-ups right
+MATTERS = 0.05  # a share of right answers that counts
+
+
+def measure(lab: Lab) -> Figures:
+    """Answers on the little language with one head and with the usual number; then look-ups for every head count."""
+    figures = Figures()
+    one, many = ([lab.made(lab.point(seed, heads)).marks for seed in lab.seeds] for heads in (1, None))
+    for relation in many[0]:
+        pairs = [(a[relation], b[relation]) for a, b in zip(one, many, strict=True)]
+        figures.add("right with one head", relation, [a for a, _ in pairs])
+        figures.add("right with many heads", relation, [b for _, b in pairs])
+        figures.add("lost by one head", relation, [b - a for a, b in pairs])
+    width, steps = lab.size.width, min(STEPS, lab.size.steps)
+    for name, hidden, counts in (("", 0, HEADS), (", MLP behind", 4 * width, HEADS[:-1])):
+        for heads in counts:
+            made = [
+                learn_lookups(heads, TASK, width=width, hidden=hidden, steps=steps, seed=seed) for seed in lab.seeds
+            ]
+            figures.add(f"look-ups right{name}", heads, [share for share, _ in made])
+            figures.add(f"all look-ups right{name}", heads, [every for _, every in made])
+    return figures
+
+
+def judge(figures: Figures) -> Verdict:
+    """By `rule`."""
+    needed, tried = len(TASK.offsets), figures.at("all look-ups right")
+    enough = all(figure.above(LEARNED) for heads, figure in tried.items() if isinstance(heads, int) and heads >= needed)
+    blended = enough and tried[1].below(BLENDED)
+    lost = figures.at("lost by one head")
+    worse = [str(name) for name, figure in lost.items() if figure.above(MATTERS)]
+    better = [str(name) for name, figure in lost.items() if figure.below(-MATTERS)]
+    if not blended and not worse:
+        return Verdict("does not hold")
+    loses = f"one head loses {', '.join(worse) or 'no relation for sure'}"
+    if blended and worse and not better:
+        return Verdict("holds", loses)
+    gains = f", does better at {', '.join(better)}" if better else ""
+    looked = f"{needed} look-ups at once {'do not go' if blended else 'go'} through one"
+    return Verdict("depends", f"on the relation: {loses}{gains}; {looked}")
+
+
+def points(lab: Lab) -> Iterable[Point]:
+    """One head and the usual number."""
+    return [lab.point(seed, heads) for seed in lab.seeds for heads in (1, None)]
+
+
+CLAIM = Claim(
+    number=5,
+    name="one-head-blends",
+    says="One head must blend relations: it has one map of attention, and what several heads keep apart runs together in it.",
+    against="A model with one head of the same width and as many parameters that gets every relation right as often; or one "
+    "head whose output still tells several look-ups apart.",
+    setup="Models of the little language with one head and with many, same width and parameters, examined on each relation; "
+    f"and a single layer that must name the symbols {', '.join(map(str, TASK.offsets))} places back at once, read out "
+    "linearly, with 1 to 8 heads of one width. The same with an MLP before the readout is shown and not judged: it can "
+    "unpick much of a blend, as the models' own MLPs can.",
+    rule=f"Look-ups bear it out if all of them are right at surely more than {LEARNED:.0%} of places with as many heads as "
+    f"look-ups or more, and at fewer than {BLENDED:.0%} with one. Holds if they do, one head surely loses more than "
+    f"{MATTERS:.0%} of right answers in some relation, and gains as much in none; does not hold if neither look-ups nor any "
+    "relation bear it out; else depends.",
+    measure=measure,
+    judge=judge,
+    picture=Picture(
+        ("all look-ups right", "all look-ups right, MLP behind"),
+        x="heads",
+        y="places where all four look-ups are right",
+        log=True,
+    ),
+    points=points,
+)

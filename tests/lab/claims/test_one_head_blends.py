@@ -1,0 +1,28 @@
+from headwise.lab.claims.one_head_blends import CLAIM, HEADS
+from tests.lab.told import told_lab
+
+TOLD = [("all look-ups right", 1, 0.0), ("all look-ups right", 2, 0.1), ("all look-ups right", 4, 1.0),
+        ("all look-ups right", 8, 1.0)]  # fmt: skip
+LOST = ("lost by one head", "surname", [0.8, 0.9, 0.85])
+CASES = {
+    "holds": [*TOLD, LOST, ("lost by one head", "bracket", [0.0, 0.01, -0.01])],
+    "depends": [*TOLD, LOST, ("lost by one head", "bracket", [-0.1, -0.12, -0.11])],
+    "does not hold": [
+        *(("all look-ups right", heads, 1.0) for heads in HEADS),
+        ("lost by one head", "surname", [0.1, -0.1, 0.0]),
+    ],
+}
+
+
+def test_what_one_head_loses_is_told_by_relation(tmp_path):
+    marks = {1: {"bracket": 0.9, "surname": 0.25}, 4: {"bracket": 0.9, "surname": 0.75}}
+    lab = told_lab(tmp_path, lambda point: {"marks": marks[point.spec.attention.heads]})
+    figures = CLAIM.measure(lab)
+    assert figures["lost by one head", "surname"].mean == 0.5
+    assert figures["lost by one head", "bracket"].mean == 0
+    assert tuple(figures.at("all look-ups right")) == HEADS
+    assert tuple(figures.at("all look-ups right, MLP behind")) == HEADS[:-1]
+    verdict = CLAIM.judge(figures)
+    assert verdict.word == "depends"  # a handful of steps teaches no look-ups
+    assert "one head loses surname" in verdict.on
+    assert set(CLAIM.points(lab)) == {lab.point(0, 1), lab.point(0)}

@@ -1,0 +1,29 @@
+"""A lab whose points tell what a test says: any loss, any marks, so that what is measured of them is known beforehand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headwise.lab.lab import Lab
+from headwise.lab.point import Made, Point
+from headwise.lab.store import Store
+from tests.lab.tiny import SIZE, tiny_lab
+
+Tell = Callable[[Point], dict[str, Any]]  # what a point tells beside the usual: {"loss": 2.5}
+
+
+@dataclass(frozen=True)
+class Told(Lab):
+    """Models as in a tiny lab, but what is told of each comes from `tell`."""
+
+    tell: Tell = lambda point: {}
+
+    def made(self, point: Point) -> Made:
+        made = tiny_lab(self.store.folder, self.seeds).made(point)
+        return replace(made, told={**made.told, **self.tell(point)})
+
+
+def told_lab(folder: Path, tell: Tell, seeds: tuple[int, ...] = (0,)) -> Told:
+    """One for a test's own folder."""
+    return Told(Store(folder), seeds, SIZE, tell)
