@@ -18,11 +18,11 @@ from headwise.look.roles import Support
 from headwise.look.tally import REPORTING
 from headwise.look.writes import copying, vocabulary
 from headwise.model import AnyModel, Transformer
+from headwise.show.claims import VERSION, tell
 from headwise.show.sentence import make_sentence
 
 __all__ = ["make_book", "make_sentence", "page_files"]
 
-VERSION = 1
 BACK = 32  # offsets shown, each way
 CONTEXTS, RUNNERS_UP, NEAREST = 5, 4, 5  # of each head
 FEWEST = 20  # arcs on the half for reporting, below which a relation is not told
@@ -31,13 +31,14 @@ SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 
 def make_book(
     profile: Profile, model: AnyModel | None = None, *, name: str = "", sentences: Iterable[Any] = (),
-    importance: Any = None, biography: Any = None, curve: Any = None,
+    importance: Any = None, biography: Any = None, curve: Any = None, claims: Iterable[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Everything the page shows of a profile, ready for JSON.
 
     With the model itself: its sizes, what its heads write, which look alike. `sentences` are texts, for which the model is
     run, or what `make_sentence` gave. `importance`, `biography` and `curve` are what the functions of these names give;
-    `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high].
+    `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high]. `claims` are results of
+    `headwise.lab.run.claims`, or what `headwise.show.claims.tell` gave.
     """
     worth = {} if importance is None else {one["head"]: one for one in importance.to_dict()["heads"]}
     lives = {} if biography is None else _lives(biography)
@@ -62,6 +63,7 @@ def make_book(
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
         "biography": None if biography is None else {"steps": list(biography.steps), "measures": list(biography.names)},
         "curves": _curves(curve),
+        "claims": [dict(one) if isinstance(one, Mapping) else tell([one])[0] for one in claims],
         "sentences": [_sentence(model, one) for one in sentences],
     }
     return _plain(made)

@@ -52,8 +52,32 @@ def make_book(
                 "series": [_series("ablation", 0.05), _series("random", 0.2)],
             }
         ],
+        "claims": make_claims(),
         "sentences": sentences or [],
     }  # fmt: skip
+
+
+def make_claims() -> list[dict[str, Any]]:
+    """Three claims, one of each verdict: lines on an axis of doublings, bars with a negative one, bars far from zero."""
+    heads = [_figure("loss", 2**k, [2.5 - k / 8, 2.75 - k / 8, 2.625 - k / 8]) for k in range(7)]
+    roles = [_figure("gain", at, [value]) for at, value in (("induction", 0.5), ("<i>copy</i>", -0.25))]
+    scales = [_figure("loss", at, values) for at, values in (("usual", [2.25, 2.3, 2.275]), ("none", [2.4, 2.5, 2.45]))]
+    points = [[row["at"], row["mean"], row["low"], row["high"]] for row in heads]
+    made = [
+        ("more-heads", "depends", "on the width: <b>64</b> alone", heads,
+         {"x": "heads", "y": "held-out loss", "log": True, "series": [{"name": "loss", "points": points}]}),
+        ("roles", "holds", "", roles, _bars("loss gained", roles)),
+        ("scale", "does not hold", "", scales, _bars("held-out loss", scales)),
+    ]  # fmt: skip
+    return [
+        {
+            "number": place, "name": name, "says": f"What {name} <u>says</u> of heads.", "against": "A count that moves.",
+            "setup": "Models of one width.", "rule": "Holds if it falls.", "verdict": verdict, "depends_on": on,
+            "indicative": len(rows[0]["values"]) < 3, "seeds": list(range(len(rows[0]["values"]))), "on": "",
+            "figures": rows, "picture": picture, "rerun": f"headwise claims {name}",
+        }
+        for place, (name, verdict, on, rows, picture) in enumerate(made, 1)
+    ]  # fmt: skip
 
 
 def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]:
@@ -128,6 +152,19 @@ def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[s
 
 def _series(by: str, up: float) -> dict[str, Any]:
     return {"name": by, "points": [[k / 10, 3.2 + (10 - k) * up, 3.1, 3.3 + (10 - k) * up] for k in range(1, 10)]}
+
+
+def _figure(name: str, at: str | int, values: list[float]) -> dict[str, Any]:
+    mean, many = sum(values) / len(values), len(values) > 1
+    return {
+        "name": name, "at": at, "mean": mean, "low": mean - 0.0625 if many else None, "high": mean + 0.0625 if many else None,
+        "values": values,
+    }  # fmt: skip
+
+
+def _bars(y: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    told = [[row["at"], row["mean"], row["low"], row["high"]] for row in rows]
+    return {"x": "", "y": y, "bars": [{"name": rows[0]["name"], "rows": told}]}
 
 
 def _relation(name: str, addresses: list[str]) -> dict[str, Any]:

@@ -10,6 +10,10 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
+from headwise.lab.claim import Verdict
+from headwise.lab.claims.parameters import CLAIM
+from headwise.lab.figure import Figures
+from headwise.lab.run import Result
 from headwise.look.attend import attend
 from headwise.look.clark import best_heads
 from headwise.look.evidence import Context
@@ -17,6 +21,7 @@ from headwise.look.record import record
 from headwise.look.writes import value_weighted, write_share
 from headwise.show import sentence as kept
 from headwise.show.book import _context, make_book, make_sentence, page_files
+from headwise.show.claims import claims_book, tell
 from headwise.show.sentence import as_bytes
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -157,6 +162,15 @@ def test_without_the_model_less_is_told_but_nothing_else(profile):
     assert all(head["writes"] is None and head["nearest"] == [] for head in book["heads"])
     with pytest.raises(HeadwiseError, match="its model is needed"):
         make_book(profile, sentences=["It sat."])
+
+
+def test_claims_are_told_once_whether_as_results_or_told_before(profile):
+    figures = Figures().add("parameters", 1, 64).add("most over fewest", "plain", 1)
+    result = Result(CLAIM, figures, Verdict("holds"), (0,))
+    book = make_book(profile, claims=[result, *tell([result])])
+    assert book["claims"] == tell([result]) * 2
+    assert set(book) == set(claims_book([result]))  # a book of claims alone has every page of a book
+    assert make_book(profile)["claims"] == []
 
 
 def test_marks_become_parts_even_among_brackets():

@@ -5,17 +5,19 @@ import os
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import pytest
 
 from headwise.show.book import page_files
+from headwise.show.claims import claims_book
 from headwise.show.report import write_report
 from tests.show import books
 from tests.show.browser import find_browser
 
 LAYERS, HEADS, TOKENS = 6, 12, 20
 WATCH = "() => { if (document.documentElement?.dataset.ready) { window.readyAt ??= performance.now(); } }"
-VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves")
+VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "claims")
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,87 @@ def test_nothing_live_stands_in_a_report(page, report):
     assert page.locator("textarea, #live-text").count() == 0
     show(page, report, "view=card&head=5.1")
     assert page.get_by_text("Switch it off").count() == 0
+
+
+def test_claims_show_what_the_book_holds(page, report, book):
+    show(page, report, "view=claims")
+    assert page.text_content('[data-fact="summary"]') == "1 holds, 1 does not hold, 1 depends on something."
+    for claim in book["claims"]:
+        part = page.locator(f"#claim-{claim['name']}")
+        assert part.locator("h2").text_content() == f"{claim['number']}. {claim['says']}"  # text stays text
+        verdict = part.locator('[data-fact="verdict"]').text_content()
+        assert claim["verdict"] in verdict
+        assert claim["depends_on"] in verdict
+        assert ("indicative: 1 seed" in verdict) == claim["indicative"]
+        facts = part.locator("dd").all_text_contents()
+        assert facts[:3] == [claim["against"], claim["setup"], claim["rule"]]
+        assert facts[-1] == claim["rerun"]
+        part.locator("summary").click()
+        cells = part.locator("tbody td.number").evaluate_all(
+            "all => all.map(one => one.dataset.value === undefined ? null : Number(one.dataset.value))"
+        )
+        assert cells == [row[end] for row in claim["figures"] for end in ("mean", "low", "high")]
+    listed = page.locator('[data-table="claims"] tbody tr').all_text_contents()
+    assert [("indicative" in row) for row in listed] == [claim["indicative"] for claim in book["claims"]]
+
+
+def test_lines_double_and_bars_start_at_zero(page, report, book):
+    show(page, report, "view=claims")
+    lines = page.locator("#claim-more-heads svg")
+    across = lines.locator("circle").evaluate_all("all => all.map(one => Number(one.getAttribute('cx')))")
+    steps = [b - a for a, b in pairwise(across)]
+    assert steps == pytest.approx([steps[0]] * 6)  # 1, 2, 4 … 64 heads
+    assert {"1", "2", "4", "8", "16", "32", "64"} <= set(lines.locator("text").all_text_contents())
+    where = "all => all.map(one => { const at = one.getBoundingClientRect(); return [at.left, at.right]; })"
+    (left, right), (low, high) = page.locator("#claim-roles .fill").evaluate_all(where)
+    assert left == pytest.approx(high, abs=0.5)  # +0.5 to the right of zero, −0.25 to its left
+    assert right - left == pytest.approx(2 * (high - low), rel=0.02)
+    assert page.locator("#claim-roles .whisker").count() == 0  # one seed
+    assert (page.locator("#claim-scale .fill").count(), page.locator("#claim-scale .dot").count()) == (0, 2)
+    track = page.locator("#claim-scale .track").evaluate_all(where)[0]
+    ends = page.locator("#claim-scale .whisker").evaluate_all(where)
+    lowest, highest = 2.275 - 0.0625, 2.45 + 0.0625  # of the scale, less the 5 % it has to spare
+    room = 0.05 * (highest - lowest)
+    share = (2.45 - 0.0625 - lowest + room) / (highest - lowest + 2 * room)
+    assert ends[1][0] == pytest.approx(track[0] + share * (track[1] - track[0]), abs=1.5)
+
+
+def test_claims_are_filtered_reached_by_keys_and_kept_in_the_address(page, report):
+    show(page, report, "view=claims&verdict=depends")
+    assert page.locator("main .claim").count() == 1
+    page.click('[data-key="verdict "]')
+    page.wait_for_selector("#claim-scale")
+    assert page.evaluate("location.hash") == "#view=claims"
+    page.focus('[data-key="to scale"]')
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.activeElement.textContent.startsWith('3. ')")
+    assert page.evaluate("location.hash") == "#view=claims&claim=scale"
+    box = page.locator("#claim-scale").bounding_box()
+    assert box["y"] + box["height"] <= 861
+    page.focus('[data-key="from scale"]')
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.activeElement.dataset.key === 'to scale'")
+    page.go_back()
+    page.wait_for_function("document.activeElement.textContent.startsWith('3. ')")
+
+
+def test_a_book_of_claims_alone_shows_nothing_else(browser, book, tmp_path):
+    alone = {**claims_book([]), "claims": book["claims"][:2]}
+    path = write_report(alone, tmp_path / "claims.html")
+    with opened(browser) as page:
+        page.set_viewport_size({"width": 400, "height": 800})
+        show(page, path, "view=card")
+        assert page.locator("nav button").all_text_contents() == ["Claims"]
+        assert page.get_attribute("main", "data-view") == "claims"
+        assert page.text_content("#model-facts") == "2 claims · 1 to 3 seeds"
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_book_without_claims_has_no_such_view(page, book, tmp_path):
+    before = {name: value for name, value in book.items() if name != "claims"}  # as books were
+    show(page, write_report(before, tmp_path / "heads.html"), "view=claims")
+    assert "Claims" not in page.locator("nav button").all_text_contents()
+    assert page.get_attribute("main", "data-view") == "overview"
 
 
 @pytest.mark.slow

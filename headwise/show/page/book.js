@@ -11,6 +11,7 @@ export async function openBook() {
   store.live = globalThis.headwise?.live === true || document.querySelector('meta[name="headwise-live"]') !== null;
   if (inside) store.book = JSON.parse(inside.textContent);
   else store.book = await ask("api/book");
+  store.book.claims ??= []; // books of before had none
   store.heads = new Map(store.book.heads.map((head) => [head.address, head]));
   store.sentences = store.book.sentences.map((given) => ({ given, sight: null }));
 }
@@ -50,7 +51,7 @@ export async function openOther(file) {
     if (!data) throw new Error(`${file.name} is neither a report nor a book`);
   }
   const book = JSON.parse(data);
-  if (!Array.isArray(book.heads)) throw new Error(`${file.name} holds no heads`);
+  if (!Array.isArray(book.heads) || book.heads.length === 0) throw new Error(`${file.name} holds no heads`);
   store.other = { name: book.model?.name || file.name, heads: new Map(book.heads.map((head) => [head.address, head])) };
 }
 

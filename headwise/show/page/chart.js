@@ -5,26 +5,32 @@ import { CHOSEN } from "./colour.js";
 
 const WIDE = 600, HIGH = 260, LEFT = 52, BELOW = 40, ABOVE = 12, RIGHT = 14;
 
-// { title, x, y, base, series: [{ name, points: [[x, y, low, high]] }] }
+// { title, x, y, base, log, series: [{ name, points: [[x, y, low, high]] }] }; `log`: the x axis grows by factors of 2.
 export function lineChart(given) {
+  const drawn = linePlot(given);
+  if (drawn.matches("figure")) drawn.append(el("details", {}, el("summary", {}, "The numbers"),
+    grid(given.title, ["", given.x, given.y, "low", "high"], given.series.flatMap((one) => one.points.map((point) => [one.name, ...[0, 1, 2, 3].map((i) => [point[i] ?? null, 3])])))));
+  return drawn;
+}
+
+// The same without its numbers.
+export function linePlot(given) {
   const points = given.series.flatMap((one) => one.points).filter((point) => Number.isFinite(point[1]));
   if (points.length === 0) return el("p", { class: "note" }, `${given.title}: no numbers`);
-  const xs = range(points.map((point) => point[0]));
+  const place = given.log ? Math.log2 : Number, xs = range(points.map((point) => place(point[0])));
   const ys = range([...points.flatMap((point) => point.slice(1)).filter(Number.isFinite), ...(Number.isFinite(given.base) ? [given.base] : [])]);
-  const across = (x) => LEFT + ((x - xs[0]) / (xs[1] - xs[0])) * (WIDE - LEFT - RIGHT);
+  const across = (x) => LEFT + ((place(x) - xs[0]) / (xs[1] - xs[0])) * (WIDE - LEFT - RIGHT);
   const up = (y) => HIGH - BELOW - ((y - ys[0]) / (ys[1] - ys[0])) * (HIGH - BELOW - ABOVE);
   const made = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, class: "plot", role: "img", "aria-label": `${given.title}: ${given.y} by ${given.x}` });
   for (const y of ticks(ys)) made.append(
     svg("line", { class: "axis", x1: LEFT, x2: WIDE - RIGHT, y1: up(y), y2: up(y) }),
     svg("text", { class: "soft", x: LEFT - 6, y: up(y) + 4, "text-anchor": "end" }, number(y, digits(ys))));
-  for (const x of ticks(xs)) made.append(svg("text", { class: "soft", x: across(x), y: HIGH - BELOW + 16, "text-anchor": "middle" }, number(x, digits(xs))));
-  made.append(svg("text", { class: "soft", x: (WIDE + LEFT) / 2, y: HIGH - 6, "text-anchor": "middle" }, given.x));
+  for (const x of given.log ? doublings(points) : ticks(xs)) made.append(svg("text", { class: "soft", x: across(x), y: HIGH - BELOW + 16, "text-anchor": "middle" }, number(x, given.log ? "short" : digits(xs))));
+  made.append(svg("text", { class: "soft", x: (WIDE + LEFT) / 2, y: HIGH - 6, "text-anchor": "middle" }, given.log ? `${given.x} (log scale)` : given.x));
   if (Number.isFinite(given.base)) made.append(svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: up(given.base), y2: up(given.base), stroke: "currentColor", "stroke-dasharray": "4 4" }));
-  given.series.forEach((one, place) => made.append(...curve(one.points, CHOSEN[place % CHOSEN.length], across, up)));
-  const names = given.series.map((one, place) => el("span", { class: "chip", style: { "--chip": CHOSEN[place % CHOSEN.length] } }, one.name));
-  return el("figure", {}, el("figcaption", {}, given.y), made, el("div", { class: "chips" }, names),
-    el("details", {}, el("summary", {}, "The numbers"),
-      grid(given.title, ["", given.x, given.y, "low", "high"], given.series.flatMap((one) => one.points.map((point) => [one.name, ...[0, 1, 2, 3].map((i) => [point[i] ?? null, 3])])))));
+  given.series.forEach((one, i) => made.append(...curve(one.points, CHOSEN[i % CHOSEN.length], across, up)));
+  const names = given.series.map((one, i) => el("span", { class: "chip", style: { "--chip": CHOSEN[i % CHOSEN.length] } }, one.name));
+  return el("figure", {}, el("figcaption", {}, given.y), made, el("div", { class: "chips" }, names));
 }
 
 function curve(points, colour, across, up) {
@@ -36,6 +42,7 @@ function curve(points, colour, across, up) {
     const edge = [...banded.map((point) => [point[0], point[3]]), ...banded.map((point) => [point[0], point[2]]).reverse()];
     made.unshift(svg("path", { d: `${edge.map(([x, y], i) => `${i ? "L" : "M"}${across(x)} ${up(y)}`).join("")}Z`, fill: colour, opacity: 0.15 }));
   }
+  if (banded.length === 1) made.push(...banded.map(([x, , low, high]) => svg("line", { x1: across(x), x2: across(x), y1: up(low), y2: up(high), stroke: colour })));
   if (there.length <= 40) made.push(...there.map((point) => svg("circle", { cx: across(point[0]), cy: up(point[1]), r: 3, fill: colour })));
   return made;
 }
@@ -79,6 +86,26 @@ export function barList(rows, digits_ = 2, plain = false) {
   ]));
 }
 
+// { title, y, bars: [{ name, rows: [[label, value, low, high]] }] }: a bar from zero for each value, its interval over it.
+// Values that lie close together, far from zero, are dots on a scale of their own: a length would say nothing of them.
+export function intervalBars(given) {
+  const all = given.bars.flatMap((one) => one.rows).flatMap((row) => row.slice(1)).filter(Number.isFinite);
+  const low = Math.min(...all), high = Math.max(...all), dots = low > 0 && high - low < 0.3 * high;
+  const [left, right] = dots ? range([low, high]) : [Math.min(0, low), Math.max(0, high) || 1];
+  const share = (value) => (100 * (value - left)) / (right - left);
+  const line = (kind, from, to, colour) => el("span", { class: kind, style: { left: `${share(from)}%`, width: `${share(to) - share(from)}%`, "--chip": colour } });
+  const rows = given.bars.flatMap(({ name, rows }, i) => [
+    (rows.length > 1 || rows[0][0] !== name) && given.bars.length > 1 && el("h3", {}, name),
+    ...rows.flatMap(([label, value, from, to]) => [el("span", {}, label),
+      el("span", { class: "track" }, !dots && line("zero", 0, 0, ""),
+        Number.isFinite(value) && (dots ? line("dot", value, value, CHOSEN[i % CHOSEN.length]) : line("fill", Math.min(0, value), Math.max(0, value), CHOSEN[i % CHOSEN.length])),
+        Number.isFinite(from) && Number.isFinite(to) && line("whisker", from, to, "")),
+      el("span", { class: "number", "data-value": value }, number(value, "short"))]),
+  ]);
+  const scale = el("span", { class: "scale", "aria-hidden": "true" }, [left, right].map((end) => el("span", {}, number(Number(end.toPrecision(3)), "short"))));
+  return el("figure", {}, el("figcaption", {}, [given.y, given.x && `by ${given.x}`].filter(Boolean).join(" ")), el("div", { class: "bars intervals", role: "group", "aria-label": given.title }, rows, el("span", {}, ""), scale));
+}
+
 function range(values) {
   const low = Math.min(...values), high = Math.max(...values), room = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
   return [low - room, high + room];
@@ -92,6 +119,15 @@ function ticks([low, high]) {
   return made;
 }
 
+// Powers of two on an axis of them, at most ten; where there are not two, the points' own places.
+function doublings(points) {
+  const own = [...new Set(points.map((point) => point[0]))].sort((a, b) => a - b);
+  const first = Math.ceil(Math.log2(own[0])), last = Math.floor(Math.log2(own.at(-1))), step = Math.ceil((last - first + 1) / 10);
+  const made = [];
+  for (let at = first; at <= last; at += step) made.push(2 ** at);
+  return made.length > 1 ? made : own.slice(0, 10);
+}
+
 function digits([low, high]) {
-  return high - low > 20 ? 0 : high - low > 1 ? 1 : high - low > 0.1 ? 2 : 3;
+  return high - low > 20 ? 0 : high - low > 1 ? 1 : high - low > 0.1 ? 2 : high - low > 0.01 ? 3 : "short";
 }

@@ -66,9 +66,10 @@ function tableCell(cell, first) {
   return el(tag, { scope }, value ?? "");
 }
 
-// A number as people read it: counts whole, others with so many digits; "–" where there is none.
+// A number as people read it: counts whole, others with so many digits, or "short": with four that count; "–" where there is none.
 export function number(value, digits) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (digits === "short") return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
   if (digits === undefined) return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(2);
   if (value !== 0 && Math.abs(value) < 0.5 * 10 ** -digits) return value.toExponential(0);
   return value.toFixed(digits);

@@ -11,23 +11,25 @@ import { flow } from "./flow.js";
 import { compare } from "./compare.js";
 import { relations } from "./relations.js";
 import { curves } from "./curves.js";
+import { claims, counted } from "./claims.js";
 
-const VIEWS = { overview, sentence, card, flow, compare, relations, curves };
-const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off" };
+const VIEWS = { overview, sentence, card, flow, compare, relations, curves, claims };
+const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", claims: "Claims" };
 let turn = 0;
 
 // Draw the view that is asked for; the focus stays where it was, if that is still there.
 async function render() {
   const mine = ++turn;
+  const there = views(), view = there.includes(state.view) ? state.view : there[0];
   setTheme();
-  navigation();
+  navigation(there, view);
   const key = document.activeElement?.dataset?.key;
   const fresh = el("div", {});
   const main = document.getElementById("main");
   const before = [...main.childNodes];
   main.append(fresh); // views measure the room they have
   try {
-    await (VIEWS[state.view] ?? overview)(fresh);
+    await VIEWS[view](fresh);
   } catch (error) {
     fresh.replaceChildren(el("p", { class: "note error", role: "alert" }, `This view failed: ${error.message}`));
     console.error(error);
@@ -36,14 +38,20 @@ async function render() {
   for (const old of main.childNodes) if (old !== fresh) before.push(old);
   for (const old of before) old.remove();
   if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
-  document.title = `${NAMES[state.view] ?? "Heads"} – ${store.book.model.name || "Headwise"}`;
-  main.dataset.view = state.view;
+  document.title = `${NAMES[view]} – ${store.book.model.name || "Headwise"}`;
+  main.dataset.view = view;
 }
 
-function navigation() {
-  const shown = Object.keys(VIEWS).filter((view) => view !== "curves" || store.book.curves.length);
-  document.getElementById("views").replaceChildren(...shown.map((view) => el("button", {
-    type: "button", "data-key": `view ${view}`, "aria-current": view === state.view ? "page" : null, onclick: () => change({ view }),
+// The views that have something to show; a book of claims alone has one.
+function views() {
+  const { heads, curves: cut, claims: tried } = store.book;
+  const filled = { curves: cut.length > 0, claims: tried.length > 0 };
+  return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tried.length === 0));
+}
+
+function navigation(there, now) {
+  document.getElementById("views").replaceChildren(...there.map((view) => el("button", {
+    type: "button", "data-key": `view ${view}`, "aria-current": view === now ? "page" : null, onclick: () => change({ view }),
   }, NAMES[view])));
 }
 
@@ -54,10 +62,17 @@ function setTheme() {
 }
 
 function facts() {
-  const { model, about } = store.book;
+  const { model, about, claims: tried } = store.book;
   const sizes = [`${model.layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && `${number(model.parameters / 1e6, 1)} M parameters`];
   document.getElementById("model-name").textContent = model.name;
+  if (model.heads === 0 && tried.length) return document.getElementById("model-facts").replaceChildren(`${counted(tried.length, "claim")} · ${seeds(tried)}`);
   document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} texts, ${number(about.tokens)} tokens`;
+}
+
+// With how many seeds claims were tried.
+function seeds(tried) {
+  const counts = tried.map((one) => one.seeds.length), least = Math.min(...counts), most = Math.max(...counts);
+  return `${least === most ? "" : `${least} to `}${counted(most, "seed")}`;
 }
 
 async function begin() {
@@ -74,7 +89,7 @@ async function begin() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     if (state.view !== "overview") change({ view: "overview" });
-    else if (state.role || state.search) change({ role: "", search: "" });
+    else if (state.role || state.search || state.verdict) change({ role: "", search: "", verdict: "" });
     say("");
   });
   let waiting = 0;

@@ -1,0 +1,95 @@
+// Claims that guides make about heads, each put to the test: what was found, what is drawn of it, how to do it again.
+
+import { el, section, press, grid, number, brief } from "./dom.js";
+import { state, change, writeHash } from "./state.js";
+import { store } from "./book.js";
+import { linePlot, intervalBars } from "./chart.js";
+
+const VERDICTS = {
+  holds: { sign: "✓", colour: "var(--good)", some: "hold", one: "holds" },
+  "does not hold": { sign: "✗", colour: "var(--bad)", some: "do not hold", one: "does not hold" },
+  depends: { sign: "◐", colour: "var(--focus)", some: "depend on something", one: "depends on something" },
+};
+const unfolded = new Set(); // claims whose figures are open; drawing anew leaves them so
+let reached = ""; // the claim last gone to
+
+export async function claims(root) {
+  const asked = Object.hasOwn(VERDICTS, state.verdict) ? state.verdict : "";
+  const shown = store.book.claims.filter((one) => !asked || one.verdict === asked);
+  root.append(el("div", { class: "stack" },
+    section(`${counted(store.book.claims.length, "claim")} put to the test`, summary(asked), contents(shown)), shown.map(tested)));
+  if (state.claim !== reached) goTo(state.claim);
+}
+
+// How many hold, in words; and a button for each verdict.
+function summary(asked) {
+  const count = (verdict) => store.book.claims.filter((one) => one.verdict === verdict).length;
+  const words = Object.entries(VERDICTS).map(([verdict, { some, one }]) => `${count(verdict)} ${count(verdict) === 1 ? one : some}`);
+  const choose = (verdict, label) => el("button", { type: "button", "data-key": `verdict ${verdict}`, "aria-pressed": String(asked === verdict),
+    onclick: () => change({ verdict }) }, label);
+  return [
+    el("p", { class: "big", "data-fact": "summary" }, `${words.slice(0, 2).join(", ")}, ${words[2]}.`),
+    store.book.claims.some((one) => one.indicative) && el("p", { class: "note" }, "Indicative: measured with fewer than three seeds. That shows the way, no more."),
+    el("div", { class: "chips tools", role: "group", "aria-label": "Show by verdict" }, choose("", `all ${store.book.claims.length}`),
+      Object.keys(VERDICTS).map((verdict) => choose(verdict, [chip(verdict), ` ${count(verdict)}`]))),
+  ];
+}
+
+function contents(shown) {
+  if (shown.length === 0) return el("p", { class: "note" }, "No claim has this verdict.");
+  const link = (one) => el("a", { href: `#${writeHash({ ...state, view: "claims", claim: one.name })}`, "data-key": `to ${one.name}`,
+    onclick: (event) => { event.preventDefault(); reached = ""; change({ claim: one.name }); } }, brief(one.says, 110));
+  return el("div", { class: "contents" }, grid("Contents", ["", "claim", "verdict"],
+    shown.map((one) => [String(one.number), link(one), el("span", { class: "chips" }, chip(one.verdict), one.indicative && el("small", {}, "indicative"))]), { "data-table": "claims" }));
+}
+
+// A verdict: its colour, a sign and the word.
+function chip(verdict) {
+  const { sign, colour } = VERDICTS[verdict];
+  return el("span", { class: "chip verdict", style: { "--chip": colour } }, el("span", { "aria-hidden": "true" }, sign), verdict);
+}
+
+function tested(one) {
+  const facts = [["counts against it", one.against], ["set-up", one.setup], ["rule", one.rule],
+    ["seeds", one.seeds.join(", ")], ["tried on", one.on], ["do it again", el("code", { class: "command" }, one.rerun)]];
+  return el("section", { id: `claim-${one.name}`, class: one.name === state.claim ? "claim here" : "claim", "aria-label": one.says },
+    el("h2", { tabindex: "-1" }, `${one.number}. ${one.says}`),
+    el("p", { class: "chips", "data-fact": "verdict" }, chip(one.verdict), one.depends_on && el("strong", {}, one.depends_on), one.indicative && el("small", {}, `indicative: ${counted(one.seeds.length, "seed")}`)),
+    el("div", { class: "pair" },
+      el("dl", { class: "facts" }, facts.filter(([, value]) => value).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+      plotOf(one)),
+    figures(one),
+    press("↑ contents", () => { change({ claim: "" }); goTo("", one.name); }, { class: "small", "data-key": `from ${one.name}` }));
+}
+
+function plotOf({ says, picture }) {
+  if (picture.series) return linePlot({ ...picture, title: says });
+  return picture.bars.length > 0 && intervalBars({ ...picture, title: says });
+}
+
+// All that was measured, drawn or not.
+function figures(one) {
+  const short = (value) => [value, "short"], many = one.figures.some((row) => row.values.length > 1);
+  const rows = one.figures.map((row) => [row.name, row.at === null ? "" : String(row.at), short(row.mean), short(row.low), short(row.high),
+    ...(many ? [row.values.map((value) => number(value, "short")).join(" · ")] : [])]);
+  return el("details", { open: unfolded.has(one.name), ontoggle: (event) => { unfolded[event.target.open ? "add" : "delete"](one.name); } },
+    el("summary", { "data-key": `figures ${one.name}` }, counted(rows.length, "figure")),
+    grid(`Figures of ${one.name}; low and high: 95 %`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
+}
+
+// Once it is drawn, the claim comes into sight and takes the focus; without one, the contents, at the claim one comes from.
+function goTo(name, from = "") {
+  reached = name;
+  requestAnimationFrame(() => {
+    const heading = document.getElementById(`claim-${name}`)?.querySelector("h2");
+    if (name === "") globalThis.scrollTo(0, 0);
+    heading?.closest("section").scrollIntoView();
+    heading?.focus({ preventScroll: true });
+    if (from) document.querySelector(`[data-key="${CSS.escape(`to ${from}`)}"]`)?.focus();
+  });
+}
+
+// "1 claim", "25 claims".
+export function counted(count, what) {
+  return `${number(count)} ${what}${count === 1 ? "" : "s"}`;
+}
