@@ -82,6 +82,7 @@ def _stands_for(model: nn.Module, states: Tensor) -> Iterator[None]:
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
     given = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)  # pyright: ignore[reportArgumentType]
+    given.__dict__["router_logits"] = None  # models with experts pass on which were chosen
     bodies = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
     before = [body.__dict__.get("forward") for body in bodies]
     for body in bodies:

@@ -19,9 +19,11 @@ from headwise.attach.layer import Layer
 from headwise.attach.speak import speak
 from headwise.attach.store import PLANS, keep_note, make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
+from headwise.attach.wiring import find_wiring
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
 from headwise.heads.head import Pattern
+from headwise.model import Wiring
 from headwise.spec import ModelSpec, SiteAddress
 from headwise.text import Tokenizer
 
@@ -71,6 +73,7 @@ class Attached(nn.Module):
         self.family: str | None = getattr(model.config, "model_type", None)
         self._layers = layers
         self._spec: ModelSpec | None = None
+        self._wiring: Wiring | None = None
         register()
         self._before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
         for config, _ in self._before:
@@ -130,7 +133,7 @@ class Attached(nn.Module):
             self._mark()
         if len(gone):
             keep_note(self.model)
-        self._spec = None
+        self._spec = self._wiring = None
         return self
 
     def without(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> "Attached":
@@ -196,6 +199,18 @@ class Attached(nn.Module):
         if not all(known for known, _ in found.values()):
             return None
         return {site: (norm, norm) for site, (_, norm) in found.items()}
+
+    def wiring(self) -> Wiring:
+        """What adds to the stream of a decoder and what reads it, found out once on a few tokens; refused if not a sum."""
+        self._check_attached()
+        if self._wiring is None:
+            if self.spec.kind != "decoder" or self.spec.output != "lm":
+                raise HeadwiseError(
+                    f"logits are followed back in decoders with a language-model output; {type(self.model).__name__} is of "
+                    f"kind {self.spec.kind}, output {self.spec.output}."
+                )
+            self._wiring = find_wiring(self.model, self._layers)
+        return self._wiring
 
     def untrained(self, seed: int = 0) -> "Attached":
         """The same model with random weights."""

@@ -8,6 +8,7 @@ in its share.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.attend import quiet
 from headwise.look.inputs import tokenizer_of
-from headwise.model import AnyModel, Transformer, ours
+from headwise.model import AnyModel, Wiring, wiring_of
 
 TOLERANCE = 1e-5
 
@@ -31,7 +32,7 @@ class Attribution:
     heads: dict[str, float]
     mlps: dict[str, float]  # by layer
     embedding: float
-    biases: float  # of the attention layers' outputs, and of the final norm
+    biases: float  # of the attention layers' outputs, of norms on their way and at the end, and of the output layer
 
     @property
     def parts(self) -> dict[str, float]:
@@ -65,12 +66,12 @@ def logit_attribution(
 ) -> Attribution:  # fmt: skip
     """Share out the logit of `answer` at a position, or its lead over `wrong`, among heads, MLPs, embedding and biases.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> made = logit_attribution(Transformer(preset("nano")), [72, 105], answer=33, wrong=34)
     >>> made.complete, len(made.heads), len(made.mlps)
     (True, 36, 6)
     """
-    model = ours(model, "sharing out a logit")
     _check(model)
     ids = as_ids(model, text)
     T = ids.shape[1]
@@ -79,16 +80,17 @@ def logit_attribution(
     right = token_id(model, answer, "answer")
     other = None if wrong is None else token_id(model, wrong, "wrong")
     with quiet(model), torch.no_grad():
-        with _caught(model, position) as caught:
+        wiring = wiring_of(model)
+        with _caught(model, wiring, position) as caught:
             logits = model(ids)[0, position].double()  # (V,)
-        direction, last_bias = _direction(model, caught.last, right, other)  # (D,)
-        heads = {
-            str(address): float(z.double() @ (site.W_O[i].double() @ direction))
-            for site, found in caught.z.items()
-            for i, (address, z) in enumerate(zip(site.addresses, found, strict=True))
-        }
-        written = [layer.b_O for layer in model.attention_layers() if layer.b_O is not None]
-        biases = sum(float(bias.double() @ direction) for bias in written) + last_bias
+        direction, biases = _direction(wiring, caught.last, right, other)  # (D,)
+        heads: dict[str, float] = {}
+        for layer in model.attention_layers():
+            way, added = _way(wiring, caught, layer.site.address.layer, direction)  # (D,)
+            biases += added + (0.0 if layer.b_O is None else float(layer.b_O.double() @ way))
+            for i, address in enumerate(layer.site.addresses):
+                z, W_O = caught.z[layer.site][i], layer.site.W_O[i]  # (e,), (e, D)
+                heads[str(address)] = float(z.double() @ (W_O.double() @ way))
         mlps = {str(layer): float(made.double() @ direction) for layer, made in caught.mlps.items()}
         embedding = float(caught.embedding.double() @ direction)
     logit = float(logits[right]) - (0.0 if other is None else float(logits[other]))
@@ -96,60 +98,77 @@ def logit_attribution(
 
 
 class _Caught:
-    """What passed at one position of the first text of a batch."""
+    """What passed at one position of the only text."""
 
     def __init__(self) -> None:
         self.z: dict[Any, Tensor] = {}  # by site: (H, e)
         self.mlps: dict[int, Tensor] = {}  # (D,)
+        self.wrote: dict[int, Tensor] = {}  # what attention wrote, where a norm stands between it and the stream: (D,)
         self.embedding = self.last = torch.empty(0)  # (D,): as the stream begins, and as it enters the final norm
 
 
 @contextmanager
-def _caught(model: Transformer, position: int) -> Iterator[_Caught]:
+def _caught(model: AnyModel, wiring: Wiring, position: int) -> Iterator[_Caught]:
     """Watch one position from outside; nothing that passes is changed."""
     caught = _Caught()
 
     def hear(seen: Seen) -> None:
         caught.z[seen.site] = seen.z[0, :, position].clone()
 
-    def keep_mlp(layer: int, out: Tensor) -> None:
-        caught.mlps[layer] = out[0, position].clone()
+    def here(passing: Any) -> Tensor:
+        states = passing[0] if isinstance(passing, tuple) else passing
+        rows = states.reshape(-1, states.shape[-1])  # (T, D): some models drop the batch axis on the way
+        return rows[position].clone()  # (D,)
 
-    def keep_embedding(module: nn.Module, given: Any, out: Tensor) -> None:
-        caught.embedding = out[0, position].clone()
+    def keep_first(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        caught.embedding = here(given or named["hidden_states"])
 
     def keep_last(module: nn.Module, given: tuple[Tensor]) -> None:
-        caught.last = given[0][0, position].clone()
+        caught.last = here(given)
 
-    assert model.norm is not None
+    def keep_wrote(module: nn.Module, given: tuple[Tensor], layer: int) -> None:
+        caught.wrote[layer] = here(given)
+
+    def keep_mlp(module: nn.Module, given: Any, made: Any, layer: int) -> None:
+        caught.mlps[layer] = here(made)
+
     with ExitStack() as watching:
         for site in model.sites():
             watching.enter_context(site.listen(hear))
-        for layer, block in enumerate(model.blocks):
-            mlp: Any = block.mlp
-            watching.callback(mlp.register_forward_hook(lambda m, i, out, layer=layer: keep_mlp(layer, out)).remove)
-        watching.callback(model.embed.register_forward_hook(keep_embedding).remove)
-        watching.callback(model.norm.register_forward_pre_hook(keep_last).remove)
+        for layer, step in wiring.steps.items():
+            watching.callback(step.mlp.register_forward_hook(partial(keep_mlp, layer=layer)).remove)
+            if step.after is not None:
+                norm = step.after.module
+                watching.callback(norm.register_forward_pre_hook(partial(keep_wrote, layer=layer)).remove)
+        watching.callback(wiring.first.register_forward_pre_hook(keep_first, with_kwargs=True).remove)
+        watching.callback(wiring.norm.module.register_forward_pre_hook(keep_last).remove)
         yield caught
 
 
-def _direction(model: Transformer, last: Tensor, right: int, other: int | None) -> tuple[Tensor, float]:
-    """The direction in the stream that the logit reads at this frozen scale, (D,), and what the norm's bias adds."""
-    assert model.output is not None
-    words, norm, x = model.output.vocabulary.weight, model.norm, last.double()
-    read = words[right].double() - (0.0 if other is None else words[other].double())  # (D,)
-    if isinstance(norm, nn.LayerNorm):
-        scaled = read * norm.weight.double() / (x.var(unbiased=False) + norm.eps).sqrt()
-        added = 0.0 if norm.bias is None else float(norm.bias.double() @ read)
-        return scaled - scaled.mean(), added  # taking the mean out of x is taking it out of what reads x
-    assert isinstance(norm, nn.RMSNorm)
-    assert norm.weight is not None
-    eps = torch.finfo(last.dtype).eps if norm.eps is None else norm.eps
-    return read * norm.weight.double() / (x.square().mean() + eps).sqrt(), 0.0
+def _direction(wiring: Wiring, last: Tensor, right: int, other: int | None) -> tuple[Tensor, float]:
+    """The direction in the stream that the logit reads at this frozen scale, (D,), and what biases behind it add."""
+    words, bias = wiring.vocabulary.weight, getattr(wiring.vocabulary, "bias", None)
+
+    def lead(of: Tensor) -> Tensor:
+        return (of[right].double() - (0.0 if other is None else of[other].double())) * wiring.scale
+
+    read = lead(words)  # (D,)
+    added = 0.0 if wiring.norm.bias is None else float(wiring.norm.bias.double() @ read)
+    added += 0.0 if bias is None else float(lead(bias))
+    return wiring.norm.back(read, last), added
 
 
-def _check(model: Transformer) -> None:
-    if model.norm is None or model.spec.form == "post":
+def _way(wiring: Wiring, caught: _Caught, layer: int, direction: Tensor) -> tuple[Tensor, float]:
+    """The same direction as attention in a layer meets it, (D,), and what a norm in between adds of its own."""
+    after = wiring.steps[layer].after
+    if after is None:
+        return direction, 0.0
+    added = 0.0 if after.bias is None else float(after.bias.double() @ direction)
+    return after.back(direction, caught.wrote[layer]), added
+
+
+def _check(model: AnyModel) -> None:
+    if model.spec.form == "post":
         raise HeadwiseError(
             "in a post-norm model every layer ends in a norm, so the stream is not a sum of what parts wrote and logits "
             "cannot be shared out; silence heads instead: model.heads[…].silenced()."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit, Head, Pattern
@@ -16,8 +16,9 @@ from headwise.look.attend import Parts, attend, quiet
 from headwise.look.attribution import Attribution, logit_attribution
 from headwise.look.inputs import make_batches, read_units, run, tokenizer_of
 from headwise.look.record import pick, record
+from headwise.look.result import HeadProfile
 from headwise.look.tally import Tally
-from headwise.model import AnyModel, Transformer, ours
+from headwise.model import AnyModel, Step, Wiring, wiring_of
 from headwise.spec import Address
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "WriteShare",
     "copying",
     "logit_attribution",
+    "promoted",
     "value_weighted",
     "vocabulary",
     "write_share",
@@ -40,6 +42,7 @@ def copying(model: AnyModel, heads: Pattern = "*") -> dict[str, float]:
     (https://transformer-circuits.pub/2021/framework). Random weights give 0 with a spread of about 1.5 / head_dim: a score
     within twice that says nothing. The norm before the layer is left out. A head that writes nothing has no score, NaN.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> -1 <= copying(Transformer(preset("nano")), "5.1")["5.1"] <= 1
     True
@@ -66,27 +69,39 @@ def vocabulary(
 ) -> list[Promoted]:  # fmt: skip
     """The words a head promotes and suppresses when it looks at nothing but a token, for each token given.
 
-    The token's vector goes through the norm before the layer, W_V, W_O, the final norm's weight and the output layer. Two
-    things are approximate. The vector: by default the bare embedding, which is what the first layer reads (positions left
-    out) and less and less what later ones do; with `typical` the mean of what this layer reads where the token stands in a
-    corpus. And the final norm's scale, which depends on everything else: scores are right up to a positive factor.
+    The token's vector goes through the norm before the layer, W_V, W_O, the final norm's weight and the output layer (and
+    where a norm stands behind attention, as in Gemma 3, through its weight). Two things are approximate. The vector: by
+    default the bare embedding, which is what the first layer reads (positions left out) and less and less what later ones
+    do; with `typical` the mean of what this layer reads where the token stands in a corpus. And the scale of norms behind
+    the head, which depends on everything else: scores are right up to a positive factor.
     """
-    model = ours(model, "reading off what a head promotes")
     one = _decoder_head(model, head)
     ids = tokenizer_of(model).encode(tokens, special=False) if isinstance(tokens, str) else [int(i) for i in tokens]
     if not ids:
         raise HeadwiseError("there is no token to look at; give a text or token ids.")
     with quiet(model), torch.no_grad():
-        read = _typical_inputs(model, one, ids, corpus) if typical else _bare_inputs(model, one, ids)  # (n, D)
+        wiring = wiring_of(model)
+        step = wiring.steps[one.address.layer]
+        if step.unread:
+            raise HeadwiseError(f"what {one.address} promotes cannot be read off: {step.unread}")
+        read = _typical_inputs(model, one, ids, corpus) if typical else _bare_inputs(model, wiring, step, ids)  # (n, D)
         value = read @ one.W_V
         value = value if one.b_V is None else value + one.b_V  # (n, e)
-        scores = _to_vocabulary(model, value @ one.W_O)  # (n, V)
+        scores = _to_vocabulary(wiring, step, value @ one.W_O)  # (n, V)
         k = min(k, scores.shape[1])
         up, down = scores.topk(k), scores.topk(k, largest=False)
     return [
         Promoted(_word(model, i), _named(model, *_row(up, row)), _named(model, *_row(down, row)))
         for row, i in enumerate(ids)
     ]
+
+
+def promoted(model: AnyModel, head: HeadProfile, k: int = 6, *, tokens: int = 3) -> list[Promoted]:
+    """The same for the first tokens of the words it was seen looking at hardest, so many of them; none if none was seen."""
+    words = dict.fromkeys(one.attended for one in head.evidence)
+    first = (tokenizer_of(model).encode(f" {word}", special=False)[:1] for word in words)
+    ids = list(dict.fromkeys(i for some in first for i in some))[:tokens]
+    return vocabulary(model, head.address, ids, k) if ids else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,9 +185,9 @@ def _shares(seen: Seen, real: Tensor) -> tuple[Tensor, Tensor]:
     return both.sum(2), counts.sum(1)
 
 
-def _decoder_head(model: Transformer, head: str | Address) -> Head:
+def _decoder_head(model: AnyModel, head: str | Address) -> Head:
     one = model.heads[head if isinstance(head, Address) else Address.parse(head)]
-    if model.norm is None or model.output is None or model.spec.output != "lm" or one.address.stack in ("enc", "cross"):
+    if model.spec.form == "post" or model.spec.output != "lm" or one.address.stack in ("enc", "cross"):
         raise HeadwiseError(
             f"what {one.address} promotes cannot be read off: that takes a pre-norm decoder with a language-model output, "
             f"and a head that reads its stream."
@@ -180,25 +195,24 @@ def _decoder_head(model: Transformer, head: str | Address) -> Head:
     return one
 
 
-def _block(model: Transformer, one: Head) -> Any:
-    return model.blocks[one.address.layer]
-
-
-def _bare_inputs(model: Transformer, one: Head, ids: list[int]) -> Tensor:
+def _bare_inputs(model: AnyModel, wiring: Wiring, step: Step, ids: list[int]) -> Tensor:
     """The embeddings as the first layer reads them, positions left out: (n, D)."""
-    embed = model.embed
-    x = embed.tokens(torch.tensor(ids, device=model.device)) * model.spec.embed_scale
-    x = x if embed.types is None else x + embed.types.weight[0]
-    x = x if embed.norm is None else embed.norm(x)
-    return _block(model, one).norm_attention(x)
+    if wiring.embed is None:
+        raise HeadwiseError(
+            "between this model's table of tokens and its first layer stands more than positions that are added, so bare "
+            "embeddings are not what is read; give typical=True."
+        )
+    x = wiring.embed(torch.tensor(ids, device=model.device))  # (n, D)
+    return x if step.norm is None else step.norm(x)
 
 
-def _typical_inputs(model: Transformer, one: Head, ids: list[int], corpus: Any) -> Tensor:
+def _typical_inputs(model: AnyModel, one: Head, ids: list[int], corpus: Any) -> Tensor:
     """The mean of what the layer reads where each token stands in a corpus: (n, D)."""
     wanted = torch.tensor(ids, device=model.device)
     sums, counts = torch.zeros(len(ids), model.spec.width, dtype=torch.double), torch.zeros(len(ids))
+    layer = next(layer for layer in model.attention_layers() if layer.site.address == one.address.site)
     for batch in make_batches(read_units(model, corpus), device=model.device):
-        with _inputs(_block(model, one).attention) as caught:
+        with _inputs(layer) as caught:
             run(model, batch)
         stands = (batch.ids[..., None] == wanted) & batch.real[..., None]  # (B, T, n)
         sums += torch.einsum("btn,btd->nd", stands.double(), caught[0].double()).cpu()
@@ -212,7 +226,7 @@ def _typical_inputs(model: Transformer, one: Head, ids: list[int], corpus: Any) 
 
 
 @contextmanager
-def _inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
+def _inputs(layer: Any) -> Iterator[list[Tensor]]:
     """What a layer is given, while open."""
     caught: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
@@ -222,12 +236,10 @@ def _inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _to_vocabulary(model: Transformer, wrote: Tensor) -> Tensor:
-    """Scores of all words, up to the final norm's scale: (n, D) → (n, V)"""
-    assert model.output is not None
-    norm: Any = model.norm
-    wrote = wrote - wrote.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else wrote
-    return (wrote * norm.weight) @ model.output.vocabulary.weight.mT
+def _to_vocabulary(wiring: Wiring, step: Step, wrote: Tensor) -> Tensor:
+    """Scores of all words, up to the scale of norms on the way: (n, D) → (n, V)"""
+    wrote = wrote if step.after is None else step.after.turn(wrote)
+    return wiring.logits(wiring.norm.turn(wrote))
 
 
 def _by_words(weights: Tensor, parts: Parts) -> Tensor:

@@ -6,9 +6,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
-from headwise.model.transformer import Transformer
 from headwise.spec import ModelSpec
 
 
@@ -73,13 +71,3 @@ class AnyModel(Protocol):
     def eval(self) -> Self:
         """Not training."""
         ...
-
-
-def ours(model: AnyModel, what: str) -> Transformer:
-    """Our own kind of model, for what walks through its blocks; anyone else's is refused."""
-    if not isinstance(model, Transformer):
-        raise HeadwiseError(
-            f"{what} needs to know what stands between heads, norms and MLPs, which is not known of {type(model).__name__} "
-            f"models; for GPT-2, GPT-Neo, BERT, Llama, Mistral and Qwen2 load the same weights with hw.load(folder)."
-        )
-    return model

@@ -1,0 +1,108 @@
+"""How the stream of a decoder is put together: what adds to it, which norms it is read through, what reads it at the end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.model.transformer import Transformer
+from headwise.model.whose import AnyModel
+
+EPS = ("eps", "variance_epsilon", "epsilon")  # what norms call the number that keeps them from dividing by nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm as what it is once its scale is frozen: scale · gain · (x − mean) + bias, the mean only where `centred`.
+
+    >>> norm, x = Norm.of(nn.LayerNorm(4)), torch.tensor([3.0, 2.0, 0.0, 0.0])
+    >>> torch.allclose(norm.turn(x) * norm.scale(x).float(), norm.module(x))
+    True
+    """
+
+    module: Any
+    centred: bool
+    above: float = 0.0  # what the gain is above the weight: 1 where a weight of 0 changes nothing, as in Gemma
+
+    @staticmethod
+    def of(module: nn.Module) -> "Norm":
+        """One of torch's."""
+        return Norm(module, centred=isinstance(module, nn.LayerNorm))
+
+    @property
+    def gain(self) -> Tensor:
+        """(D,), or 1 where there is no weight; in float64."""
+        weight = getattr(self.module, "weight", None)
+        return torch.ones((), dtype=torch.double) if weight is None else weight.double() + self.above
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(D,)"""
+        return getattr(self.module, "bias", None)
+
+    def scale(self, x: Tensor) -> Tensor:
+        """What the norm multiplies by at x: (…, D) → (…, 1)"""
+        eps = next((value for name in EPS if (value := getattr(self.module, name, None)) is not None), None)
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        wide = x.double()
+        wide = wide - wide.mean(-1, keepdim=True) if self.centred else wide
+        return (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    def turn(self, x: Tensor) -> Tensor:
+        """What becomes of x but for scale and bias: (…, D) → (…, D)"""
+        return (x - x.mean(-1, keepdim=True) if self.centred else x) * self.gain.to(x)
+
+    def back(self, read: Tensor, x: Tensor) -> Tensor:
+        """The direction before the norm that `read` is behind it, at the scale that x sets: (D,), (D,) → (D,) in float64."""
+        scaled = read.double() * self.gain.to(read.device) * self.scale(x)
+        return scaled - scaled.mean() if self.centred else scaled  # the mean out of x is the mean out of what reads x
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One layer: what its heads read through, what their writes pass on their way, and what else adds to the stream."""
+
+    norm: nn.Module | None  # None: heads read the stream as it is
+    after: Norm | None  # a norm between what attention writes and the stream
+    mlp: nn.Module  # whatever gives the layer's other addition
+    unread: str = ""  # why what heads bring does not follow from the stream; empty where it does
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """A stream that is a sum: first + Σ (attention + MLP), then one norm, then logits that are linear in what it gives."""
+
+    first: nn.Module  # is given the stream as it begins
+    steps: dict[int, Step]  # by layer
+    norm: Norm
+    vocabulary: Any  # a linear layer, (D) → (V)
+    embed: Callable[[Tensor], Tensor] | None  # ids (n,) → the stream at its beginning, (n, D), positions left out
+    scale: float = 1.0  # what logits are multiplied by behind the vocabulary
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What a part of the last norm's output adds to the logits: (…, D) → (…, V)"""
+        return x @ self.vocabulary.weight.mT * self.scale
+
+
+def wiring_of(model: AnyModel) -> Wiring:
+    """How a decoder's stream is put together; refused, with the reason, where it is not a sum, or not known to be one."""
+    if not isinstance(model, Transformer):
+        return model.wiring()  # pyright: ignore[reportAttributeAccessIssue]  # an attached model finds its own
+    if model.spec.form == "post" or model.norm is None or model.output is None:
+        raise HeadwiseError(
+            f"a model of form {model.spec.form} and output {model.spec.output} has no sum that ends in logits."
+        )
+    blocks: list[Any] = list(model.blocks)
+    steps = {layer: Step(block.norm_attention, None, block.mlp) for layer, block in enumerate(blocks)}
+    return Wiring(blocks[0], steps, Norm.of(model.norm), model.output.vocabulary, partial(_embed, model))
+
+
+def _embed(model: Transformer, ids: Tensor) -> Tensor:
+    embed = model.embed
+    x = embed.tokens(ids) * model.spec.embed_scale  # (n, D)
+    x = x if embed.types is None else x + embed.types.weight[0]
+    return x if embed.norm is None else embed.norm(x)
