@@ -74,7 +74,7 @@ function figures(one) {
     ...(many ? [row.values.map((value) => number(value, "short")).join(" · ")] : [])]);
   return el("details", { open: unfolded.has(one.name), ontoggle: (event) => { unfolded[event.target.open ? "add" : "delete"](one.name); } },
     el("summary", { "data-key": `figures ${one.name}` }, counted(rows.length, "figure")),
-    grid(`Figures of ${one.name}; low and high: 95 %`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
+    grid(`Figures of ${one.name}; low and high: 95 %, unless the set-up says otherwise`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
 }
 
 // Once it is drawn, the claim comes into sight and takes the focus; without one, the contents, at the claim one comes from.
