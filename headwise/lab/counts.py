@@ -1,0 +1,27 @@
+"""The head counts that claims compare, and how a figure moves along them."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def head_counts(width: int, fewest: int = 1) -> list[int]:
+    """Powers of two that divide a width, up to 64.
+
+    >>> head_counts(16, fewest=2)
+    [2, 4, 8, 16]
+    """
+    return [heads for heads in COUNTS if heads >= fewest and width % heads == 0]
+
+
+def trends(values: Mapping[int, Sequence[float]]) -> list[float]:
+    """For each seed, how much a quantity grows when what it was measured at doubles: least squares on the logarithm.
+
+    >>> trends({1: [3.0], 2: [5.0], 4: [7.0]})
+    [2.0]
+    """
+    x = [math.log2(at) for at in values]
+    return [round(float(np.polyfit(x, seed, 1)[0]), 9) for seed in zip(*values.values(), strict=True)]

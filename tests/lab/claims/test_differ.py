@@ -1,0 +1,79 @@
+import math
+
+import pytest
+import torch
+
+from headwise.lab.claim import WORDS
+from headwise.lab.claims.differ import differences, judge, measure, on
+from headwise.lab.counts import trends
+from headwise.lab.figure import Figures
+from tests.lab.tiny import tiny_lab
+
+GAINED, ALIKE, SLOPE = (
+    "maps apart, gained in training",
+    "spaces alike beyond chance",
+    "maps apart, gained by a doubling of heads",
+)
+CASES = {
+    "holds": [
+        (GAINED, None, [0.2, 0.21, 0.2]),
+        (ALIKE, "trained", [0.0, 0.001, 0.0]),
+        (SLOPE, None, [0.03, 0.031, 0.03]),
+    ],
+    "depends": [
+        (GAINED, None, [0.2, 0.21, 0.2]),
+        (ALIKE, "trained", [0.2, 0.2, 0.21]),
+        (SLOPE, None, [0.0, 0.03, -0.02]),
+    ],
+    "does not hold": [(GAINED, None, [0.01, 0.012, 0.01]), (ALIKE, "trained", [0.0, 0.0, 0.0])],
+}
+
+
+def test_a_given_model_is_judged_without_head_counts():
+    assert judge(Figures().add(GAINED, None, 0.3).add(ALIKE, "trained", 0.0)).word == "holds"
+
+
+def test_copies_are_not_apart(tmp_path):
+    lab = tiny_lab(tmp_path)
+    model = lab.made(lab.point(0)).model()
+    with torch.no_grad():
+        for layer in model.attention_layers():
+            for head in list(layer.heads)[1:]:
+                for letter in "QKVO":
+                    getattr(head, f"W_{letter}").copy_(getattr(layer.heads[0], f"W_{letter}"))
+    found = differences(model, lab.documents(), rows=64)
+    assert found["maps"] == pytest.approx(0, abs=1e-6)
+    assert found["spaces"] == pytest.approx(1, abs=1e-5)
+
+
+def test_random_subspaces_overlap_by_chance(tmp_path):
+    lab = tiny_lab(tmp_path)
+    found = [differences(lab.made(lab.point(seed)).model(0), lab.documents(), rows=64)["spaces"] for seed in range(3)]
+    assert sum(found) / 3 == pytest.approx(
+        0, abs=0.08
+    )  # 6 pairs, 2 layers, 4 spaces each; and centring takes a dimension
+
+
+def test_trends():
+    assert trends({2: [1.0, 0.0], 8: [3.0, 0.0], 32: [5.0, 0.0]}) == [1.0, 0.0]
+
+
+def test_figures_of_the_lab(tmp_path):
+    lab = tiny_lab(tmp_path, seeds=(0, 1))
+    figures = measure(lab)
+    assert judge(figures).word in WORDS
+    assert list(figures.at("maps apart, by heads")) == [2, 4, 8, 16]
+    change = [
+        after - before
+        for before, after in zip(
+            figures["maps apart", "untrained"].values, figures["maps apart", "trained"].values, strict=True
+        )
+    ]
+    assert figures[GAINED].values == pytest.approx(change)
+    assert 0 <= figures["maps apart", "trained"].mean <= math.log(2)
+
+
+def test_on_a_given_model(tmp_path):
+    lab = tiny_lab(tmp_path)
+    figures = on(lab.made(lab.point(0)).model(), lab.documents())
+    assert judge(figures).word in WORDS

@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from headwise.lab.claim import WORDS
+from headwise.lab.claims.saturation import KEYS, judge, measure, of_model, of_random, saturation
+from headwise.lab.counts import head_counts
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.corpus import Corpus
+from headwise.text.make import make_tokenizer
+from tests.lab.tiny import tiny_lab
+
+NAME = "entropy gained by a doubling of head_dim"
+WHERE = ("random, unscaled", "random, by 1/√d", "trained, by 1/√d")
+
+
+def gained(*slopes):
+    return [(NAME, where, slope) for where, slope in zip(WHERE, slopes, strict=True)]
+
+
+CASES = {
+    "holds": gained([-0.1, -0.11, -0.1], [-0.05, -0.05, -0.051], [-0.03, -0.031, -0.03]),
+    "depends": gained([-0.1, -0.11, -0.1], [0.0, 0.001, 0.0], [-0.03, 0.03, 0.0]),
+    "does not hold": gained([-0.001], [0.0], [0.02]),
+}
+
+
+@pytest.mark.parametrize("d", [1, 4, 64])
+def test_random_scores_spread_as_the_root_of_head_dim(d):
+    # The spread over a row of n keys is, on average, 1 − 1/n of the variance; ROWS rows leave a few per cent of noise.
+    share = math.sqrt(1 - 1 / KEYS)
+    assert of_random(d, scaled=False)[0] == pytest.approx(math.sqrt(d) * share, rel=0.12)
+    assert of_random(d, scaled=True)[0] == pytest.approx(share, rel=0.12)
+
+
+def test_entropy_of_normal_scores():
+    # Softmax weights of N(0, s²) scores are log-normal: the entropy is ln n − s²/2 for many keys.
+    scores = 0.5 * torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0))
+    _, entropy = saturation(scores)
+    assert entropy.mean().item() * math.log(20_000) == pytest.approx(math.log(20_000) - 0.125, abs=2e-3)
+
+
+def test_hidden_keys_do_not_count():
+    sd, entropy = saturation(torch.tensor([[1.0, 3.0, -torch.inf], [2.0, -torch.inf, -torch.inf]]))
+    assert sd.tolist() == [1.0, 0.0]
+    assert entropy[1].item() == 0
+
+
+def test_a_model_of_equal_keys_is_not_saturated():
+    spec = ModelSpec(vocab=257, context=32, layers=1, attention=AttentionSpec(width=16, heads=4))
+    model = Transformer(spec)
+    model.tokenizer = make_tokenizer("byte", Corpus.of("a"))
+    with torch.no_grad():
+        for head in model.heads:
+            head.W_K.zero_()
+    found = of_model(model, "to be or not to be")
+    assert found["sd"] == found["raw sd"] == 0
+    assert found["entropy"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_scale_is_what_stands_between(tmp_path):
+    lab = tiny_lab(tmp_path)
+    figures = measure(lab)
+    for heads in head_counts(lab.size.width):
+        d = lab.size.width // heads
+        raw, scaled = figures["sd: trained, before the scale", d].mean, figures["sd: trained, by 1/√d", d].mean
+        assert raw == pytest.approx(scaled * math.sqrt(d), rel=1e-4)
+    assert set(figures.at(NAME)) == set(WHERE)
+    assert judge(figures).word in WORDS

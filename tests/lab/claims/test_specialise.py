@@ -1,0 +1,42 @@
+import pytest
+
+from headwise.lab.claim import WORDS
+from headwise.lab.claims.specialise import followed, having_roles, judge, measure, on
+from headwise.look.profile import profile
+from tests.lab.tiny import tiny_lab
+
+SHARE, FOLLOWED = "share of heads with a role", "relations followed"
+
+
+def told(share, gained, relations):
+    return [
+        (SHARE, "trained", share), (f"{SHARE}, gained", None, gained),
+        (FOLLOWED, "trained", relations), (f"{FOLLOWED}, gained", None, relations),
+    ]  # fmt: skip
+
+
+CASES = {
+    "holds": told([0.8, 0.82, 0.8], [0.8, 0.82, 0.8], [5, 5, 6]),
+    "depends": told([0.3, 0.32, 0.3], [0.3, 0.32, 0.3], [2, 2, 3]),
+    "does not hold": told([0.8, 0.8, 0.8], [0.0, 0.0, 0.01], [0, 1, 0]),
+}
+
+
+def test_an_untrained_model_has_no_roles(tmp_path):
+    lab = tiny_lab(tmp_path)
+    found = profile(lab.made(lab.point(0)).model(), lab.documents(), causal=False)
+    assert having_roles(found) == sum(head.role != "unclear" for head in found) / 8
+    assert not any(counts for _, counts in followed(found, fewest=1).values())
+
+
+def test_figures_of_the_lab(tmp_path):
+    lab = tiny_lab(tmp_path)
+    figures = measure(lab)
+    assert judge(figures).word in WORDS
+    gained = figures[f"{SHARE}, gained"].mean
+    assert gained == pytest.approx(figures[SHARE, "trained"].mean - figures[SHARE, "untrained"].mean)
+
+
+def test_on_a_given_model(tmp_path):
+    lab = tiny_lab(tmp_path)
+    assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word in WORDS
