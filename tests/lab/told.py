@@ -8,22 +8,23 @@ from typing import Any
 from headwise.lab.lab import Lab
 from headwise.lab.point import Made, Point
 from headwise.lab.store import Store
-from tests.lab.tiny import SIZE, tiny_lab
+from tests.lab.tiny import SIZE, TOLD, tiny_lab
 
 Tell = Callable[[Point], dict[str, Any]]  # what a point tells beside the usual: {"loss": 2.5}
 
 
 @dataclass(frozen=True)
 class Told(Lab):
-    """Models as in a tiny lab, but what is told of each comes from `tell`."""
+    """What is told of each point comes from `tell`; with `models` there are some as well, as in a tiny lab."""
 
     tell: Tell = lambda point: {}
+    models: bool = False
 
     def made(self, point: Point) -> Made:
-        made = tiny_lab(self.store.folder, self.seeds).made(point)
+        made = tiny_lab(self.store.folder).made(point) if self.models else Made(point, self.store.folder, TOLD)
         return replace(made, told={**made.told, **self.tell(point)})
 
 
-def told_lab(folder: Path, tell: Tell, seeds: tuple[int, ...] = (0,)) -> Told:
+def told_lab(folder: Path, tell: Tell, seeds: tuple[int, ...] = (0,), models: bool = False) -> Told:
     """One for a test's own folder."""
-    return Told(Store(folder), seeds, SIZE, tell)
+    return Told(Store(folder), seeds, SIZE, tell, models)

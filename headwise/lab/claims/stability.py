@@ -1,0 +1,118 @@
+"""Many heads make training more stable: less spread over seeds, and higher rates before it breaks."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from scipy.stats import f as fisher
+
+from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.figure import Figure, Figures
+from headwise.lab.lab import Lab
+from headwise.lab.point import Made, Point
+
+HARD = (5, 15)  # times the usual rate
+STEPS, WARMUP = 320, 10
+MATTERS = 0.1  # nats that a high rate costs one head more than many
+LOST = 0.5  # nats above the usual rate: such a run has learned little
+
+
+def rise(made: Made, usual: Made) -> float:
+    """How far a run ended above the same model at the usual rate; one that diverged knows no more than to guess."""
+    return min(made.loss, math.log(made.point.spec.vocab)) - usual.loss
+
+
+def spread_ratio(ones: Sequence[float], others: Sequence[float]) -> Figure:
+    """The standard deviation of one sample over that of another, with the 95 % interval of Fisher's F.
+
+    >>> made = spread_ratio([1.0, 2.0, 3.0], [1.0, 3.0, 5.0])
+    >>> made.mean, round(made.low, 2), round(made.high, 2)  # F of 2 and 2 degrees: 1/39 to 39
+    (0.5, 0.08, 3.12)
+    """
+    ratio = float(np.std(ones, ddof=1) / np.std(others, ddof=1))
+    low, high = (math.sqrt(fisher.ppf(q, len(ones) - 1, len(others) - 1)) for q in (0.975, 0.025))
+    return Figure.known(ratio, ratio / low, ratio / high)
+
+
+def measure(lab: Lab) -> Figures:
+    """What high rates cost with one head, with the usual number and with four times as many; and the spread over seeds."""
+    figures, rises = Figures(), {}
+    for heads in _heads(lab):
+        usual = [lab.made(_short(lab, seed, heads, 1)) for seed in lab.seeds]
+        hard = [[lab.made(_short(lab, seed, heads, times)) for seed in lab.seeds] for times in HARD]
+        for times, some in zip((1, *HARD), (usual, *hard), strict=True):
+            name = "loss, one head" if heads == 1 else f"loss, {heads} heads"
+            figures.add(name, lab.size.rate * times, [made.loss for made in some])
+        rises[heads] = np.array(
+            [[rise(*pair) for pair in zip(some, usual, strict=True)] for some in hard]
+        )  # (rates, seeds)
+        figures.add("runs lost", heads, (rises[heads] > LOST).mean(0).tolist())
+        figures.add("cost of high rates", heads, rises[heads].mean(0).tolist())
+    one, *many = rises
+    for heads in many:
+        figures.add("spared by many heads", heads, (rises[one] - rises[heads]).mean(0).tolist())
+    if len(lab.seeds) > 1:
+        losses = {heads: [lab.made(lab.point(seed, heads)).loss for seed in lab.seeds] for heads in rises}
+        for heads, values in losses.items():
+            figures.add("spread over seeds", heads, float(np.std(values, ddof=1)))
+        for heads in many:
+            figures.add("spread of one head over that of many", heads, spread_ratio(losses[one], losses[heads]))
+    return figures
+
+
+def judge(figures: Figures) -> Verdict:
+    """By `rule`."""
+    spared = figures.at("spared by many heads")
+    stable = [heads for heads, figure in spared.items() if figure.above(MATTERS)]
+    ratios = figures.at("spread of one head over that of many")
+    wider = [heads for heads, figure in ratios.items() if figure.below(1)]
+    narrower = [heads for heads, figure in ratios.items() if figure.above(1)]
+    if not stable:
+        return Verdict("does not hold")
+    if wider:
+        told = f"high rates spare {_and(stable)} heads, but their losses spread further over seeds with {_and(wider)}"
+        return Verdict("depends", f"on what stable means: {told}")
+    if len(stable) < len(spared):
+        return Verdict("depends", f"on how many: high rates surely spare {_and(stable)} of {_and(spared)} heads")
+    over = f"is less with {_and(narrower)}" if narrower else "shows no difference, of so few"
+    return Verdict("holds", f"high rates cost one head more; the spread over seeds {over}")
+
+
+def points(lab: Lab) -> Iterable[Point]:
+    """Short runs at three rates; with several seeds also whole ones, which the sweep has anyway."""
+    short = [_short(lab, seed, h, times) for seed in lab.seeds for h in _heads(lab) for times in (1, *HARD)]
+    return short + [lab.point(seed, h) for seed in lab.seeds for h in _heads(lab) if len(lab.seeds) > 1]
+
+
+def _heads(lab: Lab) -> tuple[int, ...]:
+    return 1, lab.size.heads, min(4 * lab.size.heads, lab.size.width)
+
+
+def _short(lab: Lab, seed: int, heads: int, times: float) -> Point:
+    """A short run at so many times the usual rate, and with hardly a warm-up."""
+    steps = min(STEPS, lab.size.steps)
+    told = {"steps": steps, "warmup": min(WARMUP, steps // 2), "evaluate_every": steps, "save_every": steps}
+    return lab.point(seed, heads, recipe={**told, "rate": lab.size.rate * times})
+
+
+def _and(counts: Iterable[object]) -> str:
+    return " and ".join(map(str, counts))
+
+
+CLAIM = Claim(
+    number=23,
+    name="stability",
+    says="Many heads make training more stable.",
+    against="One head that bears high learning rates as well as many do; or losses that spread further over seeds with many.",
+    setup=f"One head, the usual number and four times as many: short runs ({STEPS} steps, {WARMUP} of warm-up, gradients "
+    f"clipped to length 1) at the usual rate and at {HARD[0]} and {HARD[1]} times that; whole runs at the usual rate for the "
+    "spread of losses over seeds, where there are several. A run that diverged counts as one that guesses.",
+    rule="The cost of high rates is how far runs end above the same model at the usual rate, averaged over both. Does not "
+    f"hold if neither head count surely saves more than {MATTERS:g} nats a token of what they cost one head (paired by "
+    "seed); depends if one of them does, or if losses spread surely further over seeds with many heads than with one "
+    "(Fisher's F; with three seeds only a sixfold spread would show); else holds.",
+    measure=measure,
+    judge=judge,
+    picture=Picture(("cost of high rates",), x="heads", y="nats above the usual rate", log=True),
+    points=points,
+)

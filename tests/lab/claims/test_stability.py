@@ -1,0 +1,55 @@
+import math
+
+import pytest
+
+from headwise.lab.claims.stability import CLAIM, rise, spread_ratio
+from headwise.lab.figure import Figure, Figures
+from tests.lab.told import told_lab
+
+SPARED, SPREAD = "spared by many heads", "spread of one head over that of many"
+CASES = {
+    "holds": [(SPARED, 8, [0.5, 0.6, 0.7]), (SPARED, 32, [0.5, 0.6, 0.7]), (SPREAD, 8, Figure.known(2, 0.3, 12))],
+    "depends": [(SPARED, 8, [0.5, 0.6, 0.7]), (SPARED, 32, [0.0, 0.6, 0.7])],
+    "does not hold": [(SPARED, 8, [-0.5, 0.6, 0.7]), (SPARED, 32, -0.4)],
+}
+
+
+def test_a_spread_that_grows_is_told():
+    figures = Figures()
+    figures.add(SPARED, 8, 0.5).add(SPREAD, 8, Figure.known(0.1, 0.02, 0.6))
+    assert "what stable means" in CLAIM.judge(figures).on
+
+
+def test_a_tenfold_spread_shows_with_three_seeds():
+    made = spread_ratio([0.0, 1.0, 2.0], [0.0, 0.1, 0.2])
+    assert made.mean == pytest.approx(10)
+    assert made.low == pytest.approx(10 / math.sqrt(39))
+    assert made.above(1)
+
+
+def test_one_head_breaks_and_many_bear_it(tmp_path):
+    def tell(point):
+        heads, times = point.spec.attention.heads, round(point.recipe.rate / 2e-3)
+        short = point.recipe.warmup == 4
+        if short and heads == 1 and times == 15:
+            return {"loss": None}  # diverged
+        return {"loss": 2.0 + (heads == 1 and times == 5) + (0.0 if short else heads * point.recipe.seed)}
+
+    lab = told_lab(tmp_path, tell, (0, 1, 2))
+    figures = CLAIM.measure(lab)
+    worst = math.log(lab.point(0).spec.vocab) - 2
+    assert figures["loss, one head", 2e-3 * 15].mean == math.inf
+    assert figures["cost of high rates", 1].mean == pytest.approx((1 + worst) / 2)
+    assert figures["runs lost", 1].mean == 1
+    assert figures["runs lost", 4].mean == 0
+    assert figures["spared by many heads", 16].mean == pytest.approx((1 + worst) / 2)
+    assert figures["spread over seeds", 16].mean == 16  # of 2, 18 and 34
+    assert figures["spread of one head over that of many", 16].mean == pytest.approx(1 / 16)
+    assert "what stable means" in CLAIM.judge(figures).on
+    assert len(set(CLAIM.points(lab))) == 3 * 3 * 4
+
+
+def test_a_run_never_counts_worse_than_guessing(tmp_path):
+    lab = told_lab(tmp_path, lambda point: {"loss": 100.0 if point.recipe.seed else 2.0})
+    made = [lab.made(lab.point(seed)) for seed in (1, 0)]
+    assert rise(*made) == pytest.approx(math.log(made[0].point.spec.vocab) - 2)
