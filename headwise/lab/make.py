@@ -14,7 +14,6 @@ import torch
 
 from headwise.lab.point import STARTS, Made, Point
 from headwise.lab.store import DONE, Store
-from headwise.look.between import between
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.little import LittleLanguage
@@ -25,7 +24,6 @@ from headwise.train.loop import Diverged, Trained, finite
 
 HELD_OUT = 500  # documents of the little language the loss is measured on; no more than are learned from
 EXAMINED = 600  # and those of the exam
-COMPARED = 256  # rows on which the maps of heads are compared
 
 
 def make(point: Point, store: Store) -> Made:
@@ -57,32 +55,23 @@ def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
             call=keep if point.watch else None, every=every, progress=False,
         )  # fmt: skip
     except Diverged:
-        return {"loss": None, "curve": [], "marks": {}, "diversity": {}, "tokens": 0, "speed": None, "memory": None}
+        return {"loss": None, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
     if run.stopped == "interrupted":
         raise KeyboardInterrupt
     memory = peak() - before  # before the model is examined: that takes memory of its own
-    return _measure(point, run, corpus if valid is None else valid) | {"memory": finite(memory)}
+    return _measure(point, run) | {"memory": finite(memory)}
 
 
-def _measure(point: Point, run: Trained, read: Corpus) -> dict[str, Any]:
+def _measure(point: Point, run: Trained) -> dict[str, Any]:
     model, asked = run.model.eval(), min(EXAMINED, point.recipe.steps * point.recipe.batch)
     speeds = [row["tokens_per_second"] for row in run.history if "tokens_per_second" in row]
     return {
         "loss": run.valid_loss,
         "curve": [(row["step"], row["valid_loss"]) for row in run.history if "valid_loss" in row],
         "marks": {} if point.text else {mark.quiz: mark.right for mark in exam(model, documents=asked)},
-        "diversity": _diversity(model, read),
         "tokens": run.tokens,
         "speed": median(speeds) if speeds else None,
     }
-
-
-def _diversity(model: Transformer, read: Corpus) -> dict[str, float]:
-    """How far apart the heads of a layer are, on average over layers: their maps, and the spaces they write to."""
-    if len(model.spec.attention.head_ids) < 2:
-        return {}
-    inside = between(model, read, rows=COMPARED, longest=model.spec.context).by_layer().values()
-    return {name: float(np.mean([layer[name] for layer in inside])) for name in ("js", "write")}
 
 
 def _beginning(point: Point, corpus: Corpus) -> Any:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def work(
     if processes < 1:
         raise HeadwiseError(f"work needs at least one process, got {processes}.")
     fresh = get_context("spawn")
-    with ProcessPoolExecutor(min(processes, max(1, len(jobs))), fresh, _one_thread, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(min(processes, max(1, len(jobs))), fresh, _begin, max_tasks_per_child=1) as pool:
         running: dict[Future, int] = {pool.submit(function, *job): i for i, job in enumerate(jobs)}
         try:
             while running:
@@ -68,8 +70,17 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def _one_thread() -> None:
+def _begin() -> None:
+    """One thread for the work, and one that waits for whoever began it to die: then what is being trained is saved."""
     torch.set_num_threads(1)
+
+    def follow() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _train(point: str, folder: str) -> None:

@@ -13,14 +13,12 @@ from headwise.lab.figure import Figures
 from headwise.lab.lab import FULL, QUICK, Lab, Size
 from headwise.lab.pool import train_all, work
 from headwise.lab.registry import find_claims
-from headwise.lab.store import TRAINING, Store, code_version
+from headwise.lab.store import MEASURING, Store, code_version
 from headwise.look.profile import Note
 from headwise.weights import load
 
 if TYPE_CHECKING:
     from headwise.model import AnyModel
-
-MEASURING = (*TRAINING, "weights", "look", "change")  # rooms whose code decides a result, beside the lab's own
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from headwise.text.corpus import Corpus
 from headwise.weights.save import whole_file
 
 PACKAGE = Path(__file__).parents[1]
-TRAINING = ("spec", "kernels", "heads", "model", "text", "train")  # the rooms that decide what a trained model is
+TRAINING = ("spec", "kernels", "heads", "model", "text", "train")  # the rooms that decide what a trained model is,
+MAKING = tuple(PACKAGE / "lab" / name for name in ("make.py", "point.py"))  # and the files
+MEASURING = (*TRAINING, "weights", "look", "change")  # the rooms that decide what is measured of one
 DONE = "done.json"
 ROOM = 16 << 20  # bytes a point takes beside its weights: tokens, metrics
 
@@ -47,7 +49,7 @@ class Store:
     def place(self, point: Point) -> Path:
         """Where a point is, or will be."""
         read = Corpus.of(Path(point.text)).fingerprint if point.text else ""  # a file may change under its name
-        return self.folder / "points" / point.key(code_version(TRAINING), read)
+        return self.folder / "points" / point.key(code_version(TRAINING, *MAKING), read)
 
     def made(self, point: Point) -> Made | None:
         """A point that was trained, or None."""

@@ -7,13 +7,17 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.lab.depth import same_cut
+from headwise.lab.diversity import diversity
 from headwise.lab.figure import Figure, Figures
 from headwise.lab.lab import LITTLE_WORDS, usual_point, usual_recipe
 from headwise.lab.point import Made, Point
-from headwise.lab.pool import train_all
-from headwise.lab.store import Store
+from headwise.lab.pool import train_all, work
+from headwise.lab.store import MEASURING, Store, code_version
 from headwise.look.profile import Note
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.corpus import Corpus
+
+DOCUMENTS = 100  # held out, on which the maps of heads are compared
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ def compare(
     points = {name: [usual_point(spec, recipe, "usual", *read) for recipe in recipes] for name, spec in specs.items()}
     train_all([point for some in points.values() for point in some], store, processes, note)
     made = {name: [_there(store, point) for point in some] for name, some in points.items()}
-    told = tuple(_row(name, some) for name, some in made.items())
+    apart = _diversities([each for some in made.values() for each in some], store, processes, note)
+    told = tuple(_row(name, some, [apart[each.folder.name] for each in some]) for name, some in made.items())
     width = next(iter(specs.values())).width
     return Sweep(constant, width, steps, seeds, told, {name: _curve(some) for name, some in made.items()})
 
@@ -161,14 +166,39 @@ def _there(store: Store, point: Point) -> Made:
     return made
 
 
-def _row(name: str, made: list[Made]) -> Row:
-    spec = made[0].model().spec
-    kinds, apart = made[0].marks, made[0].told["diversity"]
+def _diversities(
+    made: list[Made], store: Store, processes: int | None, note: Note | None
+) -> dict[str, dict[str, float]]:
+    """How far apart the heads of each model are, by the name of its point; what was measured before is taken as it is."""
+    version = code_version(MEASURING, Path(__file__), Path(__file__).with_name("diversity.py"))
+    found = {each.folder.name: store.result("diversity", f"{each.folder.name}-{version}") for each in made}
+    todo = [each for each in made if found[each.folder.name] is None]
+
+    def look() -> None:
+        if note is not None:
+            note("comparing heads", sum(told is not None for told in found.values()), len(found))
+
+    for place, told in work(_diversity, [(each.point.to_json(), str(store.folder)) for each in todo], processes, look):
+        name = todo[place].folder.name
+        found[name] = told
+        store.keep("diversity", f"{name}-{version}", told)
+    return found
+
+
+def _diversity(point: str, folder: str) -> dict[str, float]:
+    made = _there(Store(folder), Point.from_json(point))
+    text, seed = made.point.text, made.point.recipe.seed
+    read = Corpus.of(Path(text)) if text else Corpus.little("held-out", documents=DOCUMENTS, seed=seed)
+    return diversity(made.model(), read)
+
+
+def _row(name: str, made: list[Made], apart: list[dict[str, float]]) -> Row:
+    spec, kinds = made[0].model().spec, made[0].marks
     return Row(
         name, spec.attention.heads, spec.attention.head_dim, spec.layers, spec.parameters,
         Figure.over([each.loss for each in made]),
         {kind: Figure.over([each.marks[kind] for each in made]) for kind in kinds},
-        {kind: Figure.over([each.told["diversity"][kind] for each in made]) for kind in apart},
+        {kind: Figure.over([each[kind] for each in apart]) for kind in apart[0]},
         Figure.over([each.told["speed"] for each in made]),
         Figure.over([each.told["memory"] for each in made]),
     )  # fmt: skip

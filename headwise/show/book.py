@@ -12,12 +12,11 @@ from headwise.look.attend import quiet
 from headwise.look.between_maps import js_sums, look, sample
 from headwise.look.clark import Best, best_heads
 from headwise.look.evidence import Context
-from headwise.look.inputs import tokenizer_of
 from headwise.look.result import HeadProfile, Profile
 from headwise.look.roles import Support
 from headwise.look.tally import REPORTING
-from headwise.look.writes import copying, vocabulary
-from headwise.model import AnyModel, Transformer
+from headwise.look.writes import copying, promoted
+from headwise.model import AnyModel
 from headwise.show.claims import VERSION, tell
 from headwise.show.sentence import make_sentence
 
@@ -144,24 +143,15 @@ def _writes(model: AnyModel, profile: Profile) -> dict[str, dict[str, Any]]:
     """Whether each head copies; and, for tokens it was seen looking at, the words it promotes and suppresses."""
     spread = 1.5 / model.spec.attention.value_dim  # of the score of random weights
     told = {head: {"copying": score, "spread": spread, "words": []} for head, score in copying(model).items()}
-    if not isinstance(model, Transformer) or model.output is None:
+    if model.output is None:
         return told
     for head in profile:
-        ids = _typical(model, head)
         try:
-            words = vocabulary(model, head.address, ids, k=6) if ids else []
-        except HeadwiseError:  # not a pre-norm decoder: nothing can be read off
+            words = promoted(model, head)
+        except HeadwiseError:  # its logits are no sum over heads: nothing can be read off
             return told
         told[str(head.address)]["words"] = [one._asdict() for one in words]
     return told
-
-
-def _typical(model: Transformer, head: HeadProfile) -> list[int]:
-    """The first tokens of the three words it looked at hardest."""
-    tokenizer = tokenizer_of(model)
-    words = dict.fromkeys(one.attended for one in head.evidence)
-    ids = (tokenizer.encode(f" {word}", special=False)[:1] for word in words)
-    return list(dict.fromkeys(i for some in ids for i in some))[:3]
 
 
 def _nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
