@@ -1,0 +1,66 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.lab.claim import WORDS
+from headwise.lab.claims.cutting import CLAIM, can_go, more_loss, on
+from headwise.look.importance import importance
+from headwise.look.runs import mean_activations
+from headwise.model import Transformer
+from tests.lab.tiny import tiny_lab
+
+LITTLE, SOME = (f"share that can go for less than {bar} more loss" for bar in ("1%", "5%"))
+CHOSEN, BLIND = "by what they are worth", "at random"
+CASES = {
+    "holds": [(LITTLE, CHOSEN, [0.25, 0.25, 0.5]), (SOME, CHOSEN, [0.5, 0.5, 0.5]), (LITTLE, BLIND, [0.0, 0.1, 0.0])],
+    "does not hold": [(LITTLE, CHOSEN, [0, 0, 0]), (SOME, CHOSEN, [0.1, 0.1, 0.1]), (LITTLE, BLIND, [0, 0, 0])],
+    "depends": [(LITTLE, CHOSEN, [0.1, 0.1, 0.1]), (SOME, CHOSEN, [0.5, 0.5, 0.25]), (LITTLE, BLIND, [0, 0, 0])],
+}
+
+
+def test_what_can_go_ends_at_the_first_cut_that_costs_too_much():
+    cuts = [(0.5, 0.001), (0.1, 0.002), (0.25, 0.03)]
+    assert can_go(cuts, 0.01) == 0.1
+    assert can_go(cuts, 0.05) == 0.5
+    assert can_go(cuts, 0.001) == 0.0
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return tiny_lab(tmp_path_factory.mktemp("lab"))
+
+
+def test_only_the_one_that_writes_matters(lab):
+    model, documents = lab.made(lab.point(0)).model().double(), lab.documents()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for head in model.heads:
+            head.W_O.zero_()
+        model.heads["0.1"].W_O.normal_(std=3)
+    found = more_loss(model, documents, documents, keeps=(0.5, 0.9))["ablation"]
+    alone = importance(model, documents, heads="0.1", means=mean_activations(model, documents))
+    # If it does harm, it is the first to go, and the others change nothing; if it helps, it stays, and nothing changes.
+    assert abs(alone.mean[0]) > 1e-4
+    assert [more for _, more in found] == pytest.approx([min(0, alone.mean[0]) / alone.clean] * 2, rel=1e-4)
+    assert [gone for gone, _ in found] == pytest.approx([1 / 8, 1 / 2])
+
+
+def test_small_models_are_measured_and_judged(lab):
+    figures = CLAIM.measure(lab)
+    assert CLAIM.judge(figures).word in WORDS
+    assert all(len(figures.at(name)) >= 4 for name in CLAIM.picture.figures)
+
+
+def test_a_given_model(lab):
+    model = lab.made(lab.point(0)).model()
+    figures = on(model, None)
+    assert figures.names == CLAIM.measure(lab).names
+    assert CLAIM.judge(figures).word in WORDS
+
+
+def test_without_an_output_there_is_no_loss(lab):
+    spec = lab.made(lab.point(0)).model().spec
+    with pytest.raises(HeadwiseError, match="without an output"):
+        more_loss(Transformer(replace(spec, output="none")), lab.documents(), None)
