@@ -48,10 +48,10 @@ class Thirds:
         return (self.sums.sum(0) / self.counts.sum(0)).tolist()
 
     def gap(self, one: int, other: int) -> Figure:
-        """How much more there is in one third than in another; the interval is over texts."""
+        """How much more there is in one third than in another; the interval is over texts, of one text there is none."""
         parts = (table[:, part] for part in (one, other) for table in (self.sums, self.counts))
-        low, high = bootstrap_difference(*parts)
-        return Figure.known(self.values[one] - self.values[other], float(low), float(high))
+        (low, high), more = bootstrap_difference(*parts), self.values[one] - self.values[other]
+        return Figure.known(more, float(low), float(high)) if np.isfinite(low) else Figure.over(more)
 
 
 def thirds(model: AnyModel, text: Any = None) -> dict[str, Thirds]:
@@ -124,6 +124,8 @@ def _reading(model: AnyModel) -> tuple[Any, Any]:
 def _thirds(made: Profile) -> dict[str, Thirds]:
     layers = {name: place for place, name in enumerate(made.about["layers"])}
     place = np.array([3 * layers[str(address.site)] // len(layers) for address in made.addresses])
+    if len({*place.tolist()}) < 3:
+        raise HeadwiseError("a third of the layers of this model has no heads left; give the whole model.")
     third = np.eye(3)[place]  # (heads, 3)
     first, rows = made.tally.per_bucket("first")  # (buckets, heads)
     awake = (rows - first) @ third  # (buckets, 3)

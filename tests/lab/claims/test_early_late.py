@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 import torch
 
+from headwise.change.prune import prune
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
 from headwise.lab.claims import early_late
-from headwise.lab.claims.early_late import CLAIM, GAP, THIRDS, judge, measure, on, thirds
+from headwise.lab.claims.early_late import CLAIM, GAP, THIRDS, Thirds, judge, measure, on, thirds
 from headwise.lab.depth import deep
-from headwise.lab.figure import Figures
+from headwise.lab.figure import Figure, Figures
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document, Relation
@@ -87,8 +88,16 @@ def test_a_given_model_and_what_it_must_be(lab):
     assert judge(figures).word in WORDS
     with pytest.raises(HeadwiseError, match="three layers"):
         thirds(lab.made(lab.point(0)).model())
+    with pytest.raises(HeadwiseError, match="no heads left"):
+        thirds(prune(model, heads="0-1.*", by="random", fold=False), lab.documents())
     with pytest.raises(HeadwiseError, match="longer texts"):
         thirds(model, [Document.of(["the", "dog", "sees"], [Relation("determiner-noun", 0, 1)])])
+
+
+def test_of_one_text_there_is_no_interval():
+    found = Thirds(np.array([[1.0, 2.0, 3.0]]), np.array([[4.0, 4.0, 4.0]]))
+    assert found.values == [0.25, 0.5, 0.75]
+    assert found.gap(2, 0) == Figure.over(0.5)
 
 
 def test_short_documents_are_laid_end_to_end():
