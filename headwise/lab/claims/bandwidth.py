@@ -108,9 +108,9 @@ CLAIM = Claim(
     setup=f"Causal layers of {HEADS[0]} to {HEADS[-1]} heads at one width (four times the lab's) on one thread of this "
     "machine, with materialised maps (batched) and without (fused), forward and with the backward pass, in turns. Figures "
     f"are times over that of {BASE} heads, with quartiles over turns; the products are as many, as the claim on FLOPs shows.",
-    rule=f"Holds if in every form and pass the most heads take more than {BAR:g} times as long as {BASE}, and 1 head less than "
-    f"1/{BAR:g} of it, by the quartiles nearest to 1. Does not hold if the most heads are nowhere that much slower. Else "
-    "depends.",
+    rule=f"Holds if in every form and pass the most heads take more than {BAR:g} times as long as {BASE}, and 1 head less "
+    f"than 1/{BAR:g} of it, by the quartiles nearest to 1. Does not hold if the most heads are nowhere that much slower. "
+    "Else depends.",
     measure=measure,
     judge=judge,
     picture=Picture(

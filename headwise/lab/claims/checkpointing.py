@@ -1,0 +1,149 @@
+"""Activation checkpointing trades time for memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attach import Attached
+from headwise.attach.handle import load_attached
+from headwise.errors import HeadwiseError
+from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.clock import race
+from headwise.lab.figure import Figure, Figures
+from headwise.lab.lab import Lab
+from headwise.lab.memory import rise
+from headwise.lab.pool import apart
+from headwise.lab.threads import one_thread
+from headwise.look.inputs import read_units
+from headwise.look.profile import documents_for
+from headwise.model import AnyModel, Transformer
+from headwise.train.loss import LanguageLoss
+from headwise.weights import load
+
+DEPTHS = (2, 8)  # layers
+LESS, LONGER = 0.8, 1.1  # of the memory, and times as long: the least that is called a trade
+TURNS = 7
+ROWS, LONGEST = 8, 128  # of a text that is given: so many rows of so many tokens
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A training step with everything kept, and with the insides of blocks computed again."""
+
+    kept: float  # megabytes above weights and gradients
+    recomputed: float
+    time: Figure  # of the second over the first
+
+    @property
+    def memory(self) -> float:
+        """Of the second over the first."""
+        return self.recomputed / self.kept
+
+
+def trade(model: AnyModel, ids: Tensor, turns: int = TURNS) -> Trade:
+    """What checkpointing costs and saves a model in a training step (loss and gradients) on tokens (B, T).
+
+    The model is left alone: copies of it are measured, for memory in fresh processes.
+    """
+    if not isinstance(model, Transformer | Attached):
+        raise HeadwiseError(
+            f"checkpointing is tried on a Transformer or an attached model, got {type(model).__name__}."
+        )
+    LanguageLoss(model)  # refuses what cannot be trained on text
+    with TemporaryDirectory() as place:
+        folder = str(Path(place) / "model")
+        model.save(folder)
+        saved = (folder, isinstance(model, Attached), ids.tolist())
+        kept, recomputed = (apart(_memory, *saved, checkpointing) for checkpointing in (False, True))
+        copy = _open(*saved[:2])
+        steps = {name: _step(copy, ids.cpu(), name == "recomputed") for name in ("kept", "recomputed")}
+        with one_thread():
+            ratio = race(steps, "kept", turns)["recomputed"]
+    return Trade(kept, recomputed, ratio)
+
+
+def _memory(folder: str, attached: bool, ids: list[list[int]], checkpointing: bool) -> float:
+    model, given = _open(folder, attached), torch.tensor(ids)
+    small = given[:1, :4]  # leaves gradients behind, which then count no more
+    return rise(_step(model, given, checkpointing), _step(model, small, checkpointing))
+
+
+def _open(folder: str, attached: bool) -> Transformer | Attached:
+    return (load_attached(Path(folder), torch.float32, "cpu") if attached else load(folder)).train()
+
+
+def _step(model: Transformer | Attached, ids: Tensor, checkpointing: bool) -> Callable[[], None]:
+    def step() -> None:
+        model.checkpointing = checkpointing
+        LanguageLoss(model)(ids, ids.roll(-1, 1)).backward()
+
+    return step
+
+
+def measure(lab: Lab, depths: Sequence[int] = DEPTHS, turns: int = TURNS) -> Figures:
+    """Untrained models of the lab's size, shallow and deep: what a step takes does not hang on what was learned."""
+    figures, size = Figures(), lab.size
+    for layers in depths:
+        torch.manual_seed(0)
+        spec = lab.point(0, layers=layers).spec
+        ids = torch.randint(spec.vocab, (size.batch, size.context))
+        _add(figures, layers, trade(Transformer(spec), ids, turns))
+    return figures
+
+
+def on(model: AnyModel, text: Any = None, turns: int = TURNS) -> Figures:
+    """The model itself, on the beginning of a text."""
+    longest = min(LONGEST, model.spec.context)
+    units = read_units(model, documents_for(model) if text is None else text)
+    tokens = list(islice(chain.from_iterable(unit.ids for unit in units), ROWS * longest))
+    rows = max(1, len(tokens) // longest)
+    ids = torch.tensor(tokens[: rows * longest]).view(rows, -1)  # (B, T)
+    figures = Figures()
+    _add(figures, model.spec.layers, trade(model, ids, turns))
+    return figures
+
+
+def _add(figures: Figures, layers: int, made: Trade) -> None:
+    figures.add("MB kept", layers, made.kept).add("MB recomputed", layers, made.recomputed)
+    figures.add("memory ratio", layers, made.memory).add("time ratio", layers, made.time)
+
+
+def judge(figures: Figures) -> Verdict:
+    """By `rule`."""
+    memory, time = figures.at("memory ratio"), figures.at("time ratio")
+    not_saved = [layers for layers in memory if not memory[layers].below(LESS)]
+    not_paid = [layers for layers in memory if not time[layers].above(LONGER)]
+    short = sorted({*not_saved, *not_paid}, key=str)
+    if not short:
+        return Verdict("holds")
+    if len(short) == len(memory):
+        return Verdict("does not hold")
+    told = []
+    for layers in short:
+        little = [what for what, few in (("saved", not_saved), ("paid", not_paid)) if layers in few]
+        told.append(f"at {layers} layers little is {' and '.join(little)}")
+    return Verdict("depends", f"on the depth: {'; '.join(told)}")
+
+
+CLAIM = Claim(
+    number=18,
+    name="checkpointing",
+    says="Activation checkpointing trades time for memory.",
+    against="A training step that takes about as much memory with checkpointing as without, or that takes no longer.",
+    setup="Models of the lab's width with few layers and with many: the peak memory of a training step above weights and "
+    "gradients, in fresh processes, and its time, in turns on one thread, with the insides of blocks kept or computed again "
+    "in the backward pass. Ratios are of the second over the first.",
+    rule=f"It is a trade where memory falls below {LESS:g} times and time rises above {LONGER:g} times (by the lower "
+    "quartile). Holds if that is so at every depth, does not hold if at none, else depends on the depth.",
+    measure=measure,
+    judge=judge,
+    picture=Picture(("memory ratio", "time ratio"), x="layers", y="computed again, kept = 1"),
+    timed=True,
+    on=on,
+)

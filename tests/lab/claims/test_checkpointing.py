@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.lab.claims.checkpointing import CLAIM, measure, on, trade
+from headwise.lab.figure import Figure
+from headwise.lab.lab import Lab, Size
+from headwise.lab.store import Store
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.corpus import Corpus
+from headwise.text.make import make_tokenizer
+
+
+def rows(*found):
+    return [
+        row
+        for layers, memory, time in found
+        for row in (
+            ("memory ratio", layers, memory),
+            ("time ratio", layers, Figure.known(time, 0.95 * time, 1.05 * time)),
+        )
+    ]
+
+
+CASES = {
+    "holds": rows((2, 0.7, 1.2), (8, 0.2, 1.3)),
+    "depends": rows((2, 0.9, 1.2), (8, 0.2, 1.3)),
+    "does not hold": rows((2, 0.9, 1.2), (8, 0.2, 1.0)),
+}
+
+
+def make_model(layers=4, context=64, **more):
+    return Transformer(
+        ModelSpec(vocab=31, context=context, layers=layers, attention=AttentionSpec(width=32, heads=4), **more)
+    )
+
+
+@pytest.mark.slow
+def test_a_deep_model_keeps_less():
+    model = make_model(layers=8)
+    ids = torch.randint(31, (16, 64))
+    made = trade(model, ids, turns=3)
+    # Kept: every block's inside. Computed again: the stream between blocks (16·64·32 numbers, 1/8 MB each), one inside.
+    assert made.memory < 0.5
+    assert made.kept > 8 * 16 * 64 * 32 * 4 * 10 / 2**20  # ten tensors of the stream's size a block, at least
+    assert not model.checkpointing
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(HeadwiseError, match="no output"):
+        trade(make_model(output="none"), torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.slow
+def test_it_measures_and_judges(tmp_path):
+    lab = Lab(Store(tmp_path), size=Size(width=16, heads=4, context=64, batch=8))
+    found = measure(lab, (1, 4), turns=3)
+    assert list(found.at("time ratio")) == [1, 4]
+    assert CLAIM.judge(found)
+
+
+@pytest.mark.slow
+def test_on_a_model():
+    model = make_model(context=32)
+    text = "the cat sat on the mat and the dog ran " * 30
+    model.tokenizer = make_tokenizer("char", Corpus.of([text]))
+    found = on(model, text, turns=3)
+    assert list(found.at("memory ratio")) == [4]
+    assert CLAIM.judge(found).word != "depends"
+
+
+@pytest.mark.slow
+def test_on_an_attached_model():
+    transformers = pytest.importorskip("transformers")
+    from headwise.attach import attach
+
+    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}
+    with attach(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))) as model:
+        made = trade(model, torch.randint(31, (16, 64)), turns=3)
+        assert made.memory < 0.8
+        assert not model.checkpointing
