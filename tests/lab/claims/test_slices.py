@@ -42,14 +42,15 @@ def test_keys_that_a_group_shares_are_left_out():
 def test_measured_and_on_a_given_model(tmp_path):
     def tell(point):
         loss = 2.0 + (point.spec.attention.input == "slice") * 0.5 - (point.spec.hidden > 64) * 0.25
-        return {"loss": loss, "marks": {"surname": loss / 4}, "diversity": {"js": 0.1}}
+        return {"loss": loss, "marks": {"surname": loss / 4}}
 
-    lab = told_lab(tmp_path, tell)
+    lab = told_lab(tmp_path, tell, models=True)
     figures = CLAIM.measure(lab)
     assert [figures["lost by slices", name].mean for name in (SLICED, WIDER)] == [0.5, 0.25]
     # LayerNorm centres what heads read: slices share a direction, whose cos² is 1/(H − 1)², of d; chance is d/D
     assert figures[OVERLAP, SLICED].mean == pytest.approx((1 / 3**2 / 4) / (4 / 16))
     assert figures["parameters", WIDER].mean == pytest.approx(figures["parameters", FULL].mean, rel=0.01)
+    assert 0 < figures["maps apart (JS)", SLICED].mean < 0.7
     assert figures["right, slices", "surname"].mean == 2.5 / 4
     assert CLAIM.judge(figures).word == "holds"
     assert CLAIM.on is not None
