@@ -52,8 +52,8 @@ CLAIM = Claim(
     against="A model whose W_O is the identity, or random and never trained, and that is as good.",
     setup="The usual model with W_O learned; frozen as it was drawn (small random numbers); and frozen as the identity, so "
     "that head h writes to channels h·d to (h + 1)·d alone. All else is trained, W_V too, which can make up for much: what a "
-    "head writes is x W_V W_O. The identity begins larger than a drawn W_O does; the fixed ones train 4096 parameters a layer "
-    "fewer at width 64. Losses are paired by seed.",
+    "head writes is x W_V W_O. The identity begins larger than a drawn W_O does; the fixed ones train 4096 parameters a "
+    "layer fewer at width 64. Losses are paired by seed.",
     rule=f"Holds if both fixed ones surely lose more than {LEAST:g} nats a token; does not hold if both surely lose less; "
     "else depends.",
     measure=measure,
