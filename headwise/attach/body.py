@@ -61,14 +61,14 @@ class Output:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        if model.base_model is model:
-            raise HeadwiseError(
-                f"{type(model).__name__} does not tell its head from its body; ask the model for logits."
-            )
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(…, D) → (…, V)"""
         model, states = self._model, hidden.reshape(1, -1, hidden.shape[-1])
+        if model.base_model is model:
+            raise HeadwiseError(
+                f"{type(model).__name__} does not tell its head from its body; ask the model for logits."
+            )
         ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         with _stands_for(model, states):
             logits = model(input_ids=ids).logits  # (1, n, V)

@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
 from headwise.look.between_weights import product_norms, square_norms
-from headwise.look.inputs import Unit, make_batch, read_units
+from headwise.look.inputs import Unit, make_batch, read_units, run
 from headwise.model import AnyModel
 from headwise.spec import Address
 
@@ -74,13 +74,10 @@ def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Addr
             v.append(_by_head(spread(seen.v, seen.terms.groups)[:, here][:, :, places]))
             z.append(_by_head(seen.z[:, here][:, :, places]))
 
-    real = None if batch.whole else batch.real
-    both = model.spec.kind == "encoder-decoder"
     with ExitStack() as stack:
         for site in model.sites():
             stack.enter_context(site.listen(listener))
-        source = {"source": batch.ids, "source_padding": real} if both else {}
-        model(batch.ids, padding=real, hidden=True, **source)
+        run(model, batch)
     return Rows(torch.cat(maps), torch.cat(v), torch.cat(z), len(units))
 
 

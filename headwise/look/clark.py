@@ -65,7 +65,7 @@ def _best_of(profile: Profile, question: str, expected: np.ndarray) -> tuple[Bes
     hits, counts = profile.tally.per_bucket(f"{question} hits")
     if counts[CHOOSING::2].sum() == 0 or counts[REPORTING::2].sum() == 0:
         return None
-    accuracy = hits[CHOOSING::2].sum(0) / counts[CHOOSING::2].sum(0)
+    accuracy = hits[CHOOSING::2].sum(0) / np.maximum(counts[CHOOSING::2].sum(0), 1)  # cross-attention is not asked
     head = int(accuracy.argmax())
     fixed = relations.offsets[:, number]  # (buckets, offsets)
     offset = int(fixed[CHOOSING::2].sum(0).argmax())

@@ -128,7 +128,13 @@ def make_batch(units: list[Unit], side: str = "right", device: torch.device | st
 
 def run(model: AnyModel, batch: Batch, hidden: bool = True) -> Tensor:
     """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain."""
-    return model(batch.ids, padding=None if batch.whole else batch.real, hidden=hidden)
+    return read(model, batch.ids, None if batch.whole else batch.real, hidden)
+
+
+def read(model: AnyModel, ids: Tensor, padding: Tensor | None = None, hidden: bool = True) -> Tensor:
+    """One forward pass over texts, (B, T); an encoder-decoder reads each as its source and as its target."""
+    both = {"source": ids, "source_padding": padding} if model.spec.kind == "encoder-decoder" else {}
+    return model(ids, padding=padding, hidden=hidden, **both)
 
 
 def tokenizer_of(model: AnyModel) -> Tokenizer:

@@ -14,7 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.causal import climb
 from headwise.look.classes import class_flags
 from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit, make_batches, read_units, run, tokenizer_of
+from headwise.look.inputs import Batch, Unit, make_batches, read, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
 from headwise.look.repeats import Echo, make_repeats
 from headwise.look.result import OWN, Profile
@@ -56,15 +56,14 @@ def profile(
     a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very long texts, light for all
     rows, and full for one block of 64 in so many. `causal`: climb the last rung, by ablation.
     `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
+
+    An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both
+    stacks can see. Cross-attention has no distances, so none of those, no relations and no repeats are asked of it.
     """
     if control is not None and control not in CONTROLS:
         raise HeadwiseError(f"there is no control {control!r}; use {' or '.join(CONTROLS)}.")
     if detail not in ("full", "light") or every < 1:
         raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
-    if model.spec.kind == "encoder-decoder":
-        raise HeadwiseError(
-            "a profile reads one text at a time; an encoder-decoder needs two. Use hw.attend with source=…."
-        )
     if control == "random-init":
         model = _random_twin(model, seed)
     note = note or (lambda what, done, of: None)
@@ -109,10 +108,10 @@ class _Pass:
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
         units = self._units(documents_for(self.model) if corpus is None else corpus)
         related = units if arcs is None and any(unit.document for unit in units) else self._related(arcs)
-        for read, what in ((units, "texts"), (related, "documents with relations")):
-            if 0 < len(read) < self.team.size:  # each needs one, to know what is counted
+        for some, what in ((units, "texts"), (related, "documents with relations")):
+            if 0 < len(some) < self.team.size:  # each needs one, to know what is counted
                 raise HeadwiseError(
-                    f"{len(read)} {what} cannot be shared out over {self.team.size} processes; start fewer."
+                    f"{len(some)} {what} cannot be shared out over {self.team.size} processes; start fewer."
                 )
         relations = self._read(units, related)
         self._share(relations, units)
@@ -124,7 +123,7 @@ class _Pass:
             "control": self.control, "seed": self.seed, "detail": self.detail, "every": self.every,
         }  # fmt: skip
         made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), about)
-        if causal and self.model.output is not None and self.model.spec.kind == "decoder":
+        if causal and self.model.spec.kind == "decoder" and self.model.output is not None:
             self._climb(made.supports, related, units)
         return made
 
@@ -138,11 +137,13 @@ class _Pass:
         return [unit for unit in self._units(documents) if unit.document is not None]
 
     @contextmanager
-    def _listening(self, see: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    def _listening(self, see: Callable[..., None], *arguments: Any, across: bool = True) -> Iterator[None]:
+        """Listen at all sites, or at none where keys come from another text than queries."""
         with ExitStack() as stack:
             first = 0
             for site in self.sites:
-                stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
+                if across or site.address.stack != "cross":
+                    stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
                 first += len(site.head_ids)
             yield
 
@@ -158,19 +159,19 @@ class _Pass:
         """The texts, and the documents with relations: in one pass where they are the same."""
         flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
         surface = Surface(self.tally, self.evidence, flags, self.every, self.detail)
-        relations = Relations.of(self.tally, related, self.model.spec.kind == "decoder") if related else None
+        relations = Relations.of(self.tally, related, self.model.spec.kind != "encoder") if related else None
         together = relations is not None and related is units
         for batch in self._batches(units, "texts"):
             with ExitStack() as stack:
                 stack.enter_context(self._listening(surface.see, batch))
                 if together and relations is not None:
                     relations.begin(batch)
-                    stack.enter_context(self._listening(relations.see, batch))
+                    stack.enter_context(self._listening(relations.see, batch, across=False))
                 run(self.model, batch)
         if relations is not None and not together:
             for batch in self._batches(related, "relations"):
                 relations.begin(batch)
-                with self._listening(relations.see, batch):
+                with self._listening(relations.see, batch, across=False):
                     run(self.model, batch)
         return relations
 
@@ -188,8 +189,8 @@ class _Pass:
         echo = Echo(self.tally, repeats)
         for some, ids, repeated in repeats.batches():
             self.note("repeats", some.start, len(repeats.twice))
-            with self._listening(echo.see, some, repeated):
-                self.model(ids, hidden=True)
+            with self._listening(echo.see, some, repeated, across=False):
+                read(self.model, ids)
         self.note("repeats", len(repeats.twice), len(repeats.twice))
 
     def _vary(self, units: list[Unit]) -> None:
@@ -198,7 +199,7 @@ class _Pass:
         varying = Varying(self.tally, some)
         if len(some) > 1:
             with self._listening(varying.see):
-                self.model(varying.ids.to(self.model.device), hidden=True)
+                read(self.model, varying.ids.to(self.model.device))
 
     def _climb(self, found: list[list[Support]], related: list[Unit], units: list[Unit]) -> None:
         """The last rung."""

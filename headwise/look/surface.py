@@ -20,6 +20,11 @@ from headwise.look.tally import Tally
 
 SHAPE = ("entropy", "relative entropy", "participation", "distance", "first", "abstention", "uniform")
 ROWS = (*SHAPE, *CLASSES, *(f"{name} null" for name in CLASSES), *(f"{name} valued" for name in CLASSES))
+# What is told by distances, of which there are none between two texts.
+PLACED = {
+    "distance", *diagonals.BINS, *diagonals.LONG,
+    *(name for kind in ("argmax", *diagonals.NEAR) for name in diagonals.near_names(kind)),
+}  # fmt: skip
 _NORM = 3 + len(CLASSES)  # where, among the features, the length of a key's write stands
 WRITES = ("write", "write share")  # the length of what a head writes, and its share among those of its layer
 
@@ -43,7 +48,12 @@ class Surface:
         heads = slice(first_head, first_head + seen.q.shape[1])
         numbers = [unit.number for unit in batch.units]
 
+        across = seen.site.address.stack == "cross"
+
         def add(names: tuple[str, ...], sums: Tensor, counts: Tensor) -> None:
+            if across:
+                told = torch.tensor([name not in PLACED for name in names], device=sums.device)
+                sums, counts = sums * told, counts * told
             self.tally.add(names, heads, numbers, sums, counts)
 
         own = self._gram(seen.site)
@@ -54,7 +64,7 @@ class Surface:
         inputs, norms = _features(seen, batch, flags, own)
         rows = None
         if self.detail == "full":
-            rows = gather(seen, batch, inputs, flags, norms, self.every, self._keep(batch, first_head))
+            rows = gather(seen, batch, inputs, flags, norms, self.every, self._keep(batch, first_head, across))
             valued = rows.features[..., _NORM]
             add(("confidence",), *_confidence(rows, flags))
             add(diagonals.near_names("argmax"), *_whole(diagonals.argmax(rows, batch)))
@@ -65,7 +75,7 @@ class Surface:
         for kind, both in diagonals.near(whole, batch, norms, whole.features[..., _NORM]).items():
             add(diagonals.near_names(kind), *_whole(both))
 
-    def _keep(self, batch: Batch, first_head: int) -> See | None:
+    def _keep(self, batch: Batch, first_head: int, across: bool) -> See | None:
         """Shows evidence the rows of each block that do not rest, on the first token or on themselves."""
         evidence = self.evidence
         if evidence is None:
@@ -74,7 +84,7 @@ class Surface:
         def see(block: Block, rows: Full, slot: slice) -> None:
             itself = rows.near[:, block.heads, slot, diagonals.WINDOW - 1]
             real = batch.real[:, block.rows.start : block.rows.stop]
-            resting = (itself == 1) | (block.features[..., 2] == 1) | ~real[:, None]
+            resting = ((itself == 1) & (not across)) | (block.features[..., 2] == 1) | ~real[:, None]
             heads = slice(first_head + block.heads.start, first_head + block.heads.stop)
             evidence.add(heads, block, resting, batch.units, batch.first)
 

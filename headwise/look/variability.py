@@ -17,7 +17,7 @@ from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
 from headwise.look.attend import quiet
-from headwise.look.inputs import Unit, read_units
+from headwise.look.inputs import Unit, read, read_units
 from headwise.look.record import pick
 from headwise.look.tally import Tally
 from headwise.model import AnyModel
@@ -41,8 +41,6 @@ def variability(
     >>> variability(model, ["the cat sat", "the cat sat"], "5.1", length=4)  # the same text twice
     {'5.1': 0.0}
     """
-    if model.spec.kind == "encoder-decoder":
-        raise HeadwiseError("variability reads one text at a time; an encoder-decoder needs two.")
     if length < 1 or texts < 2:
         raise HeadwiseError(f"texts are compared with each other: two of one token at least; got {texts} of {length}.")
     addresses = tuple(address for site in model.sites() for address in site.addresses)
@@ -58,7 +56,7 @@ def variability(
             if wanted & set(site.addresses):
                 stack.enter_context(site.listen(lambda seen, first=first: varying.see(seen, first)))
             first += len(site.head_ids)
-        model(varying.ids.to(model.device), hidden=True)
+        read(model, varying.ids.to(model.device))
     found = zip(addresses, tally.mean(NAMES[0]).tolist(), strict=True)
     return {str(address): value for address, value in found if address in wanted}
 

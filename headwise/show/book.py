@@ -183,8 +183,7 @@ def _relations(profile: Profile) -> dict[str, Any] | None:
 
 
 def _relation(profile: Profile, best: Best) -> dict[str, Any]:
-    hits, counts = profile.tally.per_bucket(f"{best.relation} {best.way} hits")
-    scores = hits[REPORTING::2].sum(0) / counts[REPORTING::2].sum(0)  # (heads,)
+    scores = profile.tally.mean(f"{best.relation} {best.way} hits", REPORTING)  # (heads,)
     return {**best._asdict(), "scores": [_short(score) for score in scores]}
 
 

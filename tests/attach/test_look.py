@@ -31,7 +31,7 @@ OTHERS = ["roberta", "distilbert", "qwen3", "gemma3", "phi3", "opt", "gpt_neox",
 def build(name: str) -> tuple[Any, Tokenizer]:
     """A model that can read words, letter by letter."""
     case = BY_NAME[name]
-    sizes = case.sizes | {"n_positions" if name == "gpt2" else "max_position_embeddings": 300}
+    sizes = case.sizes | {"n_positions" if name in ("gpt2", "t5") else "max_position_embeddings": 300}
     return dataclasses.replace(case, sizes=sizes).build(), Tokenizer.from_wordpiece(VOCABULARY)
 
 
@@ -104,8 +104,34 @@ def test_an_encoder_decoder_is_attended_with_its_source() -> None:
     seen = hw.attend(theirs, "the cat", source="a dog ran")
     assert seen.map("cross.1.2").shape == (len(seen.words), len(seen.source_words))
     assert seen.map("enc.0.0").shape == (len(seen.source_words),) * 2
-    with pytest.raises(hw.HeadwiseError, match="encoder-decoder"):
-        hw.profile(theirs, TEXTS)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_encoder_decoder_is_profiled(name: str, tmp_path: Path) -> None:
+    """Each text is source and target; what is told of one head of every stack follows from its maps, text by text."""
+    theirs = hw.attach(*build(name))
+    seen = hw.profile(theirs, TEXTS, relations=documents(6))
+    assert seen.addresses == theirs.heads.addresses
+    heads = ("enc.1.2", "dec.0.3", "cross.1.2")
+    rows: dict[str, list[tuple[float, ...]]] = {head: [] for head in heads}
+    for text in TEXTS:
+        ids = torch.tensor([theirs.tokenizer.encode(text)])
+        with torch.no_grad(), hw.record(theirs, ",".join(heads), what="map") as recording:
+            theirs(ids, source=ids)
+        for head in heads:
+            for place, p in enumerate(recording[head].map()[0].double()):
+                back = float(p[place - 1]) if place else float("nan")
+                rows[head].append((float(-torch.xlogy(p, p).sum()), float(1 / (p**2).sum()), float(p[0]), back))
+    for head, told in rows.items():
+        want = np.nanmean(np.array(told), 0)
+        names = ("entropy", "participation", "first", *(() if head.startswith("cross") else ("offset 1",)))
+        got = [seen[head].measures[measure] for measure in names]
+        np.testing.assert_allclose(got, want[: len(names)], atol=1e-5, rtol=0)
+    assert np.isnan(seen["cross.1.2"].measures["offset 1"])
+    assert len(hw.profile(theirs, TEXTS, relations=documents(2), detail="light", control="random-init")) == len(seen)
+    for picture in (seen.plot.roles(), seen.plot.depth(), seen.plot.offsets()):
+        picture.save(tmp_path / "picture.png")
+    assert seen.report(tmp_path / "heads.html", theirs).is_file()
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "opt"])
@@ -224,3 +250,13 @@ def test_missing_weights_are_refused_not_drawn(tmp_path: Path) -> None:
     )
     with pytest.raises(hw.HeadwiseError, match=r"lacks weights.*fc1"):
         hw.load(folder)
+
+
+def test_the_heads_verb_takes_an_encoder_decoder(tmp_path: Path) -> None:
+    from headwise.cli import app
+
+    folder, page = saved("bart", tmp_path / "bart"), tmp_path / "heads.html"
+    done = CliRunner().invoke(app, ["heads", str(folder), *TEXTS[:1], "--report", str(page), "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert {record["address"].split(".")[0] for record in json.loads(done.stdout)["heads"]} == {"enc", "dec", "cross"}
+    assert page.is_file()

@@ -274,9 +274,6 @@ def test_what_is_refused() -> None:
     for match, corpus, options in refused:
         with pytest.raises(HeadwiseError, match=match):
             profile(model, corpus, **options)
-    both = little("encoder-decoder", replace(GROUPED, rotary=None), positions="sinusoidal")
-    with pytest.raises(HeadwiseError, match="an encoder-decoder needs two"):
-        profile(both, LITTLE)
     model.tokenizer = None
     with pytest.raises(HeadwiseError, match="no tokenizer"):
         profile(model, LITTLE)

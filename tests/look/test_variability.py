@@ -14,7 +14,7 @@ from headwise.look.variability import variability
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, Rotary
 from tests.look.built import DIGITS, FILLERS, Built, blank, decoder, digits, documents
-from tests.look.test_profile_invariance import GROUPED, LITTLE, little
+from tests.look.test_profile_invariance import LITTLE, little
 
 TEXTS = [document.text for document in documents(12)]
 
@@ -116,5 +116,3 @@ def test_what_is_refused() -> None:
         variability(model, TEXTS, texts=1)
     with pytest.raises(HeadwiseError, match=r"7\.1"):
         variability(model, TEXTS, "7.1")
-    with pytest.raises(HeadwiseError, match="an encoder-decoder needs two"):
-        variability(little("encoder-decoder", GROUPED, positions="sinusoidal"), TEXTS)
