@@ -156,8 +156,9 @@ def judge(figures: Figures) -> Verdict:
         return Verdict("holds")
     if all(figure.above(BAR) for figure in every):
         return Verdict("does not hold")
-    told = [f"{name} {sum(f.below(BAR) for f in some.values())} of {len(some)}" for name, some in asked.items()]
-    return Verdict("depends", f"on the gradient and the time: surely different at so many steps: {', '.join(told)}")
+    told = [f"{name} at {sum(f.below(BAR) for f in some.values())}" for name, some in asked.items()]
+    most = max(map(len, asked.values()))
+    return Verdict("depends", f"on the gradient: surely different {' and '.join(told)} of {most} steps looked at")
 
 
 CLAIM = Claim(

@@ -45,8 +45,8 @@ def forms(model: AnyModel, corpus: Any = None) -> list[Form]:
     """Every head on a stretch of text of more tokens than head_dim: its scores before mask, bias and softmax, in float64.
 
     However many tokens there are, q kᵀ has at most the rank of head_dim. That it is one form of what the layer reads, the
-    same for all pairs of tokens, fails with rotary positions, which turn it with the offset, and with biases or norms on q
-    and k.
+    same for all pairs of tokens (a bias counts as a constant it reads), fails with rotary positions, which turn it with the
+    offset, and with norms on q and k.
     """
     ids = _stretch(model, corpus)
     found: list[Form] = []
@@ -58,7 +58,7 @@ def forms(model: AnyModel, corpus: Any = None) -> list[Form]:
         scores = raw_scores(seen.q.double(), k.double(), seen.terms)[0]  # (H, T, T)
         for address, own in zip(seen.site.addresses, scores, strict=True):
             head = model.heads[address]
-            made = (x @ head.W_Q.double()) @ (x @ head.W_K.double()).mT * seen.terms.scale
+            made = _read(x, head.W_Q, head.b_Q) @ _read(x, head.W_K, head.b_K).mT * seen.terms.scale
             rest = float((own - made).norm() / own.norm())
             found.append(Form(address, seen.q.shape[-1], len(x), numerical_rank(own), rest))
 
@@ -69,6 +69,11 @@ def forms(model: AnyModel, corpus: Any = None) -> list[Form]:
             stack.enter_context(layer.site.listen(see))
         model(ids, hidden=True)
     return found
+
+
+def _read(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = x @ weight.double()  # (T, d)
+    return made if bias is None else made + bias.double()
 
 
 def numerical_rank(matrix: Tensor) -> int:
@@ -159,8 +164,8 @@ def judge(figures: Figures) -> Verdict:
         return Verdict("does not hold")
     worst = max(max(figure.values) for figure in figures.at("unexplained by one form").values())
     if worst > EXACT:
-        told = f"rank is at most head_dim, but one form leaves up to {worst:.0%} of a head's scores unexplained"
-        return Verdict("depends", f"on positions and biases: {told}, as with rotary positions it turns with the offset")
+        told = f"rank is at most head_dim, but one form misses the scores of a head by {worst:.2g} of their size"
+        return Verdict("depends", f"on positions: {told}; rotary positions turn it with the offset")
     return Verdict("holds")
 
 
@@ -174,7 +179,7 @@ CLAIM = Claim(
     "spectra of W_Q W_Kᵀ and W_V W_O: effective rank, energy in the first half, and random weights of that shape. With one "
     "head head_dim is the width, and the bound binds nothing.",
     rule=f"Does not hold if some head's rank is above head_dim. Holds if moreover one form explains every head's scores "
-    f"within {EXACT:g}; else depends on positions and biases.",
+    f"within {EXACT:g}; else depends on positions, or what else acts on q and k.",
     measure=measure,
     judge=judge,
     picture=Picture(

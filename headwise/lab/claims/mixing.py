@@ -21,7 +21,7 @@ from headwise.look.profile import documents_for
 from headwise.model import AnyModel, Transformer
 
 TEXTS, LONGEST = 48, 128
-PAIRS = 24  # of a given model, which may have many
+PAIRS, FEWER = 12, 12  # pairs and texts for a given model, which may be large
 ROWS = 128  # on which what heads write is compared
 ROUNDING = 1e-5
 LITTLE = 0.05  # of what the two cost singly
@@ -109,7 +109,7 @@ def measure(lab: Lab) -> Figures:
 def on(model: AnyModel, text: Any = None) -> Figures:
     """A model as it is, which mixes: whether its heads know of each other, and where."""
     corpus, figures = documents_for(model) if text is None else text, Figures()
-    figures.add("interaction in the loss", LEARNED, interaction(model, corpus, pairs=PAIRS))
+    figures.add("interaction in the loss", LEARNED, interaction(model, corpus, pairs=PAIRS, texts=FEWER))
     if isinstance(model, Transformer):  # layers of others are not called by hand
         figures.add("interaction within the layer", LEARNED, _worst(model))
     return _add_writing(figures, LEARNED, [writing(model, corpus)])

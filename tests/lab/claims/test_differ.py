@@ -3,10 +3,12 @@ import math
 import pytest
 import torch
 
+import headwise as hw
 from headwise.lab.claim import WORDS
 from headwise.lab.claims.differ import differences, judge, measure, on
 from headwise.lab.counts import trends
 from headwise.lab.figure import Figures
+from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
 
 GAINED, ALIKE, SLOPE = (
@@ -77,3 +79,8 @@ def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
     figures = on(lab.made(lab.point(0)).model(), lab.documents())
     assert judge(figures).word in WORDS
+
+
+def test_on_an_attached_model():
+    model = hw.attach(*build("gpt2"))
+    assert judge(on(model, documents(24))).word in WORDS

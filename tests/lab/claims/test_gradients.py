@@ -1,10 +1,12 @@
 import pytest
 import torch
 
+import headwise as hw
 from headwise.lab.claim import WORDS
 from headwise.lab.claims.gradients import CHANCE, MOVED, OWN, cosines, gradients, judge, measure, on
 from headwise.look.asked import ask
 from headwise.look.inputs import make_batch, read_units
+from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
 
 STEPS = (0.0, 0.5, 1.0)
@@ -88,3 +90,8 @@ def test_figures_of_the_lab(tmp_path):
 def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
     assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word in WORDS
+
+
+def test_on_an_attached_model():
+    model = hw.attach(*build("llama"))
+    assert judge(on(model, documents(24))).word in WORDS

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit
 from headwise.lab.claim import WORDS
@@ -9,6 +10,7 @@ from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.corpus import Corpus
 from headwise.text.make import make_tokenizer
+from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
 
 RANK, REST = "largest rank over head_dim", "unexplained by one form"
@@ -81,3 +83,8 @@ def test_figures_of_the_lab(tmp_path):
 def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
     assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word == "holds"
+
+
+@pytest.mark.parametrize(("name", "word"), [("gpt2", "holds"), ("llama", "depends")])  # learned, rotary positions
+def test_on_an_attached_model(name, word):
+    assert judge(on(hw.attach(*build(name)), documents(24))).word == word

@@ -1,11 +1,13 @@
 import pytest
 import torch
 
+import headwise as hw
 from headwise.heads import MultiHeadAttention
 from headwise.lab.claim import WORDS
 from headwise.lab.claims.mixing import LEARNED, NONE, interaction, judge, measure, on, within_layer
 from headwise.lab.figure import Figures
 from headwise.look.importance import importance
+from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
 
 LOSS, LAYER, LEFT = "interaction in the loss", "interaction within the layer", "interaction left without mixing"
@@ -72,3 +74,8 @@ def test_figures_of_the_lab(tmp_path):
 def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
     assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word in WORDS
+
+
+def test_on_an_attached_model():
+    model = hw.attach(*build("llama"))
+    assert judge(on(model, documents(24))).word in WORDS

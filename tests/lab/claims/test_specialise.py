@@ -1,9 +1,12 @@
 import pytest
 
+import headwise as hw
 from headwise.lab.claim import WORDS
 from headwise.lab.claims.specialise import followed, having_roles, judge, measure, on
 from headwise.look.profile import profile
+from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
+from tests.look import built
 
 SHARE, FOLLOWED = "share of heads with a role", "relations followed"
 
@@ -29,6 +32,16 @@ def test_an_untrained_model_has_no_roles(tmp_path):
     assert not any(counts for _, counts in followed(found, fewest=1).values())
 
 
+def test_heads_built_to_do_something():
+    # Twelve heads, seven of which were given a job; one of them follows brackets wherever they are.
+    found = profile(built.decoder(), built.documents(), causal=False)
+    assert having_roles(found) == sum(role != "unclear" for role, _ in built.DECODER.values()) / 12 == 7 / 12
+    gain, counts = followed(found)["bracket"]
+    assert gain > 0.8
+    assert counts
+    assert judge(on(built.decoder(), built.documents())).word == "holds"
+
+
 def test_figures_of_the_lab(tmp_path):
     lab = tiny_lab(tmp_path)
     figures = measure(lab)
@@ -40,3 +53,8 @@ def test_figures_of_the_lab(tmp_path):
 def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
     assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word in WORDS
+
+
+def test_on_an_attached_model():
+    model = hw.attach(*build("gpt2"))
+    assert judge(on(model, documents(24))).word in WORDS
