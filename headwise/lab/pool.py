@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any
 
@@ -59,6 +60,11 @@ def work(
                     yield running.pop(future), future.result()
                 if look is not None:
                     look()
+        except BrokenProcessPool:
+            raise HeadwiseError(
+                "a process was killed before it was done, perhaps for want of memory; run the same again to go on, "
+                "with fewer processes."
+            ) from None
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)  # those at work save and stop by themselves
             raise
