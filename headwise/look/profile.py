@@ -65,7 +65,7 @@ def profile(
     if detail not in ("full", "light") or every < 1:
         raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
     if control == "random-init":
-        model = _random_twin(model, seed)
+        model = random_twin(model, seed)
     note = note or (lambda what, done, of: None)
     was = model.training
     model.eval()
@@ -210,7 +210,7 @@ class _Pass:
             self.note("ablations", done, of)
 
 
-def _random_twin(model: AnyModel, seed: int) -> AnyModel:
+def random_twin(model: AnyModel, seed: int) -> AnyModel:
     """A model of the same spec that has learned nothing."""
     if not isinstance(model, Transformer):
         return model.untrained(seed)  # pyright: ignore[reportAttributeAccessIssue]  # an attached one knows how

@@ -10,7 +10,7 @@ from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.between import between
-from headwise.look.profile import _random_twin, documents_for
+from headwise.look.profile import documents_for, random_twin
 from headwise.model import AnyModel
 
 ROWS = 256  # on which maps are compared
@@ -60,7 +60,7 @@ def measure(lab: Lab) -> Figures:
 def on(model: AnyModel, text: Any = None) -> Figures:
     """A model beside one of the same spec that has learned nothing; about head counts nothing can be said."""
     corpus = documents_for(model) if text is None else text
-    return _beside([differences(_random_twin(model, 0), corpus)], [differences(model, corpus)])
+    return _beside([differences(random_twin(model, 0), corpus)], [differences(model, corpus)])
 
 
 def _beside(before: list[dict[str, float]], after: list[dict[str, float]]) -> Figures:

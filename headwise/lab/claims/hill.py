@@ -1,9 +1,9 @@
 """Quality against the number of heads is a hill: worst at both ends, best in a broad middle."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.counts import head_counts
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
@@ -12,15 +12,6 @@ LEAST = 0.01  # nats: 1 % of perplexity
 BROAD = 0.02  # nats: as near the best as this, a head count is part of the top
 # Perplexity per wordpiece on newstest2013: https://arxiv.org/abs/1706.03762, table 3, rows (A) and base; width 512.
 PUBLISHED = {1: 5.29, 4: 5.00, 8: 4.92, 16: 4.91, 32: 5.01}
-
-
-def head_counts(width: int) -> tuple[int, ...]:
-    """Powers of two that divide the width, from one head to heads as narrow as can be.
-
-    >>> head_counts(64)
-    (1, 2, 4, 8, 16, 32, 64)
-    """
-    return tuple(2**n for n in range(int(math.log2(width)) + 1) if width % 2**n == 0)
 
 
 def behind_the_best(losses: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
