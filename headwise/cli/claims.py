@@ -27,7 +27,7 @@ def run(
     from headwise.lab.registry import find_claims
     from headwise.lab.run import claims
     from headwise.show.lab import list_claims, show_claims, write_claims
-    from headwise.show.progress import noting
+    from headwise.show.progress import going_on, noting
 
     if quick and full:
         raise HeadwiseError("--quick takes one seed, --full three; give one of them.")
@@ -38,7 +38,7 @@ def run(
         told = [{"number": claim.number, "name": claim.name, "says": claim.says} for claim in chosen]
         print(json.dumps(told, indent=2)) if as_json else list_claims(chosen)
         return
-    with noting() as note:
+    with noting() as note, going_on():
         results = claims(
             names or [], full=full, on=on, text=text, cache=cache, processes=processes, note=note,
             say=lambda told: print(told, file=sys.stderr),

@@ -34,7 +34,7 @@ def run(
     from headwise.show.figures.claims import draw_curves, draw_sweep
     from headwise.show.figures.drawing import check_path
     from headwise.show.lab import show_sweep
-    from headwise.show.progress import noting
+    from headwise.show.progress import going_on, noting
 
     if plot is not None:
         check_path(plot)
@@ -42,7 +42,7 @@ def run(
         "width": width, "context": context, "text": text, "tokenizer": tokenizer, "steps": steps, "batch": batch,
         "rate": rate, "seeds": seeds, "cache": cache, "processes": processes,
     }  # fmt: skip
-    with noting() as note:
+    with noting() as note, going_on():
         if depth:
             made = depth_or_heads(layers=layers or 6, note=note, **shared)
         else:

@@ -36,7 +36,7 @@ def train_all(points: Sequence[Point], store: Store, processes: int | None = Non
         if note is not None:
             note(f"training {len(todo)} models", sum(_step(point, store) for point in todo), steps)
 
-    for _ in work(_train, jobs, processes, look):
+    for _ in work(_train, jobs, processes, look, fresh=True):
         look()
 
 
@@ -45,13 +45,17 @@ def work(
     jobs: Sequence[tuple],
     processes: int | None = None,
     look: Callable[[], None] | None = None,
+    fresh: bool = False,
 ) -> Iterator[tuple[int, Any]]:
-    """Call a function of some module with each job in a process of its own; yields the job's number and what it gave."""
+    """Call a function of some module with each job, in other processes; yields the job's number and what it gave.
+
+    With `fresh`, each job has a process that did nothing before, so that what it holds at most is its own.
+    """
     processes = os.cpu_count() or 1 if processes is None else processes
     if processes < 1:
         raise HeadwiseError(f"work needs at least one process, got {processes}.")
-    fresh = get_context("spawn")
-    with ProcessPoolExecutor(min(processes, max(1, len(jobs))), fresh, _begin, max_tasks_per_child=1) as pool:
+    count, anew = min(processes, max(1, len(jobs))), 1 if fresh else None
+    with ProcessPoolExecutor(count, get_context("spawn"), _begin, max_tasks_per_child=anew) as pool:
         running: dict[Future, int] = {pool.submit(function, *job): i for i, job in enumerate(jobs)}
         try:
             while running:

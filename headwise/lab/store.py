@@ -109,7 +109,8 @@ def code_version(rooms: tuple[str, ...], *files: Path) -> str:
                 value = body[0].value
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
                     value.value = ""
-        made.update(f"{path.relative_to(PACKAGE)}:{ast.dump(tree)}".encode())
+        name = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
+        made.update(f"{name}:{ast.dump(tree)}".encode())
     return made.hexdigest()[:16]
 
 

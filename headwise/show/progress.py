@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from headwise.errors import HeadwiseError
+
 
 @contextmanager
 def noting() -> Iterator[Callable[[str, int, int], None]]:
@@ -24,3 +26,12 @@ def noting() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(tasks[what], completed=done, total=of)
 
         yield note
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Ctrl-C in work that can be gone on with: one line that says so, instead of a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise HeadwiseError("stopped; what is finished is kept, and running the same again goes on.") from None

@@ -32,7 +32,7 @@ from headwise.train.team import Team, gather
 Call = Callable[[Transformer, int], object]
 
 
-class Diverged(HeadwiseError):
+class Diverged(HeadwiseError):  # noqa: N818 (what happened, not another kind of error)
     """Training ran away: a gradient is no longer a number."""
 
 

@@ -23,7 +23,7 @@ def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
     asked = ("sweep", "--heads", "1,width", *TINY, "--cache", str(tmp_path / "cache"))
     code, out, _ = call(monkeypatch, capsys, *asked, "--plot", str(tmp_path / "sweep.svg"))
     assert code == 0
-    assert "constant heads × head_dim" in out
+    assert "constant heads × head_dim" in " ".join(out.split())
     assert (tmp_path / "sweep.svg").read_text().startswith("<?xml")
     code, out, _ = call(monkeypatch, capsys, *asked, "--json")
     rows = json.loads(out)["rows"]

@@ -1,6 +1,6 @@
 import pytest
 
-from headwise.lab.claims.hill import CLAIM, behind_the_best, head_counts
+from headwise.lab.claims.hill import CLAIM, behind_the_best
 from headwise.lab.figure import Figures
 from tests.lab.told import told_lab
 
@@ -28,10 +28,6 @@ def test_differences_are_paired_and_an_end_is_never_the_best():
     assert made[1] == pytest.approx([-0.5, -0.6])
     assert made[2] == [0, 0]
     assert made[8] == pytest.approx([0.5, 0.3])
-
-
-def test_head_counts_of_an_odd_width():
-    assert head_counts(24) == (1, 2, 4, 8)
 
 
 def test_a_hill_that_is_told_is_found(tmp_path):
