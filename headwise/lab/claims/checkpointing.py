@@ -29,7 +29,8 @@ from headwise.weights import load
 DEPTHS = (2, 8)  # layers
 LESS, LONGER = 0.8, 1.1  # of the memory, and times as long: the least that is called a trade
 TURNS = 7
-ROWS, LONGEST = 8, 128  # of a text that is given: so many rows of so many tokens
+LONGEST = 128  # tokens in a row of a text that is given
+ROWS, WORK = (2, 16), 6e7  # and at least and at most so many rows: so many that rows times weights come near this
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ def measure(lab: Lab, depths: Sequence[int] = DEPTHS, turns: int = TURNS) -> Fig
     return figures
 
 
-def on(model: AnyModel, text: Any = None, turns: int = TURNS) -> Figures:
+def on(model: AnyModel, text: Any = None, turns: int = 5) -> Figures:
     """The model itself, on the beginning of a text."""
-    longest = min(LONGEST, model.spec.context)
+    longest, weights = min(LONGEST, model.spec.context), sum(weight.numel() for weight in model.parameters())
+    most = min(ROWS[1], max(ROWS[0], int(WORK // weights)))
     units = read_units(model, documents_for(model) if text is None else text)
-    tokens = list(islice(chain.from_iterable(unit.ids for unit in units), ROWS * longest))
+    tokens = list(islice(chain.from_iterable(unit.ids for unit in units), most * longest))
     rows = max(1, len(tokens) // longest)
     ids = torch.tensor(tokens[: rows * longest]).view(rows, -1)  # (B, T)
     figures = Figures()
