@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headwise.lab.memory import is_told, rise
 from headwise.lab.point import STARTS, Made, Point
 from headwise.lab.store import DONE, Store
 from headwise.model import Transformer
@@ -20,7 +20,7 @@ from headwise.text.little import LittleLanguage
 from headwise.text.make import make_tokenizer
 from headwise.train import train
 from headwise.train.exam import exam
-from headwise.train.loop import Diverged, Trained, finite
+from headwise.train.loop import Diverged, Trained
 
 HELD_OUT = 500  # documents of the little language the loss is measured on; no more than are learned from
 EXAMINED = 600  # and those of the exam
@@ -41,25 +41,28 @@ def make(point: Point, store: Store) -> Made:
 
 
 def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
-    recipe, before = point.recipe, peak()
+    recipe, runs = point.recipe, list[Trained]()
     corpus, valid = _texts(point, store)
 
     def keep(model: Transformer, step: int) -> None:
         if step in point.watch:
             model.save(place / f"step-{step}")
 
-    every = int(np.gcd.reduce([*point.watch, recipe.steps]))
-    try:
-        run = train(
+    def run() -> None:
+        every = int(np.gcd.reduce([*point.watch, recipe.steps]))
+        made = train(
             _beginning(point, corpus), corpus, recipe, out=place, valid=valid, tokenizer=point.tokenizer,
             call=keep if point.watch else None, every=every, progress=False,
         )  # fmt: skip
+        runs.append(made)
+
+    try:
+        memory = rise(run) if is_told() else run()
     except Diverged:
         return {"loss": None, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
-    if run.stopped == "interrupted":
+    if runs[0].stopped == "interrupted":
         raise KeyboardInterrupt
-    memory = peak() - before  # before the model is examined: that takes memory of its own
-    return _measure(point, run) | {"memory": finite(memory)}
+    return _measure(point, runs[0]) | {"memory": memory}
 
 
 def _measure(point: Point, run: Trained) -> dict[str, Any]:
@@ -100,13 +103,3 @@ def _texts(point: Point, store: Store) -> tuple[Corpus, Corpus | None]:
             store.write(path, [document.text for document in made])
     held_out = min(HELD_OUT, recipe.steps * recipe.batch)
     return Corpus.of(json.loads(path.read_text())), Corpus.little("held-out", documents=held_out, seed=recipe.seed)
-
-
-def peak() -> float:
-    """Megabytes this process held at most so far; not known on Windows."""
-    try:
-        import resource
-    except ImportError:
-        return float("nan")
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held / (1 << 20 if sys.platform == "darwin" else 1 << 10)

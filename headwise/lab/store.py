@@ -18,7 +18,7 @@ from headwise.weights.save import whole_file
 
 PACKAGE = Path(__file__).parents[1]
 TRAINING = ("spec", "kernels", "heads", "model", "text", "train")  # the rooms that decide what a trained model is,
-MAKING = tuple(PACKAGE / "lab" / name for name in ("make.py", "point.py"))  # and the files
+MAKING = tuple(PACKAGE / "lab" / name for name in ("make.py", "memory.py", "point.py"))  # and the files
 MEASURING = (*TRAINING, "weights", "look", "change")  # the rooms that decide what is measured of one
 DONE = "done.json"
 ROOM = 16 << 20  # bytes a point takes beside its weights: tokens, metrics

@@ -1,5 +1,6 @@
 """The trade-off of heads: one model for each head count and seed, all else equal."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -199,8 +200,7 @@ def _row(name: str, made: list[Made], apart: list[dict[str, float]]) -> Row:
         Figure.over([each.loss for each in made]),
         {kind: Figure.over([each.marks[kind] for each in made]) for kind in kinds},
         {kind: Figure.over([each[kind] for each in apart]) for kind in apart[0]},
-        Figure.over([each.told["speed"] for each in made]),
-        Figure.over([each.told["memory"] for each in made]),
+        *(Figure.over([each.told[name] or math.nan for each in made]) for name in ("speed", "memory")),
     )  # fmt: skip
 
 

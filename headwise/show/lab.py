@@ -1,6 +1,7 @@
 """The lab in the terminal and on paper: sweeps, verdicts, and a folder with the page and the pictures of claims."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
         (
             row.name, row.heads, row.head_dim, row.layers, row.parameters, row.loss.mean, _ends(row.loss),
             *(row.marks[quiz].mean for quiz in quizzes), f"{row.diversity['js'].mean:.3f}" if row.diversity else "–",
-            round(row.speed.mean), round(row.memory.mean),
+            _whole(row.speed), _whole(row.memory),
         )
         for row in sweep.rows
     ]  # fmt: skip
@@ -116,6 +117,10 @@ def _picture(result: Result) -> str:
 
 def _coloured(result: Result) -> str:
     return f"[{COLOURS[result.verdict.word]}]{result.verdict.word}[/]"
+
+
+def _whole(figure: Figure) -> str:
+    return f"{figure.mean:,.0f}" if math.isfinite(figure.mean) else "–"
 
 
 def _ends(figure: Figure) -> str:
