@@ -118,8 +118,7 @@ def _reading(model: AnyModel) -> tuple[Any, Any]:
         return Corpus.of(documents), None
     apart = max(1, len(documents) // SENTENCES)  # sentences of a text are of all kinds
     texts = [" ".join(document.text for document in documents[start::apart]) for start in range(min(TEXTS, apart))]
-    # Pairs stand side by side and every other document is for choosing: dealt out so, no half has all of a kind.
-    return texts, documents[::2] + documents[1::2]
+    return texts, documents
 
 
 def _thirds(made: Profile) -> dict[str, Thirds]:

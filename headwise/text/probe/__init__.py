@@ -20,7 +20,7 @@ RELATIONS = tuple(MARKS.values())
 def probe_set(*relations: str) -> tuple[Document, ...]:
     """Every probe sentence; or those that hold any of the relations named, with the arcs of these alone.
 
-    Each `unrelated` control follows its `related` sentence.
+    Each `unrelated` control stands beside its `related` sentence, behind it and before it by turns.
 
     >>> probe_set("possessive")[0].text
     'The students gave the teacher their essays on the last day.'
