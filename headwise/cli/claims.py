@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ def run(
         told = [{"number": claim.number, "name": claim.name, "says": claim.says} for claim in chosen]
         print(json.dumps(told, indent=2)) if as_json else list_claims(chosen)
         return
-    with noting() as note, going_on():
+    with noting() as note, going_on() if on is None else nullcontext():
         results = claims(
             names or [], full=full, on=on, text=text, cache=cache, processes=processes, note=note,
             say=lambda told: print(told, file=sys.stderr),

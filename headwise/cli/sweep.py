@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+HEADS = "1,2,4,8,16,32,width"
+
 
 def run(
     text: Annotated[Path | None, typer.Argument(help="A file or folder of text; none: the little language.")] = None,
@@ -30,12 +32,17 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train one model for each head count and seed, all else equal, and compare. Ctrl-C stops; run it again to go on."""
+    from headwise.errors import HeadwiseError
     from headwise.lab.sweep import depth_or_heads, sweep
     from headwise.show.figures.claims import draw_curves, draw_sweep
     from headwise.show.figures.drawing import check_path
     from headwise.show.lab import show_sweep
     from headwise.show.progress import going_on, noting
 
+    if depth and (heads is not None or head_dim is not None):
+        raise HeadwiseError(
+            "--depth compares models of 8 heads with fewer layers or fewer heads; leave out --heads and --head-dim."
+        )
     if plot is not None:
         check_path(plot)
     shared: dict[str, Any] = {
@@ -44,9 +51,15 @@ def run(
     }  # fmt: skip
     with noting() as note, going_on():
         if depth:
-            made = depth_or_heads(layers=layers or 6, note=note, **shared)
+            made = depth_or_heads(layers=6 if layers is None else layers, note=note, **shared)
         else:
-            made = sweep(_counts(heads, width), head_dim=head_dim, layers=layers or 2, note=note, **shared)
+            made = sweep(
+                _counts(heads or HEADS, width),
+                head_dim=head_dim,
+                layers=2 if layers is None else layers,
+                note=note,
+                **shared,
+            )
     if plot is not None:
         (draw_curves if depth else draw_sweep)(made).save(plot)
     if as_json:

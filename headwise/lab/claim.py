@@ -56,3 +56,5 @@ class Claim:
     points: Callable[["Lab"], Iterable[Point]] = _none  # the trained models it asks for
     timed: bool = False  # it measures time or memory: alone on the machine, and never twice the same
     on: Callable[["AnyModel", Any], Figures] | None = None  # the same for a model and a text that are given
+    also: Callable[[], str] = str  # what else decides its figures, as what is installed
+    ends: str = "95 %"  # what `low` and `high` of its figures are

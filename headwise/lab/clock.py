@@ -22,6 +22,7 @@ def race(
     times = {name: _repeats(contestants[name], least) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
+    was = gc.isenabled()
     gc.disable()
     try:
         for turn in range(turns):
@@ -32,7 +33,8 @@ def race(
                     contestants[name]()
                 seconds[name].append((time.perf_counter() - start) / times[name])
     finally:
-        gc.enable()
+        if was:
+            gc.enable()
     return {name: _ratio(seconds[name], seconds[base]) for name in names}
 
 

@@ -37,9 +37,12 @@ class Figure:
         many = tuple(map(float, [values] if isinstance(values, int | float) else values))
         if not many:
             raise HeadwiseError("a figure needs at least one value.")
+        if len(many) == 1:
+            return Figure(many[0], None, None, many)
+        if not all(map(math.isfinite, many)):  # a run diverged: if all did alike that is sure, else nothing is
+            same = len(set(many)) == 1
+            return Figure(many[0], many[0], many[0], many) if same else Figure(math.nan, -math.inf, math.inf, many)
         mean = float(np.mean(many))
-        if len(many) < 2 or not math.isfinite(mean):
-            return Figure(mean, None, None, many)
         half = float(student.ppf(0.975, len(many) - 1) * np.std(many, ddof=1) / math.sqrt(len(many)))
         return Figure(mean, mean - half, mean + half, many)
 
@@ -99,7 +102,7 @@ class Figures:
         return {at: figure for (held, at), figure in self._held.items() if held == name}
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Plain data, a row each; what is not finite is None."""
+        """Plain data, a row each; what is not finite is a word, as JSON has no number for it: inf, -inf, nan."""
         return [
             {
                 "name": name, "at": at, "mean": _plain(f.mean), "low": _plain(f.low), "high": _plain(f.high),
@@ -113,11 +116,11 @@ class Figures:
         """The figures of rows written before."""
         made = Figures()
         for row in rows:
-            values = tuple(math.inf if value is None else value for value in row["values"])
-            mean = math.inf if row["mean"] is None else row["mean"]
-            made.add(row["name"], row["at"], Figure(mean, row["low"], row["high"], values))
+            low, high = (None if row[end] is None else float(row[end]) for end in ("low", "high"))
+            values = tuple(map(float, row["values"]))
+            made.add(row["name"], row["at"], Figure(float(row["mean"]), low, high, values))
         return made
 
 
-def _plain(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)

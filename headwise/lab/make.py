@@ -1,6 +1,5 @@
 """Train one point and measure it, once: what is there is taken from the store, what was interrupted goes on."""
 
-import json
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -13,7 +12,8 @@ import torch
 
 from headwise.lab.memory import is_told, rise
 from headwise.lab.point import STARTS, Made, Point
-from headwise.lab.store import DONE, Store
+from headwise.lab.store import DONE, Store, code_version
+from headwise.lab.threads import one_thread
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.little import LittleLanguage
@@ -33,10 +33,11 @@ def make(point: Point, store: Store) -> Made:
         found = store.made(point)
         if found is not None:
             return found
-        told = _train(point, place, store)
-        for litter in ("tokens", "checkpoints"):  # a finished run needs neither
-            shutil.rmtree(place / litter, ignore_errors=True)
+        with one_thread():  # so that it is the same bits whoever trains it
+            told = _train(point, place, store)
         store.write(place / DONE, told)
+        for litter in (place / "tokens", place / "checkpoints", *place.glob(".step-*")):  # a finished run needs none
+            shutil.rmtree(litter, ignore_errors=True)
     return Made(point, place, told)
 
 
@@ -96,10 +97,12 @@ def _texts(point: Point, store: Store) -> tuple[Corpus, Corpus | None]:
     if point.text:
         return Corpus.of(Path(point.text)), None
     recipe = point.recipe
-    path = store.folder / "texts" / f"little-{recipe.seed}-{recipe.steps * recipe.batch}.json"
+    documents = recipe.steps * recipe.batch
+    path = store.folder / "texts" / f"little-{recipe.seed}-{documents}-{code_version(('text',))}.json"
     with store.holding(path):
-        if not path.is_file():
-            made = islice(LittleLanguage(recipe.seed), recipe.steps * recipe.batch)
-            store.write(path, [document.text for document in made])
-    held_out = min(HELD_OUT, recipe.steps * recipe.batch)
-    return Corpus.of(json.loads(path.read_text())), Corpus.little("held-out", documents=held_out, seed=recipe.seed)
+        texts = store.read(path)
+        if texts is None:
+            texts = [document.text for document in islice(LittleLanguage(recipe.seed), documents)]
+            store.write(path, texts)
+    held_out = Corpus.little("held-out", documents=min(HELD_OUT, documents), seed=recipe.seed)
+    return Corpus.of(texts), held_out

@@ -50,7 +50,12 @@ class Made:
     @property
     def loss(self) -> float:
         """On held-out text, nats a token; infinite if the run diverged."""
-        return float("inf") if self.told["loss"] is None else self.told["loss"]
+        return float("inf") if self.diverged else self.told["loss"]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training ran away."""
+        return self.told["loss"] is None
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -65,6 +70,8 @@ class Made:
     def model(self, step: int | None = None) -> Transformer:
         """The trained model, or as it was after a step that was watched."""
         folder = self.folder / ("model" if step is None else f"step-{step}")
+        if step is None and self.diverged:
+            raise HeadwiseError(f"the run in {self.folder} diverged and left no model; lower the rate.")
         if not folder.is_dir():
             raise HeadwiseError(f"the model was not kept at step {step}; watched: {list(self.point.watch)}.")
         made = load(folder)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from headwise.look.profile import Note
 from headwise.train.run import METRICS
 
 TICK = 0.5  # seconds between looks at how far they are
+KILLED = (
+    "a process ended before it was done. If it was killed for want of memory, run the same again with fewer processes; if "
+    'this is a script, begin what it does with `if __name__ == "__main__":`, as other processes read the script too.'
+)
 
 
 def train_all(points: Sequence[Point], store: Store, processes: int | None = None, note: Note | None = None) -> None:
@@ -30,7 +34,7 @@ def train_all(points: Sequence[Point], store: Store, processes: int | None = Non
     store.check_room(todo)
     todo.sort(key=_work, reverse=True)  # the longest first, so that none is left alone at the end
     steps = sum(point.recipe.steps for point in todo)
-    jobs = [(point.to_json(), str(store.folder)) for point in todo]
+    jobs = [(point.to_json(), str(store.folder), store.place(point).name) for point in todo]
 
     def look() -> None:
         if note is not None:
@@ -54,6 +58,7 @@ def work(
     processes = os.cpu_count() or 1 if processes is None else processes
     if processes < 1:
         raise HeadwiseError(f"work needs at least one process, got {processes}.")
+    before = set(active_children())
     count, anew = min(processes, max(1, len(jobs))), 1 if fresh else None
     with ProcessPoolExecutor(count, get_context("spawn"), _begin, max_tasks_per_child=anew) as pool:
         running: dict[Future, int] = {pool.submit(function, *job): i for i, job in enumerate(jobs)}
@@ -65,19 +70,21 @@ def work(
                 if look is not None:
                     look()
         except BrokenProcessPool:
-            raise HeadwiseError(
-                "a process was killed before it was done, perhaps for want of memory; run the same again to go on, "
-                "with fewer processes."
-            ) from None
+            raise HeadwiseError(KILLED) from None
         except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)  # those at work save and stop by themselves
+            for child in set(active_children()) - before:  # those at work save and stop
+                child.terminate()
+            pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of some module in a fresh process, with all threads: for what it takes there alone, as memory."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise HeadwiseError(KILLED) from None
 
 
 def _begin() -> None:
@@ -93,8 +100,16 @@ def _begin() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _train(point: str, folder: str) -> None:
-    make(Point.from_json(point), Store(folder))
+def _train(point: str, folder: str, name: str) -> None:
+    asked, store = Point.from_json(point), Store(folder)
+    check_same(store.place(asked).name, name)
+    make(asked, store)
+
+
+def check_same(here: str, there: str) -> None:
+    """Whether another process names a thing as the one that began it: else the code or a text was changed meanwhile."""
+    if here != there:
+        raise HeadwiseError("the code or the text was changed while the lab was at work; run the same again.")
 
 
 def _work(point: Point) -> float:

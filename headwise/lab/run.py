@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Verdict
 from headwise.lab.figure import Figures
 from headwise.lab.lab import FULL, QUICK, Lab, Size
-from headwise.lab.pool import train_all, work
+from headwise.lab.pool import check_same, train_all, work
 from headwise.lab.registry import find_claims
 from headwise.lab.store import MEASURING, Store, code_version
 from headwise.look.profile import Note
@@ -30,6 +31,7 @@ class Result:
     verdict: Verdict
     seeds: tuple[int, ...]
     on: str = ""  # the model it was tried on, where one was given
+    again: str = ""  # how to do it again
 
     @property
     def indicative(self) -> bool:
@@ -42,7 +44,8 @@ class Result:
         return {
             "number": claim.number, "name": claim.name, "says": claim.says, "against": claim.against,
             "setup": claim.setup, "rule": claim.rule, "verdict": self.verdict.word, "depends_on": self.verdict.on,
-            "indicative": self.indicative, "seeds": list(self.seeds), "on": self.on, "figures": self.figures.to_rows(),
+            "indicative": self.indicative, "seeds": list(self.seeds), "on": self.on, "again": self.again, "ends": claim.ends,
+            "figures": self.figures.to_rows(),
         }  # fmt: skip
 
 
@@ -77,7 +80,7 @@ def claims(
         if note is not None:
             note("measuring claims", done, len(todo))
 
-    jobs = [(claim.name, str(lab.store.folder), lab.seeds, lab.size.to_json()) for claim in aside]
+    jobs = [(claim.name, str(lab.store.folder), lab.seeds, lab.size.to_json(), _key(claim, lab)) for claim in aside]
     for place, rows in work(_measure, jobs, processes, tell):
         found[aside[place].name] = Figures.from_rows(rows)
         _keep(aside[place], lab, rows)
@@ -88,18 +91,21 @@ def claims(
         _keep(claim, lab, figures.to_rows())
         done += 1
     tell()
-    return [_judged(claim, figures, lab.seeds) for claim in chosen if (figures := found[claim.name]) is not None]
+    known = ((claim, figures) for claim in chosen if (figures := found[claim.name]) is not None)
+    return [_judged(c, figures, lab.seeds, again=f"headwise claims {c.name}{' --full' * full}") for c, figures in known]
 
 
-def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str) -> list[dict[str, Any]]:
-    """In a process of its own."""
+def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str) -> list[dict[str, Any]]:
+    """In another process."""
     (claim,) = find_claims([name])
-    return claim.measure(Lab(Store(folder), seeds, Size.from_json(size))).to_rows()
+    lab = Lab(Store(folder), seeds, Size.from_json(size))
+    check_same(_key(claim, lab), key)
+    return claim.measure(lab).to_rows()
 
 
-def _judged(claim: Claim, figures: Figures, seeds: tuple[int, ...], on: str = "") -> Result:
+def _judged(claim: Claim, figures: Figures, seeds: tuple[int, ...], on: str = "", again: str = "") -> Result:
     """The verdict is drawn anew each time: a rule is not a measurement."""
-    return Result(claim, figures, claim.judge(figures), seeds, on)
+    return Result(claim, figures, claim.judge(figures), seeds, on, again)
 
 
 def _key(claim: Claim, lab: Lab) -> str:
@@ -107,7 +113,7 @@ def _key(claim: Claim, lab: Lab) -> str:
     shared = sorted(
         p for p in Path(__file__).parent.glob("*.py") if p.name not in ("run.py", "registry.py", "claim.py")
     )
-    told = f"{code_version(MEASURING, *shared, own)} {lab.seeds} {lab.size.to_json()}"
+    told = f"{code_version(MEASURING, *shared, own)} {lab.seeds} {lab.size.to_json()} {claim.also()}"
     return hashlib.sha256(told.encode()).hexdigest()[:20]
 
 
@@ -148,10 +154,18 @@ def _try_all(
             note(f"claims on {name}", done, len(chosen))
         try:
             assert claim.on is not None
-            made.append(_judged(claim, claim.on(model, text), (0,), name))
+            made.append(_judged(claim, claim.on(model, text), (0,), name, _again(claim, on, text)))
         except HeadwiseError as error:
             if named:
                 raise
             if say is not None:
                 say(f"{claim.name} is left out: {error}")
     return made
+
+
+def _again(claim: Claim, on: "AnyModel | str", text: Any) -> str:
+    if not isinstance(on, str):
+        return f'hw.claims(["{claim.name}"], on=model{"" if text is None else ", text=text"})'
+    return f"headwise claims {claim.name} --on {shlex.quote(on)}" + (
+        f" --text {shlex.quote(str(text))}" if text else ""
+    )

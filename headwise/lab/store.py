@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from headwise.weights.save import whole_file
 
 PACKAGE = Path(__file__).parents[1]
 TRAINING = ("spec", "kernels", "heads", "model", "text", "train")  # the rooms that decide what a trained model is,
-MAKING = tuple(PACKAGE / "lab" / name for name in ("make.py", "memory.py", "point.py"))  # and the files
+MAKING = tuple(PACKAGE / "lab" / name for name in ("make.py", "memory.py", "point.py", "threads.py"))  # and the files
 MEASURING = (*TRAINING, "weights", "look", "change")  # the rooms that decide what is measured of one
 DONE = "done.json"
 ROOM = 16 << 20  # bytes a point takes beside its weights: tokens, metrics
@@ -37,6 +38,7 @@ class Store:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = default_folder() if folder is None else Path(folder)
+        self._places: dict[Point, Path] = {}  # finding one may mean reading a text
         try:
             for room in ("points", "results", "texts"):
                 (self.folder / room).mkdir(parents=True, exist_ok=True)
@@ -48,17 +50,19 @@ class Store:
 
     def place(self, point: Point) -> Path:
         """Where a point is, or will be."""
-        read = Corpus.of(Path(point.text)).fingerprint if point.text else ""  # a file may change under its name
-        return self.folder / "points" / point.key(code_version(TRAINING, *MAKING), read)
+        if point not in self._places:
+            read = Corpus.of(Path(point.text)).fingerprint if point.text else ""  # a file may change under its name
+            self._places[point] = self.folder / "points" / point.key(code_version(TRAINING, *MAKING), read)
+        return self._places[point]
 
     def made(self, point: Point) -> Made | None:
         """A point that was trained, or None."""
-        told = _read(self.place(point) / DONE)
+        told = self.read(self.place(point) / DONE)
         return None if told is None else Made(point, self.place(point), told)
 
     def result(self, name: str, key: str) -> Any:
         """What was found before, or None."""
-        return _read(self.folder / "results" / f"{name}-{key}.json")
+        return self.read(self.folder / "results" / f"{name}-{key}.json")
 
     def keep(self, name: str, key: str, told: Any) -> None:
         """Keep a result."""
@@ -70,6 +74,15 @@ class Store:
             whole_file(path, json.dumps(told, indent=1).encode())
         except HeadwiseError as error:
             raise HeadwiseError(f"{error} Make room, or give another folder with --cache.") from None
+
+    def read(self, path: Path) -> Any:
+        """Plain data that was kept; None if there is none."""
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            raise HeadwiseError(f"{path} cannot be read; delete it, and it is made anew.") from None
 
     def check_room(self, points: Sequence[Point]) -> None:
         """Whether the disk can hold points not yet trained; asked before long work."""
@@ -98,26 +111,23 @@ class Store:
 
 @cache
 def code_version(rooms: tuple[str, ...], *files: Path) -> str:
-    """A short name for what the code of some rooms and files does: comments, docstrings and layout do not count."""
-    made = hashlib.sha256()
-    paths = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
-    for path in (*paths, *files):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-                value = body[0].value
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    value.value = ""
+    """A short name for what some rooms and files hold, and for torch: comments, docstrings and layout do not count."""
+    made = hashlib.sha256(version("torch").encode())
+    inside = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*")) if path.suffix in (".py", ".txt")]
+    for path in (*inside, *files):
         name = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
-        made.update(f"{name}:{ast.dump(tree)}".encode())
+        text = path.read_text(encoding="utf-8")
+        made.update(f"{name}:{_said(text) if path.suffix == '.py' else text}".encode())
     return made.hexdigest()[:16]
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise HeadwiseError(f"{path} cannot be read; delete it, and it is made anew.") from None
+def _said(code: str) -> str:
+    """What a file of code says, without its docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                value.value = ""
+    return ast.dump(tree)

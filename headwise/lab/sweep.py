@@ -1,5 +1,6 @@
 """The trade-off of heads: one model for each head count and seed, all else equal."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from headwise.look.profile import Note
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
 
+SHORTEST = 128  # context that holds every document of the little language
 DOCUMENTS = 100  # held out, on which the maps of heads are compared
 
 
@@ -62,7 +64,7 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        return asdict(self)
+        return json.loads(json.dumps(asdict(self)), parse_constant=str)  # NaN is a word there
 
 
 def sweep(
@@ -127,6 +129,8 @@ def compare(
     """Train any models side by side, each with every seed, and measure them alike."""
     if seeds < 1:
         raise HeadwiseError(f"a sweep needs at least one seed, got {seeds}.")
+    if text is None:
+        _check_little(specs, tokenizer)
     store = Store(cache)
     rows = "texts" if text is None else "windows"
     read = str(text or ""), tokenizer or ("word" if text is None else "byte")
@@ -140,6 +144,17 @@ def compare(
     return Sweep(constant, width, steps, seeds, told, {name: _curve(some) for name, some in made.items()})
 
 
+def _check_little(specs: dict[str, ModelSpec], tokenizer: str | None) -> None:
+    """The little language is read word by word, and a row is a whole document."""
+    if tokenizer not in (None, "word"):
+        raise HeadwiseError(
+            f"the little language is read in words, got tokenizer {tokenizer!r}; give a text of your own."
+        )
+    short = min(spec.context for spec in specs.values())
+    if short < SHORTEST:
+        raise HeadwiseError(f"documents of the little language need a context of {SHORTEST} tokens, got {short}.")
+
+
 def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -> list[int]:
     """Head counts that divide the width, each once; others are refused, with the nearest that do.
 
@@ -147,6 +162,8 @@ def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -
     [1, 8]
     """
     chosen = list(dict.fromkeys(heads))
+    if width < 1 or (head_dim is not None and head_dim < 1):
+        raise HeadwiseError(f"width and head_dim must be at least 1, got {width} and {head_dim}.")
     if not chosen or any(type(count) is not int or count < 1 for count in chosen):
         raise HeadwiseError(f"head counts are whole numbers of at least 1, e.g. 1,2,4,8; got {list(heads)}.")
     for count in chosen:
@@ -163,7 +180,8 @@ def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -
 
 def _there(store: Store, point: Point) -> Made:
     made = store.made(point)
-    assert made is not None
+    if made is None:
+        raise HeadwiseError(f"{store.place(point)} was taken away meanwhile; run the same again.")
     return made
 
 
@@ -188,23 +206,32 @@ def _diversities(
 
 def _diversity(point: str, folder: str) -> dict[str, float]:
     made = _there(Store(folder), Point.from_json(point))
+    if made.diverged:
+        return {}
     text, seed = made.point.text, made.point.recipe.seed
     read = Corpus.of(Path(text)) if text else Corpus.little("held-out", documents=DOCUMENTS, seed=seed)
     return diversity(made.model(), read)
 
 
 def _row(name: str, made: list[Made], apart: list[dict[str, float]]) -> Row:
-    spec, kinds = made[0].model().spec, made[0].marks
+    ended = [each for each in made if not each.diverged]
+    spec = ended[0].model().spec if ended else made[0].point.spec
+    measured = [told for told in apart if told]
     return Row(
         name, spec.attention.heads, spec.attention.head_dim, spec.layers, spec.parameters,
         Figure.over([each.loss for each in made]),
-        {kind: Figure.over([each.marks[kind] for each in made]) for kind in kinds},
-        {kind: Figure.over([each[kind] for each in apart]) for kind in apart[0]},
-        *(Figure.over([each.told[name] or math.nan for each in made]) for name in ("speed", "memory")),
+        {kind: Figure.over([each.marks[kind] for each in ended]) for kind in (ended[0].marks if ended else ())},
+        {kind: Figure.over([told[kind] for told in measured]) for kind in (measured[0] if measured else ())},
+        *(Figure.over([_known(each.told[what]) for each in made]) for what in ("speed", "memory")),
     )  # fmt: skip
 
 
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _curve(made: list[Made]) -> list[dict[str, Any]]:
-    steps = [step for step, _ in made[0].curve]
-    losses = [Figure.over([dict(each.curve)[step] for each in made]) for step in steps]
-    return [{"step": step, "mean": f.mean, "low": f.low, "high": f.high} for step, f in zip(steps, losses, strict=True)]
+    """Of the runs that came to an end."""
+    curves = [dict(each.curve) for each in made if not each.diverged]
+    losses = {step: Figure.over([curve[step] for curve in curves]) for step in (curves[0] if curves else ())}
+    return [{"step": step, "mean": f.mean, "low": f.low, "high": f.high} for step, f in losses.items()]

@@ -1,6 +1,5 @@
 """Claims that were put to the test, as the page shows them: what was found, what is drawn of it, how to do it again."""
 
-import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,8 @@ VERSION = 1  # of the book
 
 
 def tell(results: Iterable["Result"]) -> list[dict[str, Any]]:
-    """Each result as plain data, ready for JSON, with its picture and the command that repeats it."""
-    return [{**result.to_dict(), "picture": _picture(result), "rerun": _rerun(result)} for result in results]
+    """Each result as plain data, ready for JSON, with its picture."""
+    return [{**result.to_dict(), "picture": _picture(result)} for result in results]
 
 
 def claims_book(results: Iterable["Result"]) -> dict[str, Any]:
@@ -44,7 +43,11 @@ def _picture(result: "Result") -> dict[str, Any]:
     rows = [row for row in result.figures.to_rows() if row["name"] in asked.figures]
     names = [name for name in asked.figures if any(row["name"] == name for row in rows)]
     drawn = {
-        name: [[row["at"], row["mean"], row["low"], row["high"]] for row in rows if row["name"] == name]
+        name: [
+            [row["at"], *(_number(row[what]) for what in ("mean", "low", "high"))]
+            for row in rows
+            if row["name"] == name
+        ]
         for name in names
     }
     axes = {"x": asked.x, "y": asked.y}
@@ -61,7 +64,6 @@ def _picture(result: "Result") -> dict[str, Any]:
     return {**axes, "bars": bars}
 
 
-def _rerun(result: "Result") -> str:
-    full = "" if result.indicative else " --full"
-    on = f" --on {shlex.quote(result.on)}" if result.on else ""
-    return f"headwise claims {result.claim.name}{full}{on}"
+def _number(value: float | str | None) -> float | None:
+    """What has no place in a picture, as inf, is not there."""
+    return None if isinstance(value, str) else value

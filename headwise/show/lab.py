@@ -11,8 +11,8 @@ from headwise.lab.claim import WORDS, Claim
 from headwise.lab.figure import Figure
 from headwise.lab.run import Result
 from headwise.lab.sweep import Sweep
-from headwise.show.claims import claims_book, tell
-from headwise.show.figures.claims import draw_claim
+from headwise.show.claims import claims_book
+from headwise.show.figures.claims import draw_claim, is_drawn
 from headwise.show.report import write_report
 from headwise.show.tables import make_table
 from headwise.weights.save import whole_file, whole_folder
@@ -76,7 +76,9 @@ def show_claims(results: Sequence[Result], console: Console | None = None) -> No
         for result in results:
             figures = [(name, "" if at is None else str(at), f.mean, _ends(f)) for name, at, f in result.figures]
             console.print(
-                make_table(f"{result.claim.name}: {result.claim.rule}", ["figure", "at", "mean", "95 %"], figures)
+                make_table(
+                    f"{result.claim.name}: {result.claim.rule}", ["figure", "at", "mean", result.claim.ends], figures
+                )
             )
     counts = {word: sum(r.verdict.word == word for r in results) for word in WORDS}
     console.print(", ".join(f"{count} {word}" for word, count in counts.items()), highlight=False)
@@ -88,7 +90,7 @@ def write_claims(results: Sequence[Result], folder: str | Path) -> Path:
         whole_file(new / "claims.json", json.dumps([result.to_dict() for result in results], indent=1).encode())
         write_report(claims_book(results), new / "claims.html")
         whole_file(new / "claims.md", as_markdown(results).encode())
-        for result in results:
+        for result in filter(is_drawn, results):
             draw_claim(result).save(new / _picture(result))
     return Path(folder)
 
@@ -101,9 +103,10 @@ def as_markdown(results: Sequence[Result], pictures: str = "") -> str:
         claim = r.claim
         lines += ["", f"## {claim.name}", "", f"*{claim.says}* **{_verdict(r)}**", ""]
         lines += [f"Against it would count: {claim.against} {claim.setup}", "", f"The rule: {claim.rule}", ""]
-        lines += [f"![{claim.name}]({pictures}{_picture(r)})", "", "| figure | at | mean | 95 % |", "|---|---|---|---|"]
+        lines += [f"![{claim.name}]({pictures}{_picture(r)})", ""] if is_drawn(r) else []
+        lines += [f"| figure | at | mean | {claim.ends} |", "|---|---|---|---|"]
         lines += [f"| {name} | {'' if at is None else at} | {f.mean:.4g} | {_ends(f)} |" for name, at, f in r.figures]
-        lines += ["", f"    {tell([r])[0]['rerun']}"]
+        lines += ["", f"    {r.again}"]
     return "\n".join(lines) + "\n"
 
 

@@ -42,6 +42,7 @@ def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
         (("sweep", "--seeds", "0"), "at least one seed"),
         (("sweep", "--depth", "--layers", "1"), "none to spare"),
         (("sweep", "--plot", "sweep.doc"), "a picture is written as"),
+        (("sweep", "--depth", "--heads", "1,2"), "leave out --heads"),
         (("claims", "dept"), "did you mean depth"),
         (("claims", "--quick", "--full"), "give one of them"),
         (("claims", "--text", "a.txt"), "give --on MODEL too"),

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -29,11 +30,20 @@ def test_an_interval_that_reaches_the_bar_is_not_above_it():
 
 
 def test_a_run_that_diverged_survives_being_written():
-    made = Figures().add("loss", "1 head", [math.inf, 2.0]).add("loss", 8, 2.0)
-    back = Figures.from_rows(made.to_rows())
-    assert back["loss", "1 head"].mean == math.inf
+    made = Figures().add("loss", "1 head", [math.inf, 2.0]).add("loss", 8, 2.0).add("gap", None, [-math.inf, -math.inf])
+    rows = json.loads(json.dumps(made.to_rows(), allow_nan=False))
+    back = Figures.from_rows(rows)
     assert back["loss", "1 head"].values == (math.inf, 2.0)
+    assert back["gap"].mean == -math.inf
     assert back.to_rows() == made.to_rows()
+
+
+def test_with_a_run_that_diverged_nothing_is_sure_unless_all_did():
+    some, every = Figure.over([math.inf, 2.0, 2.0]), Figure.over([math.inf] * 3)
+    assert not some.above(0)
+    assert not some.below(100)
+    assert every.above(100)
+    assert Figure.over(math.inf).above(100)
 
 
 def test_what_is_not_there_is_said():

@@ -40,6 +40,7 @@ def test_what_was_found_is_not_done_again(tmp_path, monkeypatch):
     first = hw.claims(asked, size=TINY, cache=tmp_path, processes=1)
     assert [result.claim.number for result in first] == [1, 3]
     assert all(result.indicative for result in first)
+    assert first[0].again == "headwise claims same-numbers"
     monkeypatch.setattr(run, "work", lambda function, jobs, *more: iter([]) if not jobs else pytest.fail("done again"))
     again = hw.claims(asked, size=TINY, cache=tmp_path)
     assert [result.to_dict() for result in again] == [result.to_dict() for result in first]
@@ -81,7 +82,7 @@ def test_timed_claims_run_here_alone_and_are_kept(tmp_path, monkeypatch):
 
 def test_on_a_given_model(model):
     (made,) = hw.claims(["same-numbers"], on=model)
-    assert made.on == "Transformer"
+    assert (made.on, made.again) == ("Transformer", 'hw.claims(["same-numbers"], on=model)')
     assert made.verdict.word == "holds"
 
 
@@ -101,3 +102,20 @@ def test_a_claim_that_does_not_fit_a_model_is_left_out_and_said(model, monkeypat
     assert told == ["parameters is left out: it has no wheels."]
     with pytest.raises(HeadwiseError, match="no wheels"):
         hw.claims(["parameters"], on=model)
+
+
+def test_what_is_installed_is_part_of_a_key(tmp_path):
+    (claim,) = find_claims(["parameters"])
+    lab = run.Lab(run.Store(tmp_path), (0,), TINY)
+    assert run._key(claim, lab) != run._key(replace(claim, also=lambda: "smollm2"), lab)
+
+
+def test_code_that_changed_meanwhile_is_refused(tmp_path):
+    with pytest.raises(HeadwiseError, match="changed while the lab was at work"):
+        run._measure("parameters", str(tmp_path), (0,), TINY.to_json(), "another key")
+
+
+def test_a_model_of_ones_own_by_name_and_with_a_text(tmp_path, model):
+    model.save(tmp_path / "a model")
+    (made,) = hw.claims(["same-numbers"], on=str(tmp_path / "a model"), text="to be")
+    assert made.again == f"headwise claims same-numbers --on '{tmp_path}/a model' --text 'to be'"

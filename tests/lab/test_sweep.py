@@ -73,6 +73,23 @@ def test_depth_or_heads_cuts_alike(cache):
     assert [len(points) for points in made.curves.values()] == [8, 8, 8]
 
 
+def test_a_run_that_diverged_is_a_row_like_others(cache):
+    made = sweep([2], seeds=2, cache=cache, **{**TINY, "rate": 1e30})
+    assert made.rows[0].loss.mean == float("inf")
+    assert made.rows[0].marks == made.rows[0].diversity == {}
+    assert made.curves == {"2": []}
+    json.dumps(made.to_dict(), allow_nan=False)
+
+
+def test_the_little_language_is_read_in_words_and_whole(cache):
+    with pytest.raises(HeadwiseError, match="read in words, got tokenizer 'byte'"):
+        sweep([1], tokenizer="byte", cache=cache, **TINY)
+    with pytest.raises(HeadwiseError, match="a context of 128 tokens, got 16"):
+        sweep([1], context=16, cache=cache, **TINY)
+    with pytest.raises(HeadwiseError, match="at least 1, got 16 and 0"):
+        sweep([1], head_dim=0, cache=cache, **TINY)
+
+
 def test_another_text(cache, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 200)

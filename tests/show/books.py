@@ -74,7 +74,7 @@ def make_claims() -> list[dict[str, Any]]:
             "number": place, "name": name, "says": f"What {name} <u>says</u> of heads.", "against": "A count that moves.",
             "setup": "Models of one width.", "rule": "Holds if it falls.", "verdict": verdict, "depends_on": on,
             "indicative": len(rows[0]["values"]) < 3, "seeds": list(range(len(rows[0]["values"]))), "on": "",
-            "figures": rows, "picture": picture, "rerun": f"headwise claims {name}",
+            "figures": rows, "picture": picture, "again": f"headwise claims {name}", "ends": "95 %",
         }
         for place, (name, verdict, on, rows, picture) in enumerate(made, 1)
     ]  # fmt: skip

@@ -31,7 +31,7 @@ def test_a_result_is_told_whole():
     result = parameters()
     (told,) = tell([result])
     assert {key: told[key] for key in result.to_dict()} == result.to_dict()
-    assert set(told) - set(result.to_dict()) == {"picture", "rerun"}
+    assert set(told) - set(result.to_dict()) == {"picture"}
 
 
 def test_figures_at_numbers_are_lines_from_left_to_right():
@@ -79,19 +79,6 @@ def test_nothing_measured_is_nothing_drawn():
 def test_what_is_infinite_is_told_as_none():
     figures = Figures().add("loss", 1, [math.inf, 1.0]).add("loss", 2, 1.0)
     assert drawn(figures, Picture(("loss",)))["series"][0]["points"][0] == [1, None, None, None]
-
-
-@pytest.mark.parametrize(
-    ("result", "command"),
-    [
-        (parameters(), "headwise claims parameters --full"),
-        (parameters((0,)), "headwise claims parameters"),
-        (parameters((0,), "gpt2"), "headwise claims parameters --on gpt2"),
-        (parameters((0,), "my model"), "headwise claims parameters --on 'my model'"),
-    ],
-)
-def test_how_it_is_done_again(result, command):
-    assert tell([result])[0]["rerun"] == command
 
 
 def test_a_book_of_claims_has_no_heads_and_makes_a_report():

@@ -171,7 +171,7 @@ def test_claims_show_what_the_book_holds(page, report, book):
         assert ("indicative: 1 seed" in verdict) == claim["indicative"]
         facts = part.locator("dd").all_text_contents()
         assert facts[:3] == [claim["against"], claim["setup"], claim["rule"]]
-        assert facts[-1] == claim["rerun"]
+        assert facts[-1] == claim["again"]
         part.locator("summary").click()
         cells = part.locator("tbody td.number").evaluate_all(
             "all => all.map(one => one.dataset.value === undefined ? null : Number(one.dataset.value))"

@@ -1,5 +1,6 @@
 """The picture of a claim: lines where its figures were measured at numbers, bars where at names."""
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from headwise.errors import HeadwiseError
@@ -13,10 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def is_drawn(result: Result) -> bool:
+    """Whether there is something to draw: on a given model some figures are not measured."""
+    return any(_finite(result.figures.at(name)) for name in result.claim.picture.figures)
+
+
 def draw_claim(result: Result) -> Drawing:
     """A claim's figures, with their intervals; the verdict stands above."""
     picture = result.claim.picture
-    chosen = {name: result.figures.at(name) for name in picture.figures if result.figures.at(name)}
+    chosen = {name: some for name in picture.figures if (some := _finite(result.figures.at(name)))}
     if not chosen:
         raise HeadwiseError(
             f"{result.claim.name} has none of the figures its picture shows: {', '.join(picture.figures)}."
@@ -30,6 +36,10 @@ def draw_claim(result: Result) -> Drawing:
         ]
         return draw_tradeoff(rows, picture.x, picture.y, title, log=picture.log)
     return _bars(chosen, picture.y, title)
+
+
+def _finite(some: dict[At, Figure]) -> dict[At, Figure]:
+    return {at: figure for at, figure in some.items() if isfinite(figure.mean)}
 
 
 def draw_sweep(sweep: Sweep) -> Drawing:

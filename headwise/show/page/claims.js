@@ -51,7 +51,7 @@ function chip(verdict) {
 
 function tested(one) {
   const facts = [["counts against it", one.against], ["set-up", one.setup], ["rule", one.rule],
-    ["seeds", one.seeds.join(", ")], ["tried on", one.on], ["do it again", el("code", { class: "command" }, one.rerun)]];
+    ["seeds", one.seeds.join(", ")], ["tried on", one.on], ["do it again", el("code", { class: "command" }, one.again)]];
   return el("section", { id: `claim-${one.name}`, class: one.name === state.claim ? "claim here" : "claim", "aria-label": one.says },
     el("h2", { tabindex: "-1" }, `${one.number}. ${one.says}`),
     el("p", { class: "chips", "data-fact": "verdict" }, chip(one.verdict), one.depends_on && el("strong", {}, one.depends_on), one.indicative && el("small", {}, `indicative: ${counted(one.seeds.length, "seed")}`)),
@@ -74,7 +74,7 @@ function figures(one) {
     ...(many ? [row.values.map((value) => number(value, "short")).join(" · ")] : [])]);
   return el("details", { open: unfolded.has(one.name), ontoggle: (event) => { unfolded[event.target.open ? "add" : "delete"](one.name); } },
     el("summary", { "data-key": `figures ${one.name}` }, counted(rows.length, "figure")),
-    grid(`Figures of ${one.name}; low and high: 95 %, unless the set-up says otherwise`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
+    grid(`Figures of ${one.name}; low and high: ${one.ends}`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
 }
 
 // Once it is drawn, the claim comes into sight and takes the focus; without one, the contents, at the claim one comes from.
