@@ -11,9 +11,7 @@ HEADS = "1,2,4,8,16,32,width"
 
 def run(
     text: Annotated[Path | None, typer.Argument(help="A file or folder of text; none: the little language.")] = None,
-    heads: Annotated[
-        str, typer.Option(help="Head counts; `width` stands for one channel a head.")
-    ] = "1,2,4,8,16,32,width",
+    heads: Annotated[str | None, typer.Option(help="Head counts: 1,2,4,8,16,32,width, the default.")] = None,
     width: Annotated[int, typer.Option(help="Width of the stream.")] = 64,
     head_dim: Annotated[int | None, typer.Option(help="Keep heads this wide: more heads, more parameters.")] = None,
     layers: Annotated[int | None, typer.Option(help="Blocks; 2, or 6 with --depth.")] = None,
