@@ -81,7 +81,7 @@ def judge(figures: Figures) -> Verdict:
 
 
 def _relative(made: Curve, by: str, heads: int) -> list[tuple[float, float]]:
-    return [(1 - point.heads / heads, point.more.mean / made.full.mean) for point in made.of(by)]
+    return [((heads - point.heads) / heads, point.more.mean / made.full.mean) for point in made.of(by)]
 
 
 def _told(found: list[dict[str, list[tuple[float, float]]]]) -> Figures:

@@ -81,17 +81,20 @@ def judge(figures: Figures) -> Verdict:
         return (
             Verdict("does not hold") if sure else Verdict("depends", "on the seed: how far maps part varies too much")
         )
-    but = []
-    if not figures["spaces alike beyond chance", "trained"].below(ALIKE):
-        but.append("their subspaces overlap more than random ones")
+    but, unsure = [], []
+    spaces = figures["spaces alike beyond chance", "trained"]
+    if not spaces.below(ALIKE):
+        sure = spaces.above(ALIKE)
+        (but if sure else unsure).append(f"their subspaces overlap {ALIKE:g} beyond chance")
     slopes = figures.at("maps apart, gained by a doubling of heads").values()
     if any(not slope.above(STEP) for slope in slopes):
-        but.append("narrower heads differ no more")
-    return (
-        Verdict("depends", f"on what is compared: their maps part, but {' and '.join(but)}")
-        if but
-        else Verdict("holds")
-    )
+        sure = any(slope.below(STEP) for slope in slopes)
+        (but if sure else unsure).append(f"narrower heads differ {'no more' if sure else 'more'}")
+    if but:
+        return Verdict("depends", f"on what is compared: their maps part, but {' and '.join(but)}")
+    if unsure:
+        return Verdict("depends", f"on the seed: their maps part, but whether {' and '.join(unsure)} stays open")
+    return Verdict("holds", "" if slopes else "head_dim was not compared")
 
 
 CLAIM = Claim(
@@ -103,12 +106,13 @@ CLAIM = Claim(
     setup=f"Pairs of heads of one layer, before the first step and after the last: the Jensen–Shannon divergence of their "
     f"maps on {ROWS} rows of held-out text, and how far the subspaces they read and write overlap, as a share of the way "
     f"from chance, d/D, to 1. Then the distance of maps for every head count from two on, at one width.",
-    rule=f"Does not hold if maps surely are not {APART:g} nats further apart after training. Holds if they surely are, the "
-    f"overlap is surely less than {ALIKE:g} beyond chance and the distance surely grows by {STEP:g} nats for each doubling "
-    f"of the head count (where head counts were compared); else depends.",
+    rule=f"Does not hold if maps are surely less than {APART:g} nats further apart after training. Holds if surely more, the "
+    f"overlap is surely less than {ALIKE:g} beyond chance and the distance surely grows by more than {STEP:g} nats for each "
+    f"doubling of the head count (where head counts were compared). Else depends: on what is compared if maps surely part "
+    f"but one of the others surely is not so, on the seed if that stays open.",
     measure=measure,
     judge=judge,
-    picture=Picture(("maps apart, by heads",), x="heads", y="Jensen–Shannon divergence, nats", log=True),
+    picture=Picture(("maps apart", "maps apart, by heads"), y="Jensen–Shannon divergence, nats"),
     points=points,
     on=on,
 )

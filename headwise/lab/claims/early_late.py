@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from headwise.model import AnyModel
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from headwise.weights import load
+from headwise.weights.places import BUNDLES
 
 THIRDS = ("first third", "middle third", "last third")
 SYNTAX = (
@@ -90,22 +92,31 @@ def on(model: AnyModel, text: Any = None) -> Figures:
 
 
 def installed() -> AnyModel | None:
-    """SmolLM2, if its package is there."""
-    try:
-        return load(BUNDLE)
-    except HeadwiseError:
-        return None
+    """SmolLM2, if its package is there; one that is damaged is an error, not an absence."""
+    return load(BUNDLE) if _bundled() else None
+
+
+def _bundled() -> str:
+    _, module, _ = BUNDLES[BUNDLE]
+    return BUNDLE if find_spec(module) is not None else ""
 
 
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
-    found = {str(at): gap.above(LEAST) for at, gap in figures.at(GAP).items()}
-    shown, missed = ([at for at, there in found.items() if there is wanted] for wanted in (True, False))
-    if not missed:
+    gaps = {str(at): gap for at, gap in figures.at(GAP).items()}
+    shown = [at for at, gap in gaps.items() if gap.above(LEAST)]
+    missed = [at for at, gap in gaps.items() if gap.below(LEAST)]
+    unsure = [at for at in gaps if at not in (*shown, *missed)]
+    told = _listed({"shown": shown, "not so": missed, "open": unsure})
+    if len(shown) == len(gaps):
         return Verdict("holds")
-    if 2 * len(shown) < len(found):
-        return Verdict("does not hold", f"only {'; '.join(shown)}" if shown else "")
-    return Verdict("depends", f"on what is meant, and where: {'; '.join(shown)}; not shown: {'; '.join(missed)}")
+    if 2 * len(missed) > len(gaps):
+        return Verdict("does not hold", _listed({"shown": shown, "open": unsure}))
+    return Verdict("depends", f"on {'what is meant, and where' if missed else 'the seed, or the text'}; {told}")
+
+
+def _listed(lists: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{word}: {', '.join(some)}" for word, some in lists.items() if some)
 
 
 GAP = "the way the claim has it"  # early − late for what is said to be early, late − early for the rest
@@ -190,10 +201,13 @@ CLAIM = Claim(
     "fixed offset.",
     rule="Four things are said of each model: local early, syntactic early, long range late, semantic late. Each "
     f"is shown where the first and the last third surely differ that way by more than {LEAST:g} (share of weight, "
-    "or accuracy). Holds if all are shown, does not hold if fewer than half are, else depends on which.",
+    "or accuracy), not so where surely by less or the other way, and open else. Holds if all are shown, does not hold "
+    "if more than half are not so. Else depends: on which if any is not so, on the seed or the text if some are open "
+    "and none is not so.",
     measure=measure,
     judge=judge,
     picture=Picture((*EARLY, *LATE), y="share of weight, or accuracy above the best offset"),
     points=points,
     on=on,
+    also=_bundled,
 )

@@ -42,14 +42,17 @@ def judge(figures: Figures) -> Verdict:
     behind = {heads: figure for heads, figure in figures.at("behind the best").items() if isinstance(heads, int)}
     one, *middle, most = sorted(behind)
     names = {one: "one head", most: "heads of one channel"}
-    worse = [end for end in names if behind[end].above(LEAST)]
+    spared = [name for end, name in names.items() if behind[end].below(LEAST)]
+    unsure = [name for end, name in names.items() if not behind[end].above(LEAST) and name not in spared]
     top = [heads for heads in middle if behind[heads].mean <= BROAD]
     told = f"{BROAD:g} nats from the best lie {', '.join(map(str, top))} heads"
-    if not worse:
-        return Verdict("does not hold", f"neither end is surely worse; within {told}")
-    if len(worse) < len(names):
-        (spared,) = set(names) - set(worse)
-        return Verdict("depends", f"on the end: {names[spared]} cannot be told from the best; within {told}")
+    if unsure:
+        open_ends = " or ".join(unsure)
+        return Verdict("depends", f"on the seed: whether {open_ends} is worse than the best stays open; within {told}")
+    if len(spared) == len(names):
+        return Verdict("does not hold", f"neither end is worse; within {told}")
+    if spared:
+        return Verdict("depends", f"on the end: {spared[0]} is no worse than the best; within {told}")
     if 2 * len(top) < len(middle):
         return Verdict("depends", f"on the head count: the top is narrow; within {told}")
     return Verdict("holds", f"within {told}")
@@ -72,8 +75,9 @@ CLAIM = Claim(
     "64 or 128 channels, or 8 to 32 heads, are best in wide models. The perplexities of Vaswani et al. (2017, table 3 A, "
     "width 512, English to German) stand beside it and are not judged.",
     rule=f"An end is worse if its held-out loss, paired by seed, lies surely more than {LEAST:g} nats a token above that of "
-    "the best head count between the ends. Does not hold if neither end is; depends if one is, or if fewer than half of the "
-    f"counts between the ends lie within {BROAD:g} nats of the best (their means); else holds. That best is the one with the "
+    "the best head count between the ends, and no worse if surely less. Depends on the seed if an end is "
+    "neither; does not hold if both ends are no worse; depends if one is, or if fewer than half of the counts between the "
+    f"ends lie within {BROAD:g} nats of the best (their means); else holds. That best is the one with the "
     "lowest mean of the same seeds, which favours the hill a little.",
     measure=measure,
     judge=judge,

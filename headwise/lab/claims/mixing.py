@@ -17,11 +17,9 @@ from headwise.look.asked import ask, fewest_tokens
 from headwise.look.attend import quiet
 from headwise.look.between import between
 from headwise.look.inputs import make_batch, read_units
-from headwise.look.profile import documents_for
 from headwise.model import AnyModel, Transformer
 
 TEXTS, LONGEST = 48, 128
-PAIRS, FEWER = 12, 12  # pairs and texts for a given model, which may be large
 ROWS = 128  # on which what heads write is compared
 ROUNDING = 1e-5
 LITTLE = 0.05  # of what the two cost singly
@@ -106,15 +104,6 @@ def measure(lab: Lab) -> Figures:
     return figures.add("interaction left without mixing", None, left)
 
 
-def on(model: AnyModel, text: Any = None) -> Figures:
-    """A model as it is, which mixes: whether its heads know of each other, and where."""
-    corpus, figures = documents_for(model) if text is None else text, Figures()
-    figures.add("interaction in the loss", LEARNED, interaction(model, corpus, pairs=PAIRS, texts=FEWER))
-    if isinstance(model, Transformer):  # layers of others are not called by hand
-        figures.add("interaction within the layer", LEARNED, _worst(model))
-    return _add_writing(figures, LEARNED, [writing(model, corpus)])
-
-
 def _worst(model: Transformer) -> float:
     dice = torch.Generator().manual_seed(0)
     x = torch.randn(1, 32, model.spec.width, generator=dice)
@@ -122,24 +111,22 @@ def _worst(model: Transformer) -> float:
         return max(within_layer(layer, x) for layer in model.attention_layers() if len(layer.spec.head_ids) > 1)
 
 
-def _add_writing(figures: Figures, name: str, found: list[tuple[float, float, float]]) -> Figures:
+def _add_writing(figures: Figures, name: str, found: list[tuple[float, float, float]]) -> None:
     figures.add("overlap of write subspaces", name, [overlap for overlap, _, _ in found])
     figures.add("overlap of write subspaces", "chance", [chance for _, chance, _ in found])
-    return figures.add("cosine of writes", name, [cosine for _, _, cosine in found])
+    figures.add("cosine of writes", name, [cosine for _, _, cosine in found])
 
 
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
     if any(max(figure.values) > ROUNDING for figure in figures.at("interaction within the layer").values()):
         return Verdict("does not hold")
-    losses = figures.at("interaction in the loss")
-    if losses.get(NONE, losses[LEARNED]).below(LITTLE):
+    lost, left = figures["interaction in the loss", NONE], figures["interaction left without mixing"]
+    if lost.below(LITTLE):
         return Verdict("holds")
-    if NONE not in losses:
-        return Verdict("depends", "on where one looks: in a layer's output heads only add up, in the loss they do not")
-    if figures["interaction left without mixing"].below(0.5):
+    if left.below(0.5):
         return Verdict("depends", "on what comes behind: less than half is left without W_O, through later layers")
-    if losses[NONE].above(LITTLE):
+    if lost.above(LITTLE) and left.above(0.5):
         return Verdict("does not hold", "later layers and norms let heads meet, with W_O or without")
     return Verdict("depends", "on the seed: how far heads interact without W_O varies too much")
 
@@ -156,11 +143,9 @@ CLAIM = Claim(
     "whether mixing helps.",
     rule=f"Does not hold if heads fail to add up in a layer's output by more than {ROUNDING:g}. Holds if without mixing the "
     f"interaction in the loss is surely below {LITTLE:g}; depends if it surely is less than half of the usual model's; does "
-    f"not hold if it is neither and surely above {LITTLE:g}; else depends on the seed. A given model mixes: there it holds "
-    f"if its own is below {LITTLE:g}, else depends.",
+    f"not hold if it surely is more than half and above {LITTLE:g}; else depends on the seed.",
     measure=measure,
     judge=judge,
     picture=Picture(("interaction in the loss", "interaction within the layer"), y="share of what both cost singly"),
     points=points,
-    on=on,
 )

@@ -36,20 +36,33 @@ def measure(lab: Lab) -> Figures:
 
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
-    needed, tried = len(TASK.offsets), figures.at("all look-ups right")
-    enough = all(figure.above(LEARNED) for heads, figure in tried.items() if isinstance(heads, int) and heads >= needed)
-    blended = enough and tried[1].below(BLENDED)
-    lost = figures.at("lost by one head")
-    worse = [str(name) for name, figure in lost.items() if figure.above(MATTERS)]
-    better = [str(name) for name, figure in lost.items() if figure.below(-MATTERS)]
-    if not blended and not worse:
-        return Verdict("does not hold")
+    blended, looked = _look_ups(figures)
+    lost = {str(name): figure for name, figure in figures.at("lost by one head").items()}
+    worse = [name for name, figure in lost.items() if figure.above(MATTERS)]
+    better = [name for name, figure in lost.items() if figure.below(-MATTERS)]
+    unsure = [name for name, figure in lost.items() if name not in worse and not figure.below(MATTERS)]
     loses = f"one head loses {', '.join(worse) or 'no relation for sure'}"
     if blended and worse and not better:
         return Verdict("holds", loses)
+    if blended is False and not worse and not unsure:
+        return Verdict("does not hold", looked)
     gains = f", does better at {', '.join(better)}" if better else ""
-    looked = f"{needed} look-ups at once {'do not go' if blended else 'go'} through one"
-    return Verdict("depends", f"on the relation: {loses}{gains}; {looked}")
+    stays = f", and {', '.join(unsure)} stays open" if unsure else ""
+    on = "seed" if blended is None or (unsure and not worse) else "relation"
+    return Verdict("depends", f"on the {on}: {loses}{gains}{stays}; {looked}")
+
+
+def _look_ups(figures: Figures) -> tuple[bool | None, str]:
+    """Whether look-ups bear it out, surely do not, or leave it open (None); and in words."""
+    needed, tried = len(TASK.offsets), figures.at("all look-ups right")
+    one, many = tried[1], [figure for heads, figure in tried.items() if isinstance(heads, int) and heads >= needed]
+    if one.above(BLENDED):
+        return False, f"{needed} look-ups at once go through one"
+    if any(figure.below(LEARNED) for figure in many):
+        return False, f"{needed} look-ups at once are not learned by {needed} heads or more either"
+    if one.below(BLENDED) and all(figure.above(LEARNED) for figure in many):
+        return True, f"{needed} look-ups at once do not go through one"
+    return None, f"whether {needed} look-ups at once go through one and through {needed} heads or more stays open"
 
 
 def points(lab: Lab) -> Iterable[Point]:
@@ -68,9 +81,11 @@ CLAIM = Claim(
     "linearly, with 1 to 8 heads of one width. The same with an MLP before the readout is shown and not judged: it can "
     "unpick much of a blend, as the models' own MLPs can.",
     rule=f"Look-ups bear it out if all of them are right at surely more than {LEARNED:.0%} of places with as many heads as "
-    f"look-ups or more, and at fewer than {BLENDED:.0%} with one. Holds if they do, one head surely loses more than "
-    f"{MATTERS:.0%} of right answers in some relation, and gains as much in none; does not hold if neither look-ups nor any "
-    "relation bear it out; else depends.",
+    f"look-ups or more, and at surely fewer than {BLENDED:.0%} with one; they do not if one of these surely is the other way "
+    f"round. Holds if they do, one head surely loses more than {MATTERS:.0%} of right answers in some relation, and surely "
+    f"gains as much in none. Does not hold if they do not and one head surely loses less than {MATTERS:.0%} in every "
+    "relation. Else depends: on the seed if look-ups leave it open, or if no relation is surely lost and some may be; or on "
+    "the relation.",
     measure=measure,
     judge=judge,
     picture=Picture(

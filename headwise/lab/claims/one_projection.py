@@ -158,5 +158,6 @@ CLAIM = Claim(
         y="time of the loop, one product = 1",
     ),
     timed=True,
+    ends="quartiles",
     on=on,
 )

@@ -1,10 +1,16 @@
 """At a fixed width, the number of heads does not change the number of parameters."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
+import torch
+
+from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.counts import head_counts
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.model import AnyModel
@@ -18,20 +24,34 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what a layer may have beside plain pr
     "one key head": {"kv_heads": 1},
     "sliced input": {"input": "slice"},
 }
+OWN = "the model's own kind"
 
 
 def count(spec: AttentionSpec) -> int:
-    """The parameters of a layer, by building it.
+    """The parameters of a layer, by building it of tensors without numbers.
 
     >>> count(AttentionSpec(width=64, heads=4))
     16384
     """
-    return sum(weight.numel() for weight in MultiHeadAttention(spec).parameters())
+    with torch.device("meta"):
+        layer = MultiHeadAttention(spec)
+    return sum(weight.numel() for weight in layer.parameters())
 
 
-def spread(spec: AttentionSpec, heads: tuple[int, ...]) -> float:
+def with_heads(spec: AttentionSpec, heads: int) -> AttentionSpec:
+    """The same kind of layer with another head count, and as many key heads as can be shared out over it.
+
+    >>> with_heads(AttentionSpec(width=96, heads=12, kv_heads=3), 16).kv_heads
+    1
+    """
+    shared = heads if spec.kv_heads == spec.heads else gcd(heads, spec.kv_heads)
+    # rotary needs an even head_dim, and has no parameters
+    return replace(spec, heads=heads, head_dim=0, value_dim=0, kv_heads=shared, kept=None, rotary=None)
+
+
+def spread(spec: AttentionSpec, heads: Sequence[int]) -> float:
     """The most parameters of a layer over its fewest, when only the number of heads changes."""
-    counts = [count(replace(spec, heads=h, head_dim=0, value_dim=0, kv_heads=min(h, spec.kv_heads))) for h in heads]
+    counts = [count(with_heads(spec, h)) for h in heads]
     return max(counts) / min(counts)
 
 
@@ -43,28 +63,23 @@ def measure(lab: Lab) -> Figures:
     for h in heads:
         figures.add("parameters", h, count(AttentionSpec(width=width, heads=h)))
     for name, fields in VARIANTS.items():
-        shared = 1 if name == "one key head" else width
-        spec = AttentionSpec(width=width, heads=width, **{"kv_heads": shared, **fields})
-        figures.add("most over fewest", name, spread(spec, heads))
+        figures.add("most over fewest", name, spread(AttentionSpec(width=width, heads=width, **fields), heads))
     return figures
 
 
 def on(model: AnyModel, text: Any = None) -> Figures:
-    """The model's own kind of layer, with other head counts."""
-    spec = replace(model.spec.attention, kept=None, rotary=None)
-    heads = tuple(h for h in (1, 2, 4, 8, 16, 32, 64) if spec.width % h == 0 and h <= spec.width)
+    """A plain layer of the model's width and the model's own kind, with other head counts."""
+    spec = model.spec.attention
+    heads = head_counts(spec.width)
+    if len(heads) < 2:
+        raise HeadwiseError(
+            f"a width of {spec.width} cannot be shared out over several heads; take a model of an even width."
+        )
     figures = Figures()
-    own = replace(spec, head_dim=0, value_dim=0, heads=1, kv_heads=1)
     for h in heads:
-        figures.add("parameters", h, count(replace(own, heads=h, head_dim=0, value_dim=0, kv_heads=h)))
-    grouped = spec.kv_heads < spec.heads
-    figures.add(
-        "most over fewest", "plain", spread(replace(own, heads=64, kv_heads=64, head_dim=1, value_dim=1), heads)
-    )
-    if grouped:
-        kinds = replace(own, heads=64, kv_heads=1, head_dim=1, value_dim=1)
-        figures.add("most over fewest", "one key head", spread(kinds, heads))
-    return figures
+        figures.add("parameters", h, count(with_heads(spec, h)))
+    figures.add("most over fewest", "plain", spread(AttentionSpec(width=spec.width, heads=1), heads))
+    return figures.add("most over fewest", OWN, spread(spec, heads))
 
 
 def judge(figures: Figures) -> Verdict:
@@ -73,9 +88,10 @@ def judge(figures: Figures) -> Verdict:
     moving = [str(name) for name, figure in spreads.items() if figure.mean != 1]
     if spreads["plain"].mean != 1:
         return Verdict("does not hold")
-    return (
-        Verdict("depends", f"on what else the layer has: {', '.join(moving)} move it") if moving else Verdict("holds")
-    )
+    if moving:
+        moves = "move" if len(moving) > 1 else "moves"
+        return Verdict("depends", f"on what else the layer has: {', '.join(moving)} {moves} it")
+    return Verdict("holds")
 
 
 CLAIM = Claim(
@@ -84,7 +100,7 @@ CLAIM = Claim(
     says="At a fixed width, the number of heads does not change the number of parameters.",
     against="A layer whose parameter count moves when only its head count does.",
     setup="Layers of one width with every head count that divides it, plain and with biases, gates, sinks, shared keys or "
-    "sliced inputs; parameters are counted by building each.",
+    "sliced inputs; parameters are counted by building each. Of a given model, a plain layer of its width and its own kind.",
     rule="Does not hold if a plain layer's count moves at all; depends if only another kind's does; else holds.",
     measure=measure,
     judge=judge,

@@ -1,6 +1,7 @@
 """Narrower heads keep scores from saturating."""
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -23,8 +24,10 @@ from headwise.model import AnyModel
 KEYS = 64  # of a random row
 ROWS = 512  # random rows, for each head_dim
 FEWEST = 8  # keys a row of a text must see: a shorter one is neither sharp nor flat
+WITHOUT = (1, 8, 32)  # head counts that are trained without the scale as well
 BAR = 0.01  # of relative entropy, a doubling of head_dim; over six doublings .06
-RANDOM, SCALED, TRAINED = "random, unscaled", "random, by 1/√d", "trained, by 1/√d"
+TRAINED, UNSCALED = "trained, by 1/√d", "trained, unscaled"
+RANDOM = {"unscaled": False, "by 1/√d": True}  # whether random q and k are scaled
 
 
 def saturation(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,29 +84,49 @@ def of_model(model: AnyModel, corpus: Any = None, texts: int = 64) -> dict[str, 
 
 
 def points(lab: Lab) -> list[Point]:
-    """Every head count."""
-    return [lab.point(seed, heads) for heads in head_counts(lab.size.width) for seed in lab.seeds]
+    """Every head count with the scale, some without."""
+    return [lab.point(seed, heads, **more) for _, heads, more in _kinds(lab) for seed in lab.seeds]
+
+
+def _kinds(lab: Lab) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """What trained models are called, their head count and what differs in their attention."""
+    width = lab.size.width
+    for heads in reversed(head_counts(width)):
+        yield TRAINED, heads, {}
+        if heads == width:
+            yield UNSCALED, heads, {}  # 1/√1 is no scale: the same model
+        elif heads in WITHOUT:
+            yield UNSCALED, heads, {"scale": 1.0}
 
 
 def measure(lab: Lab) -> Figures:
-    """Random q and k, and trained models, of every head_dim."""
-    figures = Figures()
-    entropies: dict[str, dict[int, list[float]]] = {name: {} for name in (RANDOM, SCALED, TRAINED)}
-    for heads in reversed(head_counts(lab.size.width)):
-        d = lab.size.width // heads
-        for name, scaled in ((RANDOM, False), (SCALED, True)):
-            made = [of_random(d, scaled, seed) for seed in lab.seeds]
-            figures.add(f"sd: {name}", d, [sd for sd, _ in made])
-            entropies[name][d] = [entropy for _, entropy in made]
-        trained = [of_model(lab.made(lab.point(seed, heads)).model(), lab.documents(seed)) for seed in lab.seeds]
-        figures.add(f"sd: {TRAINED}", d, [one["sd"] for one in trained])
-        figures.add("sd: trained, before the scale", d, [one["raw sd"] for one in trained])
-        entropies[TRAINED][d] = [one["entropy"] for one in trained]
-    for name, by_size in entropies.items():
-        for d, values in by_size.items():
-            figures.add(f"entropy: {name}", d, values)
+    """Trained models, with the scale and without, and random q and k, of every head_dim."""
+    figures, width = Figures(), lab.size.width
+    trained: dict[str, dict[int, list[float]]] = {TRAINED: {}, UNSCALED: {}}
+    for name, heads, more in _kinds(lab):
+        models = [lab.made(lab.point(seed, heads, **more)).model() for seed in lab.seeds]
+        made = [of_model(model, lab.documents(seed)) for model, seed in zip(models, lab.seeds, strict=True)]
+        figures.add(f"sd: {name}", width // heads, [one["sd"] for one in made])
+        if name == TRAINED:
+            figures.add("sd: trained, before the scale", width // heads, [one["raw sd"] for one in made])
+        trained[name][width // heads] = [one["entropy"] for one in made]
+    for name, by_size in trained.items():
+        _add(figures, name, by_size)
         figures.add("entropy gained by a doubling of head_dim", name, trends(by_size))
+    for name, scaled in RANDOM.items():
+        sizes = [width // heads for heads in reversed(head_counts(width))]
+        drawn = {d: [of_random(d, scaled, seed) for seed in lab.seeds] for d in sizes}
+        for d, found in drawn.items():
+            figures.add(f"sd: random, {name}", d, [sd for sd, _ in found])
+        by_size = {d: [entropy for _, entropy in found] for d, found in drawn.items()}
+        _add(figures, f"random, {name}", by_size)
+        figures.add("slope of random q and k", name, trends(by_size))
     return figures
+
+
+def _add(figures: Figures, name: str, by_size: dict[int, list[float]]) -> None:
+    for d, values in by_size.items():
+        figures.add(f"entropy: {name}", d, values)
 
 
 def judge(figures: Figures) -> Verdict:
@@ -116,9 +139,9 @@ def judge(figures: Figures) -> Verdict:
         return Verdict("holds")
     if len(not_so) == len(gained):
         return Verdict("does not hold")
-    told = (("so", so), ("not so", not_so), ("not sure", unsure))
+    told = (("so", so), ("not so", not_so), ("open", unsure))
     listed = [f"{word}: {', '.join(some)}" for word, some in told if some]
-    return Verdict("depends", f"on the scale; {'; '.join(listed)}")
+    return Verdict("depends", f"on the {'seed' if unsure else 'scale'}; {'; '.join(listed)}")
 
 
 CLAIM = Claim(
@@ -126,15 +149,18 @@ CLAIM = Claim(
     name="saturation",
     says="Narrower heads keep attention scores from saturating.",
     against="Wide heads whose softmax is no sharper than that of narrow ones.",
-    setup=f"Random q and k of unit channels, {KEYS} keys, with scores unscaled and scaled by 1/√d; and trained models of "
-    f"every head count at one width, which are scaled. The spread of scores in a row and the entropy of its softmax, over "
-    f"the logarithm of the keys it sees, are measured on rows of at least {FEWEST} keys.",
-    rule=f"For each of the three the entropy's slope on log₂(head_dim), by seed. Holds if it is surely below −{BAR:g} for "
-    f"all, does not hold if it surely is not for any; else depends on the scale.",
+    setup="Models of one width: of every head count trained with scores scaled by 1/√d, and of some "
+    f"({', '.join(map(str, WITHOUT))} heads) trained without the scale; where head_dim is 1 both are the same. The spread of "
+    "scores in a row and the entropy of its softmax, over the logarithm of the keys it sees, are measured on held-out text, "
+    f"on rows of at least {FEWEST} keys. Random q and k of unit channels, {KEYS} keys, are shown beside and not judged: "
+    "their slope is known beforehand.",
+    rule="For both kinds of trained models the entropy's slope on log₂(head_dim), by seed. Holds if it is surely below "
+    f"−{BAR:g} for both, does not hold if surely above −{BAR:g} for both; else depends on the seed if either is neither, or "
+    "on the scale.",
     measure=measure,
     judge=judge,
     picture=Picture(
-        tuple(f"entropy: {name}" for name in (RANDOM, SCALED, TRAINED)),
+        tuple(f"entropy: {name}" for name in (TRAINED, UNSCALED, *(f"random, {name}" for name in RANDOM))),
         x="head_dim", y="entropy / ln(keys seen)", log=True,
     ),
     points=points,

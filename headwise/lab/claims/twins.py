@@ -86,10 +86,14 @@ def judge(figures: Figures) -> Verdict:
     if twins.below(TOGETHER):
         if half.above(APART):
             return Verdict("holds")
-        return Verdict("depends", "on how long they are trained: even twins that write elsewhere stay close")
+        if half.below(APART):
+            return Verdict("depends", "on how long they are trained: even twins that write elsewhere stay close")
+        return Verdict("depends", "on the seed: twins stay together, how far half twins part stays open")
     if twins.above(APART):
         return Verdict("does not hold")
-    return Verdict("depends", "on rounding: twins drift apart, since sums are rounded in another order")
+    if twins.above(TOGETHER):
+        return Verdict("depends", "on rounding: twins drift apart, since sums are rounded in another order")
+    return Verdict("depends", "on the seed: whether twins drift apart, as rounding may have it, stays open")
 
 
 CLAIM = Claim(
@@ -102,8 +106,9 @@ CLAIM = Claim(
     f"and 3 of the same models, which began apart; of half twins what they read alone. How many weights are still equal to "
     f"the last bit is told too: equal sums may be rounded differently, and rounding may grow.",
     rule=f"Holds if twins are surely nearer than {TOGETHER:g} of others' distance, and half twins surely further than "
-    f"{APART:g} of it; does not hold if twins surely are further than {APART:g}; else depends on rounding or, if half twins "
-    f"stay close as well, on the length of training.",
+    f"{APART:g} of it; does not hold if twins surely are further than {APART:g}. Else depends: on rounding if twins surely "
+    f"are further than {TOGETHER:g}; on the length of training if they surely are nearer and half twins surely nearer than "
+    f"{APART:g}; else on the seed.",
     measure=measure,
     judge=judge,
     picture=Picture(("twins apart", "half twins apart", "others apart"), x="step", y="distance of weights"),

@@ -1,11 +1,15 @@
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from headwise.change.curve import Curve
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.cutting import CLAIM, can_go, more_loss, on
+from headwise.lab.claims import cutting
+from headwise.lab.claims.cutting import CLAIM, MANY, can_go, more_loss, on
 from headwise.look.importance import importance
 from headwise.look.runs import mean_activations
 from headwise.model import Transformer
@@ -58,6 +62,13 @@ def test_a_given_model(lab):
     figures = on(model, None)
     assert figures.names == CLAIM.measure(lab).names
     assert CLAIM.judge(figures).word in WORDS
+
+
+def test_a_fifth_is_a_fifth():
+    # 1 − 8/10 is a little less than 0.2, which would count as fewer than the rule asks for.
+    cut = SimpleNamespace(heads=8, more=SimpleNamespace(mean=0.004))
+    made = cast(Curve, SimpleNamespace(of=lambda by: [cut], full=SimpleNamespace(mean=2.0)))
+    assert cutting._relative(made, "ablation", 10) == [(MANY, 0.002)]
 
 
 def test_without_an_output_there_is_no_loss(lab):

@@ -5,7 +5,7 @@ import torch
 
 import headwise as hw
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.differ import differences, judge, measure, on
+from headwise.lab.claims.differ import CLAIM, differences, judge, measure, on
 from headwise.lab.counts import trends
 from headwise.lab.figure import Figures
 from tests.attach.test_look import build, documents
@@ -32,7 +32,24 @@ CASES = {
 
 
 def test_a_given_model_is_judged_without_head_counts():
-    assert judge(Figures().add(GAINED, None, 0.3).add(ALIKE, "trained", 0.0)).word == "holds"
+    verdict = judge(Figures().add(GAINED, None, 0.3).add(ALIKE, "trained", 0.0))
+    assert str(verdict) == "holds: head_dim was not compared"
+
+
+@pytest.mark.parametrize(
+    ("gained", "alike", "slope", "on"),
+    [
+        ([0.0, 0.05, 0.1], 0.0, 0.03, "on the seed: how far maps part"),
+        (0.3, [0.0, 0.05, 0.1], 0.03, "on the seed: their maps part, but whether their subspaces overlap"),
+        (0.3, 0.0, [0.0, 0.03, -0.02], "on the seed: their maps part, but whether narrower heads differ more"),
+        (0.3, 0.0, 0.0, "on what is compared: their maps part, but narrower heads differ no more"),
+        (0.3, 0.2, [0.0, 0.03, -0.02], "on what is compared: their maps part, but their subspaces overlap"),
+    ],
+)
+def test_an_open_question_is_not_answered(gained, alike, slope, on):
+    verdict = judge(Figures().add(GAINED, None, gained).add(ALIKE, "trained", alike).add(SLOPE, None, slope))
+    assert verdict.word == "depends"
+    assert verdict.on.startswith(on)
 
 
 def test_copies_are_not_apart(tmp_path):
@@ -79,6 +96,7 @@ def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
     figures = on(lab.made(lab.point(0)).model(), lab.documents())
     assert judge(figures).word in WORDS
+    assert set(figures.names) & set(CLAIM.picture.figures)
 
 
 def test_on_an_attached_model():

@@ -33,9 +33,42 @@ def test_the_verdict_names_what_is_shown():
     figures = Figures()
     for name, at, values in CASES["depends"]:
         figures.add(name, at, values)
-    shown, missed = judge(figures).on.split("not shown")
+    shown, missed = judge(figures).on.split("not so")
     assert "local early" in shown
     assert "semantic late" in missed
+
+
+SHOWN, MISSED, OPEN = [0.2, 0.21, 0.2], [0.0, 0.01, 0.0], [-0.1, 0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("values", "word", "on"),
+    [
+        ((SHOWN, OPEN, OPEN, OPEN), "depends", "on the seed, or the text; shown: local early (trained); open: syn"),
+        ((MISSED, MISSED, OPEN, OPEN), "depends", "on what is meant, and where; not so: local early"),
+        ((MISSED, MISSED, MISSED, OPEN), "does not hold", "open: semantic late"),
+        ((MISSED, MISSED, MISSED, MISSED), "does not hold", ""),
+    ],
+)
+def test_an_open_question_is_not_answered(values, word, on):
+    figures = Figures()
+    for row in gaps(*values):
+        figures.add(*row)
+    verdict = judge(figures)
+    assert verdict.word == word
+    assert verdict.on.startswith(on)
+
+
+def test_a_damaged_bundle_is_not_an_absent_one(tmp_path, monkeypatch):
+    # A folder that can be imported, and has nothing in it.
+    monkeypatch.setitem(early_late.BUNDLES, early_late.BUNDLE, ("damaged==0", "damaged_bundle", "model.gguf"))
+    assert early_late.installed() is None
+    assert CLAIM.also() == ""
+    (tmp_path / "damaged_bundle").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert CLAIM.also() == early_late.BUNDLE
+    with pytest.raises(HeadwiseError):
+        early_late.installed()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ def rows(*values):
 
 CASES = {
     "holds": rows(0.07, 0.03, 0.0, 0.01, 0.02, 0.05),
-    "depends": rows(0.07, 0.03, 0.0, 0.01, 0.02, 0.01),
-    "does not hold": rows(-0.01, 0.01, 0.0, 0.01, 0.01, 0.01),
+    "depends": rows(0.07, 0.03, 0.0, 0.01, 0.02, 0.0),
+    "does not hold": rows(-0.01, 0.01, 0.0, 0.01, 0.01, 0.0),
 }
 
 
@@ -21,6 +21,24 @@ def test_a_peak_is_no_broad_top():
     for row in rows(0.07, 0.05, 0.0, 0.05, 0.04, 0.09):
         figures.add(*row)
     assert "narrow" in CLAIM.judge(figures).on
+
+
+@pytest.mark.parametrize(
+    ("one", "most", "word", "on"),
+    [
+        ([0.02, 0.05, 0.26], [0.05, 0.1, 0.42], "depends", "whether one head or heads of one channel"),
+        ([0.2, 0.21, 0.2], [0.05, 0.1, 0.42], "depends", "whether heads of one channel is worse"),
+        ([-0.02, -0.021, -0.02], [0.05, 0.1, 0.42], "depends", "on the seed"),
+        ([-0.02, -0.021, -0.02], [0.2, 0.21, 0.2], "depends", "on the end: one head is no worse"),
+        ([-0.02, -0.021, -0.02], [0.0, 0.001, 0.0], "does not hold", "neither end"),
+        ([0.009], [0.009], "does not hold", "neither end"),
+    ],
+)
+def test_an_open_question_is_not_answered(one, most, word, on):
+    figures = Figures().add("behind the best", 1, one).add("behind the best", 64, most)
+    verdict = CLAIM.judge(figures.add("behind the best", 8, 0.0))
+    assert verdict.word == word
+    assert on in verdict.on
 
 
 def test_differences_are_paired_and_an_end_is_never_the_best():

@@ -1,4 +1,7 @@
+import pytest
+
 from headwise.lab.claims.one_head_blends import CLAIM, HEADS
+from headwise.lab.figure import Figures
 from tests.lab.told import told_lab
 
 TOLD = [("all look-ups right", 1, 0.0), ("all look-ups right", 2, 0.1), ("all look-ups right", 4, 1.0),
@@ -9,9 +12,35 @@ CASES = {
     "depends": [*TOLD, LOST, ("lost by one head", "bracket", [-0.1, -0.12, -0.11])],
     "does not hold": [
         *(("all look-ups right", heads, 1.0) for heads in HEADS),
-        ("lost by one head", "surname", [0.1, -0.1, 0.0]),
+        ("lost by one head", "surname", [0.01, -0.01, 0.0]),
     ],
 }
+OPEN = [0.1, -0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "four", "lost", "word", "on"),
+    [
+        (1.0, 1.0, OPEN, "depends", "on the seed: one head loses no relation for sure, and surname stays open"),
+        ([0.4, 0.5, 0.6], 1.0, 0.0, "depends", "on the seed"),
+        (0.0, [0.9, 0.96, 1.0], 0.0, "depends", "on the seed"),
+        (0.0, 1.0, OPEN, "depends", "on the seed"),
+        (
+            0.0,
+            1.0,
+            0.0,
+            "depends",
+            "on the relation: one head loses no relation for sure; 4 look-ups at once do not go",
+        ),
+        (1.0, 1.0, 0.8, "depends", "on the relation: one head loses surname; 4 look-ups at once go through one"),
+        (0.0, 0.1, 0.0, "does not hold", "4 look-ups at once are not learned"),
+    ],
+)
+def test_an_open_question_is_not_answered(one, four, lost, word, on):
+    figures = Figures().add("all look-ups right", 1, one).add("all look-ups right", 4, four)
+    verdict = CLAIM.judge(figures.add("lost by one head", "surname", lost))
+    assert verdict.word == word
+    assert verdict.on.startswith(on)
 
 
 def test_what_one_head_loses_is_told_by_relation(tmp_path):
@@ -25,4 +54,5 @@ def test_what_one_head_loses_is_told_by_relation(tmp_path):
     verdict = CLAIM.judge(figures)
     assert verdict.word == "depends"  # a handful of steps teaches no look-ups
     assert "one head loses surname" in verdict.on
+    assert "not learned" in verdict.on
     assert set(CLAIM.points(lab)) == {lab.point(0, 1), lab.point(0)}

@@ -4,8 +4,19 @@ import pytest
 import torch
 
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.saturation import KEYS, judge, measure, of_model, of_random, saturation
-from headwise.lab.counts import head_counts
+from headwise.lab.claims.saturation import (
+    CLAIM,
+    KEYS,
+    TRAINED,
+    UNSCALED,
+    judge,
+    measure,
+    of_model,
+    of_random,
+    saturation,
+)
+from headwise.lab.counts import head_counts, trends
+from headwise.lab.figure import Figures
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -13,7 +24,7 @@ from headwise.text.make import make_tokenizer
 from tests.lab.tiny import tiny_lab
 
 NAME = "entropy gained by a doubling of head_dim"
-WHERE = ("random, unscaled", "random, by 1/√d", "trained, by 1/√d")
+WHERE = (TRAINED, UNSCALED)
 
 
 def gained(*slopes):
@@ -21,10 +32,26 @@ def gained(*slopes):
 
 
 CASES = {
-    "holds": gained([-0.1, -0.11, -0.1], [-0.05, -0.05, -0.051], [-0.03, -0.031, -0.03]),
-    "depends": gained([-0.1, -0.11, -0.1], [0.0, 0.001, 0.0], [-0.03, 0.03, 0.0]),
-    "does not hold": gained([-0.001], [0.0], [0.02]),
+    "holds": gained([-0.05, -0.05, -0.051], [-0.03, -0.031, -0.03]),
+    "depends": gained([0.0, 0.001, 0.0], [-0.1, -0.11, -0.1]),
+    "does not hold": gained([-0.001], [0.02]),
 }
+
+
+@pytest.mark.parametrize(
+    ("scaled", "unscaled", "on"),
+    [
+        ([0.0, 0.001, 0.0], [-0.1, -0.11, -0.1], "on the scale; so: trained, unscaled; not so: trained, by 1/√d"),
+        ([0.0, 0.001, 0.0], [-0.05, 0.02, 0.0], "on the seed; not so: trained, by 1/√d; open: trained, unscaled"),
+    ],
+)
+def test_an_open_question_is_not_answered(scaled, unscaled, on):
+    figures = Figures()
+    for row in gained(scaled, unscaled):
+        figures.add(*row)
+    assert judge(figures).on == on
+    figures.add("slope of random q and k", "unscaled", -0.2)  # is not judged
+    assert judge(figures).on == on
 
 
 @pytest.mark.parametrize("d", [1, 4, 64])
@@ -67,5 +94,21 @@ def test_the_scale_is_what_stands_between(tmp_path):
         d = lab.size.width // heads
         raw, scaled = figures["sd: trained, before the scale", d].mean, figures["sd: trained, by 1/√d", d].mean
         assert raw == pytest.approx(scaled * math.sqrt(d), rel=1e-4)
-    assert set(figures.at(NAME)) == set(WHERE)
+    assert tuple(figures.at(NAME)) == WHERE
+    assert set(CLAIM.picture.figures) <= set(figures.names)
     assert judge(figures).word in WORDS
+
+
+def test_models_trained_without_the_scale(tmp_path):
+    lab = tiny_lab(tmp_path)
+    scales = {(p.spec.attention.heads, p.spec.attention.scale) for p in CLAIM.points(lab)}
+    assert scales == {*((heads, None) for heads in (1, 2, 4, 8, 16)), (1, 1.0), (8, 1.0)}
+    figures = measure(lab)
+    for name in ("sd", "entropy"):  # heads of one channel: 1/√1 is no scale
+        assert list(figures.at(f"{name}: {UNSCALED}")) == [1, 2, 16]
+        assert figures[f"{name}: {UNSCALED}", 1] == figures[f"{name}: {TRAINED}", 1]
+    # the tiny lab draws the same weights with and without: what differs is the scale alone
+    assert figures[f"sd: {UNSCALED}", 16].mean > figures[f"sd: {TRAINED}", 16].mean
+    slope = trends({d: figures[f"entropy: {UNSCALED}", d].values for d in (1, 2, 16)})
+    assert figures[NAME, UNSCALED].values == pytest.approx(slope)
+    assert list(figures.at("slope of random q and k")) == ["unscaled", "by 1/√d"]

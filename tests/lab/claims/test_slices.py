@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from headwise.errors import HeadwiseError
 from headwise.lab.claims.slices import CLAIM, FULL, SLICED, WIDER, own_slice, read_overlap
+from headwise.lab.figure import Figures
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from tests.lab.told import told_lab
@@ -14,9 +16,30 @@ CASES = {
 }
 
 
-def model(**attention) -> Transformer:
+@pytest.mark.parametrize(
+    ("overlap", "sliced", "wider", "on"),
+    [
+        ([0.5, 1.0, 1.8], 0.2, 0.1, "on the seed: what heads read overlaps 1.10 times"),
+        (1.1, 0.2, [-0.1, 0.1, 0.2], "on the seed: heads read overlapping spaces, but whether slices with wider MLPs"),
+        (1.1, 0.0, [-0.1, 0.1, 0.2], "on what is asked: heads read overlapping spaces, but slices lose less"),
+    ],
+)
+def test_an_open_question_is_not_answered(overlap, sliced, wider, on):
+    figures = Figures().add(OVERLAP, FULL, overlap)
+    verdict = CLAIM.judge(figures.add("lost by slices", SLICED, sliced).add("lost by slices", WIDER, wider))
+    assert verdict.word == "depends"
+    assert verdict.on.startswith(on)
+
+
+def model(heads=6, **attention) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(ModelSpec(9, 8, 1, AttentionSpec(width=48, heads=6, **attention), norm="rms"))
+    return Transformer(ModelSpec(9, 8, 1, AttentionSpec(width=48, heads=heads, **attention), norm="rms"))
+
+
+def test_one_head_overlaps_with_none():
+    assert CLAIM.on is not None
+    with pytest.raises(HeadwiseError, match="two heads"):
+        CLAIM.on(model(heads=1), None)
 
 
 def test_sliced_heads_partition_and_random_ones_do_not():
@@ -56,3 +79,4 @@ def test_measured_and_on_a_given_model(tmp_path):
     assert CLAIM.on is not None
     found = CLAIM.on(lab.made(lab.point(0, input="slice")).model(), None)
     assert CLAIM.judge(found).word == "does not hold"
+    assert set(found.names) & set(CLAIM.picture.figures)

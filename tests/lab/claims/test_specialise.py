@@ -3,6 +3,7 @@ import pytest
 import headwise as hw
 from headwise.lab.claim import WORDS
 from headwise.lab.claims.specialise import followed, having_roles, judge, measure, on
+from headwise.lab.figure import Figures
 from headwise.look.profile import profile
 from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
@@ -21,8 +22,25 @@ def told(share, gained, relations):
 CASES = {
     "holds": told([0.8, 0.82, 0.8], [0.8, 0.82, 0.8], [5, 5, 6]),
     "depends": told([0.3, 0.32, 0.3], [0.3, 0.32, 0.3], [2, 2, 3]),
-    "does not hold": told([0.8, 0.8, 0.8], [0.0, 0.0, 0.01], [0, 1, 0]),
+    "does not hold": told([0.8, 0.8, 0.8], [0.0, 0.0, 0.01], [0, 0, 0]),
 }
+
+
+@pytest.mark.parametrize(
+    ("gained", "relations", "on"),
+    [
+        ([0.0, 0.0, 0.01], [0, 1, 0], "on the seed"),
+        ([-0.1, 0.0, 0.2], [0, 0, 0], "on the seed"),
+        ([0.2, 0.21, 0.2], [0, 1, 0], "on the head"),
+    ],
+)
+def test_an_open_question_is_not_answered(gained, relations, on):
+    figures = Figures()
+    for row in told([0.8, 0.8, 0.8], gained, relations):
+        figures.add(*row)
+    verdict = judge(figures)
+    assert verdict.word == "depends"
+    assert verdict.on.startswith(on)
 
 
 def test_an_untrained_model_has_no_roles(tmp_path):

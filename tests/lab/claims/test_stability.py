@@ -10,8 +10,24 @@ SPARED, SPREAD = "spared by many heads", "spread of one head over that of many"
 CASES = {
     "holds": [(SPARED, 8, [0.5, 0.6, 0.7]), (SPARED, 32, [0.5, 0.6, 0.7]), (SPREAD, 8, Figure.known(2, 0.3, 12))],
     "depends": [(SPARED, 8, [0.5, 0.6, 0.7]), (SPARED, 32, [0.0, 0.6, 0.7])],
-    "does not hold": [(SPARED, 8, [-0.5, 0.6, 0.7]), (SPARED, 32, -0.4)],
+    "does not hold": [(SPARED, 8, [0.05, 0.06, 0.07]), (SPARED, 32, -0.4)],
 }
+OPEN = Figure.known(0.63, -0.64, 1.9)
+
+
+@pytest.mark.parametrize(
+    ("eight", "thirty_two", "on"),
+    [
+        (OPEN, OPEN, "on the seed: whether high rates spare 8 and 32 heads"),
+        (-0.4, OPEN, "on the seed: whether high rates spare 32 heads"),
+        (0.6, OPEN, "on the seed: high rates surely spare 8 heads, whether 32"),
+        (0.6, -0.4, "on how many: high rates surely spare 8 of 8 and 32 heads"),
+    ],
+)
+def test_an_open_question_is_not_answered(eight, thirty_two, on):
+    verdict = CLAIM.judge(Figures().add(SPARED, 8, eight).add(SPARED, 32, thirty_two))
+    assert verdict.word == "depends"
+    assert verdict.on.startswith(on)
 
 
 def test_a_spread_that_grows_is_told():

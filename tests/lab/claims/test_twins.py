@@ -25,6 +25,20 @@ def test_twins_that_never_moved_say_nothing():
     assert "how long" in verdict.on
 
 
+@pytest.mark.parametrize(
+    ("twins", "half", "on"),
+    [
+        ([0.0, 0.05, 0.01], 0.6, "on the seed: whether twins drift apart"),
+        ([0.05, 0.051, 0.05], 0.6, "on rounding"),
+        (0.0, [0.0, 0.1, 0.3], "on the seed: twins stay together"),
+    ],
+)
+def test_an_open_question_is_not_answered(twins, half, on):
+    verdict = judge(Figures().add(SHARE, "twins", twins).add(SHARE, "half twins", half))
+    assert verdict.word == "depends"
+    assert verdict.on.startswith(on)
+
+
 def test_independent_weights_are_a_root_of_two_apart():
     dice = torch.Generator().manual_seed(0)
     one, other = (torch.randn(200, 200, generator=dice) for _ in range(2))
