@@ -85,7 +85,7 @@ def judge(figures: Figures) -> Verdict:
     spaces = figures["spaces alike beyond chance", "trained"]
     if not spaces.below(ALIKE):
         sure = spaces.above(ALIKE)
-        (but if sure else unsure).append(f"their subspaces overlap {ALIKE:g} beyond chance")
+        (but if sure else unsure).append(f"their subspaces overlap more than {ALIKE:g} beyond chance")
     slopes = figures.at("maps apart, gained by a doubling of heads").values()
     if any(not slope.above(STEP) for slope in slopes):
         sure = any(slope.below(STEP) for slope in slopes)

@@ -108,7 +108,7 @@ def _compared(gap: Figure) -> str:
         return "worse than"
     if gap.below(-SAME):
         return "better than"
-    return "as good as" if gap.above(-SAME) and gap.below(SAME) else "by the seed near or far from"
+    return "as good as" if gap.above(-SAME) and gap.below(SAME) else "by the seed better or worse than"
 
 
 CLAIM = Claim(

@@ -47,7 +47,7 @@ def judge(figures: Figures) -> Verdict:
     if blended is False and not worse and not unsure:
         return Verdict("does not hold", looked)
     gains = f", does better at {', '.join(better)}" if better else ""
-    stays = f", and {', '.join(unsure)} stays open" if unsure else ""
+    stays = f"; open: {', '.join(unsure)}" if unsure else ""
     on = "seed" if blended is None or (unsure and not worse) else "relation"
     return Verdict("depends", f"on the {on}: {loses}{gains}{stays}; {looked}")
 
