@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from headwise.lab.claim import WORDS, Claim
-from headwise.lab.figure import Figure
+from headwise.lab.figure import At, Figure
 from headwise.lab.run import Result
 from headwise.lab.sweep import Sweep
 from headwise.show.claims import claims_book
@@ -104,10 +104,14 @@ def as_markdown(results: Sequence[Result], pictures: str = "") -> str:
         lines += ["", f"## {claim.name}", "", f"*{claim.says}* **{_verdict(r)}**", ""]
         lines += [f"Against it would count: {claim.against} {claim.setup}", "", f"The rule: {claim.rule}", ""]
         lines += [f"![{claim.name}]({pictures}{_picture(r)})", ""] if is_drawn(r) else []
-        lines += [f"| figure | at | mean | {claim.ends} |", "|---|---|---|---|"]
-        lines += [f"| {name} | {'' if at is None else at} | {f.mean:.4g} | {_ends(f)} |" for name, at, f in r.figures]
+        lines += [f"| figure | at: mean ({claim.ends}) |", "|---|---|"]
+        lines += [f"| {name} | {_told(r.figures.at(name))} |" for name in r.figures.names]
         lines += ["", f"    {r.again}"]
     return "\n".join(lines) + "\n"
+
+
+def _told(some: Mapping[At, Figure]) -> str:
+    return "; ".join(str(figure) if at is None else f"{at}: {figure}" for at, figure in some.items())
 
 
 def _verdict(result: Result) -> str:

@@ -77,7 +77,8 @@ def _bars(chosen: dict[str, dict[At, Figure]], y: str, title: str) -> Drawing:
     panel.set_xticks(range(len(labels)), labels=told, rotation=25 if long else 0, ha="right" if long else "center")
     panel.axhline(0, color=INK, linewidth=0.6)
     if len(chosen) > 1:
-        panel.legend(fontsize=8, frameon=False, loc="best", labelcolor=INK)
+        panel.margins(y=0.2 + 0.06 * len(chosen))  # room for the names above the bars
+        panel.legend(fontsize=8, frameon=False, loc="upper right", labelcolor=INK)
     panel.set_title(title, fontsize=8, color=INK, loc="left")
     return Drawing(figure, rows)
 
