@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from headwise.lab.store import Store
 from headwise.look.profile import Note
 from headwise.train.run import METRICS
 
+GRACE = 15.0  # seconds a process has to save what it is at
 TICK = 0.5  # seconds between looks at how far they are
 KILLED = (
     "a process ended before it was done. If it was killed for want of memory, run the same again with fewer processes; if "
@@ -71,11 +74,22 @@ def work(
                     look()
         except BrokenProcessPool:
             raise HeadwiseError(KILLED) from None
-        except BaseException:
-            for child in set(active_children()) - before:  # those at work save and stop
-                child.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _stop(set(active_children()) - before, GRACE if isinstance(error, KeyboardInterrupt) else 0)
             raise
+
+
+def _stop(children: Iterable[BaseProcess], grace: float) -> None:
+    """Have those at work save and stop. Ctrl-C has told them already, and a second word would be obeyed without saving: so they
+    are given time, then told, and at last killed."""
+    for seconds, tell in ((grace, BaseProcess.terminate), (GRACE, BaseProcess.kill)):
+        end = time.monotonic() + seconds
+        for child in children:
+            child.join(max(0.0, end - time.monotonic()))
+        for child in children:
+            if child.is_alive():
+                tell(child)
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
