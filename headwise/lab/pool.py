@@ -81,7 +81,7 @@ def work(
 
 
 def _stop(children: Iterable[BaseProcess], grace: float) -> None:
-    """Have those at work save and stop. Ctrl-C has told them already, and a second word would be obeyed without saving: so they
+    """Have those at work save and stop. Ctrl-C told them already, and a second word would be obeyed without saving: so they
     are given time, then told, and at last killed."""
     for seconds, tell in ((grace, BaseProcess.terminate), (GRACE, BaseProcess.kill)):
         end = time.monotonic() + seconds
