@@ -16,7 +16,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import headwise as hw
-from bench.measure import machine, peak_memory, rise_in_memory, take_turns
+from bench.measure import machine, peak_memory, take_turns
+from headwise.lab.memory import rise
 from headwise.show.tables import make_table
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (1, 2048, 768, 12), (1, 8192, 768, 12)]  # (B, T, width, heads)
@@ -150,7 +151,7 @@ def memory_of(name: str, T: int) -> float:
     module, call = build(768, 12, 64)
     backward(module, call, torch.randn(1, 64, 768))()  # whatever torch sets up once
     x, (module, call) = torch.randn(1, T, 768), build(768, 12, T)
-    return rise_in_memory(backward(module, call, x))
+    return rise(backward(module, call, x))
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ from rich.console import Console
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
 import headwise as hw
-from bench.measure import machine, rise_in_memory
+from bench.measure import machine
+from headwise.lab.memory import rise
 from headwise.show.tables import make_table
 from headwise.weights.places import find
 
@@ -61,7 +62,7 @@ def measure(who: str, folder: str, tiny: str) -> dict[str, float]:
             model(ids)
             took["load + first forward"] = time.perf_counter() - start
 
-        took["peak MB"] = rise_in_memory(work)
+        took["peak MB"] = rise(work)
     return took
 
 

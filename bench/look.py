@@ -17,8 +17,9 @@ from rich.console import Console
 from torch import Tensor
 
 import headwise as hw
-from bench.measure import machine, peak_memory, rise_in_memory, take_turns
+from bench.measure import machine, peak_memory, take_turns
 from headwise.heads.site import Seen
+from headwise.lab.memory import rise
 from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.inputs import Batch, Unit
@@ -125,7 +126,7 @@ def memory(what: str, T: int) -> None:
     model, batch = make_model(T), make_batch(T)
     work = {"forward": plain, "full": full, "dense": dense}[what](model, batch)
     plain(model, make_batch(64))()
-    print(rise_in_memory(work))
+    print(rise(work))
 
 
 def main() -> None:

@@ -53,21 +53,6 @@ def peak_memory(module: str, *arguments: str) -> float:
     return float(done.stdout.strip().splitlines()[-1])
 
 
-def rise_in_memory(work: Callable[[], object]) -> float:
-    """Megabytes the process takes at its peak while `work` runs, above what it held before."""
-    gc.collect()
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")  # forget the peak so far
-    before = _memory("VmRSS")
-    work()
-    return _memory("VmHWM") - before
-
-
-def _memory(what: str) -> float:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(what))
-
-
 def machine() -> str:
     """What the figures were taken on."""
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, CPU"

@@ -27,7 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import headwise as hw
-from bench.measure import machine, peak_memory, rise_in_memory, take_turns
+from bench.measure import machine, peak_memory, take_turns
+from headwise.lab.memory import rise
 from headwise.show.tables import make_table
 from headwise.text.corpus import Corpus
 from headwise.text.make import make_tokenizer
@@ -222,7 +223,7 @@ def memory_of(who: str, name: str, form: str) -> float:
     rises = []
     for _ in range(3):
         ctypes.CDLL(None).malloc_trim(0)
-        rises.append(rise_in_memory(contestant.step))
+        rises.append(rise(contestant.step))
     return statistics.median(rises)
 
 

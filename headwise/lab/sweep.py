@@ -10,7 +10,7 @@ from typing import Any
 from headwise.errors import HeadwiseError
 from headwise.lab.depth import same_cut
 from headwise.lab.diversity import diversity
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.figure import Figure
 from headwise.lab.lab import LITTLE_WORDS, usual_point, usual_recipe
 from headwise.lab.point import Made, Point
 from headwise.lab.pool import train_all, work
@@ -54,13 +54,6 @@ class Sweep:
     def best(self) -> Row:
         """The row with the lowest loss."""
         return min(self.rows, key=lambda row: row.loss.mean)
-
-    def figures(self) -> Figures:
-        """The losses, by head count."""
-        made = Figures()
-        for row in self.rows:
-            made.add("loss", row.heads, row.loss)
-        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""

@@ -9,12 +9,17 @@ from headwise.text.documents import Document
 from tests.parity.real import smollm2_folder, smollm2_oracle
 
 
-@pytest.mark.slow
-def test_smollm2_has_the_same_roles_both_ways() -> None:
+def both_ways():
     ours = hw.load(smollm2_folder())
     model = smollm2_oracle()
     model.set_attn_implementation("sdpa")
     theirs = hw.attach(model, ours.tokenizer)
+    return ours, theirs
+
+
+@pytest.mark.slow
+def test_smollm2_has_the_same_roles_both_ways() -> None:
+    ours, theirs = both_ways()
     documents = [item for item in hw.Corpus.probe().items() if isinstance(item, Document)][:48]
     a, b = (hw.profile(model, documents, causal=False) for model in (ours, theirs))
     assert a.roles() == b.roles()
@@ -26,10 +31,7 @@ def test_smollm2_has_the_same_roles_both_ways() -> None:
 
 @pytest.mark.slow
 def test_smollm2_shares_out_a_logit_and_promotes_words_the_same_both_ways() -> None:
-    ours = hw.load(smollm2_folder())
-    model = smollm2_oracle()
-    model.set_attn_implementation("sdpa")
-    theirs = hw.attach(model, ours.tokenizer)
+    ours, theirs = both_ways()
     a, b = (logit_attribution(one, "The capital of France is", " Paris", " London") for one in (ours, theirs))
     assert b.complete
     largest = max(map(abs, a.parts.values()))

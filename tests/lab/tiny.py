@@ -16,7 +16,7 @@ from headwise.text.little import VOCABULARY
 from headwise.text.make import make_tokenizer
 
 SIZE = Size(width=16, heads=4, layers=2, steps=8, batch=4, documents=20)
-TOLD = {"loss": 3.0, "curve": [], "marks": {}, "diversity": {}, "tokens": 0, "speed": None, "memory": None}
+TOLD = {"loss": 3.0, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
 
 
 class Untrained(Lab):
@@ -35,6 +35,15 @@ class Untrained(Lab):
 def tiny_lab(folder: Path, seeds: tuple[int, ...] = (0,)) -> Lab:
     """One for a test's own folder."""
     return Untrained(Store(folder), seeds, SIZE)
+
+
+@torch.no_grad()
+def make_copies(model: Transformer) -> None:
+    """Every head of a layer becomes its first."""
+    for layer in model.attention_layers():
+        for head in list(layer.heads)[1:]:
+            for letter in "QKVO":
+                getattr(head, f"W_{letter}").copy_(getattr(layer.heads[0], f"W_{letter}"))
 
 
 def _drawn(point: Point, seed: int) -> Transformer:

@@ -1,7 +1,6 @@
 import math
 
 import pytest
-import torch
 
 import headwise as hw
 from headwise.lab.claim import WORDS
@@ -9,7 +8,7 @@ from headwise.lab.claims.differ import CLAIM, differences, judge, measure, on
 from headwise.lab.counts import trends
 from headwise.lab.figure import Figures
 from tests.attach.test_look import build, documents
-from tests.lab.tiny import tiny_lab
+from tests.lab.tiny import make_copies, tiny_lab
 
 GAINED, ALIKE, SLOPE = (
     "maps apart, gained in training",
@@ -55,11 +54,7 @@ def test_an_open_question_is_not_answered(gained, alike, slope, on):
 def test_copies_are_not_apart(tmp_path):
     lab = tiny_lab(tmp_path)
     model = lab.made(lab.point(0)).model()
-    with torch.no_grad():
-        for layer in model.attention_layers():
-            for head in list(layer.heads)[1:]:
-                for letter in "QKVO":
-                    getattr(head, f"W_{letter}").copy_(getattr(layer.heads[0], f"W_{letter}"))
+    make_copies(model)
     found = differences(model, lab.documents(), rows=64)
     assert found["maps"] == pytest.approx(0, abs=1e-6)
     assert found["spaces"] == pytest.approx(1, abs=1e-5)

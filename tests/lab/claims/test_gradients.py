@@ -7,7 +7,7 @@ from headwise.lab.claims.gradients import CHANCE, MOVED, OWN, cosines, gradients
 from headwise.look.asked import ask
 from headwise.look.inputs import make_batch, read_units
 from tests.attach.test_look import build, documents
-from tests.lab.tiny import tiny_lab
+from tests.lab.tiny import make_copies, tiny_lab
 
 STEPS = (0.0, 0.5, 1.0)
 
@@ -32,11 +32,7 @@ def test_copies_and_random_vectors():
 def test_copies_of_a_head_have_one_gradient_and_weights_stay(tmp_path):
     lab = tiny_lab(tmp_path)
     model = lab.made(lab.point(0)).model()
-    with torch.no_grad():
-        for layer in model.attention_layers():
-            for head in list(layer.heads)[1:]:
-                for letter in "QKVO":
-                    getattr(head, f"W_{letter}").copy_(getattr(layer.heads[0], f"W_{letter}"))
+    make_copies(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = gradients(model, lab.documents())
     assert found[OWN] == pytest.approx(1, abs=1e-5)
