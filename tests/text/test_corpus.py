@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.measure import rise_in_memory
 from headwise.errors import HeadwiseError
+from headwise.lab.memory import rise
 from headwise.text import Corpus, Tokenizer, corpus
 from headwise.text.corpus import read_text
 from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer
@@ -189,4 +189,4 @@ def test_a_file_of_fifty_megabytes_takes_little_memory(tmp_path: Path, end: str)
     def work() -> None:
         assert sum(len(piece.text) for piece in Corpus.of(path).pieces()) == os.path.getsize(path)
 
-    assert rise_in_memory(work) < 15
+    assert rise(work) < 15

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.measure import rise_in_memory
 from headwise.errors import HeadwiseError
+from headwise.lab.memory import rise
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.train import loss as room
@@ -103,4 +103,4 @@ def test_logits_of_a_large_vocabulary_are_never_held() -> None:
     def work() -> None:
         cross_entropy(model, hidden, targets).backward()
 
-    assert rise_in_memory(work) < 572 / 3
+    assert rise(work) < 572 / 3
