@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.spec import ModelSpec
 
+PASSED_ON = (  # what heads hand on from the body's answer: chosen experts, and what an encoder gave
+    "router_logits", "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions", "decoder_hidden_states",
+    "decoder_attentions",
+)  # fmt: skip
+
 
 def takes_ids(model: Any, ids: Any, padding: Tensor | None) -> None:
     """Refuse what is not a batch of token ids, and models that read something else."""
@@ -65,7 +70,7 @@ class Output:
     def __call__(self, hidden: Tensor) -> Tensor:
         """(…, D) → (…, V)"""
         model, states = self._model, hidden.reshape(1, -1, hidden.shape[-1])
-        if model.base_model is model:
+        if not _bodies(model):
             raise HeadwiseError(
                 f"{type(model).__name__} does not tell its head from its body; ask the model for logits."
             )
@@ -78,12 +83,12 @@ class Output:
 @contextmanager
 def _stands_for(model: nn.Module, states: Tensor) -> Iterator[None]:
     """While open, the body of a model is not run, whichever part of it the head calls: these states are what it gives."""
-    from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
     given = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)  # pyright: ignore[reportArgumentType]
-    given.__dict__["router_logits"] = None  # models with experts pass on which were chosen
-    bodies = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+    for passed_on in PASSED_ON:
+        given.__dict__[passed_on] = None
+    bodies = _bodies(model)
     before = [body.__dict__.get("forward") for body in bodies]
     for body in bodies:
         body.__dict__["forward"] = lambda *arguments, **kwargs: given
@@ -94,6 +99,13 @@ def _stands_for(model: nn.Module, states: Tensor) -> Iterator[None]:
             body.__dict__.pop("forward")
             if own is not None:
                 body.__dict__["forward"] = own
+
+
+def _bodies(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are models themselves: one body, or the two stacks of an encoder-decoder."""
+    from transformers import PreTrainedModel
+
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
 
 
 @contextmanager

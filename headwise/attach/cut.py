@@ -116,9 +116,12 @@ class Emptied(nn.Module):
         if name is not None:  # what writes was inside, and keeps its name there
             self.add_module(name, writes)
 
-    def forward(self, hidden_states: Tensor, *_: Any, past_key_values: Any = None, **__: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *_: Any, key_value_states: Any = None, past_key_values: Any = None, **__: Any
+    ) -> tuple[Tensor, None]:
         """(B, T, D) → (B, T, D), or (B, T, 0) where what writes comes behind."""
-        if past_key_values is not None:
+        if past_key_values is not None and key_value_states is None:
+            past_key_values = getattr(past_key_values, "self_attention_cache", past_key_values)
             nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)  # (B, 1, T, 1)
             past_key_values.update(nothing, nothing, self.layer_idx)
         if self._name is None:

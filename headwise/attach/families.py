@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3Attention": Family("input_layernorm", cut=True, one_more_norm=True),
     **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"), _BERT),
     "DistilBertSelfAttention": Family(None, heads=("n_heads",), channels=("dim",), cut=True),
+    **dict.fromkeys(("BartAttention", "MarianAttention"), Family(None, heads=("num_heads",), cut=True)),
     "GPT2Attention": Family("ln_1", heads=("num_heads",), channels=("split_size",), cut=True),
     "Phi3Attention": Family("input_layernorm"),
     "GPTNeoXAttention": Family("input_layernorm"),

@@ -169,6 +169,19 @@ class Attached(nn.Module):
         return next(self.model.parameters()).device
 
     @property
+    def start(self) -> int:
+        """The token before what an encoder-decoder writes, as its configuration has it."""
+        found = getattr(self.model.config, "decoder_start_token_id", None)
+        if found is None:
+            found = getattr(self.model.generation_config, "decoder_start_token_id", None)
+        if found is None:
+            raise HeadwiseError(
+                f"the configuration of this {type(self.model).__name__} does not say which token writing starts from; set "
+                f"model.config.decoder_start_token_id."
+            )
+        return found
+
+    @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the model is in training mode: theirs decides."""
         model = self.__dict__.get("_modules", {}).get("model")

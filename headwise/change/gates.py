@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.look.asked import Asked, ask, check_askable, fewest_tokens
+from headwise.look.asked import Asked, ask, check_askable, read_asked
 from headwise.look.attend import quiet
-from headwise.look.inputs import Unit, make_batch, read_units
+from headwise.look.inputs import Unit, make_batch
 from headwise.look.profile import Note
 from headwise.model import AnyModel
 from headwise.spec import Address, SiteAddress
@@ -146,11 +146,7 @@ def _check(model: AnyModel, keep: float, steps: int, rate: float, batch: int) ->
 def _units(model: AnyModel, corpus: Any, context: int | None, most: int) -> list[Unit]:
     """The texts that will be read, no more of a large corpus than that."""
     longest = min(LONGEST, model.spec.context) if context is None else context
-    every = (unit for unit in read_units(model, corpus, longest) if len(unit.ids) >= fewest_tokens(model))
-    units = list(islice(every, most))
-    if not units:
-        raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")
-    return units
+    return list(islice(read_asked(model, corpus, longest), most))
 
 
 @contextmanager
@@ -172,10 +168,10 @@ def _prepared(model: AnyModel, weights: bool) -> Iterator[None]:
 
 def _loss(model: AnyModel, clean: AnyModel, asked: Asked, gates: dict[SiteAddress, Tensor]) -> Tensor:
     """The mean loss of a token with these gates; without an output, how far each text's mean state moved, on average."""
-    hidden = asked.pick(model(asked.ids, padding=asked.padding, gates=gates, hidden=True))  # (B, R, D)
+    hidden = asked.pick(asked.run(model, gates))  # (B, R, D)
     if asked.targets is None:
         with torch.no_grad():
-            wanted = asked.answers(clean, clean(asked.ids, padding=asked.padding, hidden=True))  # (B, D)
+            wanted = asked.answers(clean, asked.run(clean))  # (B, D)
         return asked.lost(asked.answers(model, hidden), wanted).mean()
     targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
     count = int((targets != IGNORE).sum())

@@ -192,14 +192,10 @@ def _check(
     if type(rounds) is not int or rounds < 1:
         raise HeadwiseError(f"rounds must be a whole number of at least 1, got {rounds!r}.")
     ranked = keep is not None and by != "random"
-    if model.spec.kind == "encoder-decoder" and (fold or ranked):
-        raise HeadwiseError(
-            "a corpus gives an encoder-decoder nothing to translate; name heads='cross.5.1' with fold=False, or use "
-            "headwise.change.cut: cut(model, heads, fold(model, heads, means))."
-        )
     if on is None and (fold or ranked):
         what = "folding leaves heads' means behind" if fold else f"ranking by {by} asks the model"
-        raise HeadwiseError(f"{what}, so it needs a text: give on=…{', or fold=False' * fold}.")
+        needed = "pairs" if model.spec.kind == "encoder-decoder" else "a text"
+        raise HeadwiseError(f"{what}, so it needs {needed}: give on=…{', or fold=False' * fold}.")
 
 
 def _sizes(spec: ModelSpec) -> str:

@@ -13,6 +13,7 @@ from headwise.change.rank import rank, worst
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.look.attend import quiet
+from headwise.look.inputs import read
 from headwise.look.profile import Note
 from headwise.look.runs import Means, mean_activations
 from headwise.look.sweep import pass_cost
@@ -162,13 +163,13 @@ def _take_turns(models: tuple[AnyModel, AnyModel], length: int, turns: int) -> l
     ids = torch.randint(models[0].spec.vocab, (1, length), generator=draws).to(models[0].device)  # (1, T)
     with quiet(models[0]), quiet(models[1]):
         for model in models:
-            model(ids)  # the first call also warms up
+            read(model, ids, hidden=False)  # the first call also warms up
         return [(_seconds(models[0], ids), _seconds(models[1], ids)) for _ in range(turns)]
 
 
 def _seconds(model: AnyModel, ids: torch.Tensor) -> float:
     start = time.perf_counter()
-    model(ids)
+    read(model, ids, hidden=False)
     if ids.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

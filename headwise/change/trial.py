@@ -1,6 +1,6 @@
 """What a change costs: the same texts asked of the full model and of smaller ones, text by text, with intervals."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.look.asked import Asked, ask, check_askable, fewest_tokens
+from headwise.look.asked import Asked, ask, check_askable, read_asked
 from headwise.look.attend import quiet
-from headwise.look.inputs import Unit, make_batches, read_units
+from headwise.look.inputs import make_batches, read_units
 from headwise.look.runs import unit_length
 from headwise.look.statistics import bootstrap, bootstrap_difference
 from headwise.model import AnyModel
+from headwise.text.corpus import Corpus
 
 TOKENS = 2048  # run at once
 
@@ -38,8 +39,8 @@ class Figure:
 class Trial:
     """Texts to ask models for, and the full model's answers.
 
-    A decoder is asked for every next token, an encoder for hidden ones; without an output, the loss of a text is how far its
-    mean state has turned from the full model's, 1 − cosine.
+    A decoder is asked for every next token, an encoder for hidden ones, an encoder-decoder for the text of a pair; without
+    an output, the loss of a text is how far its mean state has turned from the full model's, 1 − cosine.
     """
 
     batches: tuple[Asked, ...]
@@ -50,9 +51,7 @@ class Trial:
     def of(model: AnyModel, corpus: Any, longest: int | None = None) -> "Trial":
         """Read a corpus and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
         check_askable(model, "loss")
-        units = [u for u in _units(model, corpus, longest) if len(u.ids) >= fewest_tokens(model)]
-        if not units:
-            raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")
+        units = read_asked(model, corpus, unit_length(model, longest))
         batches = tuple(ask(model, batch) for batch in make_batches(units, TOKENS, device=model.device))
         counts = torch.cat([asked.counts for asked in batches]).numpy()
         return Trial(batches, tuple(_answers(model, asked) for asked in batches), counts)
@@ -86,15 +85,18 @@ class Trial:
         return torch.cat(made).double().cpu().numpy()
 
 
-def read_texts(model: AnyModel, corpus: Any, limit: int, longest: int | None = None) -> list[str]:
-    """The first `limit` texts of a corpus, long ones cut into several of `longest` tokens."""
+def read_texts(model: AnyModel, corpus: Any, limit: int, longest: int | None = None) -> list[Any]:
+    """The first `limit` texts of a corpus, long ones cut into several of `longest` tokens; or its first pairs."""
     if limit < 1:
         raise HeadwiseError(f"at least one text must be read; got a limit of {limit}.")
-    units = islice(_units(model, corpus, longest), limit)
+    corpus = Corpus.of(corpus)
+    if corpus.paired:
+        return list(islice(corpus.items(), limit))
+    units = islice(read_units(model, corpus, unit_length(model, longest)), limit)
     return [unit.alignment.text if unit.document is None else unit.document.text for unit in units]
 
 
-def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+def halves(texts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Texts dealt out in turn: some to choose heads on, some to judge the choice by.
 
     What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice.
@@ -104,16 +106,11 @@ def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(texts[::2]), list(texts[1::2])
 
 
-def _units(model: AnyModel, corpus: Any, longest: int | None) -> Iterator[Unit]:
-    return read_units(model, corpus, unit_length(model, longest))
-
-
 @torch.no_grad()
 def _answers(model: AnyModel, asked: Asked) -> Tensor:
     """Summed surprise of each text, (B,), or its mean state, (B, D)."""
     with quiet(model):
-        hidden = model(asked.ids, padding=asked.padding, hidden=True)  # (B, T, D)
-        return asked.answers(model, asked.pick(hidden))
+        return asked.answers(model, asked.pick(asked.run(model)))
 
 
 def _figure(mean: float, interval: tuple[np.ndarray, np.ndarray]) -> Figure:

@@ -14,6 +14,7 @@ def run(
     listed: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One seed, verdicts indicative: the default.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Three seeds, with intervals.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="So many seeds instead.")] = None,
     on: Annotated[
         str | None, typer.Option(help="Try those that apply on this model: a bundle, folder, file, hub id.")
     ] = None,
@@ -30,8 +31,10 @@ def run(
     from headwise.show.lab import list_claims, show_claims, write_claims
     from headwise.show.progress import going_on, noting
 
-    if quick and full:
-        raise HeadwiseError("--quick takes one seed, --full three; give one of them.")
+    if quick + full + (seeds is not None) > 1:
+        raise HeadwiseError("--quick takes one seed, --full three, --seeds so many; give one of them.")
+    if seeds is not None and on is not None:
+        raise HeadwiseError("--seeds is for models that are trained here; that of --on is there already.")
     if text is not None and on is None:
         raise HeadwiseError("--text is what the model of --on reads; give --on MODEL too.")
     chosen = find_claims(names or [])
@@ -41,7 +44,7 @@ def run(
         return
     with noting() as note, going_on() if on is None else nullcontext():
         results = claims(
-            names or [], full=full, on=on, text=text, cache=cache, processes=processes, note=note,
+            names or [], full=full, seeds=seeds, on=on, text=text, cache=cache, processes=processes, note=note,
             say=lambda told: print(told, file=sys.stderr),
         )  # fmt: skip
     if out is not None:

@@ -10,7 +10,7 @@ import typer
 
 def run(
     model: Annotated[str, typer.Argument(help="A bundle (smollm2), a folder, a file or a hub id.")],
-    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; what an encoder-decoder reads.")],
     tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the best token; above, it draws.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k best.")] = None,
@@ -30,7 +30,8 @@ def run(
         raise HeadwiseError(f"{model} has no tokenizer, so it cannot read text.")
     gates = None if silence is None else {silence: 0.0}
     steps = loaded.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates)
-    ids, start = loaded.tokenizer.encode(prompt), time.perf_counter()
+    reads = loaded.spec.kind == "encoder-decoder"  # then the text is its source, and it writes another
+    ids, start = [] if reads else loaded.tokenizer.encode(prompt), time.perf_counter()
     read = len(ids)
     text = shown = loaded.tokenizer.decode(ids)
     if not as_json:

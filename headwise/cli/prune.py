@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.given import SOURCE, read_from
+
 if TYPE_CHECKING:
     from headwise.change.curve import Curve
     from headwise.change.plan import Plan
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 def run(
     model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
     text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    source: Annotated[Path | None, typer.Option(help=SOURCE)] = None,
     keep: Annotated[float | None, typer.Option(help="The share of heads that stays: 0.7")] = None,
     heads: Annotated[str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*")] = None,
     apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
@@ -29,6 +32,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Save the smaller model in this folder.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
     test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
+    test_source: Annotated[Path | None, typer.Option(help="What belongs to --test, for an encoder-decoder.")] = None,
     limit: Annotated[int, typer.Option(help="At most so many texts.")] = 64,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
     seeds: Annotated[int, typer.Option(help="So many random cuts to compare with.")] = 3,
@@ -64,7 +68,9 @@ def run(
     choosing, judging = _texts(
         loaded,
         text,
+        source,
         test,
+        test_source,
         limit,
         length,
         chosen=bool(curve or heal or keep is not None or (heads is not None and fold)),
@@ -111,17 +117,23 @@ def run(
 
 
 def _texts(
-    model: "AnyModel", text: list[str] | None, test: Path | None, limit: int, length: int | None, chosen: bool
-) -> tuple[list[str] | None, list[str] | None]:
+    model: "AnyModel",
+    text: list[str] | None,
+    source: Path | None,
+    test: Path | None,
+    test_source: Path | None,
+    limit: int,
+    length: int | None,
+    chosen: bool,
+) -> tuple[list[Any] | None, list[Any] | None]:
     """What heads are chosen on, and what the choice is judged by; none where a model cannot be asked about texts."""
     from headwise.change.trial import halves, read_texts
 
-    if model.spec.kind == "encoder-decoder" or model.tokenizer is None:
-        return None, None
-    given: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
-    texts = read_texts(model, given, limit, length)
-    if test is not None:
-        return texts, read_texts(model, test, limit, length)
+    if model.tokenizer is None or (model.spec.kind == "encoder-decoder" and source is None and not text):
+        return None, None  # heads can still be cut by name
+    texts = read_texts(model, read_from(text, source), limit, length)
+    if test is not None or test_source is not None:
+        return texts, read_texts(model, read_from([test] if test else None, test_source), limit, length)
     return halves(texts) if chosen or len(texts) > 1 else (texts, texts)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.given import SOURCE, read_from
+
 if TYPE_CHECKING:
     from headwise.look.biography import Biography
     from headwise.model import Transformer
@@ -19,10 +21,12 @@ def run(
     text: Annotated[
         list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
     ] = None,
+    source: Annotated[Path | None, typer.Option(help=SOURCE)] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; none: runs/ and the text's name. The same again goes on.")
     ] = None,
     valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
+    valid_source: Annotated[Path | None, typer.Option(help="What belongs to --valid, for an encoder-decoder.")] = None,
     preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "little",
     layers: Annotated[int | None, typer.Option(help="Blocks, if not the preset's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Heads of a layer, if not the preset's.")] = None,
@@ -71,8 +75,9 @@ def run(
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     rows = "windows" if text else LITTLE.rows
     recipe = replace(LITTLE, **given, rows=rows, compile=compile, checkpointing=checkpointing, seed=seed)
-    texts, held_out = (text, valid) if text else little_texts(recipe)
-    held_out = valid or held_out
+    texts, held_out = (text, None) if text else little_texts(recipe)
+    texts = texts if source is None else read_from(text, source)
+    held_out = valid or held_out if valid_source is None else read_from([valid] if valid else None, valid_source)
     out = out or Path("runs") / (text[0].stem if text else "little")
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process looks and speaks for all
     watched = _begin(out / HEADS) if watch_heads and leads else None

@@ -53,6 +53,7 @@ def claims(
     names: Iterable[str] = (),
     *,
     full: bool = False,
+    seeds: int | None = None,
     on: "AnyModel | str | None" = None,
     text: Any = None,
     size: Size | None = None,
@@ -61,15 +62,19 @@ def claims(
     note: Note | None = None,
     say: Callable[[str], object] | None = None,
 ) -> list[Result]:
-    """Run claims by name, or all. `full` takes three seeds; `on` tries those that apply on a model, with a text if given.
+    """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says.
 
-    What was found before by the same code is not done again. `say` is told which claims a model does not fit, and why.
+    `on` tries those that apply on a model, with a text if given; seeds are for models that are trained here. What was
+    found before by the same code is not done again. `say` is told which claims a model does not fit, and why.
     """
     names = list(names)
     chosen = find_claims(names)
     if on is not None:
         return _try_all(_applying(chosen, bool(names)), on, text, bool(names), note, say)
-    lab = Lab(Store(cache), FULL if full else QUICK, size or Size())
+    if seeds is not None and seeds < 1:
+        raise HeadwiseError(f"an experiment needs at least one seed, got {seeds}.")
+    chosen_seeds = tuple(range(seeds)) if seeds is not None else FULL if full else QUICK
+    lab = Lab(Store(cache), chosen_seeds, size or Size())
     found = {claim.name: _kept(claim, lab) for claim in chosen}
     todo = [claim for claim in chosen if found[claim.name] is None]
     train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, note)
@@ -92,7 +97,8 @@ def claims(
         done += 1
     tell()
     known = ((claim, figures) for claim in chosen if (figures := found[claim.name]) is not None)
-    return [_judged(c, figures, lab.seeds, again=f"headwise claims {c.name}{' --full' * full}") for c, figures in known]
+    how = f" --seeds {seeds}" if seeds is not None else " --full" * full
+    return [_judged(claim, figures, lab.seeds, again=f"headwise claims {claim.name}{how}") for claim, figures in known]
 
 
 def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """What a model is asked for while heads are taken from it: which tokens at which places, and how badly it answers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -10,8 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.look.inputs import Batch, Unit, tokenizer_of
+from headwise.heads.head import Pattern
+from headwise.look.inputs import Batch, Unit, read_units, tokenizer_of
+from headwise.look.runs import Run, record_z
 from headwise.model import AnyModel
+from headwise.spec import SiteAddress
+from headwise.text.corpus import Corpus
 from headwise.train.batches import IGNORE
 
 Metric = Literal["loss", "last"]
@@ -28,6 +33,22 @@ class Asked:
     targets: Tensor | None  # (B, T)
     padding: Tensor | None  # (B, T), as the model must be told it
     units: tuple[int, ...] = ()
+    source: Tensor | None = None  # (B, S), what an encoder-decoder reads
+    source_real: Tensor | None = None  # (B, S)
+
+    def run(self, model: AnyModel, gates: Any = None) -> Tensor:
+        """One forward pass: final states (B, T, D)."""
+        return model(
+            self.ids, padding=self.padding, source=self.source, source_padding=self.source_real, gates=gates, hidden=True
+        )  # fmt: skip
+
+    def record(self, model: AnyModel, heads: Pattern) -> Run:
+        """What heads gave in such a pass."""
+        return record_z(model, self.ids, heads, padding=self.real, source=self.source, source_padding=self.source_real)
+
+    def real_at(self, site: SiteAddress) -> Tensor | None:
+        """Which tokens are real where a layer's queries stand: those of the sources in an encoder's layer."""
+        return self.source_real if site.stack == "enc" else self.real
 
     @cached_property
     def counts(self) -> Tensor:
@@ -87,22 +108,30 @@ def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
         targets = targets.masked_fill(places != last, IGNORE)
     # Nobody reads a text's last token to guess another, so it is not read at all. And what stands behind a text is never
     # seen where a model reads forwards: no mask, and the plain causal kernel.
-    return Asked(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units)
+    return Asked(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units, batch.source, batch.source_padding)
+
+
+def read_asked(model: AnyModel, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
+    """The texts of a corpus that a model can be asked about; of an encoder-decoder, pairs."""
+    corpus = Corpus.of(corpus)
+    corpus.suits(model.spec.kind)
+    units = (unit for unit in read_units(model, corpus, longest) if len(unit.ids) >= fewest_tokens(model))
+    first = next(units, None)
+    if first is None:
+        raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")
+    yield first
+    yield from units
 
 
 def fewest_tokens(model: AnyModel) -> int:
     """Shorter texts ask nothing: a decoder needs a token to start from and one to guess."""
-    return 2 if model.spec.kind == "decoder" and model.output is not None else 1
+    return 2 if model.spec.kind != "encoder" and model.output is not None else 1
 
 
 def check_askable(model: AnyModel, metric: str) -> None:
     """Whether this can be asked of this model."""
     if metric not in ("loss", "last"):
         raise HeadwiseError(f"the metric is 'loss', over all tokens, or 'last', the last one alone; got {metric!r}.")
-    if model.spec.kind == "encoder-decoder":
-        raise HeadwiseError(
-            "a corpus gives an encoder-decoder nothing to translate; use ablated(model, …) around your own calls."
-        )
     if metric == "last" and (model.spec.kind == "encoder" or model.output is None):
         raise HeadwiseError("metric='last' asks for the last token, so it needs a decoder with an output; use 'loss'.")
 

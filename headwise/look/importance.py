@@ -10,7 +10,7 @@ Later heads take over from one that is gone, so one ablation is a lower bound of
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -19,10 +19,10 @@ import torch
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.ablate import HOWS, How, stand_in
-from headwise.look.asked import Asked, Metric, ask, check_askable, fewest_tokens
+from headwise.look.asked import Asked, Metric, ask, check_askable, read_asked
 from headwise.look.attend import quiet
-from headwise.look.inputs import Unit, make_batch, make_batches, read_units
-from headwise.look.runs import Means, Run, chosen_sites, mean_of, record_z, unit_length
+from headwise.look.inputs import Unit, make_batch, make_batches
+from headwise.look.runs import Means, Run, chosen_sites, mean_of, unit_length
 from headwise.look.statistics import bootstrap, bootstrap_difference
 from headwise.look.sweep import TOKENS, Stands, slopes, sweep
 from headwise.look.tally import Tally
@@ -177,13 +177,7 @@ def importance(
     _check(by, how, tokens)
     check_askable(model, metric)
     with quiet(model):
-        units = [
-            unit
-            for unit in read_units(model, corpus, unit_length(model, longest))
-            if len(unit.ids) >= fewest_tokens(model)
-        ]
-        if not units:
-            raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")
+        units = list(read_asked(model, corpus, unit_length(model, longest)))
         chosen = tuple(head for _, there in chosen_sites(model, heads) for head in there)
         how = "zero" if by == "gradient" else how  # a gate closes towards zero
         asks = _Asks(model, units, metric, how, means, max(1, tokens // TEXTS) if by == "ablation" else tokens)
@@ -230,17 +224,16 @@ class _Asks:
 
     def each(self, heads: Sequence[Address]) -> Iterator[tuple[Asked, Stands]]:
         if self.how == "mean" and self.means is None:
-            self.means = mean_of(self._record(asked, heads) for _, asked in self.batches())
+            self.means = mean_of(asked.record(self.model, heads) for _, asked in self.batches())
         for units, asked in self.batches():
             other = None
             if self.how == "resample":
                 donors = make_batch([self.next[unit.number] for unit in units], device=self.model.device)
-                other = self._record(ask(self.model, donors, self.metric), heads)
-            stand = partial(stand_in, how=self.how, means=self.means, other=other, real=asked.real)
-            yield asked, stand
+                other = ask(self.model, donors, self.metric).record(self.model, heads)
+            yield asked, self._stands(asked, other)
 
-    def _record(self, asked: Asked, heads: Sequence[Address]) -> Run:
-        return record_z(self.model, asked.ids, heads, padding=asked.real)
+    def _stands(self, asked: Asked, other: Run | None) -> Stands:
+        return lambda site, chosen: stand_in(site, chosen, self.how, self.means, other, asked.real_at(site.address))
 
 
 def _ablate(tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int) -> None:

@@ -1,7 +1,7 @@
 """What a model reads while it is looked at: texts as units, units in batches."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import AnyModel
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment
-from headwise.text.corpus import Corpus
+from headwise.text.corpus import Corpus, Pair, Piece
 from headwise.text.documents import Document
 from headwise.text.tokenizer import trim
 
@@ -21,12 +21,21 @@ LONGEST = 512  # tokens of a unit of plain text
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One text as a model reads it: the unit of the statistics. Long texts are cut into several."""
+    """One text as a model reads it: the unit of the statistics. Long texts are cut into several.
+
+    Of a pair `ids` are the text behind the token a decoder starts from, and `source` is what the encoder reads.
+    """
 
     number: int
     ids: tuple[int, ...]
     document: Document | None  # None: a piece of plain text
     _align: partial[Alignment]
+    source: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Tokens that it takes in a batch."""
+        return max(len(self.ids), len(self.source))
 
     @cached_property
     def alignment(self) -> Alignment:
@@ -41,6 +50,8 @@ class Batch:
     units: tuple[Unit, ...]
     ids: Tensor  # (B, T)
     real: Tensor  # (B, T): True at tokens, False at padding
+    source: Tensor | None = None  # (B, S), of pairs
+    source_real: Tensor | None = None  # (B, S)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what is the same for all heads, worked out once
 
     @cached_property
@@ -53,11 +64,18 @@ class Batch:
         """Whether there is no padding at all."""
         return bool(self.real.all())
 
+    @property
+    def source_padding(self) -> Tensor | None:
+        """Which tokens of the sources are real, where there is padding among them."""
+        return None if self.source_real is None or bool(self.source_real.all()) else self.source_real
+
 
 def read_units(model: AnyModel, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
-    """Every text of a corpus; plain text in units of at most `longest` tokens, documents whole."""
-    tokenizer = tokenizer_of(model)
-    before, behind = around(tokenizer)
+    """Every text of a corpus; plain text in units of at most `longest` tokens, documents and pairs whole."""
+    tokenizer, corpus = tokenizer_of(model), Corpus.of(corpus)
+    if corpus.paired:
+        corpus.suits(model.spec.kind)
+    before, behind = tokenizer.around
     room = model.spec.context if model.spec.positions == "learned" else max(model.spec.context, longest or 0)
     if longest is not None and longest > room:
         raise HeadwiseError(
@@ -67,13 +85,14 @@ def read_units(model: AnyModel, corpus: Any, longest: int | None = None) -> Iter
     if longest <= len(before) + len(behind):
         raise HeadwiseError(f"a length of {longest} tokens leaves no room for text; choose a longer one.")
     number = 0
-    for item in Corpus.of(corpus).items():
-        if isinstance(item, Document):
-            unit = _of_document(number, item, tokenizer)
-            if len(unit.ids) > room:
+    for item in corpus.items():
+        if not isinstance(item, Piece):
+            pair = isinstance(item, Pair)
+            unit = _of_pair(number, item, model) if pair else _of_document(number, item, tokenizer)
+            if unit.size > room:
                 raise HeadwiseError(
-                    f"document {number} has {len(unit.ids)} tokens, more than the {room} positions of the model: "
-                    f"{item.text[:60]!r}…; leave it out or cut it."
+                    f"{'pair' if pair else 'document'} {number} has {unit.size} tokens, more than the {room} positions "
+                    f"of the model: {item.text[:60]!r}…; leave it out or cut it."
                 )
             yield unit
             number += 1
@@ -97,10 +116,10 @@ def make_batches(
     waiting: list[Unit] = []
 
     def flush() -> Iterator[Batch]:
-        waiting.sort(key=lambda unit: len(unit.ids))
+        waiting.sort(key=lambda unit: unit.size)
         some: list[Unit] = []
         for unit in waiting:
-            if some and (len(some) + 1) * len(unit.ids) > tokens:
+            if some and (len(some) + 1) * unit.size > tokens:
                 yield make_batch(some, side, device)
                 some = []
             some.append(unit)
@@ -110,25 +129,27 @@ def make_batches(
 
     for unit in units:
         waiting.append(unit)
-        if sum(len(one.ids) for one in waiting) > 8 * tokens:
+        if sum(one.size for one in waiting) > 8 * tokens:
             yield from flush()
     yield from flush()
 
 
 def make_batch(units: list[Unit], side: str = "right", device: torch.device | str = "cpu") -> Batch:
-    """Units of any lengths, padded on one side."""
-    longest = max(len(unit.ids) for unit in units)
-    ids = torch.zeros(len(units), longest, dtype=torch.long)
-    real = torch.zeros(len(units), longest, dtype=torch.bool)
-    for row, unit in enumerate(units):
-        place = slice(0, len(unit.ids)) if side == "right" else slice(longest - len(unit.ids), longest)
-        ids[row, place], real[row, place] = torch.tensor(unit.ids), True
-    return Batch(tuple(units), ids.to(device), real.to(device))
+    """Units of any lengths, padded on one side; sources on the right."""
+    ids, real = _stacked([unit.ids for unit in units], side)
+    made = Batch(tuple(units), ids.to(device), real.to(device))
+    if not units[0].source:
+        return made
+    sources, there = _stacked([unit.source for unit in units])
+    return replace(made, source=sources.to(device), source_real=there.to(device))
 
 
 def run(model: AnyModel, batch: Batch, hidden: bool = True) -> Tensor:
     """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain."""
-    return read(model, batch.ids, None if batch.whole else batch.real, hidden)
+    padding = None if batch.whole else batch.real
+    if batch.source is None:
+        return read(model, batch.ids, padding, hidden)
+    return model(batch.ids, padding=padding, source=batch.source, source_padding=batch.source_padding, hidden=hidden)
 
 
 def read(model: AnyModel, ids: Tensor, padding: Tensor | None = None, hidden: bool = True) -> Tensor:
@@ -144,18 +165,30 @@ def tokenizer_of(model: AnyModel) -> Tokenizer:
     return model.tokenizer
 
 
-def around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer puts before and behind a text: ([CLS],) and ([SEP],) for BERT."""
-    bare, dressed = tokenizer.encode("a", special=False), tokenizer.encode("a")
-    for start in range(len(dressed) - len(bare) + 1):
-        if dressed[start : start + len(bare)] == bare:
-            return tuple(dressed[:start]), tuple(dressed[start + len(bare) :])
-    return (), ()
-
-
 def _of_document(number: int, document: Document, tokenizer: Tokenizer) -> Unit:
     ids = tuple(tokenizer.encode(document.text))
     return Unit(number, ids, document, partial(tokenizer.align, document.text, document.words))
+
+
+def _of_pair(number: int, pair: Pair, model: AnyModel) -> Unit:
+    tokenizer = tokenizer_of(model)
+    source, text = (tokenizer.backend.encode(given, add_special_tokens=False) for given in pair)
+    sources, ids = tokenizer.pair(source.ids, text.ids, model.start)
+    first = 1 + len(tokenizer.around[0])
+    spans = [(0, 0)] * first + text.offsets
+    spans += [(0, 0)] * (len(ids) - len(spans))
+    return Unit(number, tuple(ids), None, partial(_align, tokenizer, pair.text, tuple(ids), spans), tuple(sources))
+
+
+def _stacked(rows: Sequence[tuple[int, ...]], side: str = "right") -> tuple[Tensor, Tensor]:
+    """Ids of any lengths, padded on one side, and where they are real: (B, T) each."""
+    longest = max(map(len, rows))
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    real = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(longest - len(row), longest)
+        ids[number, place], real[number, place] = torch.tensor(row), True
+    return ids, real
 
 
 def _align(tokenizer: Tokenizer, text: str, ids: tuple[int, ...], spans: list[tuple[int, int]]) -> Alignment:

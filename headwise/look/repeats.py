@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.classes import CLASSES, class_flags
-from headwise.look.inputs import around, tokenizer_of
+from headwise.look.inputs import tokenizer_of
 from headwise.look.rows import fetched, walk
 from headwise.look.tally import Tally
 from headwise.model import AnyModel
@@ -50,7 +50,7 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
     flags = class_flags(tokenizer, model.spec.vocab)
     plain = (flags[:, CLASSES.index("special")] == 0).nonzero()[:, 0].numpy()
     plain = plain[plain < len(tokenizer)]
-    before, behind = around(tokenizer)
+    before, behind = tokenizer.around
     room = model.spec.context if model.spec.positions == "learned" else 1 << 30
     length = min(length, (room - len(before) - len(behind)) // 2, len(plain) // 2)
     if length < 2:

@@ -31,7 +31,7 @@ def sweep(
     model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
 ) -> tuple[Tensor, Tensor]:
     """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
-    if not isinstance(model, Transformer):
+    if not isinstance(model, Transformer) or model.spec.kind == "encoder-decoder":
         return _one_by_one(model, asked, heads, stands)
     wanted = {site.address: chosen for site, chosen in chosen_sites(model, heads)}
     x, beside = model.begin(asked.ids, padding=asked.padding)
@@ -57,10 +57,10 @@ def sweep(
 
 
 def _one_by_one(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> tuple[Tensor, Tensor]:
-    """The same by a whole pass for every head: blocks of models that are not ours cannot be walked through by hand."""
+    """The same by a whole pass for every head: models that are not ours, or of two stacks, are not walked through by hand."""
 
     def answers() -> Tensor:
-        return asked.answers(model, asked.pick(model(asked.ids, padding=asked.padding, hidden=True)))
+        return asked.answers(model, asked.pick(asked.run(model)))
 
     clean, lost = answers(), {}
     for site, chosen in chosen_sites(model, heads):
@@ -114,7 +114,7 @@ def slopes(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stan
             amounts = [torch.zeros(len(asked.ids), device=asked.ids.device, requires_grad=True) for _ in chosen]  # (B,)
             leaves |= zip(chosen, amounts, strict=True)
             stack.enter_context(site.replaced(_begin_to_replace(site, chosen, amounts, stands(site, chosen))))
-        hidden = asked.pick(model(asked.ids, padding=asked.padding, hidden=True)).flatten(0, 1)  # (B·R, D)
+        hidden = asked.pick(asked.run(model)).flatten(0, 1)  # (B·R, D)
         targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)
         total = cross_entropy(model, hidden, targets.flatten(), total=1)
         found = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()

@@ -38,8 +38,11 @@ class How(TypedDict, total=False):
 def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpack[How]) -> Any:
     """Prompt and continuation, in the kind the prompt came in: text, a tensor (B, T), a list of ids, or a list of those.
 
-    Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`.
+    Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`. Of a text that an
+    encoder-decoder reads, what it writes.
     """
+    is_text, alone = _is_text(prompt), isinstance(prompt, str)
+    prompt, how = _with_source(model, prompt, how)
     rows, real = as_batch(model, prompt)
     steps = list(stream(model, prompt, tokens, **how))  # each (B,)
     made = torch.stack(steps, 1) if steps else rows[:, :0]
@@ -48,8 +51,8 @@ def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpa
     ends = _ends(made, _stops(model, prompt, how.get("stop")))
     real = torch.ones_like(rows, dtype=torch.bool) if real is None else real
     lists = [rows[i][real[i]].tolist() + made[i, : ends[i]].tolist() for i in range(len(rows))]
-    texts = [model.tokenizer.decode(ids) for ids in lists] if _is_text(prompt) and model.tokenizer else lists
-    return texts[0] if isinstance(prompt, str) or isinstance(prompt[0], Integral) else texts
+    texts = [model.tokenizer.decode(ids) for ids in lists] if is_text and model.tokenizer else lists
+    return texts[0] if alone or isinstance(prompt[0], Integral) else texts
 
 
 def stream(
@@ -73,8 +76,12 @@ def stream(
 
     Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
     text by default its end-of-text token); a row that has stopped yields `pad`. Prompts of different lengths are padded
-    on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`.
+    on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`, token ids (B, S);
+    without, a text is what it reads, and it writes from the start.
     """
+    if source is None:
+        prompt, more = _with_source(model, prompt, {"stop": stop})
+        stop, source, source_padding = more.get("stop"), more.get("source"), more.get("source_padding")
     if model.output is None or model.spec.kind == "encoder":
         raise HeadwiseError("this model has no next-token output; generate needs a decoder with output='lm'.")
     choose = Sampling(temperature, top_k, top_p)
@@ -138,6 +145,19 @@ def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, token
             f"a prompt of {longest} tokens and {tokens} more do not fit the {model.spec.context} positions this model has "
             f"learned; ask for at most {max(0, room)}."
         )
+
+
+def _with_source(model: "Transformer", prompt: Prompt, how: How) -> tuple[Prompt, How]:
+    """Texts for an encoder-decoder that has no other source: they are the source, and writing starts anew."""
+    if model.spec.kind != "encoder-decoder" or how.get("source") is not None or not _is_text(prompt):
+        return prompt, how
+    if model.tokenizer is None:
+        raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
+    end = model.start
+    rows = [model.tokenizer.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]  # pyright: ignore
+    source, padding = as_batch(model, [row if row[-1:] == [end] else [*row, end] for row in rows])
+    stop = end if how.get("stop") is None else how["stop"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    return [[end]] * len(rows), {**how, "source": source, "source_padding": padding, "stop": stop}
 
 
 def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | None]:

@@ -186,6 +186,15 @@ class Transformer(nn.Module):
     def tokenizer(self, given: "Tokenizes | Callable[[], Tokenizes] | None") -> None:
         self._tokenizer = given
 
+    @property
+    def start(self) -> int:
+        """The token before what an encoder-decoder writes: the end token, as it stands between any two texts."""
+        special = {} if self.tokenizer is None else self.tokenizer.special
+        found = special.get("eos") if special.get("eos") is not None else special.get("sep")
+        if found is None:
+            raise HeadwiseError("writing starts from the end token, and the model's tokenizer has none.")
+        return found
+
     # Heads.
 
     def sites(self) -> list[Site]:

@@ -36,6 +36,11 @@ class AnyModel(Protocol):
         ...
 
     @property
+    def start(self) -> int:
+        """The token before what an encoder-decoder writes."""
+        ...
+
+    @property
     def heads(self) -> Heads:
         """Every head, by address."""
         ...

@@ -148,6 +148,8 @@ class ModelSpec(Wire):
     ) -> "ModelSpec":
         """The same kind of model in another size; what follows from width and heads follows again.
 
+        `layers` are those of both stacks of an encoder-decoder, if they were as many.
+
         >>> from headwise.spec.presets import preset
         >>> spec = preset("llama2-70b").resized(layers=2, width=256, heads=16)
         >>> spec.attention.head_dim, spec.attention.kv_heads, spec.hidden
@@ -169,6 +171,7 @@ class ModelSpec(Wire):
             attention=old,
             hidden=round(self.hidden * width / self.width),
             layers=self.layers if layers is None else layers,
+            encoder_layers=layers if layers is not None and self.encoder_layers == self.layers else self.encoder_layers,
             context=self.context if context is None else context,
             kept=() if (heads, layers) != (self.attention.heads, None) else self.kept,
         )

@@ -26,6 +26,13 @@ class Piece(NamedTuple):
     ends: bool
 
 
+class Pair(NamedTuple):
+    """What an encoder-decoder reads, and what it is asked to write."""
+
+    source: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Texts, one after the other, as often as asked. `fingerprint` changes when they do.
@@ -35,14 +42,17 @@ class Corpus:
     ['One text.', 'Another.']
     >>> Corpus.little(documents=2).name
     'the little language (train, 2 documents, seed 0)'
+    >>> list(Corpus.of([("Guten Tag.", "Good day.")]).items())
+    [Pair(source='Guten Tag.', text='Good day.')]
     """
 
     name: str
     fingerprint: str
-    _read: Callable[[], Iterator[Piece | Document]] = field(repr=False)
+    _read: Callable[[], Iterator[Piece | Document | Pair]] = field(repr=False)
+    paired: bool = False  # whether its items are pairs
 
-    def items(self) -> Iterator[Piece | Document]:
-        """What is read: documents where there are relations, else pieces of text."""
+    def items(self) -> Iterator[Piece | Document | Pair]:
+        """What is read: documents where there are relations, pairs for an encoder-decoder, else pieces of text."""
         empty = True
         for item in self._read():
             empty = empty and not item.text
@@ -51,12 +61,28 @@ class Corpus:
             raise HeadwiseError(f"{self.name} is empty; give some text.")
 
     def pieces(self) -> Iterator[Piece]:
-        """The texts, long ones in pieces cut where lines end."""
-        return (Piece(item.text, True) if isinstance(item, Document) else item for item in self.items())
+        """The texts, long ones in pieces cut where lines end; of a pair first the source, then the text."""
+        for item in self.items():
+            if isinstance(item, Piece):
+                yield item
+                continue
+            if isinstance(item, Pair):
+                yield Piece(item.source, True)
+            yield Piece(item.text, True)
+
+    def suits(self, kind: str) -> None:
+        """Refuse a corpus that a model of this kind cannot be trained on, or asked about."""
+        if self.paired and kind != "encoder-decoder":
+            raise HeadwiseError(f"pairs of a source and a text are for an encoder-decoder; give a {kind} texts alone.")
+        if not self.paired and kind == "encoder-decoder":
+            raise HeadwiseError(
+                "an encoder-decoder writes a text that belongs to a source, so it needs pairs: [(source, text), …], or two "
+                "files, Corpus.pairs(sources, texts)."
+            )
 
     @staticmethod
-    def of(given: "str | Path | Corpus | Iterable[str | Path | Document] | None") -> "Corpus":
-        """A text, a list of texts or documents, a path or several, or a corpus; None is the embedded probe set.
+    def of(given: "str | Path | Corpus | Iterable[str | Path | Document | tuple[str, str]] | None") -> "Corpus":
+        """A text, a list of texts, documents or pairs, a path or several, or a corpus; None is the embedded probe set.
 
         A string that names a file or a folder is a path, any other is a text.
         """
@@ -76,6 +102,8 @@ class Corpus:
         if documents and len(documents) == len(items):
             name = f"a list of {len(documents)} documents"
             return Corpus(name, _digest(*map(repr, documents)), lambda: iter(documents))
+        if items and all(isinstance(item, tuple) and len(item) == 2 for item in items):
+            return Corpus.pairs(*map(list, zip(*items, strict=True)))
         texts = [item for item in items if isinstance(item, str)]
         if len(texts) < len(items):
             raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")
@@ -101,6 +129,22 @@ class Corpus:
 
         documents = probe_set()
         return Corpus("the probe set", _digest(*(d.text for d in documents)), lambda: iter(documents))
+
+    @staticmethod
+    def pairs(sources: str | Path | list[str], texts: str | Path | list[str]) -> "Corpus":
+        """What an encoder-decoder reads and what it is asked to write: two files, line by line, or two lists."""
+        both = tuple(_lines(given) for given in (sources, texts))
+        if len(both[0]) != len(both[1]):
+            raise HeadwiseError(
+                f"there are {len(both[0])} sources and {len(both[1])} texts; each source needs its text, line by line."
+            )
+        for number, pair in enumerate(zip(*both, strict=True), 1):
+            if not all(isinstance(text, str) and text.strip() for text in pair):
+                raise HeadwiseError(f"pair {number} lacks a text: {pair!r}; leave it out on both sides.")
+        made = [Pair(*pair) for pair in zip(*both, strict=True)]
+        names = [str(given) for given in (sources, texts) if not isinstance(given, list)]
+        name = " and ".join(names) or f"a list of {len(made)} pairs"
+        return Corpus(name, _digest(*both[0], *both[1]), lambda: iter(made), paired=True)
 
     @staticmethod
     def _joined(parts: "list[Corpus]") -> "Corpus":
@@ -153,6 +197,15 @@ def read_text(path: Path) -> Iterator[Piece]:
                 lines += waiting.count("\n", 0, cut)
                 yield Piece(waiting[:cut], False)
                 waiting = waiting[cut:]
+
+
+def _lines(given: str | Path | list[str]) -> list[str]:
+    """The lines of a file, or those given."""
+    if isinstance(given, list):
+        return given
+    if not Path(given).is_file():
+        raise HeadwiseError(f"there is no file {given}; pairs are two files, line by line, or two lists.")
+    return "".join(piece.text for piece in read_text(Path(given))).rstrip("\n").split("\n")
 
 
 def _cut(text: str) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,28 @@ class Tokenizer:
         if name in ROLES:
             return self.__dict__["special"][name]
         raise AttributeError(f"a tokenizer has no {name!r}")
+
+    @property
+    def end(self) -> int | None:
+        """What stands behind a text: the end token, or what parts two texts."""
+        return self.special["eos"] if self.special["eos"] is not None else self.special["sep"]
+
+    @cached_property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What is put before and behind a text: ([CLS],) and ([SEP],) for BERT."""
+        bare, dressed = self.encode("a", special=False), self.encode("a")
+        for start in range(len(dressed) - len(bare) + 1):
+            if dressed[start : start + len(bare)] == bare:
+                return tuple(dressed[:start]), tuple(dressed[start + len(bare) :])
+        return (), ()
+
+    def pair(self, source: Sequence[int], text: Sequence[int], start: int) -> tuple[list[int], list[int]]:
+        """A pair, its ids without what is put around them, as an encoder-decoder reads it: the source, and the text behind
+        the token a decoder starts from. Both end with the end token, whether the tokenizer puts it there or not."""
+        before, behind = self.around
+        if self.end is not None and behind[-1:] != (self.end,):
+            behind = (*behind, self.end)
+        return [*before, *source, *behind], [start, *before, *text, *behind]
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text; `special` adds what the model expects around it ([CLS] … [SEP], a start token)."""

@@ -1,9 +1,10 @@
 """Which tokens a step reads. It follows from the seed and the step alone, so a run can go on from any step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,28 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 
 IGNORE = -100  # a target that is not asked for
+
+
+class Rows(NamedTuple):
+    """What a pass reads and is asked for."""
+
+    ids: Tensor  # (B, T)
+    targets: Tensor  # (B, T)
+    padding: Tensor | None = None  # (B, T), where an encoder must not look
+    source: Tensor | None = None  # (B, S), what an encoder-decoder reads
+    source_padding: Tensor | None = None  # (B, S)
+
+    def part(self, some: slice, device: torch.device) -> "Rows":
+        """Some of the rows, on a device."""
+        return Rows(*(None if x is None else x[some].to(device, non_blocking=True) for x in self))  # pyright: ignore
+
+    @property
+    def asked(self) -> int:
+        """How many targets there are."""
+        return int((self.targets != IGNORE).sum())
+
+
+Hide = Callable[..., tuple[Tensor, Tensor]]  # rows (B, T + 1), first → inputs, targets (B, T)
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,53 @@ class Texts:
         return (self.text(number) for number in range(0, self.count, max(1, math.ceil(share))))
 
 
-def stack(rows: list[np.ndarray]) -> np.ndarray:
+@dataclass(frozen=True)
+class Pairs:
+    """The same for an encoder-decoder: tokens are texts by turns, a source and what belongs to it; a row is one pair.
+
+    `dress` puts around both what the model expects, from their ids alone. Longer ones are cut, shorter ones padded.
+
+    >>> pairs = Pairs(np.array([5, 6, 0, 7, 0]), context=4, seed=0, end=0, dress=lambda s, t: (s, [0, *t, 0]))
+    >>> [rows.tolist() for rows in pairs.rows(0, 1)]
+    [[[0, 7, 0]], [[5, 6]]]
+    """
+
+    tokens: np.ndarray
+    context: int
+    seed: int
+    end: int
+    dress: Callable[[list[int], list[int]], tuple[list[int], list[int]]]
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Sources and texts, by turns."""
+        return Texts(self.tokens, len(self.tokens), self.seed, self.end)
+
+    @property
+    def count(self) -> int:
+        """Pairs in an epoch."""
+        return self.texts.count // 2
+
+    def pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The text of a pair, at most context + 1 tokens, and its source, at most context."""
+        source, text = (self.texts.text(2 * number + i)[1:-1].tolist() for i in range(2))
+        source, text = self.dress(source, text)
+        return np.array(text[: self.context + 1]), np.array(source[: self.context])
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs first … first + count − 1 of the endless order: texts, sources, −1 behind the shorter ones."""
+        numbers = (divmod(first + i, self.count) for i in range(count))
+        chosen = (int(_epoch(self.seed, epoch, self.count, 0)[1][place]) for epoch, place in numbers)
+        texts, sources = zip(*map(self.pair, chosen), strict=True)
+        return stack(texts), stack(sources)
+
+    def in_order(self, most: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All pairs, for evaluation, or some spread evenly: at most about so many tokens."""
+        share = 1.0 if most is None else max(1, len(self.tokens)) / most
+        return (self.pair(number) for number in range(0, self.count, max(1, math.ceil(share))))
+
+
+def stack(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Rows of different lengths as one array, −1 behind the shorter ones."""
     made = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
     for row, tokens in zip(made, rows, strict=True):
@@ -127,6 +196,21 @@ def in_order(tokens: np.ndarray, context: int, most: int | None = None) -> Itera
     step = max(1, -(-len(starts) // wanted))
     for start in starts[::step]:
         yield tokens[start : start + context + 1].astype(np.int64)
+
+
+def make_rows(texts: np.ndarray, sources: np.ndarray | None, hide: Hide | None, first: int) -> Rows:
+    """Texts with one token more than is read, −1 where there is none, as a pass reads them; `first` is their number."""
+    read = torch.from_numpy(texts)  # (B, T + 1)
+    ids, targets = causal(read) if hide is None else hide(read, first=first)
+    if sources is not None:
+        source = torch.from_numpy(sources)  # (B, S)
+        return Rows(ids, targets, None, source.clamp(min=0), _padding(source))
+    return Rows(ids, targets, None if hide is None else _padding(read[:, :-1]))
+
+
+def _padding(read: Tensor) -> Tensor | None:
+    real = read >= 0
+    return None if bool(real.all()) else real
 
 
 def causal(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
-from headwise.train.batches import IGNORE, Anywhere, Texts, Windows, causal, masked
+from headwise.train.batches import Anywhere, Hide, Pairs, Rows, Texts, Windows, in_order, make_rows, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss
@@ -107,15 +109,8 @@ class Loop:
         self.recipe, self.team, self.folder = recipe, team, folder
         self.model, self.tokens, self.context = start.model, start.tokens, start.context
         self.mask = start.tokenizer.mask if start.objective == "masked" else None
-        self.end = None
-        if recipe.rows == "texts":
-            self.end = start.tokenizer.eos if start.tokenizer.eos is not None else start.tokenizer.sep
-            if self.end is None:
-                raise HeadwiseError("the tokenizer has no end token to tell texts apart; use rows='windows'.")
-            self.windows = Texts(self.tokens.train, self.context, recipe.seed, self.end)
-        else:
-            kind = Anywhere if recipe.rows == "random" else Windows
-            self.windows = kind(self.tokens.train, self.context, recipe.seed)
+        self.cut = _cutter(start, recipe)
+        self.windows = self.cut(self.tokens.train)
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
             raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
         self.optimizer = make_optimizer(self.model, recipe)
@@ -179,16 +174,15 @@ class Loop:
         self.model.head_dropout_progress(step / recipe.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
-        ids, targets, padding, asked = self._read(step)
+        read = self._read(step)
         parts, loss = recipe.accumulate, torch.zeros((), device=team.device)
-        rows = recipe.batch // parts // team.size
+        rows, asked = recipe.batch // parts // team.size, read.asked
         for part in range(parts):
             mine = slice((part * team.size + team.rank) * rows, (part * team.size + team.rank + 1) * rows)
-            some = [None if x is None else x[mine].to(team.device, non_blocking=True) for x in (ids, targets, padding)]
             alone = part < parts - 1 and team.size > 1
             with module.no_sync() if alone else nullcontext():  # pyright: ignore[reportCallIssue]
                 with torch.autocast(team.device.type, self.precision, enabled=self.precision != torch.float32):
-                    made = module(some[0], some[1], asked, some[2]) * team.size  # the team takes the mean of gradients
+                    made = module(*read.part(mine, team.device), total=asked) * team.size  # the team takes the mean
                 self.scaler.scale(made).backward()
             loss += made.detach()
         self.scaler.unscale_(self.optimizer)
@@ -209,19 +203,19 @@ class Loop:
             self.loss = total / team.size
         return length
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """All rows of a step: ids, targets, where an encoder must not look, and how many targets are asked for."""
-        recipe, first = self.recipe, step * self.recipe.batch
-        read = torch.from_numpy(
-            self.windows.rows(first, recipe.batch)
-        )  # (batch, ≤ context + 1), −1 where there is none
+    def _read(self, step: int) -> Rows:
+        """All rows of a step."""
+        first = step * self.recipe.batch
+        read = self.windows.rows(first, self.recipe.batch)  # (batch, ≤ context + 1), −1 where there is none
+        texts, sources = read if isinstance(read, tuple) else (read, None)
+        self.seen += int((texts[:, :-1] >= 0).sum()) + (0 if sources is None else int((sources >= 0).sum()))
+        return make_rows(texts, sources, self._hiding([self.recipe.seed]), first)
+
+    def _hiding(self, seed: list[int]) -> Hide | None:
+        """How tokens are hidden from an encoder that is asked for them."""
         if self.mask is None:
-            ids, targets = causal(read)
-        else:
-            ids, targets = masked(read, recipe.mask_share, self.mask, self.model.spec.vocab, [recipe.seed], first)
-        real = read[:, :-1] >= 0
-        self.seen += int(real.sum())
-        return ids, targets, None if self.mask is None or bool(real.all()) else real, int((targets != IGNORE).sum())
+            return None
+        return partial(masked, share=self.recipe.mask_share, mask=self.mask, vocab=self.model.spec.vocab, seed=seed)
 
     def _log(self, norm: float, clock: Clock) -> None:
         if self.team.leads:
@@ -239,12 +233,9 @@ class Loop:
         if len(valid) < 2:
             return False
         with torch.autocast(self.team.device.type, self.precision, enabled=self.precision != torch.float32):
-            loss = evaluate(self.model, valid, self.context, self.recipe, self.mask, self.team, most, self.end)
-            self.valid_loss = loss
+            loss = self.valid_loss = self._loss_on(valid, most)
             if self.step == self.recipe.steps and len(valid) > most:  # the last word is on all of it
-                self.valid_loss = evaluate(
-                    self.model, valid, self.context, self.recipe, self.mask, self.team, None, self.end
-                )
+                self.valid_loss = self._loss_on(valid, None)
         if self.team.leads:
             self.metrics.add({"step": self.step, "valid_loss": self.valid_loss})
             self.watch.evaluation(self.step, self.loss, self.valid_loss, clock.seconds)
@@ -255,6 +246,15 @@ class Loop:
             if self.checkpoints is None and self.recipe.patience:
                 self.best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         return improved
+
+    def _loss_on(self, tokens: np.ndarray, most: int | None) -> float:
+        """The loss on held-out tokens, on all of them or at most so many."""
+        if self.recipe.rows != "texts" and self.model.spec.kind != "encoder-decoder":
+            texts, sources = list(in_order(tokens, self.context, most)), []
+        else:
+            read = list(self.cut(tokens).in_order(most))
+            texts, sources = zip(*read, strict=True) if isinstance(read[0], tuple) else (read, [])
+        return evaluate(self.model, texts, sources, self.recipe.batch, self._hiding([self.recipe.seed, 1]), self.team)
 
     def _call(self, call: Call) -> None:
         """Let the caller look at the model as it is; what is drawn or switched there changes nothing here."""
@@ -319,6 +319,20 @@ class Loop:
         if self.folder is not None and self.stopped != "interrupted" and self.team.leads:
             self.model.save(self.folder / "model")
         self.team.wait()
+
+
+def _cutter(start: Prepared, recipe: Recipe) -> Callable[[np.ndarray], Any]:
+    """How tokens become the rows of a step: pairs for an encoder-decoder, else as the recipe says."""
+    tokenizer, paired = start.tokenizer, start.model.spec.kind == "encoder-decoder"
+    how = {"context": start.context, "seed": recipe.seed}
+    if not paired and recipe.rows != "texts":
+        return partial(Anywhere if recipe.rows == "random" else Windows, **how)
+    if tokenizer.end is None:
+        instead = "use another" if paired else "use rows='windows'"
+        raise HeadwiseError(f"the tokenizer has no end token to tell texts apart; {instead}.")
+    if paired:
+        return partial(Pairs, **how, end=tokenizer.end, dress=partial(tokenizer.pair, start=start.model.start))
+    return partial(Texts, **how, end=tokenizer.end)
 
 
 def finite(number: float) -> float | None:

@@ -22,13 +22,21 @@ class LanguageLoss(nn.Module):
             raise HeadwiseError(
                 'this model has no output over the vocabulary to train; give its spec output="lm" or "mlm".'
             )
-        if model.spec.kind == "encoder-decoder":
-            raise HeadwiseError("a text has no source to read; train a decoder or an encoder.")
         self.model = model
 
-    def forward(self, ids: Tensor, targets: Tensor, total: int | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        padding: Tensor | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+        *,
+        total: int | None = None,
+    ) -> Tensor:
         """(B, T), (B, T) → (). With `total` the sum is divided by that: parts of a step then add up to its mean."""
-        hidden = self.model(ids, padding=padding, hidden=True).flatten(0, 1)  # (B·T, D)
+        both = {} if source is None else {"source": source, "source_padding": source_padding}
+        hidden = self.model(ids, padding=padding, hidden=True, **both).flatten(0, 1)  # (B·T, D)
         return cross_entropy(self.model, hidden, targets.flatten(), total)
 
 

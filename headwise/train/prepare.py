@@ -45,6 +45,9 @@ def prepare(
     spec = given if isinstance(given, ModelSpec) else getattr(given, "spec", given)
     if not isinstance(spec, ModelSpec):
         raise HeadwiseError(f'train takes a ModelSpec or a Transformer, e.g. hw.preset("nano"); got {given!r}.')
+    for texts in (corpus, valid):
+        if texts is not None:
+            texts.suits(spec.kind)
     objective = recipe.objective
     if objective == "auto":
         objective = "masked" if spec.kind == "encoder" else "causal"

@@ -30,6 +30,8 @@ def write_tokens(folder: Path, train: Corpus, valid: Corpus | None, tokenizer: T
     dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
     with whole_folder(folder, (INDEX,)) as new:
         index: dict[str, object] = {"dtype": dtype.str, "holdout": holdout if valid is None else 0.0}
+        if train.paired:
+            index["pairs end"] = tokenizer.end
         for name, corpus in (("train", train), ("valid", valid)):
             if corpus is not None:
                 count, digest = _write(new / f"{name}.bin", corpus, tokenizer, dtype)
@@ -56,15 +58,23 @@ def read_tokens(folder: Path) -> Tokens:
     if "valid" in rows:
         return Tokens(rows["train"], rows["valid"], fingerprint)
     cut = len(rows["train"]) - held
+    if "pairs end" in index:  # no pair is torn apart
+        ends = np.flatnonzero(rows["train"] == index["pairs end"])[1::2] + 1
+        cut = int(ends[min(np.searchsorted(ends, cut), len(ends) - 1)])
     return Tokens(rows["train"][:cut], rows["train"][cut:], fingerprint)
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The ids of a corpus, piece by piece, an end token behind each text where the tokenizer has one."""
-    end = [tokenizer.eos] if tokenizer.eos is not None else [tokenizer.sep] if tokenizer.sep is not None else []
+    end = [] if tokenizer.end is None else [tokenizer.end]
     for some in _batched(corpus.pieces(), 256):
         encoded = tokenizer.backend.encode_batch_fast([piece.text for piece in some], add_special_tokens=False)
         for piece, made in zip(some, encoded, strict=True):
+            if corpus.paired and tokenizer.end in made.ids:
+                raise HeadwiseError(
+                    f"a text of a pair holds the end token itself, so pairs cannot be told apart: {piece.text[:60]!r}…; "
+                    f"take it out."
+                )
             yield [*made.ids, *end] if piece.ends else made.ids
 
 

@@ -15,6 +15,19 @@ each_cut = pytest.mark.parametrize("case", CUT, ids=lambda case: case.name)
 GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 # One head; a whole layer, the first, whose keys a cache counts by; a key/value group and an uneven rest.
 WHICH = {"one": "1.2", "layer": "0.*", "many": "0.1,1.0-2,2.3"}
+TWO = {"one": "cross.1.2", "layer": "dec.0.*,cross.1.*", "many": "enc.0.1,enc.1.*,dec.1.0-2,cross.2.3"}
+
+
+def heads_of(case: Case, which: str) -> str:
+    """Some heads of a model, by the kind of cut."""
+    return (TWO if case.kind == "two" else WHICH)[which]
+
+
+def real(given: dict[str, Any]) -> torch.Tensor:
+    """Where answers count: not at padding."""
+    return (
+        torch.ones_like(given["decoder_input_ids"]) > 0 if "decoder_input_ids" in given else given["attention_mask"] > 0
+    )
 
 
 def silenced(model: Any, theirs: Any, which: str, given: dict[str, Any]) -> torch.Tensor:
@@ -23,9 +36,9 @@ def silenced(model: Any, theirs: Any, which: str, given: dict[str, Any]) -> torc
 
 
 @each_cut
-@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+@pytest.mark.parametrize("which", WHICH)
 def test_silence_is_cut(case: Case, which: str) -> None:
-    model, given = case.build().double(), case.inputs("right")
+    model, given, which = case.build().double(), case.inputs("right"), heads_of(case, which)
     theirs = hw.attach(model)
     want = silenced(model, theirs, which, given)
     before = sum(value.numel() for value in model.parameters())
@@ -36,7 +49,7 @@ def test_silence_is_cut(case: Case, which: str) -> None:
         got = first(model(**given))
         with hw.record(theirs) as recording:
             assert torch.equal(first(model(**given)), got)
-    assert (got - want)[given["attention_mask"].bool()].abs().max() <= 1e-9
+    assert (got - want)[real(given)].abs().max() <= 1e-9
     assert len(theirs.heads) == total - gone == len(recording) == len(theirs.spec.addresses)
     assert sum(value.numel() for value in model.parameters()) < before
 
@@ -46,20 +59,20 @@ def test_parameters_fall_by_what_the_heads_held(case: Case) -> None:
     model = case.build()
     theirs = hw.attach(model)
     before = sum(value.numel() for value in model.parameters())
-    head = theirs.heads.select("2.1")
-    (one,) = head
+    head = "cross.2.1" if case.kind == "two" else "2.1"
+    (one,) = theirs.heads.select(head)
     spec, held = one.layer.spec, one.W_Q.numel() + one.W_O.numel() + (0 if one.b_Q is None else one.b_Q.numel())
     if spec.kv_heads == spec.heads:
         held += one.W_K.numel() + one.W_V.numel() + (0 if one.b_K is None else 2 * one.b_K.numel())
-    theirs.cut("2.1")
+    theirs.cut(head)
     assert before - sum(value.numel() for value in model.parameters()) == held
 
 
 @each_cut
-@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+@pytest.mark.parametrize("which", WHICH)
 def test_saved_and_loaded_again(case: Case, which: str, tmp_path: Path) -> None:
     model, given = case.build(), case.inputs("right")
-    theirs = hw.attach(model).cut(which)
+    theirs = hw.attach(model).cut(heads_of(case, which))
     with torch.no_grad():
         want = first(model(**given))
     theirs.save_pretrained(tmp_path / "small")
@@ -72,7 +85,7 @@ def test_saved_and_loaded_again(case: Case, which: str, tmp_path: Path) -> None:
     plain = type(model).from_pretrained(tmp_path / "whole").eval()
     with torch.no_grad():
         got = first(plain(**given))
-    assert (got - want)[given["attention_mask"].bool()].abs().max() <= 1e-4
+    assert (got - want)[real(given)].abs().max() <= 1e-4
     assert sum(v.numel() for v in plain.parameters()) == sum(v.numel() for v in case.build().parameters())
 
 
@@ -82,19 +95,20 @@ def test_pruning_makes_another_model_and_leaves_this_one(case: Case) -> None:
     theirs = hw.attach(model)
     with torch.no_grad():
         before = first(model(**given))
-    want = silenced(model, theirs, "1.1,2.0", given)
-    small = hw.prune(theirs, heads="1.1,2.0", fold=False)
+    which = "enc.1.1,cross.2.0" if case.kind == "two" else "1.1,2.0"
+    want = silenced(model, theirs, which, given)
+    small = hw.prune(theirs, heads=which, fold=False)
     with torch.no_grad():
         assert torch.equal(first(model(**given)), before)
-        assert (first(small.model(**given)) - want)[given["attention_mask"].bool()].abs().max() <= 1e-4
+        assert (first(small.model(**given)) - want)[real(given)].abs().max() <= 1e-4
     assert len(theirs.heads) - len(small.heads) == 2
 
 
-@pytest.mark.parametrize("case", [case for case in CUT if case.kind == "decoder"], ids=lambda case: case.name)
-@pytest.mark.parametrize("which", WHICH.values(), ids=WHICH)
+@pytest.mark.parametrize("case", [case for case in CUT if case.kind != "encoder"], ids=lambda case: case.name)
+@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 def test_a_cut_model_generates_as_the_silenced_one_does(case: Case, which: str, cache: str) -> None:
-    model, given = case.build(), case.inputs("left")
+    model, given, which = case.build(), case.inputs("left"), heads_of(case, which)
     theirs = hw.attach(model)
     how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     how |= {"use_cache": cache != "none"} | ({"cache_implementation": "static"} if cache == "static" else {})
@@ -117,15 +131,14 @@ def test_groups_of_different_sizes(name: str) -> None:
     assert matrix(layer.found.read(1)).shape[0] == 2 * 4
     theirs.detach()
     assert matrix(layer.found.read(1)).shape[0] == 5 * 4
-    real = given["attention_mask"].bool()
     with torch.no_grad():
-        assert (first(model(**given)) - want)[real].abs().max() <= 1e-9  # plain transformers now
+        assert (first(model(**given)) - want)[real(given)].abs().max() <= 1e-9  # plain transformers now
         again = hw.attach(model)
         assert [str(a) for a in again.heads.addresses if a.layer == 1] == ["1.0", "1.1", "1.2", "1.3", "1.5"]
-        assert (first(model(**given)) - want)[real].abs().max() <= 1e-9
+        assert (first(model(**given)) - want)[real(given)].abs().max() <= 1e-9
         further = silenced(model, again, "1.5", given)
         again.cut("1.5")
-        assert (first(model(**given)) - further)[real].abs().max() <= 1e-9
+        assert (first(model(**given)) - further)[real(given)].abs().max() <= 1e-9
 
 
 @each_cut
@@ -135,10 +148,12 @@ def test_what_is_folded_stands_in_the_bias(case: Case, tmp_path: Path) -> None:
 
     model, given = case.build().double(), case.inputs()
     theirs = hw.attach(model)
-    means = mean_of([record_z(theirs, given["input_ids"])])
-    with torch.no_grad(), ablated(theirs, "0.1,1.*", "mean", means=means):
+    two = {"source": given["input_ids"]} if case.kind == "two" else {}
+    which = "enc.0.1,cross.1.*" if two else "0.1,1.*"
+    means = mean_of([record_z(theirs, given["decoder_input_ids" if two else "input_ids"], **two)])
+    with torch.no_grad(), ablated(theirs, which, "mean", means=means):
         want = first(model(**given))
-    small = cut(theirs, "0.1,1.*", fold(theirs, "0.1,1.*", means))
+    small = cut(theirs, which, fold(theirs, which, means))
     with torch.no_grad():
         assert (first(small.model(**given)) - want).abs().max() <= 1e-9
     small.save_pretrained(tmp_path / "small")

@@ -14,9 +14,9 @@ from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
-from headwise.look.asked import Asked, ask, fewest_tokens
+from headwise.look.asked import Asked, ask, read_asked
 from headwise.look.attend import quiet
-from headwise.look.inputs import make_batch, read_units
+from headwise.look.inputs import make_batch
 from headwise.look.profile import documents_for
 from headwise.model import AnyModel, Transformer
 from headwise.train.loss import cross_entropy
@@ -55,7 +55,7 @@ def gradients(model: AnyModel, corpus: Any = None, texts: int = TEXTS) -> dict[s
             stack.enter_context(layer.site.listen(lambda seen: maps.append(_maps(seen))))
             for part, hook in ((layer.read, _keep_input(reads)), (layer.write, _keep_output(writes))):
                 stack.callback(part.register_forward_hook(hook).remove)
-        hidden = model(asked.ids, padding=asked.padding, hidden=True).flatten(0, 1)  # (B·T, D)
+        hidden = asked.run(model).flatten(0, 1)  # (B·T, D)
         assert asked.targets is not None
         loss = cross_entropy(model, hidden, asked.targets.flatten())
         made = torch.autograd.grad(loss, [*weights, *writes], allow_unused=True)
@@ -70,7 +70,7 @@ def gradients(model: AnyModel, corpus: Any = None, texts: int = TEXTS) -> dict[s
 
 def _asked(model: AnyModel, corpus: Any, texts: int) -> Asked:
     longest = min(LONGEST, model.spec.context)
-    fitting = (unit for unit in read_units(model, corpus, longest) if len(unit.ids) >= fewest_tokens(model))
+    fitting = read_asked(model, corpus, longest)
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
     if asked.targets is None:
         raise HeadwiseError("this model has no output over a vocabulary, so it has no loss to take gradients of.")

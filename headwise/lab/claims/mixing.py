@@ -13,10 +13,10 @@ from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
-from headwise.look.asked import ask, fewest_tokens
+from headwise.look.asked import ask, read_asked
 from headwise.look.attend import quiet
 from headwise.look.between import between
-from headwise.look.inputs import make_batch, read_units
+from headwise.look.inputs import make_batch
 from headwise.model import AnyModel, Transformer
 
 TEXTS, LONGEST = 48, 128
@@ -57,12 +57,11 @@ def interaction(
     order = np.random.default_rng(seed).permutation(len(every))[:pairs]
     chosen = [every[place] for place in sorted(order)]
     longest = min(LONGEST, model.spec.context)
-    fitting = (unit for unit in read_units(model, corpus, longest) if len(unit.ids) >= fewest_tokens(model))
+    fitting = read_asked(model, corpus, longest)
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
 
     def answers(*heads: str) -> Tensor:
-        hidden = model(asked.ids, padding=asked.padding, hidden=True, gates=dict.fromkeys(heads, 0.0))
-        return asked.answers(model, asked.pick(hidden))
+        return asked.answers(model, asked.pick(asked.run(model, dict.fromkeys(heads, 0.0))))
 
     with quiet(model):
         clean = answers()
