@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.given import SOURCE, read_from
-
 
 def run(
     model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
     text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
-    source: Annotated[Path | None, typer.Option(help=SOURCE)] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="What an encoder-decoder reads; TEXT has its answers, line by line.")
+    ] = None,
     heads: Annotated[str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*")] = "*",
     by: Annotated[str, typer.Option(help="ablation (exact), gradient or attribution (quick).")] = "ablation",
     how: Annotated[str, typer.Option(help="What stands in for a head: mean, zero or resample.")] = "mean",
@@ -35,7 +35,7 @@ def run(
     from headwise.weights import load
 
     loaded = load(model)
-    corpus = Corpus.of(read_from(text, source))
+    corpus = Corpus.named(text, source)
     texts: list[Any] = [item if corpus.paired else item.text for item in islice(corpus.items(), limit)]
     with noting() as note:
         worth = importance(

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.given import SOURCE, read_from
-
 if TYPE_CHECKING:
     from headwise.change.curve import Curve
     from headwise.change.plan import Plan
@@ -19,7 +17,9 @@ if TYPE_CHECKING:
 def run(
     model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
     text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
-    source: Annotated[Path | None, typer.Option(help=SOURCE)] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="What an encoder-decoder reads; TEXT has its answers, line by line.")
+    ] = None,
     keep: Annotated[float | None, typer.Option(help="The share of heads that stays: 0.7")] = None,
     heads: Annotated[str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*")] = None,
     apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
@@ -128,12 +128,13 @@ def _texts(
 ) -> tuple[list[Any] | None, list[Any] | None]:
     """What heads are chosen on, and what the choice is judged by; none where a model cannot be asked about texts."""
     from headwise.change.trial import halves, read_texts
+    from headwise.text.corpus import Corpus
 
     if model.tokenizer is None or (model.spec.kind == "encoder-decoder" and source is None and not text):
         return None, None  # heads can still be cut by name
-    texts = read_texts(model, read_from(text, source), limit, length)
+    texts = read_texts(model, Corpus.named(text, source), limit, length)
     if test is not None or test_source is not None:
-        return texts, read_texts(model, read_from([test] if test else None, test_source), limit, length)
+        return texts, read_texts(model, Corpus.named([test] if test else None, test_source), limit, length)
     return halves(texts) if chosen or len(texts) > 1 else (texts, texts)
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.given import SOURCE, read_from
-
 if TYPE_CHECKING:
     from headwise.look.biography import Biography
     from headwise.model import Transformer
@@ -21,7 +19,9 @@ def run(
     text: Annotated[
         list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
     ] = None,
-    source: Annotated[Path | None, typer.Option(help=SOURCE)] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="What an encoder-decoder reads; TEXT has its answers, line by line.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; none: runs/ and the text's name. The same again goes on.")
     ] = None,
@@ -58,6 +58,7 @@ def run(
 ) -> None:
     """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
     from headwise.spec import preset as named
+    from headwise.text.corpus import Corpus
     from headwise.train import train
     from headwise.train.exam import exam
     from headwise.train.little import LITTLE, little_texts
@@ -76,8 +77,8 @@ def run(
     rows = "windows" if text else LITTLE.rows
     recipe = replace(LITTLE, **given, rows=rows, compile=compile, checkpointing=checkpointing, seed=seed)
     texts, held_out = (text, None) if text else little_texts(recipe)
-    texts = texts if source is None else read_from(text, source)
-    held_out = valid or held_out if valid_source is None else read_from([valid] if valid else None, valid_source)
+    texts = texts if source is None else Corpus.named(text, source)
+    held_out = valid or held_out if valid_source is None else Corpus.named([valid] if valid else None, valid_source)
     out = out or Path("runs") / (text[0].stem if text else "little")
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process looks and speaks for all
     watched = _begin(out / HEADS) if watch_heads and leads else None

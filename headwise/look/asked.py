@@ -16,7 +16,6 @@ from headwise.look.inputs import Batch, Unit, read_units, tokenizer_of
 from headwise.look.runs import Run, record_z
 from headwise.model import AnyModel
 from headwise.spec import SiteAddress
-from headwise.text.corpus import Corpus
 from headwise.train.batches import IGNORE
 
 Metric = Literal["loss", "last"]
@@ -113,9 +112,7 @@ def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
 
 def read_asked(model: AnyModel, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
     """The texts of a corpus that a model can be asked about; of an encoder-decoder, pairs."""
-    corpus = Corpus.of(corpus)
-    corpus.suits(model.spec.kind)
-    units = (unit for unit in read_units(model, corpus, longest) if len(unit.ids) >= fewest_tokens(model))
+    units = (u for u in read_units(model, corpus, longest, asked=True) if len(u.ids) >= fewest_tokens(model))
     first = next(units, None)
     if first is None:
         raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")

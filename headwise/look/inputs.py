@@ -70,11 +70,16 @@ class Batch:
         return None if self.source_real is None or bool(self.source_real.all()) else self.source_real
 
 
-def read_units(model: AnyModel, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
-    """Every text of a corpus; plain text in units of at most `longest` tokens, documents and pairs whole."""
+def read_units(model: AnyModel, corpus: Any, longest: int | None = None, asked: bool = False) -> Iterator[Unit]:
+    """Every text of a corpus; plain text in units of at most `longest` tokens, documents whole.
+
+    What is `asked` of a model is judged by the text it should give: then an encoder-decoder reads pairs, and only those.
+    """
     tokenizer, corpus = tokenizer_of(model), Corpus.of(corpus)
-    if corpus.paired:
+    if asked:
         corpus.suits(model.spec.kind)
+    elif corpus.paired:
+        raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")
     before, behind = tokenizer.around
     room = model.spec.context if model.spec.positions == "learned" else max(model.spec.context, longest or 0)
     if longest is not None and longest > room:
@@ -146,10 +151,7 @@ def make_batch(units: list[Unit], side: str = "right", device: torch.device | st
 
 def run(model: AnyModel, batch: Batch, hidden: bool = True) -> Tensor:
     """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain."""
-    padding = None if batch.whole else batch.real
-    if batch.source is None:
-        return read(model, batch.ids, padding, hidden)
-    return model(batch.ids, padding=padding, source=batch.source, source_padding=batch.source_padding, hidden=hidden)
+    return read(model, batch.ids, None if batch.whole else batch.real, hidden)
 
 
 def read(model: AnyModel, ids: Tensor, padding: Tensor | None = None, hidden: bool = True) -> Tensor:

@@ -16,7 +16,6 @@ from headwise.look.inputs import make_batches, read_units
 from headwise.look.record import HasSites
 from headwise.model import AnyModel
 from headwise.spec import Address, SiteAddress, select
-from headwise.text.corpus import Corpus
 
 LONGEST = 256  # tokens of a unit of plain text: enough for a mean, and the sweep is dear
 By = Literal["global", "position"]
@@ -119,9 +118,8 @@ def mean_activations(
     `longest` cuts plain text into units of so many tokens (None: 256, or the model's context), `tokens` is how many are
     read at once.
     """
-    corpus = Corpus.of(corpus)
-    corpus.suits(model.spec.kind)
-    batches = make_batches(read_units(model, corpus, unit_length(model, longest)), tokens, device=model.device)
+    units = read_units(model, corpus, unit_length(model, longest), asked=True)
+    batches = make_batches(units, tokens, device=model.device)
     return mean_of(
         (
             record_z(

@@ -3,7 +3,7 @@
 import codecs
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -133,18 +133,33 @@ class Corpus:
     @staticmethod
     def pairs(sources: str | Path | list[str], texts: str | Path | list[str]) -> "Corpus":
         """What an encoder-decoder reads and what it is asked to write: two files, line by line, or two lists."""
-        both = tuple(_lines(given) for given in (sources, texts))
-        if len(both[0]) != len(both[1]):
+        counts = [sum(1 for _ in _lines(given)) for given in (sources, texts)]
+        if counts[0] != counts[1]:
             raise HeadwiseError(
-                f"there are {len(both[0])} sources and {len(both[1])} texts; each source needs its text, line by line."
+                f"there are {counts[0]} sources and {counts[1]} texts; each source needs its text, line by line."
             )
-        for number, pair in enumerate(zip(*both, strict=True), 1):
-            if not all(isinstance(text, str) and text.strip() for text in pair):
-                raise HeadwiseError(f"pair {number} lacks a text: {pair!r}; leave it out on both sides.")
-        made = [Pair(*pair) for pair in zip(*both, strict=True)]
-        names = [str(given) for given in (sources, texts) if not isinstance(given, list)]
-        name = " and ".join(names) or f"a list of {len(made)} pairs"
-        return Corpus(name, _digest(*both[0], *both[1]), lambda: iter(made), paired=True)
+
+        def read() -> Iterator[Pair]:
+            for number, pair in enumerate(zip(_lines(sources), _lines(texts), strict=True), 1):
+                if not all(isinstance(text, str) and text.strip() for text in pair):
+                    raise HeadwiseError(f"pair {number} lacks a text: {pair!r}; leave it out on both sides.")
+                yield Pair(*pair)
+
+        files = [Path(given) for given in (sources, texts) if not isinstance(given, list)]
+        lists = [text for given in (sources, texts) if isinstance(given, list) for text in given]
+        name = " and ".join(map(str, files)) or f"a list of {counts[0]} pairs"
+        return Corpus(name, _digest(_digest_of(files), *map(str, lists)), read, paired=True)
+
+    @staticmethod
+    def named(texts: Sequence[str | Path] | None, source: Path | None = None) -> "Corpus":
+        """What is named on a command line: nothing, a text, or files; with a source, the pairs it makes with one file."""
+        if source is not None:
+            if not texts or len(texts) > 1:
+                raise HeadwiseError(
+                    f"a source belongs to one file, what an encoder-decoder shall write; got {len(texts or ())} files."
+                )
+            return Corpus.pairs(source, Path(texts[0]))
+        return Corpus.of(texts[0] if texts and len(texts) == 1 else [Path(text) for text in texts] if texts else None)
 
     @staticmethod
     def _joined(parts: "list[Corpus]") -> "Corpus":
@@ -199,13 +214,19 @@ def read_text(path: Path) -> Iterator[Piece]:
                 waiting = waiting[cut:]
 
 
-def _lines(given: str | Path | list[str]) -> list[str]:
+def _lines(given: str | Path | list[str]) -> Iterator[str]:
     """The lines of a file, or those given."""
     if isinstance(given, list):
-        return given
+        yield from given
+        return
     if not Path(given).is_file():
         raise HeadwiseError(f"there is no file {given}; pairs are two files, line by line, or two lists.")
-    return "".join(piece.text for piece in read_text(Path(given))).rstrip("\n").split("\n")
+    waiting = ""
+    for piece in read_text(Path(given)):
+        *lines, waiting = (waiting + piece.text).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if waiting:
+        yield waiting
 
 
 def _cut(text: str) -> int:

@@ -58,7 +58,7 @@ def read_tokens(folder: Path) -> Tokens:
     if "valid" in rows:
         return Tokens(rows["train"], rows["valid"], fingerprint)
     cut = len(rows["train"]) - held
-    if "pairs end" in index:  # no pair is torn apart
+    if index.get("pairs end") is not None:  # no pair is torn apart
         ends = np.flatnonzero(rows["train"] == index["pairs end"])[1::2] + 1
         cut = int(ends[min(np.searchsorted(ends, cut), len(ends) - 1)])
     return Tokens(rows["train"][:cut], rows["train"][cut:], fingerprint)

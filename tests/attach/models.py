@@ -81,6 +81,7 @@ CASES = [
          dict(d_model=24, d_kv=5, num_heads=4, num_layers=3, d_ff=40, vocab_size=VOCAB,
               decoder_start_token_id=0), "two"),
     Case("bart", "BartForConditionalGeneration", "BartConfig", TWO | dict(max_position_embeddings=64), "two", cut=True),
+    Case("marian", "MarianMTModel", "MarianConfig", TWO | dict(max_position_embeddings=64), "two", cut=True),
     Case("whisper", "WhisperForConditionalGeneration", "WhisperConfig",
          TWO | dict(max_source_positions=20, max_target_positions=64, num_mel_bins=8), "speech"),
     Case("vit", "ViTModel", "ViTConfig",

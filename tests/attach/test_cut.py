@@ -148,7 +148,7 @@ def test_what_is_folded_stands_in_the_bias(case: Case, tmp_path: Path) -> None:
 
     model, given = case.build().double(), case.inputs()
     theirs = hw.attach(model)
-    two = {"source": given["input_ids"]} if case.kind == "two" else {}
+    two: dict[str, Any] = {"source": given["input_ids"]} if case.kind == "two" else {}
     which = "enc.0.1,cross.1.*" if two else "0.1,1.*"
     means = mean_of([record_z(theirs, given["decoder_input_ids" if two else "input_ids"], **two)])
     with torch.no_grad(), ablated(theirs, which, "mean", means=means):

@@ -134,6 +134,62 @@ def test_an_encoder_decoder_is_profiled(name: str, tmp_path: Path) -> None:
     assert seen.report(tmp_path / "heads.html", theirs).is_file()
 
 
+PAIRS = [(TEXTS[0], "she saw a dog"), ("who came late?", TEXTS[1]), ("a cat", "the cat.")]  # of very different lengths
+
+
+@pytest.mark.parametrize("name", ["bart", "marian", "t5"])
+def test_an_encoder_decoder_is_asked_about_pairs(name: str) -> None:
+    """The loss is the one the model itself has for labels; without a head, the one it has while that is silent."""
+    theirs = hw.attach(*build(name))
+    model, encode = theirs.model, theirs.tokenizer.encode
+
+    def loss() -> float:
+        labels = [torch.tensor([encode(text)]) for _, text in PAIRS]
+        with torch.no_grad():
+            own = [
+                float(model(input_ids=torch.tensor([encode(source)]), labels=label).loss) * label.numel()
+                for (source, _), label in zip(PAIRS, labels, strict=True)
+            ]
+        return float(np.sum(own)) / sum(label.numel() for label in labels)
+
+    heads = ("enc.1.2", "dec.0.3", "cross.1.0")
+    worth = hw.importance(theirs, PAIRS, heads=",".join(heads), how="zero")
+    clean = loss()
+    assert worth.clean == pytest.approx(clean, abs=1e-5)
+    for head in heads:
+        with theirs.heads[head].silenced():
+            assert worth[head].worth == pytest.approx(loss() - clean, abs=1e-5)
+    assert hw.importance(theirs, PAIRS, by="attribution", check=0).mean.shape == (len(theirs.heads),)
+    with pytest.raises(hw.HeadwiseError, match="needs pairs"):
+        hw.importance(theirs, TEXTS)
+    with pytest.raises(hw.HeadwiseError, match="each is source and target"):
+        hw.profile(theirs, PAIRS)
+
+
+def test_an_encoder_decoder_is_ranked_cut_and_healed(tmp_path: Path) -> None:
+    theirs = hw.attach(*build("bart"))
+    small = hw.prune(theirs, keep=0.5, on=PAIRS)
+    assert len(small.heads) == len(theirs.heads) // 2
+    how: dict[str, Any] = {"steps": 12, "batch": 3, "rate": 0.01, "evaluate_every": 3, "warmup": 0}
+    healed = heal(small, PAIRS * 8, **how, out=tmp_path / "run", progress=False)
+    losses = [row["valid_loss"] for row in healed.history if "valid_loss" in row]
+    assert losses[-1] < losses[0]
+    again = hw.load(tmp_path / "run" / "model")
+    ids, source = torch.tensor([[1, 5, 6]]), torch.tensor([[2, 7, 8, 9]])
+    with torch.no_grad():
+        assert torch.equal(again(ids, source=source), small(ids, source=source))
+    gates = learn_gates(theirs, PAIRS, keep=0.5, steps=4, batch=2)
+    assert np.mean(list(gates.values())) == pytest.approx(0.5, abs=0.02)
+
+
+def test_where_writing_starts_must_be_known() -> None:
+    theirs = hw.attach(*build("bart"))
+    for config in (theirs.model.config, theirs.model.generation_config):
+        config.decoder_start_token_id = None
+    with pytest.raises(hw.HeadwiseError, match="decoder_start_token_id"):
+        hw.importance(theirs, PAIRS)
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "opt"])
 def test_gates_are_learned(name: str) -> None:
     theirs = hw.attach(*build(name))
