@@ -73,7 +73,9 @@ class Corpus:
     def suits(self, kind: str) -> None:
         """Refuse a corpus that a model of this kind cannot be trained on, or asked about."""
         if self.paired and kind != "encoder-decoder":
-            raise HeadwiseError(f"pairs of a source and a text are for an encoder-decoder; give a {kind} texts alone.")
+            raise HeadwiseError(
+                f"pairs of a source and a text are for an encoder-decoder; give this {kind} texts alone."
+            )
         if not self.paired and kind == "encoder-decoder":
             raise HeadwiseError(
                 "an encoder-decoder writes a text that belongs to a source, so it needs pairs: [(source, text), …], or two "
@@ -145,10 +147,12 @@ class Corpus:
                     raise HeadwiseError(f"pair {number} lacks a text: {pair!r}; leave it out on both sides.")
                 yield Pair(*pair)
 
-        files = [Path(given) for given in (sources, texts) if not isinstance(given, list)]
-        lists = [text for given in (sources, texts) if isinstance(given, list) for text in given]
-        name = " and ".join(map(str, files)) or f"a list of {counts[0]} pairs"
-        return Corpus(name, _digest(_digest_of(files), *map(str, lists)), read, paired=True)
+        name = " and ".join(str(given) for given in (sources, texts) if not isinstance(given, list))
+        sides = (
+            _digest(*map(str, given)) if isinstance(given, list) else _digest_of([Path(given)])
+            for given in (sources, texts)
+        )
+        return Corpus(name or f"a list of {counts[0]} pairs", _digest(*sides), read, paired=True)
 
     @staticmethod
     def named(texts: Sequence[str | Path] | None, source: Path | None = None) -> "Corpus":

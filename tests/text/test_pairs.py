@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from headwise.errors import HeadwiseError
+from headwise.lab.memory import rise
 from headwise.text import Corpus, Tokenizer
 from headwise.text.corpus import Pair, Piece
 from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer, make_tokenizer
@@ -46,7 +47,8 @@ def test_lists_files_and_a_mix_are_the_same_pairs(tmp_path: Path) -> None:
         assert corpus.paired, name
         assert list(corpus.items()) == list(corpus.items()) == PAIRS, name  # as often as asked
         assert all(isinstance(item, Pair) for item in corpus.items()), name
-        assert corpus.fingerprint == made["tuples"].fingerprint, name
+    for one, other in (("tuples", "two lists"), ("tuples", "named tuples"), ("two files", "two names")):
+        assert made[one].fingerprint == made[other].fingerprint
     assert made["tuples"].name == "a list of 3 pairs"
     assert made["two files"].name == f"{files[0]} and {files[1]}"
     assert Corpus.of(made["two files"]) is made["two files"]
@@ -69,13 +71,15 @@ def test_a_tokenizer_is_made_from_both_sides() -> None:
 def test_only_a_new_line_ends_a_line(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
     pairs = [(f"{source}.", f"{text}.") for source, text in pairs]  # never blank, and never ending in \r
     sides = ("\n".join(side) for side in zip(*pairs, strict=True))
-    files = write(tmp_path_factory.mktemp("pairs"), *(f"\ufeff{side}" for side in sides))  # the mark of a file is no text
+    files = write(
+        tmp_path_factory.mktemp("pairs"), *(f"\ufeff{side}" for side in sides)
+    )  # the mark of a file is no text
     assert list(Corpus.pairs(*files).items()) == pairs
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
-@pytest.mark.parametrize("last", [0, 1, 3])
-def test_line_ends_are_no_part_of_a_text(ends: str, last: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [True, False])
+def test_line_ends_are_no_part_of_a_text(ends: str, last: bool, tmp_path: Path) -> None:
     files = write(tmp_path, f"ab{ends}c d" + ends * last, f"x{ends}y")
     assert list(Corpus.pairs(*files).items()) == [("ab", "x"), ("c d", "y")]
 
@@ -101,6 +105,17 @@ def test_the_fingerprint_changes_when_a_pair_does() -> None:
     assert len({Corpus.of(pairs).fingerprint for pairs in others}) == len(others)
 
 
+def test_the_fingerprint_changes_when_a_file_does(tmp_path: Path) -> None:
+    sources, texts = write(tmp_path, "a\nb\n", "c\nd\n")
+    seen = [Corpus.pairs(*given).fingerprint for given in ((sources, texts), (texts, sources))]
+    seen += [Corpus.pairs(*given).fingerprint for given in ((sources, ["c", "d"]), (["c", "d"], sources))]
+    texts.write_text("c\nD\n")
+    seen.append(Corpus.pairs(sources, texts).fingerprint)
+    sources.write_text("a\nB\n")
+    seen.append(Corpus.pairs(sources, texts).fingerprint)
+    assert len(set(seen)) == len(seen)
+
+
 # What is refused.
 
 
@@ -117,7 +132,7 @@ def test_the_fingerprint_changes_when_a_pair_does() -> None:
 )
 def test_what_is_no_pair_is_refused(given: Any, message: str) -> None:
     with pytest.raises(HeadwiseError, match=message):
-        Corpus.of(given)
+        list(Corpus.of(given).items())
 
 
 def test_two_sides_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
@@ -125,15 +140,19 @@ def test_two_sides_that_do_not_belong_together_are_refused(tmp_path: Path) -> No
         Corpus.pairs(["a", "b"], ["c"])
     with pytest.raises(HeadwiseError, match="there are 2 sources and 3 texts"):
         Corpus.pairs(*write(tmp_path, "a\nb\n", "a\nb\nc\n"))
+    with pytest.raises(HeadwiseError, match="there are 3 sources and 2 texts"):  # an empty line is a line
+        Corpus.pairs(*write(tmp_path, "a\nb\n\n", "a\nb\n"))
     with pytest.raises(HeadwiseError, match="pair 2 lacks a text"):
-        Corpus.pairs(*write(tmp_path, "a\n\nc\n", "a\nb\nc\n"))
-    with pytest.raises(HeadwiseError, match="pair 1 lacks a text"):
-        Corpus.pairs(*write(tmp_path, "", ""))
+        list(Corpus.pairs(*write(tmp_path, "a\n\nc\n", "a\nb\nc\n")).items())
+    with pytest.raises(HeadwiseError, match="is empty"):
+        list(Corpus.pairs(*write(tmp_path, "", "")).items())
     with pytest.raises(HeadwiseError, match="a list of 0 pairs is empty"):
         list(Corpus.pairs([], []).items())
     there = tmp_path / "texts.txt"
     for missing in (tmp_path / "none.txt", tmp_path, "some words"):
-        with pytest.raises(HeadwiseError, match="there is no file .*; pairs are two files, line by line, or two lists"):
+        with pytest.raises(
+            HeadwiseError, match=r"there is no file .*; pairs are two files, line by line, or two lists"
+        ):
             Corpus.pairs(missing, there)
         with pytest.raises(HeadwiseError, match="there is no file"):
             Corpus.pairs(there, missing)
@@ -142,15 +161,41 @@ def test_two_sides_that_do_not_belong_together_are_refused(tmp_path: Path) -> No
         Corpus.pairs(["one", "two"], tmp_path / "latin.txt")
 
 
+def test_what_a_command_line_names(tmp_path: Path) -> None:
+    sources, texts = write(tmp_path, "a b\nc d\n", "x y\nz\n")
+    assert list(Corpus.named([texts], sources).items()) == list(Corpus.named([str(texts)], sources).items())
+    assert list(Corpus.named([str(texts)], sources).items()) == [("a b", "x y"), ("c d", "z")]
+    for named, want in (
+        ([str(texts)], "x y\nz\n"),
+        (["some words"], "some words"),
+        ([texts, sources], "x y\nz\na b\nc d\n"),
+    ):
+        assert "".join(piece.text for piece in Corpus.named(named).pieces()) == want
+    assert Corpus.named(None).name == Corpus.named([]).name == "the probe set"
+    for named, count in (([], 0), (None, 0), ([texts, texts], 2)):
+        with pytest.raises(HeadwiseError, match=f"a source belongs to one file, .* got {count} files"):
+            Corpus.named(named, sources)
+
+
+def test_pairs_are_read_line_by_line_never_whole(tmp_path: Path) -> None:
+    line = "a line of some words, " * 40 + "\n"
+    files = write(tmp_path, line * 40_000, line * 40_000)  # 35 MB each
+
+    def work() -> None:
+        assert sum(1 for _ in Corpus.pairs(*files).items()) == 40_000
+
+    assert rise(work) < 15  # of 70
+
+
 def test_which_model_a_corpus_suits() -> None:
     pairs, texts = Corpus.of(PAIRS), Corpus.of(["Good day."])
     pairs.suits("encoder-decoder")
     for kind in ("decoder", "encoder"):
         texts.suits(kind)
-        with pytest.raises(HeadwiseError, match=f"are for an encoder-decoder; give a {kind} texts alone"):
+        with pytest.raises(HeadwiseError, match=f"are for an encoder-decoder; give this {kind} texts alone"):
             pairs.suits(kind)
     for corpus in (texts, Corpus.probe(), Corpus.little(documents=1)):
-        with pytest.raises(HeadwiseError, match="needs pairs: .*Corpus.pairs"):
+        with pytest.raises(HeadwiseError, match=r"needs pairs: .*Corpus\.pairs"):
             corpus.suits("encoder-decoder")
 
 
@@ -196,8 +241,10 @@ def test_both_sides_end_and_only_the_text_has_a_start(name: str) -> None:
 def test_tokenizers_made_here_put_nothing_around_a_text() -> None:
     for tokenizer in (byte_tokenizer(), character_tokenizer("abc"), bpe_tokenizer(["abc"] * 9, 260)):
         assert tokenizer.around == ((), ())
-        assert tokenizer.end == tokenizer.eos is not None
-        assert tokenizer.pair([1], [2, 2], start=tokenizer.eos) == ([1, tokenizer.eos], [tokenizer.eos, 2, 2, tokenizer.eos])
+        end = tokenizer.eos
+        assert end is not None
+        assert tokenizer.end == end
+        assert tokenizer.pair([1], [2, 2], start=end) == ([1, end], [end, 2, 2, end])
 
 
 def test_berts_pieces() -> None:
