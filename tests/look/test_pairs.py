@@ -25,6 +25,7 @@ from tests.look.readers import reading as reading_texts
 from tests.train.tiny import same_weights
 
 CLOSE = 1e-10  # the models compute in double precision
+SINGLE = 1e-8  # slopes of a text, below 1 here, are handed over in single precision
 
 each_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -193,9 +194,9 @@ def test_slopes_are_those_of_a_gate_on_the_head(name: str) -> None:
         own = [float(torch.autograd.grad(loss.sum(), gate, retain_graph=True)[0]) for loss in losses]
         sums.append(-sum(own) / sum(map(len, losses)))  # replaced by nothing: the gate closes
         each.append(np.mean([abs(slope) / len(loss) for slope, loss in zip(own, losses, strict=True)]))
-    np.testing.assert_allclose(importance(model, PAIRS, by="gradient").mean, each, atol=CLOSE)
+    np.testing.assert_allclose(importance(model, PAIRS, by="gradient").mean, each, atol=SINGLE)
     found = importance(model, PAIRS, by="attribution", how="zero", check=4)
-    np.testing.assert_allclose(found.mean, sums, atol=CLOSE)
+    np.testing.assert_allclose(found.mean, sums, atol=SINGLE)
     assert found.check is not None
     exact = importance(model, PAIRS, how="zero")
     assert found.check.exact == pytest.approx([exact[head].worth for head in found.check.heads], abs=CLOSE)
