@@ -276,7 +276,7 @@ def broken() -> Transformer:
         (lambda: reading(MODELS["decoder"]), "", "empty"),
         (lambda: reading(MODELS["decoder"]), [], "empty"),
         (lambda: reading(MODELS["decoder"]), ["a", "t"], "long enough"),
-        (lambda: reading(MODELS["encoder-decoder"]), TEXTS, "encoder-decoder"),
+        (lambda: reading(MODELS["encoder-decoder"]), TEXTS, "needs pairs"),
         (lambda: reading(MODELS["decoder"].without("*")), TEXTS, "no heads"),
         (lambda: Transformer(MODELS["decoder"]), TEXTS, "no tokenizer"),
         (broken, TEXTS, "finite"),

@@ -168,8 +168,8 @@ def test_what_cannot_be_done() -> None:
             prune(model, **arguments)
     with pytest.raises(HeadwiseError, match="got Linear"):
         prune(torch.nn.Linear(2, 2), keep=0.5)  # pyright: ignore
-    across = make_model(MODELS["encoder-decoder"])
-    with pytest.raises(HeadwiseError, match="nothing to translate"):
+    across = reading(MODELS["encoder-decoder"])
+    with pytest.raises(HeadwiseError, match="needs pairs"):
         prune(across, keep=0.5, on=TEXTS)
     assert len(prune(across, heads="cross.1.*", fold=False).spec.addresses) == 20
     assert len(prune(across, keep=0.5, by="random", fold=False).spec.addresses) == 12

@@ -157,8 +157,8 @@ def test_what_cannot_be_reported() -> None:
     ):
         with pytest.raises(HeadwiseError, match=message):
             report(before, after, on)
-    with pytest.raises(HeadwiseError, match="nothing to translate"):
-        Trial.of(make_model(MODELS["encoder-decoder"]), TEXTS)
+    with pytest.raises(HeadwiseError, match="needs pairs"):
+        Trial.of(reading(MODELS["encoder-decoder"]), TEXTS)
 
 
 # Two halves.

@@ -1,6 +1,6 @@
 """Encoder-decoders that read pairs, and what they lose the plain way: one pair at a time, unpadded, from all the logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -99,14 +99,31 @@ def losses_without(model: Transformer, head: Address, instead: list[Tensor] | No
         for number, pair in enumerate(PAIRS):
             added = before.new_zeros(()) if instead is None else instead[number] @ before  # (T, D)
             W_O.zero_()
-            with _behind(layer, added):
+            with behind(layer, added):
                 made += surprises(model, [pair])
             W_O.copy_(before)
     return made
 
 
+def worths(
+    model: Transformer, instead: Callable[[Address], list[Tensor]] | None = None, last: bool = False
+) -> list[float]:
+    """What is lost without each head; `instead(head)` are the rows that stand in for it in each pair, none: nothing."""
+    made = []
+    with torch.no_grad():
+        clean = surprises(model)
+    for head in model.spec.addresses:
+        lost = losses_without(model, head, None if instead is None else instead(head))
+        if last:
+            made.append(float(torch.stack([a[-1] - b[-1] for a, b in zip(lost, clean, strict=True)]).mean()))
+        else:
+            made.append(float((torch.cat(lost) - torch.cat(clean)).mean()))
+    return made
+
+
 @contextmanager
-def _behind(layer: nn.Module, added: Tensor) -> Iterator[None]:
+def behind(layer: nn.Module, added: Tensor) -> Iterator[None]:
+    """While open, this is added to what a layer writes, (T, D) or (D,)."""
     hook = layer.register_forward_hook(partial(_add, added))
     try:
         yield

@@ -19,7 +19,7 @@ from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 from headwise.text.make import character_tokenizer
 from headwise.train.batches import IGNORE
-from tests.contract.layers import MODELS, assert_equal, make_model
+from tests.contract.layers import MODELS, assert_equal
 from tests.look.readers import TEXTS, encoded, reading, surprise
 
 HEADLESS = replace(MODELS["encoder"], output="none", form="pre")
@@ -259,7 +259,7 @@ def test_what_is_wrong_is_said() -> None:
         (decoder, {"corpus": "t"}, "two tokens"),
         (encoder, {"metric": "last"}, "needs a decoder"),
         (encoder, {"by": "gradient"}, "the slope is 0"),
-        (make_model(MODELS["encoder-decoder"]), {}, "around your own calls"),
+        (reading(MODELS["encoder-decoder"]), {}, "needs pairs"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             importance(model, **({"corpus": TEXTS} | options))  # pyright: ignore

@@ -14,12 +14,23 @@ from headwise.look.ablate import ablated, mean_activations
 from headwise.look.asked import ask, read_asked
 from headwise.look.importance import importance
 from headwise.look.inputs import make_batch, make_batches, read_units
-from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.make import word_tokenizer
 from tests.contract.layers import MODELS, assert_equal
-from tests.look.paired import PAIRS, PIECES, SPECS, encoded, given, losses_without, mean_loss, reading, surprises, words
+from tests.look.paired import (
+    PAIRS,
+    PIECES,
+    SPECS,
+    encoded,
+    given,
+    losses_without,
+    mean_loss,
+    reading,
+    surprises,
+    words,
+    worths,
+)
 from tests.look.readers import TEXTS
 from tests.look.readers import reading as reading_texts
 from tests.train.tiny import same_weights
@@ -28,20 +39,6 @@ CLOSE = 1e-10  # the models compute in double precision
 SINGLE = 1e-8  # slopes of a text, below 1 here, are handed over in single precision
 
 each_spec = pytest.mark.parametrize("name", SPECS)
-
-
-def worths(model: Transformer, instead: Any = None, last: bool = False) -> list[float]:
-    """What is lost without each head, by the plain loop; `instead(head)` are the rows that stand in for it."""
-    made = []
-    with torch.no_grad():
-        clean = surprises(model)
-    for head in model.spec.addresses:
-        lost = losses_without(model, head, None if instead is None else instead(head))
-        if last:
-            made.append(float(torch.stack([a[-1] - b[-1] for a, b in zip(lost, clean, strict=True)]).mean()))
-        else:
-            made.append(float((torch.cat(lost) - torch.cat(clean)).mean()))
-    return made
 
 
 def test_the_loop_finds_something() -> None:

@@ -90,8 +90,8 @@ def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary() -> None:
 def test_models_that_cannot_be_trained_so_are_told() -> None:
     with pytest.raises(HeadwiseError, match="no output"):
         LanguageLoss(Transformer(replace(PLAIN, output="none")))
-    with pytest.raises(HeadwiseError, match="source"):
-        LanguageLoss(Transformer(replace(PLAIN, kind="encoder-decoder")))
+    with pytest.raises(HeadwiseError, match="needs what it reads"):
+        LanguageLoss(Transformer(replace(PLAIN, kind="encoder-decoder")))(*batch(PLAIN.vocab))
 
 
 def test_logits_of_a_large_vocabulary_are_never_held() -> None:
