@@ -90,6 +90,7 @@ def read_texts(model: AnyModel, corpus: Any, limit: int, longest: int | None = N
     if limit < 1:
         raise HeadwiseError(f"at least one text must be read; got a limit of {limit}.")
     corpus = Corpus.of(corpus)
+    corpus.suits(model.spec.kind)
     if corpus.paired:
         return list(islice(corpus.items(), limit))
     units = islice(read_units(model, corpus, unit_length(model, longest)), limit)

@@ -130,11 +130,14 @@ def _texts(
     from headwise.change.trial import halves, read_texts
     from headwise.text.corpus import Corpus
 
-    if model.tokenizer is None or (model.spec.kind == "encoder-decoder" and source is None and not text):
+    if model.tokenizer is None:
         return None, None  # heads can still be cut by name
-    texts = read_texts(model, Corpus.named(text, source), limit, length)
+    unread = model.spec.kind == "encoder-decoder" and source is None and not text  # no pairs are embedded
+    texts = None if unread else read_texts(model, Corpus.named(text, source), limit, length)
     if test is not None or test_source is not None:
         return texts, read_texts(model, Corpus.named([test] if test else None, test_source), limit, length)
+    if texts is None:
+        return None, None
     return halves(texts) if chosen or len(texts) > 1 else (texts, texts)
 
 

@@ -259,6 +259,8 @@ def test_what_cannot_be_done_is_refused() -> None:
         ):
             with pytest.raises(HeadwiseError, match=message):
                 act(model, on)
+        with pytest.raises(HeadwiseError, match=message):
+            read_texts(model, on, 3)
     with pytest.raises(HeadwiseError, match="needs pairs"):
         report(both, small, TEXTS)
     with pytest.raises(HeadwiseError, match="needs pairs"):

@@ -156,34 +156,32 @@ def test_what_heads_are_worth_on_two_files(headwise: Headwise, folder: Path, fil
 
 
 def test_a_model_is_cut_healed_saved_and_judged(headwise: Headwise, folder: Path, files: Files, tmp_path: Path) -> None:
-    asked = ("prune", folder, files.texts, "--source", files.sources, "--limit", 10, "--seeds", 1)
+    asked = ("prune", folder, files.texts, "--source", files.sources, "--limit", 40, "--seeds", 1)
     done = headwise(*asked, "--keep", 0.5, "--out", tmp_path / "small", "--plan", tmp_path / "plan.json", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
     small, model = loaded(tmp_path / "small"), loaded(folder)
     assert len(small.spec.addresses) == 3
     assert told["plan"]["folded"]
-    assert told["report"]["texts"] == 5, "every other pair"
-    judging = PAIRS[:10][1::2]
+    assert told["report"]["texts"] == 20, "every other pair"
+    judging = PAIRS[:40][1::2]
     for which, of in (("loss_before", model), ("loss_after", small)):
         assert told["report"][which]["mean"] == pytest.approx(mean_loss(of, judging), rel=1e-5)
-    best = hw.importance(model, PAIRS[:10:2], means=mean_activations(model, PAIRS[:10:2])).ranked[:3]
+    best = hw.importance(model, PAIRS[:40:2], means=mean_activations(model, PAIRS[:40:2])).ranked[:3]
     assert set(small.spec.addresses) == set(best)
 
     other = ("--test", files.other_texts, "--test-source", files.other_sources)
     done = headwise(*asked, "--apply", tmp_path / "plan.json", *other, "--json")
     assert done.code == 0, done.err
     judged = json.loads(done.out)["report"]
-    assert judged["texts"] == 10, "the limit is for these too"
-    assert judged["loss_after"]["mean"] == pytest.approx(mean_loss(small, OTHERS[:10]), rel=1e-5)
+    assert judged["texts"] == 20
+    assert judged["loss_after"]["mean"] == pytest.approx(mean_loss(small, OTHERS), rel=1e-5)
 
     done = headwise(*asked, "--keep", 0.5, "--heal", 3, "--out", tmp_path / "healed", *other, "--json")
     assert done.code == 0, done.err
     healed = loaded(tmp_path / "healed")
-    assert json.loads(done.out)["report"]["loss_after"]["mean"] == pytest.approx(
-        mean_loss(healed, OTHERS[:10]), rel=1e-5
-    )
-    assert mean_loss(healed, OTHERS[:10]) != mean_loss(small, OTHERS[:10])
+    assert json.loads(done.out)["report"]["loss_after"]["mean"] == pytest.approx(mean_loss(healed, OTHERS), rel=1e-5)
+    assert mean_loss(healed, OTHERS) != mean_loss(small, OTHERS)
 
 
 def test_a_curve(headwise: Headwise, folder: Path, files: Files) -> None:
@@ -240,6 +238,8 @@ def test_trouble_is_one_line(
         (("prune", folder, short, *cut, *source), unequal),
         (("prune", folder, files.texts, *cut), "needs pairs"),
         (("prune", folder, *cut), "needs pairs"),
+        (("prune", folder, files.texts, "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "o"), "needs pairs"),
+        (("prune", folder, "--curve"), "needs pairs"),
         (("prune", folder, files.texts, *cut, *source, "--test", files.other_texts), "needs pairs"),
         (("prune", folder, files.texts, *cut, *source, "--test-source", files.other_sources), alone),
         (("prune", decoder, files.texts, *cut, *source), "give this decoder texts alone"),
@@ -253,10 +253,14 @@ def test_trouble_is_one_line(
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["gap.txt", "short.txt"]
 
 
-def test_heads_are_cut_by_name_without_pairs(headwise: Headwise, folder: Path, tmp_path: Path) -> None:
+def test_heads_are_cut_by_name_without_pairs(headwise: Headwise, folder: Path, files: Files, tmp_path: Path) -> None:
     done = headwise("prune", folder, "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "small", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["report"] is None
-    assert len(loaded(tmp_path / "small").spec.addresses) == 5
+    small = loaded(tmp_path / "small")
+    assert len(small.spec.addresses) == 5
+    judging = ("--test", files.other_texts, "--test-source", files.other_sources)
+    done = headwise("prune", folder, "--heads", "cross.0.1", "--no-fold", *judging, "--json")
+    assert json.loads(done.out)["report"]["loss_after"]["mean"] == pytest.approx(mean_loss(small, OTHERS), rel=1e-5)
     done = headwise("prune", folder, "--heads", "cross.0.1")
     assert "folding leaves heads' means behind, so it needs pairs" in done.err
