@@ -166,6 +166,23 @@ def test_layers_take_turns_with_windows_and_cross_attention_has_no_distance() ->
         spec.attention_at(SiteAddress("dec", 3))
 
 
+def test_both_stacks_of_an_encoder_decoder_are_resized() -> None:
+    even = ModelSpec(**MODEL, kind="encoder-decoder")
+    for layers in (1, 3, 0):
+        spec = even.resized(layers=layers)
+        assert (spec.layers, spec.encoder_layers) == (layers, layers)
+        assert len(spec.addresses) == 4 * 3 * layers  # heads of enc, dec and cross
+    uneven = replace(even, encoder_layers=5)
+    assert (uneven.resized(layers=3).layers, uneven.resized(layers=3).encoder_layers) == (3, 5)
+    for spec in (even, uneven):
+        wider = spec.resized(width=24, heads=6, context=9)
+        assert (wider.layers, wider.encoder_layers) == (spec.layers, spec.encoder_layers)
+        assert (wider.width, wider.attention.heads, wider.context, wider.hidden) == (24, 6, 9, 96)
+    assert preset("transformer-base").resized(layers=2).encoder_layers == 2
+    assert ModelSpec(**MODEL).resized(layers=3).encoder_layers == 0
+    assert Transformer(even.resized(layers=3)).sites()[-1].address == SiteAddress("cross", 2)
+
+
 # JSON both ways.
 
 
