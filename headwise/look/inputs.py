@@ -95,9 +95,10 @@ def read_units(model: AnyModel, corpus: Any, longest: int | None = None, asked: 
             pair = isinstance(item, Pair)
             unit = _of_pair(number, item, model) if pair else _of_document(number, item, tokenizer)
             if unit.size > room:
+                which = f"pair {number + 1}" if pair else f"document {number}"
                 raise HeadwiseError(
-                    f"{'pair' if pair else 'document'} {number} has {unit.size} tokens, more than the {room} positions "
-                    f"of the model: {item.text[:60]!r}…; leave it out or cut it."
+                    f"{which} has {unit.size} tokens, more than the {room} positions of the model: "
+                    f"{item.text[:60]!r}…; leave it out or cut it."
                 )
             yield unit
             number += 1

@@ -133,7 +133,7 @@ class Corpus:
         return Corpus("the probe set", _digest(*(d.text for d in documents)), lambda: iter(documents))
 
     @staticmethod
-    def pairs(sources: str | Path | list[str], texts: str | Path | list[str]) -> "Corpus":
+    def pairs(sources: str | Path | Sequence[str], texts: str | Path | Sequence[str]) -> "Corpus":
         """What an encoder-decoder reads and what it is asked to write: two files, line by line, or two lists."""
         counts = [sum(1 for _ in _lines(given)) for given in (sources, texts)]
         if counts[0] != counts[1]:
@@ -147,9 +147,9 @@ class Corpus:
                     raise HeadwiseError(f"pair {number} lacks a text: {pair!r}; leave it out on both sides.")
                 yield Pair(*pair)
 
-        name = " and ".join(str(given) for given in (sources, texts) if not isinstance(given, list))
+        name = " and ".join(str(given) for given in (sources, texts) if isinstance(given, str | Path))
         sides = (
-            _digest(*map(str, given)) if isinstance(given, list) else _digest_of([Path(given)])
+            _digest_of([Path(given)]) if isinstance(given, str | Path) else _digest(*map(str, given))
             for given in (sources, texts)
         )
         return Corpus(name or f"a list of {counts[0]} pairs", _digest(*sides), read, paired=True)
@@ -218,9 +218,9 @@ def read_text(path: Path) -> Iterator[Piece]:
                 waiting = waiting[cut:]
 
 
-def _lines(given: str | Path | list[str]) -> Iterator[str]:
+def _lines(given: str | Path | Sequence[str]) -> Iterator[str]:
     """The lines of a file, or those given."""
-    if isinstance(given, list):
+    if not isinstance(given, str | Path):
         yield from given
         return
     if not Path(given).is_file():

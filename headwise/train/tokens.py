@@ -60,7 +60,8 @@ def read_tokens(folder: Path) -> Tokens:
     cut = len(rows["train"]) - held
     if index.get("pairs end") is not None:  # no pair is torn apart
         ends = np.flatnonzero(rows["train"] == index["pairs end"])[1::2] + 1
-        cut = int(ends[min(np.searchsorted(ends, cut), len(ends) - 1)])
+        last = len(ends) - (2 if held and len(ends) > 1 else 1)  # where any are held out, one pair is
+        cut = int(ends[min(int(np.searchsorted(ends, cut)), last)])
     return Tokens(rows["train"][:cut], rows["train"][cut:], fingerprint)
 
 
