@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit, Head, Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
-from headwise.look.attend import Parts, attend, quiet
+from headwise.look.attend import attend, quiet
 from headwise.look.attribution import Attribution, logit_attribution
 from headwise.look.inputs import make_batches, read_units, run, tokenizer_of
 from headwise.look.record import pick, record
@@ -108,26 +108,31 @@ def promoted(model: AnyModel, head: HeadProfile, k: int = 6, *, tokens: int = 3)
 class ValueWeighted:
     """A head's map before and after weighing what is looked at by how much it brings: (words, words)."""
 
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # that look
+    seen: tuple[str, ...]  # that are looked at: others where a head looks across to a source
     attention: Tensor
     weighted: Tensor
 
 
-def value_weighted(model: AnyModel, text: str, head: str | Address, *, words: bool = True) -> ValueWeighted:
+def value_weighted(
+    model: AnyModel, text: str, head: str | Address, *, words: bool = True, source: str | None = None
+) -> ValueWeighted:
     """Attention times the length of what is brought, p_ij ‖v_j W_O‖, each row scaled to sum to 1.
 
     A look at a token whose value is next to nothing moves nothing (https://arxiv.org/abs/2004.10102). v_j holds its bias.
+    `source` is what an encoder-decoder reads.
     """
     address = Address.parse(head) if isinstance(head, str) else head
     with record(model, address, what=("v", "map")) as recording:
-        seen = attend(model, text, address, words=words)
-    parts, found = seen.sides(address)[0], recording[address]
+        seen = attend(model, text, address, words=words, source=source)
+    (looking, looked), found = seen.sides(address), recording[address]
     with torch.no_grad():
         lengths = (found.v[0] @ model.heads[address].W_O).norm(dim=-1)  # (S,): ‖v_j W_O‖
         weights = found.map()[0] * lengths  # (T, S)
         total = weights.sum(-1, keepdim=True)
         weights = (weights / total.where(total > 0, 1.0)).float()
-    return ValueWeighted(seen.words, seen.map(address), _by_words(weights, parts))
+    by_words = looking.means(weights) @ (weights @ looked.sums(weights))
+    return ValueWeighted(looking.labels, looked.labels, seen.map(address), by_words)
 
 
 class WriteShare(NamedTuple):
@@ -240,10 +245,6 @@ def _to_vocabulary(wiring: Wiring, step: Step, wrote: Tensor) -> Tensor:
     """Scores of all words, up to the scale of norms on the way: (n, D) → (n, V)"""
     wrote = wrote if step.after is None else step.after.turn(wrote)
     return wiring.logits(wiring.norm.turn(wrote))
-
-
-def _by_words(weights: Tensor, parts: Parts) -> Tensor:
-    return parts.means(weights) @ (weights @ parts.sums(weights))
 
 
 def _row(found: Any, row: int) -> tuple[list[int], list[float]]:

@@ -104,6 +104,14 @@ def test_an_encoder_decoder_is_attended_with_its_source() -> None:
     seen = hw.attend(theirs, "the cat", source="a dog ran")
     assert seen.map("cross.1.2").shape == (len(seen.words), len(seen.source_words))
     assert seen.map("enc.0.0").shape == (len(seen.source_words),) * 2
+    ids, source = (torch.tensor([tokenizer.encode(text)]) for text in ("the cat", "a dog ran"))
+    with torch.no_grad(), hw.record(theirs, "cross.1.2", what=("v", "map")) as recording:
+        theirs(ids, source=source)
+    (head,), found = theirs.heads.select("cross.1.2"), recording["cross.1.2"]
+    want = found.map()[0] * (found.v[0] @ head.W_O).norm(dim=-1)
+    made = value_weighted(theirs, "the cat", "cross.1.2", source="a dog ran", words=False)
+    assert (made.weighted - want / want.sum(1, keepdim=True)).abs().max() <= 1e-5
+    assert (len(made.words), len(made.seen)) == (ids.shape[1], source.shape[1])
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
