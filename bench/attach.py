@@ -17,6 +17,7 @@ from rich.console import Console
 import headwise as hw
 from bench.look import HEADS, VOCAB, make_batch, make_flags
 from bench.measure import machine, peak_memory, take_turns
+from headwise.lab.memory import rise
 from headwise.look.evidence import Evidence
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
@@ -64,13 +65,11 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=31)
     options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    options.add_argument("--memory", nargs=2, metavar=("WAY", "T"), help="print the megabytes of one way at its peak")
+    options.add_argument("--memory", nargs=2, metavar=("WAY", "T"), help="print the megabytes a pass takes at its peak")
     given = options.parse_args()
     if given.memory:
-        import resource
-
-        make_way(given.memory[0], int(given.memory[1]))()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        way, T = given.memory
+        print(rise(make_way(way, int(T)), warm_up=make_way(way, 16)))
         return
     rows = []
     for T in given.lengths:
@@ -81,7 +80,7 @@ def main() -> None:
             memory = peak_memory("bench.attach", "--memory", way, str(T))
             rows.append([T, way, timing.median * 1e3, *times, memory])
         print(f"{T} tokens done", file=sys.stderr)
-    columns = ["tokens", "way", "ms", "× untouched", "quartiles", "", "peak MB"]
+    columns = ["tokens", "way", "ms", "× untouched", "quartiles", "", "MB of a pass"]
     Console(width=120).print(
         make_table(f"GPT-2 small's trunk in transformers {transformers.__version__}, {machine()}", columns, rows)
     )
