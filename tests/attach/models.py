@@ -39,7 +39,8 @@ class Case:
         made = getattr(transformers, self.model)(getattr(transformers, self.config)(**self.sizes, **more)).eval()
         with torch.no_grad():
             for name, weight in made.named_parameters():
-                weight.copy_(torch.randn_like(weight) * 0.3 + ("norm" in name.lower() and weight.ndim == 1))
+                if weight.requires_grad:  # not sinusoids, which are not saved but made again
+                    weight.copy_(torch.randn_like(weight) * 0.3 + ("norm" in name.lower() and weight.ndim == 1))
         return made
 
     def inputs(self, side: str = "none") -> dict[str, Tensor]:

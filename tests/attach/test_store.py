@@ -92,7 +92,7 @@ def test_a_note_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_plain_save_pretrained_of_a_cut_model_is_loaded_again(case: Case, tmp_path: Path) -> None:
     """Attached or detached: theirs is the method, and the note lies beside what it writes."""
     model, given = case.build(), case.inputs("right")
-    theirs = hw.attach(model).cut("0.1,1.*,2.3")
+    theirs = hw.attach(model).cut("enc.0.1,dec.1.*,cross.2.3" if case.kind == "two" else "0.1,1.*,2.3")
     model.save_pretrained(tmp_path / "attached")
     want = logits(model, given)
     theirs.detach()
