@@ -108,3 +108,10 @@ def results(made: Any) -> list[Tensor]:
 def first(made: Any) -> Tensor:
     """Logits, or the last states."""
     return made.logits if hasattr(made, "logits") else made.last_hidden_state
+
+
+def real(given: dict[str, Any]) -> Tensor:
+    """Where answers count: not at padding."""
+    if "decoder_input_ids" in given:
+        return torch.ones_like(given["decoder_input_ids"]) > 0
+    return given["attention_mask"] > 0

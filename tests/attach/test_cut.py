@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.attach.layer import matrix
-from tests.attach.models import BY_NAME, CASES, Case, first, transformers
+from tests.attach.models import BY_NAME, CASES, Case, first, real, transformers
 
 CUT = [case for case in CASES if case.cut]
 each_cut = pytest.mark.parametrize("case", CUT, ids=lambda case: case.name)
@@ -21,13 +21,6 @@ TWO = {"one": "cross.1.2", "layer": "dec.0.*,cross.1.*", "many": "enc.0.1,enc.1.
 def heads_of(case: Case, which: str) -> str:
     """Some heads of a model, by the kind of cut."""
     return (TWO if case.kind == "two" else WHICH)[which]
-
-
-def real(given: dict[str, Any]) -> torch.Tensor:
-    """Where answers count: not at padding."""
-    return (
-        torch.ones_like(given["decoder_input_ids"]) > 0 if "decoder_input_ids" in given else given["attention_mask"] > 0
-    )
 
 
 def silenced(model: Any, theirs: Any, which: str, given: dict[str, Any]) -> torch.Tensor:

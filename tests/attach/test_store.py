@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise.attach import Attached
 from headwise.attach.layer import matrix
-from tests.attach.models import BY_NAME, CASES, Case, first, transformers
+from tests.attach.models import BY_NAME, CASES, Case, first, real, transformers
 from tests.attach.test_look import TEXTS, build
 
 CUT = [case for case in CASES if case.cut]
@@ -20,7 +20,7 @@ GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 def logits(model: Any, given: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
-        return first(model(**given))[given["attention_mask"].bool()]
+        return first(model(**given))[real(given)]
 
 
 # Plans.
