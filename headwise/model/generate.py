@@ -189,7 +189,8 @@ def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | Non
 
 
 def _is_text(prompt: Prompt) -> bool:
-    return isinstance(prompt, str) or (not isinstance(prompt, Tensor) and bool(prompt) and isinstance(prompt[0], str))
+    several = isinstance(prompt, list | tuple) and bool(prompt)
+    return isinstance(prompt, str) or (several and isinstance(prompt[0], str))
 
 
 def _stops(model: "Transformer", prompt: Prompt, stop: Stop | None) -> list[tuple[int, ...]]:
