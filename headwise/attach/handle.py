@@ -27,6 +27,7 @@ from headwise.model import Wiring
 from headwise.spec import ModelSpec, SiteAddress
 from headwise.text import Tokenizer
 
+TOLD_LANGUAGES = ("mbart", "m2m_100", "nllb-moe", "plbart")
 Gates = Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor]
 
 
@@ -171,15 +172,20 @@ class Attached(nn.Module):
     @property
     def start(self) -> int:
         """The token before what an encoder-decoder writes, as its configuration has it."""
-        found = getattr(self.model.config, "decoder_start_token_id", None)
-        if found is None:
-            found = getattr(self.model.generation_config, "decoder_start_token_id", None)
-        if found is None:
+        model = self.model
+        if self.family in TOLD_LANGUAGES:
             raise HeadwiseError(
-                f"the configuration of this {type(self.model).__name__} does not say which token writing starts from; set "
-                f"model.config.decoder_start_token_id."
+                f"{type(model).__name__} is told languages by codes in front, which texts alone do not have; ask it by your "
+                f"own calls, inside hw.ablated(theirs, …)."
             )
-        return found
+        for told in (model.config, getattr(model, "generation_config", None)):
+            found = getattr(told, "decoder_start_token_id", None)
+            if found is not None:
+                return found
+        raise HeadwiseError(
+            f"the configuration of this {type(model).__name__} does not say which token writing starts from; set "
+            f"model.config.decoder_start_token_id."
+        )
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -232,10 +232,8 @@ def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
     except RuntimeError as error:  # sizes
         raise HeadwiseError(f"{folder} does not fit its note: {str(error).splitlines()[-1].strip()}") from None
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    made = set(
-        getattr(model, "_keys_to_ignore_on_save", None) or ()
-    )  # never written, as the model makes them: sinusoids
-    missing = [name for name in missing if name not in tied | made]
+    unwritten = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # sinusoids, which the model makes itself
+    missing = [name for name in missing if name not in tied | unwritten]
     if missing or unexpected:
         lacks, besides = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
         raise HeadwiseError(f"{folder} does not fit its note: it lacks {lacks}, and has {besides} besides.")

@@ -31,10 +31,8 @@ def run(
     from headwise.show.lab import list_claims, show_claims, write_claims
     from headwise.show.progress import going_on, noting
 
-    if quick + full + (seeds is not None) > 1:
+    if quick and (full or seeds is not None):
         raise HeadwiseError("--quick takes one seed, --full three, --seeds so many; give one of them.")
-    if seeds is not None and on is not None:
-        raise HeadwiseError("--seeds is for models that are trained here; that of --on is there already.")
     if text is not None and on is None:
         raise HeadwiseError("--text is what the model of --on reads; give --on MODEL too.")
     chosen = find_claims(names or [])

@@ -75,6 +75,11 @@ def run(
         length,
         chosen=bool(curve or heal or keep is not None or (heads is not None and fold)),
     )
+    read = heal or curve or (fold and apply is None) or (keep is not None and by != "random")
+    if read and choosing is None and loaded.spec.kind == "encoder-decoder":
+        raise HeadwiseError(
+            "ranking, folding or healing an encoder-decoder needs pairs: give TEXT and --source, or --heads and --no-fold."
+        )
     if heal and (choosing is None or loaded.output is None):
         raise HeadwiseError(
             "this model cannot be asked for tokens, so --heal has nothing to train it by; leave it out."

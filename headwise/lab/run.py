@@ -69,6 +69,10 @@ def claims(
     """
     names = list(names)
     chosen = find_claims(names)
+    if full and seeds is not None:
+        raise HeadwiseError(f"full takes three seeds, seeds={seeds} so many; give one of them.")
+    if on is not None and seeds is not None:
+        raise HeadwiseError("seeds are for models that are trained here; the one that is given is there already.")
     if on is not None:
         return _try_all(_applying(chosen, bool(names)), on, text, bool(names), note, say)
     if seeds is not None and seeds < 1:

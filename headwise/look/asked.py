@@ -96,7 +96,8 @@ def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
     padding = None if batch.whole else batch.real
     check_askable(model, metric)
     if model.output is None:
-        return Asked(batch.ids, batch.real, None, padding if model.spec.kind == "encoder" else None, units)
+        seen = padding if model.spec.kind == "encoder" else None
+        return Asked(batch.ids, batch.real, None, seen, units, batch.source, batch.source_padding)
     if model.spec.kind == "encoder":
         ids, targets = _hide(model, batch)
         return Asked(ids, batch.real, targets, padding, units)

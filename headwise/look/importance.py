@@ -169,10 +169,10 @@ def importance(
     """What every head is worth on a corpus: by taking it away, or by slopes; the model stays as it is.
 
     `metric` "loss" is the mean loss over all tokens (hidden ones for an encoder; 1 − cosine of the mean state for a model
-    without output), "last" the last token of each text alone. `how` says what stands in a head's place; means not given are
-    taken over this corpus, and with "resample" each text borrows from the next. `check` is how many heads an attribution is
-    compared on. `longest` cuts plain text into units of so many tokens (None: 256, or the model's context); `tokens` is how
-    many are run at once.
+    without output), "last" the last token of each text alone (of a pair that is its end). `how` says what stands in a
+    head's place; means not given are taken over this corpus, and with "resample" each text borrows from the next. `check`
+    is how many heads an attribution is compared on. `longest` cuts plain text into units of so many tokens (None: 256, or
+    the model's context); `tokens` is how many are run at once. An encoder-decoder is asked about pairs.
     """
     _check(by, how, tokens)
     check_askable(model, metric)

@@ -76,7 +76,7 @@ def read_units(model: AnyModel, corpus: Any, longest: int | None = None, asked: 
     What is `asked` of a model is judged by the text it should give: then an encoder-decoder reads pairs, and only those.
     """
     tokenizer, corpus = tokenizer_of(model), Corpus.of(corpus)
-    if asked:
+    if asked or (corpus.paired and model.spec.kind != "encoder-decoder"):
         corpus.suits(model.spec.kind)
     elif corpus.paired:
         raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")

@@ -38,8 +38,8 @@ class How(TypedDict, total=False):
 def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpack[How]) -> Any:
     """Prompt and continuation, in the kind the prompt came in: text, a tensor (B, T), a list of ids, or a list of those.
 
-    Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`. Of a text that an
-    encoder-decoder reads, what it writes.
+    Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`. A text that an
+    encoder-decoder reads gives what it writes.
     """
     is_text, alone = _is_text(prompt), isinstance(prompt, str)
     prompt, how = _with_source(model, prompt, how)
@@ -80,7 +80,7 @@ def stream(
     without, a text is what it reads, and it writes from the start.
     """
     if source is None:
-        prompt, more = _with_source(model, prompt, {"stop": stop})
+        prompt, more = _with_source(model, prompt, {"stop": stop, "cache": cache})
         stop, source, source_padding = more.get("stop"), more.get("source"), more.get("source_padding")
     if model.output is None or model.spec.kind == "encoder":
         raise HeadwiseError("this model has no next-token output; generate needs a decoder with output='lm'.")
@@ -149,7 +149,8 @@ def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, token
 
 def _with_source(model: "Transformer", prompt: Prompt, how: How) -> tuple[Prompt, How]:
     """Texts for an encoder-decoder that has no other source: they are the source, and writing starts anew."""
-    if model.spec.kind != "encoder-decoder" or how.get("source") is not None or not _is_text(prompt):
+    cached = how.get("cache") is not None and how["cache"].memory is not None  # pyright: ignore
+    if model.spec.kind != "encoder-decoder" or how.get("source") is not None or cached or not _is_text(prompt):
         return prompt, how
     if model.tokenizer is None:
         raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")

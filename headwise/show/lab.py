@@ -21,34 +21,34 @@ COLOURS = {"holds": "green", "does not hold": "red", "depends": "yellow"}
 
 
 def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
-    """Print a line for each model: what it is, how well it does, how its heads differ, what it takes."""
+    """Print a line for each model: what it is, how well it does, what it takes; and one for what its heads do."""
     quizzes, first = list(sweep.rows[0].marks), sweep.rows[0]
-    columns = [
-        "",
-        "heads",
-        "head_dim",
-        "layers",
-        "parameters",
-        "loss",
-        "95 %",
-        *quizzes,
-        "maps apart",
-        "tokens/s",
-        "MB",
-    ]
+    named = not all(row.name == str(row.heads) for row in sweep.rows)  # else the name says nothing new
+    sizes = ("heads", "head_dim", "layers", "parameters")
+    sizes = [size for size in sizes if size == "heads" or len({getattr(row, size) for row in sweep.rows}) > 1]
     rows = [
         (
-            row.name, row.heads, row.head_dim, row.layers, row.parameters, row.loss.mean, _ends(row.loss),
-            *(row.marks[quiz].mean for quiz in quizzes), f"{row.diversity['js'].mean:.3f}" if row.diversity else "–",
+            *([row.name] * named), *(getattr(row, size) for size in sizes), row.loss.mean, _ends(row.loss),
             _whole(row.speed), _whole(row.memory),
         )
         for row in sweep.rows
     ]  # fmt: skip
-    if all(row.name == str(row.heads) for row in sweep.rows):  # then the name says nothing new
-        columns, rows = columns[1:], [row[1:] for row in rows]
+    columns = [*([""] * named), *sizes, "loss", "95 %", "tokens/s", "MB"]
     console = console or Console()
     told = f"Held-out loss, nats a token; {sweep.seeds} seeds, {sweep.steps} steps, width {sweep.width}, "
-    console.print(make_table(f"{told}constant {sweep.constant}", columns, rows))
+    alike = {f"{row.parameters:,} parameters" for row in sweep.rows}
+    told += f"constant {sweep.constant}" + (f", {alike.pop()}" if len(alike) == 1 else "")
+    console.print(make_table(told, columns, rows))
+    if quizzes or first.diversity:
+        does = [
+            (
+                row.name, *(row.marks[quiz].mean for quiz in quizzes),
+                f"{row.diversity['js'].mean:.3f}" if row.diversity else "–",
+            )
+            for row in sweep.rows
+        ]  # fmt: skip
+        kind = "" if named else "heads"
+        console.print(make_table("Right answers; maps of heads apart", [kind, *quizzes, "maps apart"], does))
     best = sweep.best
     console.print(
         f"best: {best.heads} heads of {best.head_dim} in {best.layers} layers; {first.name} to {sweep.rows[-1].name} "

@@ -79,7 +79,7 @@ class Corpus:
         if not self.paired and kind == "encoder-decoder":
             raise HeadwiseError(
                 "an encoder-decoder writes a text that belongs to a source, so it needs pairs: [(source, text), …], or two "
-                "files, Corpus.pairs(sources, texts)."
+                "files, Corpus.pairs(sources, texts), on the command line TEXT and --source."
             )
 
     @staticmethod
@@ -104,7 +104,7 @@ class Corpus:
         if documents and len(documents) == len(items):
             name = f"a list of {len(documents)} documents"
             return Corpus(name, _digest(*map(repr, documents)), lambda: iter(documents))
-        if items and all(isinstance(item, tuple) and len(item) == 2 for item in items):
+        if items and all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
             return Corpus.pairs(*map(list, zip(*items, strict=True)))
         texts = [item for item in items if isinstance(item, str)]
         if len(texts) < len(items):
@@ -135,6 +135,7 @@ class Corpus:
     @staticmethod
     def pairs(sources: str | Path | Sequence[str], texts: str | Path | Sequence[str]) -> "Corpus":
         """What an encoder-decoder reads and what it is asked to write: two files, line by line, or two lists."""
+        sources, texts = (given if isinstance(given, str | Path) else list(given) for given in (sources, texts))
         counts = [sum(1 for _ in _lines(given)) for given in (sources, texts)]
         if counts[0] != counts[1]:
             raise HeadwiseError(
@@ -144,7 +145,10 @@ class Corpus:
         def read() -> Iterator[Pair]:
             for number, pair in enumerate(zip(_lines(sources), _lines(texts), strict=True), 1):
                 if not all(isinstance(text, str) and text.strip() for text in pair):
-                    raise HeadwiseError(f"pair {number} lacks a text: {pair!r}; leave it out on both sides.")
+                    raise HeadwiseError(
+                        f"pair {number} lacks a text: {pair!r}; leave it out on both sides, or give two files, "
+                        f"Corpus.pairs(sources, texts)."
+                    )
                 yield Pair(*pair)
 
         name = " and ".join(str(given) for given in (sources, texts) if isinstance(given, str | Path))
@@ -189,7 +193,9 @@ class Corpus:
             return Corpus(str(path), _digest_of(files), partial(read_documents, path))
         if path.is_file() and path.suffix not in PLAIN:
             known = ", ".join(suffix for suffix in (*PLAIN, *RELATED) if suffix)
-            raise HeadwiseError(f"{path} is not a kind of file that is read here; known: {known}.")
+            raise HeadwiseError(
+                f"{path} is not a kind of file that is read here; known: {known}, and any with a source, as pairs."
+            )
         return Corpus(str(path), _digest_of(files), lambda: (piece for file in files for piece in read_text(file)))
 
 

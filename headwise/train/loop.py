@@ -328,7 +328,7 @@ def _cutter(start: Prepared, recipe: Recipe) -> Callable[[np.ndarray], Any]:
     if not paired and recipe.rows != "texts":
         return partial(Anywhere if recipe.rows == "random" else Windows, **how)
     if tokenizer.end is None:
-        instead = "use another" if paired else "use rows='windows'"
+        instead = "use another tokenizer" if paired else "use rows='windows'"
         raise HeadwiseError(f"the tokenizer has no end token to tell texts apart; {instead}.")
     if paired:
         return partial(Pairs, **how, end=tokenizer.end, dress=partial(tokenizer.pair, start=start.model.start))

@@ -196,6 +196,26 @@ def test_where_writing_starts_must_be_known() -> None:
         config.decoder_start_token_id = None
     with pytest.raises(hw.HeadwiseError, match="decoder_start_token_id"):
         hw.importance(theirs, PAIRS)
+    body = hw.attach(build("bart")[0].model, theirs.tokenizer)  # which does not generate
+    body.model.config.decoder_start_token_id = None
+    with pytest.raises(hw.HeadwiseError, match="decoder_start_token_id"):
+        hw.importance(body, PAIRS)
+    body.family = "mbart"
+    with pytest.raises(hw.HeadwiseError, match="languages by codes"):
+        hw.importance(body, PAIRS)
+
+
+def test_an_encoder_decoder_without_an_output_is_asked_for_its_state() -> None:
+    model, tokenizer = build("bart")
+    theirs = hw.attach(model.model, tokenizer)
+    worth = hw.importance(theirs, PAIRS[:1], heads="cross.1.0", how="zero")
+    ids, source = [1, *tokenizer.encode(PAIRS[0][1])], tokenizer.encode(PAIRS[0][0])
+    given = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([ids])}
+    with torch.no_grad():
+        clean = theirs.model(**given).last_hidden_state[0].mean(0)
+        with theirs.heads["cross.1.0"].silenced():
+            turned = theirs.model(**given).last_hidden_state[0].mean(0)
+    assert worth["cross.1.0"].worth == pytest.approx(1 - float(torch.cosine_similarity(clean, turned, 0)), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "opt"])

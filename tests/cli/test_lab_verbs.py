@@ -24,6 +24,7 @@ def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
     code, out, _ = call(monkeypatch, capsys, *asked, "--plot", str(tmp_path / "sweep.svg"))
     assert code == 0
     assert "constant heads × head_dim" in " ".join(out.split())
+    assert "…" not in out  # every figure can be read in 80 columns
     assert (tmp_path / "sweep.svg").read_text().startswith("<?xml")
     code, out, _ = call(monkeypatch, capsys, *asked, "--json")
     rows = json.loads(out)["rows"]

@@ -135,7 +135,7 @@ def test_an_encoder_decoder_is_cut_without_a_word(headwise: Headwise, tmp_path: 
     done = headwise(tmp_path / "full", "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "small")
     assert done.code == 0, done.err
     assert [str(head) for head in hw.load(tmp_path / "small").spec.addresses if head.stack == "cross"] == ["cross.0.0"]
-    assert "so it needs pairs" in headwise(tmp_path / "full", "--keep", 0.5).err
+    assert "needs pairs: give TEXT and --source" in headwise(tmp_path / "full", "--keep", 0.5).err
 
 
 def test_trouble_is_one_line(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:

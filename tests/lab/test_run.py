@@ -80,6 +80,8 @@ def test_timed_claims_run_here_alone_and_are_kept(tmp_path, monkeypatch):
     assert calls == [(0, 1, 2)]
     (made,) = hw.claims(["parameters"], seeds=5, size=TINY, cache=tmp_path)
     assert (calls[1:], made.again) == ([(0, 1, 2, 3, 4)], "headwise claims parameters --seeds 5")
+    with pytest.raises(HeadwiseError, match="give one of them"):
+        hw.claims(["parameters"], full=True, seeds=5)
 
 
 def test_on_a_given_model(model):

@@ -296,6 +296,6 @@ def test_what_cannot_be_asked_is_refused() -> None:
     for model, corpus, message in ((both, TEXTS, "needs pairs"), (decoder, PAIRS, "texts alone")):
         with pytest.raises(HeadwiseError, match=message):
             mean_activations(model, corpus)
-    for model in (both, decoder):
-        with pytest.raises(HeadwiseError, match="pairs are for what is asked"):
+    for model, message in ((both, "pairs are for what is asked"), (decoder, "texts alone")):
+        with pytest.raises(HeadwiseError, match=message):
             hw.profile(model, PAIRS)
