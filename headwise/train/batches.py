@@ -119,13 +119,11 @@ class Texts:
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """Texts first … first + count − 1 of the endless order: (count, the longest), −1 behind the shorter ones."""
-        numbers = (divmod(first + i, self.count) for i in range(count))
-        return stack([self.text(int(_epoch(self.seed, epoch, self.count, 0)[1][place])) for epoch, place in numbers])
+        return stack([self.text(number) for number in _shuffled(self.seed, self.count, first, count)])
 
     def in_order(self, most: int | None = None) -> Iterator[np.ndarray]:
         """All texts, for evaluation, or some spread evenly: at most about so many tokens."""
-        share = 1.0 if most is None else max(1, len(self.tokens)) / most
-        return (self.text(number) for number in range(0, self.count, max(1, math.ceil(share))))
+        return (self.text(number) for number in _spread(self.count, len(self.tokens), most))
 
 
 @dataclass(frozen=True)
@@ -163,15 +161,24 @@ class Pairs:
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Pairs first … first + count − 1 of the endless order: texts, sources, −1 behind the shorter ones."""
-        numbers = (divmod(first + i, self.count) for i in range(count))
-        chosen = (int(_epoch(self.seed, epoch, self.count, 0)[1][place]) for epoch, place in numbers)
-        texts, sources = zip(*map(self.pair, chosen), strict=True)
+        chosen = map(self.pair, _shuffled(self.seed, self.count, first, count))
+        texts, sources = zip(*chosen, strict=True)
         return stack(texts), stack(sources)
 
     def in_order(self, most: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All pairs, for evaluation, or some spread evenly: at most about so many tokens."""
-        share = 1.0 if most is None else max(1, len(self.tokens)) / most
-        return (self.pair(number) for number in range(0, self.count, max(1, math.ceil(share))))
+        return (self.pair(number) for number in _spread(self.count, len(self.tokens), most))
+
+
+def _shuffled(seed: int, of: int, first: int, count: int) -> Iterator[int]:
+    """Which texts are numbers first … first + count − 1 of an endless order, each once an epoch."""
+    for epoch, place in (divmod(first + i, of) for i in range(count)):
+        yield int(_epoch(seed, epoch, of, 0)[1][place])
+
+
+def _spread(count: int, tokens: int, most: int | None) -> range:
+    """All texts, or some spread evenly: those of about so many tokens."""
+    return range(0, count, 1 if most is None else max(1, math.ceil(max(1, tokens) / most)))
 
 
 def stack(rows: Sequence[np.ndarray]) -> np.ndarray:

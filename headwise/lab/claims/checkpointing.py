@@ -56,7 +56,11 @@ def trade(model: AnyModel, ids: Tensor, turns: int = TURNS) -> Trade:
         raise HeadwiseError(
             f"checkpointing is tried on a Transformer or an attached model, got {type(model).__name__}."
         )
-    LanguageLoss(model)  # refuses what cannot be trained on text
+    LanguageLoss(model)  # refuses what has no loss
+    if model.spec.kind == "encoder-decoder":
+        raise HeadwiseError(
+            "a step is taken on texts alone, which an encoder-decoder cannot; give a decoder or an encoder."
+        )
     with TemporaryDirectory() as place:
         folder = str(Path(place) / "model")
         model.save(folder)

@@ -51,6 +51,8 @@ def test_a_deep_model_keeps_less():
 def test_what_cannot_be_trained_is_refused():
     with pytest.raises(HeadwiseError, match="no output"):
         trade(make_model(output="none"), torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(HeadwiseError, match="texts alone"):
+        trade(make_model(kind="encoder-decoder"), torch.zeros(1, 4, dtype=torch.long))
 
 
 @pytest.mark.slow
