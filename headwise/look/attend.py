@@ -41,16 +41,17 @@ class Parts:
 
     @staticmethod
     def of(alignment: Alignment, words: bool) -> "Parts":
-        """The parts of one text, in the order of their first tokens."""
-        groups: dict[object, list[int]] = {}
-        for place, word in enumerate(alignment.word_of_token):
-            groups.setdefault(word if words and word is not None else ("alone", place), []).append(place)
-        labels = [
-            alignment.words[key] if isinstance(key, int) else _label(alignment, places[0])
-            for key, places in groups.items()
-        ]
-        special = [alignment.spans[places[0]][0] == alignment.spans[places[0]][1] for places in groups.values()]
-        return Parts(tuple(labels), tuple(map(tuple, groups.values())), tuple(special))
+        """The parts of one text, in the order of their first tokens. Words that share a token are one part: `,"`."""
+        groups: list[tuple[list[int], list[int]]] = []  # words and tokens of each part
+        for place, touched in enumerate(alignment.words_of_token):
+            if words and touched and groups and touched[0] in groups[-1][0]:
+                groups[-1][0].extend(touched)
+                groups[-1][1].append(place)
+            else:
+                groups.append(([*touched] if words else [], [place]))
+        labels = [_together(alignment, some) if some else _label(alignment, places[0]) for some, places in groups]
+        special = [alignment.spans[places[0]][0] == alignment.spans[places[0]][1] for _, places in groups]
+        return Parts(tuple(labels), tuple(tuple(places) for _, places in groups), tuple(special))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -264,6 +265,11 @@ def _aligned(tokenizer: Tokenizer, text: str, what: str) -> Alignment:
     if not aligned.ids:
         raise HeadwiseError(f"{what} is empty; give at least one word.")
     return aligned
+
+
+def _together(alignment: Alignment, words: Sequence[int]) -> str:
+    """Words as they stand in the text."""
+    return alignment.text[alignment.word_spans[min(words)][0] : alignment.word_spans[max(words)][1]]
 
 
 def _label(alignment: Alignment, token: int) -> str:

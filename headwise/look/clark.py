@@ -107,7 +107,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
     for unit, case in zip(units, asked, strict=True):
         tokens = unit.alignment.tokens_of_word
         rows = list(tokens[case.pronoun])
-        names = [[token for word in place for token in tokens[word]] for place in (case.a, case.b)]
+        names = [sorted({token for word in place for token in tokens[word]}) for place in (case.a, case.b)]
         weights: list[torch.Tensor] = []
 
         def see(seen: Seen, rows: list[int] = rows, names: list[list[int]] = names, weights: list = weights) -> None:

@@ -26,6 +26,7 @@ from headwise.look.record import pick
 from headwise.look.tally import CHOOSING, REPORTING
 from headwise.model import AnyModel
 from headwise.spec import Address
+from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
 TARGETS = ("position", "word", "class")
@@ -195,7 +196,7 @@ def _labels(units: Iterable[Unit], targets: Sequence[str]) -> tuple[dict[int, La
         raise HeadwiseError(
             "these texts have no word classes; use the little language or a treebank, or leave 'class' out of what=."
         )
-    ends = {unit.number: [(w, t[-1]) for w, t in enumerate(unit.alignment.tokens_of_word) if t] for unit in units}
+    ends = {unit.number: _ends(unit.alignment) for unit in units}
     fitting = [unit for unit in units if unit.number % 2 == CHOOSING]
     edges = np.quantile([p for unit in fitting for _, p in ends[unit.number]], np.arange(1, BINS) / BINS)
     common = Counter(word.casefold() for unit in fitting for word in unit.alignment.words).most_common(WORDS)
@@ -215,6 +216,12 @@ def _labels(units: Iterable[Unit], targets: Sequence[str]) -> tuple[dict[int, La
         }
         made[unit.number] = Labels(places, {name: found[name] for name in targets})
     return made, {"position": BINS, "word": len(words), "class": len(kinds)}
+
+
+def _ends(aligned: Alignment) -> list[tuple[int, int]]:
+    """Words with their last tokens; one whose last token is another's too has none of its own, and is left out."""
+    ends = [(word, tokens[-1]) for word, tokens in enumerate(aligned.tokens_of_word) if tokens]
+    return [(word, token) for word, token in ends if aligned.words_of_token[token] == (word,)]
 
 
 def _majority(units: Iterable[Unit], labels: dict[int, Labels], name: str) -> float:

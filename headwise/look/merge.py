@@ -42,6 +42,7 @@ def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations, int]])
         merged.strata[:, at] += np.roll(part.strata, before, 0)
         merged.offsets[:, at] += np.roll(part.offsets, before, 0)
         merged.arcs[:, at] += np.roll(part.arcs, before, 0)
+        merged.left_out[:, at] += np.roll(part.left_out, before, 0)
         merged.on_arcs[at] += part.on_arcs
         merged.on_all += part.on_all
         merged.pairs += part.pairs

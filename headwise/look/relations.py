@@ -2,10 +2,15 @@
 
 Word by word: attention to a split word is the sum over its tokens, from it the mean over its tokens. Both directions. Besides
 the arcs of the documents two sets are taken: words of the same phrase, and words of the same class.
+
+A token may belong to several words, as `,"` does. Sums take it in each. What a word gives to its own tokens is given to
+itself, and to no word that shares them; so an arc whose target has no other token is not eligible, nor is one to or from a
+word without a token: such arcs are counted apart, as left out. Words that share a token are no rivals of each other.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -32,8 +37,39 @@ class Asked:
     target: np.ndarray  # (A,)
     stratum: np.ndarray  # (A,)
     pairs: np.ndarray  # (P, 3): every visible pair of words, and its stratum
-    to_word: Tensor  # (T, W): 1 where a token belongs to a word
+    to_word: (
+        Tensor  # (T, W + pairs that share tokens): 1 where a token belongs to a word, or to both words of such a pair
+    )
     from_word: Tensor  # (W, T): the mean over a word's tokens
+    shared: np.ndarray  # (pairs that share tokens, 2): the words
+    rivals: Tensor  # (W, W): 1 where two words have no token in common
+    left_out: np.ndarray  # (questions,): arcs that are not eligible
+
+    def near(self) -> np.ndarray:
+        """Which arcs each fixed offset hits, (A, offsets): the word there is the target, or shares a token with it."""
+        there = self.source[:, None] + np.array(NEAREST)  # (A, offsets)
+        inside = (there >= 0) & (there < len(self.rivals))
+        return inside & ~self.rivals.numpy()[self.target[:, None], np.where(inside, there, 0)]
+
+    def followed(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Which arcs a map (H, W, W) hits, and the weight it gives them: (H, A) each."""
+        source, target = torch.from_numpy(self.source), torch.from_numpy(self.target)
+        weight = words[:, source, target]
+        index = torch.arange(words.shape[-1])
+        beside = self.rivals[target] & (index != source[:, None])  # (A, W)
+        others = words[:, source]  # (H, A, W)
+        before = others.masked_fill(~(beside & (index < target[:, None])), -1.0).amax(-1)
+        behind = others.masked_fill(~(beside & (index > target[:, None])), -1.0).amax(-1)
+        return (weight > before) & (weight >= behind) & (weight > 0), weight  # of equals the first is the one looked at
+
+    def without_self(self, words: Tensor) -> Tensor:
+        """A map (H, W, W + shared) as (H, W, W): what a word gives its own tokens goes to no other that shares them."""
+        W = len(self.from_word)
+        made = words[..., :W].clone()
+        for number, (one, other) in enumerate(self.shared.tolist()):
+            for s, t in ((one, other), (other, one)):
+                made[:, s, t] = (made[:, s, t] - words[:, s, W + number]).clamp(min=0)
+        return made
 
 
 @dataclass(eq=False)
@@ -45,7 +81,10 @@ class Relations:
     causal: bool
     strata: np.ndarray = field(init=False)  # (buckets, questions, strata): how many arcs lie in each
     offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many arcs each fixed offset hits
-    arcs: np.ndarray = field(init=False)  # (buckets, questions)
+    arcs: np.ndarray = field(init=False)  # (buckets, questions): those that are eligible
+    left_out: np.ndarray = field(
+        init=False
+    )  # (buckets, questions): those whose words cannot be told apart by their tokens
     on_arcs: np.ndarray = field(init=False)  # (questions, heads, strata): weight on arcs
     on_all: np.ndarray = field(init=False)  # (heads, strata): weight on all pairs
     pairs: np.ndarray = field(init=False)  # (strata,)
@@ -54,7 +93,7 @@ class Relations:
     def __post_init__(self) -> None:
         Q, H = len(self.questions), self.tally.heads
         self.strata, self.offsets = np.zeros((BUCKETS, Q, STRATA)), np.zeros((BUCKETS, Q, len(NEAREST)))
-        self.arcs, self.on_arcs = np.zeros((BUCKETS, Q)), np.zeros((Q, H, STRATA))
+        self.arcs, self.left_out, self.on_arcs = *np.zeros((2, BUCKETS, Q)), np.zeros((Q, H, STRATA))
         self.on_all, self.pairs = np.zeros((H, STRATA)), np.zeros(STRATA)
         self.fields = tuple(f"{question} {kind}" for question in self.questions for kind in KINDS)
 
@@ -81,9 +120,8 @@ class Relations:
             bucket = unit.number % BUCKETS
             np.add.at(self.strata[bucket], (asked.question, asked.stratum), 1)
             np.add.at(self.arcs[bucket], asked.question, 1)
-            offset = asked.target - asked.source
-            near = np.abs(offset) <= max(NEAREST)
-            np.add.at(self.offsets[bucket], (asked.question[near], offset[near] - NEAREST.start), 1)
+            self.left_out[bucket] += asked.left_out
+            np.add.at(self.offsets[bucket], asked.question, asked.near())
             np.add.at(self.pairs, asked.pairs[:, 2], 1)
 
     def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
@@ -96,11 +134,10 @@ class Relations:
             if asked is None or not len(asked.question):
                 continue
             made = torch.zeros(H, len(self.questions), len(KINDS))
-            question, source, target = (torch.from_numpy(x) for x in (asked.question, asked.source, asked.target))
+            question = torch.from_numpy(asked.question)
             for kind, words in ((0, plain[row]), (2, valued[row])):  # (H, W, W)
-                best = words.masked_fill(torch.eye(words.shape[-1], dtype=torch.bool), -1.0).argmax(-1)  # (H, W)
-                weight = words[:, source, target]  # (H, A)
-                made[..., kind].index_add_(1, question, ((best[:, source] == target) & (weight > 0)).float())
+                hit, weight = asked.followed(words)  # (H, A)
+                made[..., kind].index_add_(1, question, hit.float())
                 made[..., kind + 1].index_add_(1, question, weight)
             sums[row] = made.flatten(1)
             counts[row, 0] = torch.bincount(question, minlength=len(self.questions)).repeat_interleave(len(KINDS))
@@ -123,7 +160,7 @@ class Relations:
         H, norms = seen.q.shape[1], fetched(seen)  # (B, H, S)
         inputs = torch.stack((torch.ones_like(norms), norms), -1)
         asked = [self._prepared.get(unit.number) for unit in batch.units]
-        plain = [torch.zeros(H, *[0 if a is None else a.to_word.shape[1]] * 2) for a in asked]
+        plain = [torch.zeros(H, *(0, 0) if a is None else (len(a.from_word), a.to_word.shape[1])) for a in asked]
         valued = [torch.zeros_like(one) for one in plain]
         starts = batch.first.tolist()
         for block in walk(seen, inputs):
@@ -144,34 +181,42 @@ class Relations:
                 into, out = one.from_word[:, rows.start : rows.stop], one.to_word[cols.start : cols.stop]
                 plain[row][block.heads] += into @ (p[part].float().cpu() @ out)
                 valued[row][block.heads] += into @ (weighted[part].float().cpu() @ out)
-        return plain, valued
+        return _without_self(plain, asked), _without_self(valued, asked)
 
     def _ask(self, unit: Unit) -> Asked:
         document, aligned = unit.document, unit.alignment
         assert document is not None
         W, T = len(document.words), len(unit.ids)
-        to_word = torch.zeros(T, W)
-        for token, word in enumerate(aligned.word_of_token):
-            if word is not None:
-                to_word[token, word] = 1
-        from_word = to_word.T / to_word.sum(0).clamp(min=1)[:, None]
-        first = aligned.word_of_token[0]  # the word where heads rest; None behind a start token
-        question, source, target = [], [], []
+        places = [frozenset(tokens) for tokens in aligned.tokens_of_word]
+        shared = sorted({pair for words in aligned.words_of_token for pair in combinations(words, 2)})
+        to_word, rivals = torch.zeros(T, W + len(shared)), torch.ones(W, W, dtype=torch.bool).fill_diagonal_(False)
+        for word, tokens in enumerate(places):
+            to_word[list(tokens), word] = 1
+        for number, (one, other) in enumerate(shared):
+            to_word[list(places[one] & places[other]), W + number] = 1
+            rivals[[one, other], [other, one]] = False
+        from_word = to_word[:, :W].T / to_word[:, :W].sum(0).clamp(min=1)[:, None]
+        first = aligned.words_of_token[0]  # the words where heads rest; none behind a start token
+        apart = np.array([[bool(mine and theirs - mine) for theirs in places] for mine in places]).reshape(W, W)
+        question, source, target, left_out = [], [], [], np.zeros(len(self.questions))
         for number, (name, way) in enumerate(one.rsplit(" ", 1) for one in self.questions):
             for s, t in self._pairs_of(unit, name):
                 s, t = (s, t) if way == ">" else (t, s)
-                if s != t and t != first and (t < s or not self.causal):
-                    question.append(number)
-                    source.append(s)
-                    target.append(t)
+                if s == t or t in first or (t > s and self.causal):
+                    continue
+                if not apart[s, t]:
+                    left_out[number] += 1
+                    continue
+                question.append(number)
+                source.append(s)
+                target.append(t)
         q, s, t = (np.array(x, dtype=np.int64) for x in (question, source, target))
         every = np.stack(np.meshgrid(np.arange(W), np.arange(W), indexing="ij"), -1).reshape(-1, 2)
-        seen = (every[:, 0] != every[:, 1]) & ((every[:, 1] < every[:, 0]) | (not self.causal))
-        if first is not None:
-            seen &= every[:, 1] != first
-        every = every[seen]
+        seen = apart[every[:, 0], every[:, 1]] & ((every[:, 1] < every[:, 0]) | (not self.causal))
+        every = every[seen & ~np.isin(every[:, 1], first)]
         pairs = np.concatenate((every, self._stratum(every[:, 0], every[:, 1], W)[:, None]), 1)
-        return Asked(q, s, t, self._stratum(s, t, W), pairs, to_word, from_word)
+        both = np.array(shared, dtype=np.int64).reshape(-1, 2)
+        return Asked(q, s, t, self._stratum(s, t, W), pairs, to_word, from_word, both, rivals, left_out)
 
     def _pairs_of(self, unit: Unit, name: str) -> Iterable[tuple[int, int]]:
         document = unit.document
@@ -197,7 +242,10 @@ class Relations:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that was counted, by name: what is saved, and what adds up."""
-        return {name: getattr(self, name) for name in ("strata", "offsets", "arcs", "on_arcs", "on_all", "pairs")}
+        return {
+            name: getattr(self, name)
+            for name in ("strata", "offsets", "arcs", "left_out", "on_arcs", "on_all", "pairs")
+        }
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """For each bucket, question and head the weight pairs that are no arcs get in the arcs' strata, and the coverage.
@@ -213,3 +261,7 @@ class Relations:
         sums = np.einsum("bqs,qhs->bqh", self.strata, np.where(has[:, None], mean, own))
         with np.errstate(invalid="ignore", divide="ignore"):
             return sums, (self.strata.sum(0) * has).sum(-1) / self.strata.sum((0, 2))
+
+
+def _without_self(maps: list[Tensor], asked: list[Asked | None]) -> list[Tensor]:
+    return [words if one is None else one.without_self(words) for words, one in zip(maps, asked, strict=True)]

@@ -15,9 +15,13 @@ _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 class Alignment:
     """A text cut into tokens and words. Special tokens belong to no word and have an empty span.
 
+    A token belongs to every word it touches: `,"` to the comma and to the quote.
+
     >>> a = Alignment.of("don't go", ids=[1, 2, 3], tokens=["don", "'t", "go"], spans=[(0, 3), (3, 5), (6, 8)])
-    >>> a.words, a.word_of_token, a.tokens_of_word
-    (("don't", 'go'), (0, 0, 1), ((0, 1), (2,)))
+    >>> a.words, a.words_of_token, a.tokens_of_word
+    (("don't", 'go'), ((0,), (0,), (1,)), ((0, 1), (2,)))
+    >>> Alignment.of('go,"', ids=[1, 2], tokens=["go", ',"'], spans=[(0, 2), (2, 4)]).tokens_of_word
+    ((0,), (1,), (1,))
     """
 
     text: str
@@ -26,14 +30,14 @@ class Alignment:
     spans: tuple[Span, ...]  # of the tokens, in characters
     words: tuple[str, ...]
     word_spans: tuple[Span, ...]
-    word_of_token: tuple[int | None, ...]
+    words_of_token: tuple[tuple[int, ...], ...]  # those a token touches: mostly one; none for special tokens
 
     @property
     def tokens_of_word(self) -> tuple[tuple[int, ...], ...]:
         """For each word, the places of its tokens."""
         places: list[list[int]] = [[] for _ in self.words]
-        for token, word in enumerate(self.word_of_token):
-            if word is not None:
+        for token, words in enumerate(self.words_of_token):
+            for word in words:
                 places[word].append(token)
         return tuple(map(tuple, places))
 
@@ -48,7 +52,7 @@ class Alignment:
         """Align tokens, by their spans, with words: those given, in the order of the text, or those of `split_words`."""
         word_spans = split_words(text) if words is None else find_words(text, words)
         owner = {place: number for number, (start, end) in enumerate(word_spans) for place in range(start, end)}
-        word_of_token = [next((owner[p] for p in range(*span) if p in owner), None) for span in spans]
+        words_of_token = [tuple(sorted({owner[p] for p in range(*span) if p in owner})) for span in spans]
         return Alignment(
             text,
             tuple(ids),
@@ -56,7 +60,7 @@ class Alignment:
             tuple((start, end) for start, end in spans),
             tuple(text[start:end] for start, end in word_spans),
             tuple(word_spans),
-            tuple(word_of_token),
+            tuple(words_of_token),
         )
 
 

@@ -100,7 +100,7 @@ def asked(unit: Unit, question: str, is_causal: bool) -> Iterator[tuple[int, int
     name, way = question.rsplit(" ", 1)
     document = unit.document
     assert document is not None
-    W, first = len(document.words), unit.alignment.word_of_token[0]
+    W, first = len(document.words), unit.alignment.words_of_token[0]
     if name == "same class":
         pairs = {(i, j) for i in range(W) for j in range(i + 1, W) if document.classes[i] == document.classes[j]}
     elif name == "same phrase":
@@ -109,7 +109,7 @@ def asked(unit: Unit, question: str, is_causal: bool) -> Iterator[tuple[int, int
         pairs = {(arc.source, arc.target) for arc in document.relations if arc.name == name}
     for s, t in pairs:
         s, t = (s, t) if way == ">" else (t, s)
-        if t != first and s != t and (t < s or not is_causal):
+        if t not in first and s != t and (t < s or not is_causal):
             yield s, t
 
 
@@ -184,11 +184,11 @@ def test_what_other_pairs_get(is_causal: bool, framed: bool) -> None:
     for number, question in enumerate(relations.questions):
         others: dict[tuple, list[np.ndarray]] = {}
         for unit, words in maps:
-            W, first = words.shape[1], unit.alignment.word_of_token[0]
+            W, first = words.shape[1], unit.alignment.words_of_token[0]
             arcs = set(asked(unit, question, is_causal))
             for s in range(W):
                 for t in range(s if is_causal else W):
-                    if s != t and t != first and (s, t) not in arcs:
+                    if s != t and t not in first and (s, t) not in arcs:
                         others.setdefault((t - s, sight(s, W, is_causal)), []).append(words[:, s, t])
         want, covered, arcs = np.zeros((BUCKETS, 3)), 0, 0
         for unit, words in maps:

@@ -1,6 +1,8 @@
 """Tokens, words and characters: each token knows its word, whatever cut the text."""
 
+import os
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,11 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.text import Alignment
+from headwise.text.probe import probe_set
+from headwise.text.treebank import read_documents
 from tests.parity.sentences import SENTENCES
+
+DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
 
 
 @cache
@@ -36,7 +42,7 @@ def test_spaces_belong_to_no_word() -> None:
         token for token, span in zip(found.tokens, found.spans, strict=True) if found.text[slice(*span)].isspace()
     ]
     assert spaces == ["Ġ"]
-    assert found.word_of_token[found.tokens.index("Ġ")] is None
+    assert found.words_of_token[found.tokens.index("Ġ")] == ()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +60,7 @@ def test_split_words_keep_their_pieces_together() -> None:
     found = tokenizer("minilm").align("Antidisestablishmentarianism wins")
     assert found.tokens[0] == "[CLS]"
     assert found.tokens[-1] == "[SEP]"
-    assert found.word_of_token[0] is found.word_of_token[-1] is None
+    assert found.words_of_token[0] == found.words_of_token[-1] == ()
     assert found.spans[0] == found.spans[-1] == (0, 0)
     first, second = found.tokens_of_word
     assert len(first) > 3
@@ -75,8 +81,9 @@ def test_given_words_are_used_as_they_are(kind: str) -> None:
     text = "We don't know New York."
     found = tokenizer(kind).align(text, words=["We", "do", "n't", "know", "New York", "."])
     assert found.words == ("We", "do", "n't", "know", "New York", ".")
-    assert "".join("".join(p) for _, p in words_with_tokens(found)).replace(" ", "") == text.replace(" ", "")
     pieces = dict(words_with_tokens(found))
+    assert pieces["do"] == ["don"]  # a token of both words
+    assert "".join(pieces["n't"]) == "don't"
     assert pieces["New York"] == ["New", "York"]
     with pytest.raises(hw.HeadwiseError, match=r"'lost' is not in the text behind character 2; give words in order"):
         tokenizer(kind).align(text, words=["We", "lost"])
@@ -88,8 +95,36 @@ def test_given_words_are_used_as_they_are(kind: str) -> None:
 
 def test_some_words_only() -> None:
     found = tokenizer("minilm").align("one two three", words=["two"], special=False)
-    assert found.word_of_token == (None, 0, None)
+    assert found.words_of_token == ((), (0,), ())
     assert found.tokens_of_word == ((1,),)
+
+
+def test_a_token_belongs_to_every_word_it_touches() -> None:
+    """SmolLM2 writes a comma and the quote behind it as one token."""
+    found = tokenizer("smollm2").align('"Go," she said.', special=False)
+    assert found.words == ('"', "Go", ",", '"', "she", "said", ".")
+    assert [found.text[slice(*span)] for span in found.spans] == ['"', "Go", ',"', "she", "said", "."]
+    assert found.words_of_token == ((0,), (1,), (2, 3), (4,), (5,), (6,))
+    assert found.tokens_of_word == ((0,), (1,), (2,), (2,), (3,), (4,), (5,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_word_of_the_probe_set_has_a_token(kind: str) -> None:
+    for document in probe_set():
+        found = tokenizer(kind).align(document.text, document.words)
+        assert all(found.tokens_of_word), document.text
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data at $HEADWISE_DATA; docs/text.md says where to get it")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_arc_of_a_treebank_has_tokens(kind: str) -> None:
+    arcs = 0
+    for path in sorted(DATA.glob("ud-english-ewt/*.conllu")):
+        for document in read_documents(path):
+            places = tokenizer(kind).align(document.text, document.words).tokens_of_word
+            assert all(places[arc.source] and places[arc.target] for arc in document.relations), document.text
+            arcs += len(document.relations)
+    assert arcs == 46163  # by `awk '$1 ~ /^[0-9]+$/ && $7 != 0'` over both files
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,22 +132,22 @@ def test_nothing_to_align(kind: str) -> None:
     for text in ("", "  \n"):
         found = tokenizer(kind).align(text)
         assert found.words == ()
-        assert all(word is None for word in found.word_of_token)
+        assert not any(found.words_of_token)
 
 
 def holds(kind: str, text: str) -> None:
     """The laws of an alignment."""
     found = tokenizer(kind).align(text)
     assert list(found.ids) == tokenizer(kind).encode(text)
-    assert len(found.ids) == len(found.tokens) == len(found.spans) == len(found.word_of_token)
+    assert len(found.ids) == len(found.tokens) == len(found.spans) == len(found.words_of_token)
     owner = {place: n for n, span in enumerate(found.word_spans) for place in range(*span)}
     assert set(owner) == {place for place, letter in enumerate(text) if not letter.isspace()}
-    for span, word in zip(found.spans, found.word_of_token, strict=True):
+    for span, words in zip(found.spans, found.words_of_token, strict=True):
         visible = [place for place in range(*span) if not text[place].isspace()]
-        assert word == (owner[visible[0]] if visible else None)
+        assert list(words) == sorted({owner[place] for place in visible})
     for places in found.tokens_of_word:
         assert list(places) == list(range(places[0], places[-1] + 1)) if places else True
-    said = [word for word in found.word_of_token if word is not None]
+    said = [words[0] for words in found.words_of_token if words]
     assert said == sorted(said)
 
 
