@@ -42,7 +42,7 @@ def make_model(T: int) -> hw.Transformer:
 def make_batch(T: int) -> Batch:
     ids = torch.randint(1, VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
     ids[0, 0] = 0
-    unit = Unit(0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
+    unit = Unit(0, 0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
     return Batch((unit,), ids, torch.ones_like(ids, dtype=torch.bool))
 
 

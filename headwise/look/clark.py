@@ -16,7 +16,7 @@ from headwise.look.inputs import read_units
 from headwise.look.relations import NEAREST, SETS
 from headwise.look.result import Profile
 from headwise.look.statistics import bootstrap, bootstrap_difference, max_t
-from headwise.look.tally import BUCKETS, CHOOSING, REPORTING
+from headwise.look.tally import BUCKETS, CHOOSING, REPORTING, in_half
 from headwise.model import AnyModel
 from headwise.text.treebank import Pronoun
 
@@ -63,13 +63,14 @@ def _best_of(profile: Profile, question: str, expected: np.ndarray) -> tuple[Bes
     assert relations is not None
     number = relations.questions.index(question)
     hits, counts = profile.tally.per_bucket(f"{question} hits")
-    if counts[CHOOSING::2].sum() == 0 or counts[REPORTING::2].sum() == 0:
+    choosing, reporting = (in_half(counts, half) for half in (CHOOSING, REPORTING))
+    if not reporting.any():
         return None
-    accuracy = hits[CHOOSING::2].sum(0) / np.maximum(counts[CHOOSING::2].sum(0), 1)  # cross-attention is not asked
+    accuracy = hits[choosing].sum(0) / np.maximum(counts[choosing].sum(0), 1)  # cross-attention is not asked
     head = int(accuracy.argmax())
     fixed = relations.offsets[:, number]  # (buckets, offsets)
-    offset = int(fixed[CHOOSING::2].sum(0).argmax())
-    told, arcs = hits[REPORTING::2, head], counts[REPORTING::2, head]
+    offset = int(fixed[choosing].sum(0).argmax())
+    told, arcs = hits[reporting, head], counts[reporting, head]
     low, high = bootstrap(told[:, None], arcs[:, None])
     mass = profile.tally.per_bucket(f"{question} mass")[0][REPORTING::2, head].sum()
     name, way = question.rsplit(" ", 1)
@@ -119,15 +120,16 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
                 stack.enter_context(site.listen(see))
             model(torch.tensor([unit.ids], device=model.device), hidden=True)
         choice = torch.cat(weights).cpu().numpy()  # (heads, 2)
-        bucket = unit.number % BUCKETS
+        bucket = unit.bucket
         right[bucket] += (choice[:, 0] > choice[:, 1]) == (case.answer == "A")
         counts[bucket] += 1
         nearer[bucket] += case.nearer == case.answer
-    head = int(right[CHOOSING::2].sum(0).argmax())
-    told, n = right[REPORTING::2, head], counts[REPORTING::2]
+    head = int(right[in_half(counts, CHOOSING)].sum(0).argmax())
+    reporting = in_half(counts, REPORTING)
+    told, n, nearer = right[reporting, head], counts[reporting], nearer[reporting]
     low, high = bootstrap(told[:, None], n[:, None])
-    gap = bootstrap_difference(told, n, nearer[REPORTING::2], n)
+    gap = bootstrap_difference(told, n, nearer, n)
     return Coreference(
         str(addresses[head]), int(n.sum()), float(told.sum() / n.sum()), float(low[0]), float(high[0]),
-        float(nearer[REPORTING::2].sum() / n.sum()), (float(gap[0]), float(gap[1])),
+        float(nearer.sum() / n.sum()), (float(gap[0]), float(gap[1])),
     )  # fmt: skip

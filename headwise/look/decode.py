@@ -4,8 +4,9 @@ A head's subspace is a small window on the stream. What a linear reader finds in
 finds in a random window of the same size on the same stream: only what is above that was put there on purpose.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,8 +109,9 @@ def decodable(
     targets, sides = _names(what, TARGETS, "decoded"), _names(sides, SIDES, "decoded from")
     chosen = set(pick(heads, model.spec.addresses))
     units = list(read_units(model, Corpus.little(documents=64) if corpus is None else corpus))
-    labels, sizes = _labels(units, targets)
-    majorities = {name: _majority(units, labels, name) for name in targets}
+    dealt = _dealt(units)
+    labels, sizes = _labels(units, targets, dealt)
+    majorities = {name: _majority(dealt, labels, name) for name in targets}
     projections = _projections(model, chosen, seed)
     fits: dict[tuple[Key, str], Fit] = {}
 
@@ -121,7 +123,7 @@ def decodable(
 
     with quiet(model), torch.no_grad():
         for half, use in ((CHOOSING, fit), (REPORTING, test)):
-            some = [unit for unit in units if unit.number % 2 == half]
+            some = [unit for unit in units if dealt[unit.number] == half]
             for batch in make_batches(some, tokens, device=model.device):
                 _read(model, batch, labels, chosen, sides, projections, use)
     return [
@@ -184,20 +186,27 @@ def _projections(model: AnyModel, chosen: set[Address], seed: int) -> dict[Any, 
     return {site: torch.randn(DRAWS, D, d, generator=dice) / D**0.5 for site in sites}
 
 
-def _labels(units: Iterable[Unit], targets: Sequence[str]) -> tuple[dict[int, Labels], dict[str, int]]:
-    """The labels of every unit, and how many classes each target has. Only the fitting half decides what the classes are."""
-    units = list(units)
-    halves = Counter(unit.number % 2 for unit in units)
-    if min(halves[CHOOSING], halves[REPORTING]) == 0:
+def _dealt(units: Sequence[Unit]) -> dict[int, int]:
+    """The half of each unit, by its number: texts in the order of a hash of them take turns, the same text in one half."""
+    order = sorted({unit.ids for unit in units}, key=lambda ids: hashlib.sha256(repr(ids).encode()).digest())
+    if len(order) < 2:
         raise HeadwiseError(
-            f"decoding fits on half of the texts and tests on the other; got {len(units)}, need 2 or more."
+            f"decoding fits on half of the texts and tests on the other; got {len(order)}, need 2 or more that differ."
         )
+    halves = {ids: (CHOOSING, REPORTING)[place % 2] for place, ids in enumerate(order)}
+    return {unit.number: halves[unit.ids] for unit in units}
+
+
+def _labels(
+    units: Sequence[Unit], targets: Sequence[str], dealt: dict[int, int]
+) -> tuple[dict[int, Labels], dict[str, int]]:
+    """The labels of every unit, and how many classes each target has. Only the fitting half decides what the classes are."""
     if "class" in targets and not any(unit.document is not None and unit.document.classes for unit in units):
         raise HeadwiseError(
             "these texts have no word classes; use the little language or a treebank, or leave 'class' out of what=."
         )
     ends = {unit.number: _ends(unit.alignment) for unit in units}
-    fitting = [unit for unit in units if unit.number % 2 == CHOOSING]
+    fitting = [unit for unit in units if dealt[unit.number] == CHOOSING]
     edges = np.quantile([p for unit in fitting for _, p in ends[unit.number]], np.arange(1, BINS) / BINS)
     common = Counter(word.casefold() for unit in fitting for word in unit.alignment.words).most_common(WORDS)
     words = {word: i for i, (word, _) in enumerate(common)}
@@ -224,12 +233,12 @@ def _ends(aligned: Alignment) -> list[tuple[int, int]]:
     return [(word, token) for word, token in ends if aligned.words_of_token[token] == (word,)]
 
 
-def _majority(units: Iterable[Unit], labels: dict[int, Labels], name: str) -> float:
+def _majority(dealt: dict[int, int], labels: dict[int, Labels], name: str) -> float:
     """How often the commonest answer of the fitting half is right on the other."""
     halves: list[list[int]] = [[], []]
-    for unit in units:
-        found = labels[unit.number].targets[name]
-        halves[unit.number % 2] += found[found >= 0].tolist()
+    for number, half in dealt.items():
+        found = labels[number].targets[name]
+        halves[half] += found[found >= 0].tolist()
     commonest = Counter(halves[CHOOSING]).most_common(1)[0][0]
     return float(np.mean(np.array(halves[REPORTING]) == commonest))
 

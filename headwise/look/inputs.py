@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.look.tally import bucket_of
 from headwise.model import AnyModel
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment
@@ -26,7 +27,8 @@ class Unit:
     Of a pair `ids` are the text behind the token a decoder starts from, and `source` is what the encoder reads.
     """
 
-    number: int
+    number: int  # where it stands in the corpus
+    bucket: int  # where its sums go, by its text
     ids: tuple[int, ...]
     document: Document | None  # None: a piece of plain text
     _align: partial[Alignment]
@@ -109,7 +111,9 @@ def read_units(model: AnyModel, corpus: Any, longest: int | None = None, asked: 
         for start in range(0, len(tokens), step):
             ids = (*before, *tokens[start : start + step], *behind)
             spans = [(0, 0)] * len(before) + places[start : start + step] + [(0, 0)] * len(behind)
-            yield Unit(number, ids, None, partial(_align, tokenizer, item.text, ids, spans))
+            inside = [span for span in spans if span[1] > span[0]]
+            bucket = bucket_of(item.text[inside[0][0] : inside[-1][1]] if inside else "")
+            yield Unit(number, bucket, ids, None, partial(_align, tokenizer, item.text, ids, spans))
             number += 1
     if number == 0:
         raise HeadwiseError("there is no text to look at; the corpus is empty.")
@@ -170,7 +174,9 @@ def tokenizer_of(model: AnyModel) -> Tokenizer:
 
 def _of_document(number: int, document: Document, tokenizer: Tokenizer) -> Unit:
     ids = tuple(tokenizer.encode(document.text))
-    return Unit(number, ids, document, partial(tokenizer.align, document.text, document.words))
+    return Unit(
+        number, bucket_of(document.text), ids, document, partial(tokenizer.align, document.text, document.words)
+    )
 
 
 def _of_pair(number: int, pair: Pair, model: AnyModel) -> Unit:
@@ -180,7 +186,8 @@ def _of_pair(number: int, pair: Pair, model: AnyModel) -> Unit:
     first = 1 + len(tokenizer.around[0])
     spans = [(0, 0)] * first + text.offsets
     spans += [(0, 0)] * (len(ids) - len(spans))
-    return Unit(number, tuple(ids), None, partial(_align, tokenizer, pair.text, tuple(ids), spans), tuple(sources))
+    align = partial(_align, tokenizer, pair.text, tuple(ids), spans)
+    return Unit(number, bucket_of("\n".join(pair)), tuple(ids), None, align, tuple(sources))
 
 
 def _stacked(rows: Sequence[tuple[int, ...]], side: str = "right") -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Two profiles of one model as one: what was counted over two corpora, as if one pass had read them one after the other.
 
-A text falls into a bucket by its number, so texts that come behind n others are n buckets further on: arrays are rolled, and
-the halves for choosing and for reporting are those of the one pass. What both read alike, such as the repeated tokens,
-counts once.
+A text falls into a bucket by a hash of it, so buckets add up, and the halves for choosing and for reporting are those of the
+one pass. What both read alike, such as the repeated tokens, counts once.
 """
 
 from collections.abc import Sequence
@@ -19,37 +18,37 @@ ALIKE = ("induction",)  # groups of measures that do not come from the corpus
 SAMPLED = ("variability",)  # groups that come from its first texts
 
 
-def merge_tallies(one: Tally, other: Tally, texts: int, apart: Sequence[str]) -> Tally:
-    """Sums and counts of both, the other's texts numbered behind `texts` of the one; but for the groups `apart`."""
-    merged = _only(one, {*one.sums} - {*ALIKE, *SAMPLED, *apart}, 0).merge(
-        _only(other, {*other.sums} - {*ALIKE, *SAMPLED, *apart}, texts)
+def merge_tallies(one: Tally, other: Tally, apart: Sequence[str]) -> Tally:
+    """Sums and counts of both, but for the groups `apart`."""
+    merged = _only(one, {*one.sums} - {*ALIKE, *SAMPLED, *apart}).merge(
+        _only(other, {*other.sums} - {*ALIKE, *SAMPLED, *apart})
     )
-    merged = merged.merge(_only(one, {*one.sums} & {*ALIKE}, 0))
-    samples = [_only(one, {*one.sums} & {*SAMPLED}, 0), _only(other, {*other.sums} & {*SAMPLED}, texts)]
+    merged = merged.merge(_only(one, {*one.sums} & {*ALIKE}))
+    samples = [_only(made, {*made.sums} & {*SAMPLED}) for made in (one, other)]
     return merged.merge(max(samples, key=_filled))  # of two that are alike, the first
 
 
-def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations, int]]) -> Relations | None:
-    """The arcs of all parts, each with its tally and how many documents came before; `tally` takes up their measures."""
+def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> Relations | None:
+    """The arcs of all parts, each with its tally; `tally` takes up their measures."""
     if not parts:
         return None
-    questions = _ordered({question for _, relations, _ in parts for question in relations.questions})
+    questions = _ordered({question for _, relations in parts for question in relations.questions})
     merged = Relations(tally, questions, parts[0][1].causal)
     shape = (BUCKETS, tally.heads, len(merged.fields))
     sums, counts = np.zeros(shape), np.zeros(shape)  # (buckets, heads, fields)
-    for counted, part, before in parts:
+    for counted, part in parts:
         at = [questions.index(question) for question in part.questions]
-        merged.strata[:, at] += np.roll(part.strata, before, 0)
-        merged.offsets[:, at] += np.roll(part.offsets, before, 0)
-        merged.arcs[:, at] += np.roll(part.arcs, before, 0)
-        merged.left_out[:, at] += np.roll(part.left_out, before, 0)
+        merged.strata[:, at] += part.strata
+        merged.offsets[:, at] += part.offsets
+        merged.arcs[:, at] += part.arcs
+        merged.left_out[:, at] += part.left_out
         merged.on_arcs[at] += part.on_arcs
         merged.on_all += part.on_all
         merged.pairs += part.pairs
         for name in part.fields:
             made, rows = counted.per_bucket(name)  # (buckets, heads)
-            sums[..., merged.fields.index(name)] += np.roll(made, before, 0)
-            counts[..., merged.fields.index(name)] += np.roll(rows, before, 0)
+            sums[..., merged.fields.index(name)] += made
+            counts[..., merged.fields.index(name)] += rows
     if merged.fields:
         tally.sums[merged.fields[0]], tally.counts[merged.fields[0]] = sums, counts
         tally.fields |= {name: (merged.fields[0], place) for place, name in enumerate(merged.fields)}
@@ -73,12 +72,11 @@ def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
     return support
 
 
-def _only(tally: Tally, groups: set[str], before: int) -> Tally:
-    """Some groups of a tally, so many buckets further on."""
+def _only(tally: Tally, groups: set[str]) -> Tally:
+    """Some groups of a tally."""
     fields = {name: (group, place) for name, (group, place) in tally.fields.items() if group in groups}
     sums, counts = (
-        {group: np.roll(array, before, 0) for group, array in arrays.items() if group in groups}
-        for arrays in (tally.sums, tally.counts)
+        {group: array for group, array in arrays.items() if group in groups} for arrays in (tally.sums, tally.counts)
     )
     return Tally(tally.heads, fields, sums, counts)
 

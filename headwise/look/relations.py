@@ -117,7 +117,7 @@ class Relations:
                 continue
             asked = self._ask(unit)
             self._prepared[unit.number] = asked
-            bucket = unit.number % BUCKETS
+            bucket = unit.bucket
             np.add.at(self.strata[bucket], (asked.question, asked.stratum), 1)
             np.add.at(self.arcs[bucket], asked.question, 1)
             self.left_out[bucket] += asked.left_out
@@ -142,7 +142,7 @@ class Relations:
             sums[row] = made.flatten(1)
             counts[row, 0] = torch.bincount(question, minlength=len(self.questions)).repeat_interleave(len(KINDS))
             self._add_strata(plain[row], asked, slice(first_head, first_head + H))
-        self.tally.add(self.fields, slice(first_head, first_head + H), [u.number for u in batch.units], sums, counts)
+        self.tally.add(self.fields, slice(first_head, first_head + H), [u.bucket for u in batch.units], sums, counts)
 
     def _add_strata(self, words: Tensor, asked: Asked, heads: slice) -> None:
         """The weight on all pairs and on arcs, by stratum: their difference is the weight on pairs that are no arcs."""

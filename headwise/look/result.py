@@ -177,12 +177,8 @@ class Profile:
         _check_alike(self, other)
         texts, gold = self.about["texts"], (self.about["relations"], other.about["relations"])
         same = gold[0] == gold[1] != OWN
-        parts = [
-            (made.tally, made.relations, before)
-            for made, before in ((self, 0), (other, self.about["documents"]))
-            if made.relations is not None
-        ]
-        tally = merge_tallies(self.tally, other.tally, texts, [part.fields[0] for _, part, _ in parts if part.fields])
+        parts = [(made.tally, made.relations) for made in (self, other) if made.relations is not None]
+        tally = merge_tallies(self.tally, other.tally, [part.fields[0] for _, part in parts if part.fields])
         relations = merge_relations(tally, parts[:1] if same else parts)
         about = {
             **self.about, "texts": texts + other.about["texts"], "tokens": self.about["tokens"] + other.about["tokens"],

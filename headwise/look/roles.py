@@ -18,7 +18,7 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.look.diagonals import WINDOW
 from headwise.look.relations import NEAREST, SETS, Relations
 from headwise.look.statistics import FEWEST, bootstrap, max_t
-from headwise.look.tally import CHOOSING, REPORTING, Tally
+from headwise.look.tally import CHOOSING, REPORTING, Tally, in_half
 from headwise.text.documents import Document
 
 RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
@@ -92,11 +92,17 @@ class Case:
 
     def mean(self, half: int, valued: bool = False) -> np.ndarray:
         """The score on one half: (heads,)."""
-        return _ratio((self.valued if valued else self.scores)[half::2], self.counts[half::2])
+        some = self.half(half)
+        return _ratio((self.valued if valued else self.scores)[some], self.counts[some])
 
     def null(self, half: int) -> np.ndarray:
         """The null on one half: (heads,)."""
-        return _ratio(self.nulls[half::2], self.counts[half::2])
+        some = self.half(half)
+        return _ratio(self.nulls[some], self.counts[some])
+
+    def half(self, half: int) -> np.ndarray:
+        """Which buckets are in a half, (buckets,)."""
+        return in_half(self.counts, half)
 
 
 class Effect(NamedTuple):
@@ -175,22 +181,24 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
     """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests."""
     if not cases:
         return [[] for _ in range(heads)], 0
+    reporting = [case.half(REPORTING) for case in cases]
     scores, nulls, valued, counts = (
-        np.stack([getattr(case, name)[REPORTING::2] for case in cases], -1)
+        np.stack([getattr(case, name) * half[:, None] for case, half in zip(cases, reporting, strict=True)], -1)
         for name in ("scores", "nulls", "valued", "counts")
-    )  # (buckets, heads, cases)
+    )  # (buckets, heads, cases): the other half is empty
     p, family = max_t(scores, nulls, counts)
     p_valued, _ = max_t(valued, nulls, counts)
     found: list[list[Support]] = [[] for _ in range(heads)]
-    for number, case in enumerate(cases):
+    for number, (case, half) in enumerate(zip(cases, reporting, strict=True)):
+        asked = case.counts[half]  # (buckets, heads)
         chosen, told, heavy = case.gain(CHOOSING), case.gain(REPORTING), case.gain(REPORTING, valued=True)
-        enough = (case.counts[REPORTING::2] > 0).sum(0) >= FEWEST
+        enough = (asked > 0).sum(0) >= FEWEST
         wanted = np.flatnonzero((np.nan_to_num(chosen, nan=-1.0) >= case.role.threshold) & enough & np.isfinite(told))
         if not len(wanted):
             continue
-        low, high = bootstrap(case.scores[REPORTING::2][:, wanted], case.counts[REPORTING::2][:, wanted])
+        low, high = bootstrap(case.scores[half][:, wanted], asked[:, wanted])
         score, null = case.mean(REPORTING), case.null(REPORTING)
-        rows = case.counts[REPORTING::2].sum(0)
+        rows = asked.sum(0)
         for place, head in enumerate(wanted):
             rung = 1
             if told[head] >= case.role.threshold and p[head, number] < 0.05:
@@ -199,7 +207,7 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
                 Support(
                     case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
                     (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
-                    float(rows[head] / max(1, (case.counts[REPORTING::2, head] > 0).sum())), case.role.probe, int(rows[head]),
+                    float(rows[head] / max(1, (asked[:, head] > 0).sum())), case.role.probe, int(rows[head]),
                 )
             )  # fmt: skip
     for supports in found:
@@ -277,7 +285,8 @@ def _best_offset(relations: Relations, question: int) -> np.ndarray:
     """How many arcs the best fixed offset hits in each bucket; the offset is chosen on the half for choosing."""
     hits = relations.offsets[:, question]  # (buckets, offsets)
     allowed = np.array([offset != 0 and (offset < 0 or not relations.causal) for offset in NEAREST])
-    return hits[:, np.argmax(hits[CHOOSING::2].sum(0) * allowed)]
+    chosen = in_half(relations.arcs[:, question], CHOOSING)
+    return hits[:, np.argmax(hits[chosen].sum(0) * allowed)]
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -46,7 +46,7 @@ class Surface:
     def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
         """One call at one site; its heads are counted from `first_head` on."""
         heads = slice(first_head, first_head + seen.q.shape[1])
-        numbers = [unit.number for unit in batch.units]
+        buckets = [unit.bucket for unit in batch.units]
 
         across = seen.site.address.stack == "cross"
 
@@ -54,7 +54,7 @@ class Surface:
             if across:
                 told = torch.tensor([name not in PLACED for name in names], device=sums.device)
                 sums, counts = sums * told, counts * told
-            self.tally.add(names, heads, numbers, sums, counts)
+            self.tally.add(names, heads, buckets, sums, counts)
 
         own = self._gram(seen.site)
         add(WRITES, *_writes(seen, batch, own))

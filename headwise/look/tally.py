@@ -1,9 +1,11 @@
 """Sums and counts, by measure, head and bucket of units. They add up: over batches, over shards, over processes.
 
-A unit (a sentence, a document, a piece of text) falls into one of 256 buckets by its number. Buckets are what the bootstrap
-draws and what the two halves, for choosing and for reporting, are made of; so a corpus of any size takes the same room.
+A unit (a sentence, a document, a piece of text) falls into one of 256 buckets by a hash of its text, wherever it stands in a
+corpus. Buckets are what the bootstrap draws and what the two halves, for choosing and for reporting, are made of; so a
+corpus of any size takes the same room.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +16,27 @@ from headwise.errors import HeadwiseError, close_names
 
 BUCKETS = 256
 CHOOSING, REPORTING = 0, 1  # the two halves
+
+
+def bucket_of(text: str) -> int:
+    """The bucket of a text: the same on every machine, and for a text that is said twice.
+
+    >>> bucket_of("to be"), bucket_of("or not to be")
+    (160, 224)
+    """
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0]  # 256 of them
+
+
+def in_half(counts: np.ndarray, half: int) -> np.ndarray:
+    """Which buckets are in a half, (buckets,): those that hold anything, (buckets, heads) or (buckets,), take turns.
+
+    So both halves have something wherever two buckets do; and of shards put together the halves are those of the whole.
+
+    >>> in_half(np.array([0, 3, 0, 2, 1, 0]), CHOOSING).tolist()
+    [False, True, False, False, True, False]
+    """
+    filled = counts.reshape(len(counts), -1).any(1)
+    return filled & ((np.cumsum(filled) - 1) % 2 == half)
 
 
 @dataclass
@@ -33,7 +56,7 @@ class Tally:
     counts: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add(self, names: Sequence[str], heads: slice, units: Iterable[int], sums: Tensor, counts: Tensor) -> None:
-        """Add what a batch gave: sums (B, h, measures), counts that broadcast to them; a unit number per row of the batch."""
+        """Add what a batch gave: sums (B, h, measures), counts that broadcast to them; a bucket per row of the batch."""
         group = names[0]
         if group not in self.sums:
             shape = (BUCKETS, self.heads, len(names))
@@ -47,12 +70,13 @@ class Tally:
             self.counts[group][bucket, heads] += rows[example]
 
     def per_bucket(self, name: str, half: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Sums and counts of a measure, (buckets, heads), of all buckets or of one half."""
+        """Sums and counts of a measure, (buckets, heads), of all buckets or of those in one half."""
         if name not in self.fields:
             raise HeadwiseError(f"{name!r} was not measured; {close_names(name, self.fields)}")
         group, place = self.fields[name]
-        pick = slice(None) if half is None else slice(half, None, 2)
-        return self.sums[group][pick, :, place], self.counts[group][pick, :, place]
+        sums, counts = self.sums[group][..., place], self.counts[group][..., place]
+        pick = slice(None) if half is None else in_half(counts, half)
+        return sums[pick], counts[pick]
 
     def mean(self, name: str, half: int | None = None) -> np.ndarray:
         """The mean over all rows, (heads,), or over those of one half; NaN where there are none."""

@@ -70,7 +70,7 @@ class Varying:
     """Listens while the sample is read as one batch; what each text adds goes into its own bucket."""
 
     def __init__(self, tally: Tally, units: list[Unit], length: int = LENGTH) -> None:
-        self.tally, self.numbers = tally, [unit.number for unit in units]
+        self.tally, self.buckets = tally, [unit.bucket for unit in units]
         self.ids = torch.tensor([unit.ids[:length] for unit in units], dtype=torch.long)  # (B, T)
         tally.add(NAMES, slice(0, tally.heads), [], torch.zeros(0, tally.heads, 1), torch.zeros(0, 1, 1))
 
@@ -84,4 +84,4 @@ class Varying:
             weight += p.sum((2, 3)).double().cpu()
             moved += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
         heads = slice(first_head, first_head + H)
-        self.tally.add(NAMES, heads, self.numbers, moved[..., None], 2 * weight[..., None])
+        self.tally.add(NAMES, heads, self.buckets, moved[..., None], 2 * weight[..., None])

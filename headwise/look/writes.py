@@ -155,13 +155,13 @@ def write_share(
     tally = Tally(sum(len(site.head_ids) for site in sites))
     with quiet(model), torch.no_grad():
         for batch in make_batches(read_units(model, corpus, longest), tokens, device=model.device):
-            numbers = [unit.number for unit in batch.units]
+            buckets = [unit.bucket for unit in batch.units]
 
-            def hear(seen: Seen, real: Tensor = batch.real, numbers: list[int] = numbers) -> None:
+            def hear(seen: Seen, real: Tensor = batch.real, buckets: list[int] = buckets) -> None:
                 if seen.z.shape[1]:
                     shares, counted = _shares(seen, real)
                     heads = slice(starts[seen.site], starts[seen.site] + seen.z.shape[1])
-                    tally.add(("share", "norm_share"), heads, numbers, shares, counted[:, None, None])
+                    tally.add(("share", "norm_share"), heads, buckets, shares, counted[:, None, None])
 
             with ExitStack() as listening:
                 for site in sites:

@@ -47,7 +47,7 @@ def unit(number: int, ids: Sequence[int]) -> Unit:
     words = [str(i) for i in ids]
     starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
     spans = [(start, start + len(word)) for start, word in zip(starts, words, strict=False)]
-    return Unit(number, tuple(ids), None, partial(Alignment.of, " ".join(words), tuple(ids), words, spans))
+    return Unit(number, number, tuple(ids), None, partial(Alignment.of, " ".join(words), tuple(ids), words, spans))
 
 
 def distinct(n: int, batch: int = 1) -> Batch:

@@ -137,7 +137,19 @@ def test_what_ablation_showed_stays() -> None:
             assert made[address].supports[0].effect_interval == first[address].supports[0].effect_interval
         assert made["0.2"].rung == "effective"
         assert made["0.2"].effect is not None
-    assert {head.rung for head in second.merge(second)} == {"unclear", "effective"}
+    assert "causal" not in {head.rung for head in second.merge(second)}
+
+
+def test_texts_read_twice_are_no_more_texts() -> None:
+    """The same text falls into the same bucket: twice the rows, but not one more unit, and never one in both halves."""
+    once = profile(decoder(), DOCUMENTS[:12], causal=False)
+    twice = once.merge(once)
+    for name in ("entropy", "aimed 1", "bracket > hits"):
+        sums, counts = once.tally.per_bucket(name)
+        again = twice.tally.per_bucket(name)
+        assert np.array_equal(again[0], 2 * sums)
+        assert np.array_equal(again[1], 2 * counts)
+        np.testing.assert_allclose(twice.tally.mean(name, 1), once.tally.mean(name, 1))
 
 
 def test_what_cannot_be_merged(whole: Profile) -> None:

@@ -29,7 +29,7 @@ NEGATION = Alignment.of(
 
 def asked(document: Document, alignment: Alignment, p: list[list[float]], is_causal: bool = False) -> Relations:
     """One head with the weights p, row by row."""
-    unit = Unit(3, alignment.ids, document, partial(lambda: alignment))
+    unit = Unit(3, 3, alignment.ids, document, partial(lambda: alignment))
     relations = Relations.of(Tally(1), [unit], is_causal)
     batch = make_batch([unit])
     relations.begin(batch)

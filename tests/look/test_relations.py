@@ -62,7 +62,7 @@ def make_units(framed: bool, count: int = 9, seed: int = 0, longest: int = 12) -
 
 def unit_of(number: int, document: Document, framed: bool = False) -> Unit:
     ids = FRAMED.encode(document.text, special=framed)
-    return Unit(number, tuple(ids), document, partial(FRAMED.align, document.text, document.words, framed))
+    return Unit(number, number, tuple(ids), document, partial(FRAMED.align, document.text, document.words, framed))
 
 
 def call(batch: Batch, is_causal: bool, heads: int = 3, scores: Tensor | None = None) -> Seen:

@@ -101,7 +101,7 @@ def listened(documents: list[Document], scores: Tensor, is_causal: bool = True) 
     """One head with these scores, (n, n), reads documents of n words, a token each."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(50)])
     units = [
-        Unit(number, tuple(tokenizer.encode(d.text)), d, partial(tokenizer.align, d.text, d.words))
+        Unit(number, number, tuple(tokenizer.encode(d.text)), d, partial(tokenizer.align, d.text, d.words))
         for number, d in enumerate(documents)
     ]
     relations = Relations.of(Tally(1), units, is_causal)

@@ -1,5 +1,7 @@
 """Roles: heads built by hand get their labels and no others; heads that learned nothing get none; A chooses, B reports."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,11 @@ from headwise.errors import HeadwiseError
 from headwise.look.profile import SEQUENCES, profile
 from headwise.look.result import Profile
 from headwise.look.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
-from headwise.look.tally import BUCKETS, Tally
+from headwise.look.tally import BUCKETS, Tally, bucket_of
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
+from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
 from tests.look.built import DECODER, ENCODER, decoder, documents, encoder
@@ -83,10 +86,30 @@ def test_nulls_and_intervals(decoded: Profile) -> None:
             assert head.null < head.score
             assert head.interval[0] <= head.score + 1e-9 <= head.interval[1] + 2e-9
     previous = decoded["0.0"].supports[0]
-    n = np.array([len(d.words) for d in documents()[1::2]])
+    n = np.array([len(d.words) for d in in_turns(documents())[1]])
     assert previous.rows == (n - 2).sum(), "rows whose previous token is not the first, in the half for reporting"
     uniform = sum((1 / np.arange(3, k + 1)).sum() for k in n) / (n - 2).sum()
     assert previous.null == pytest.approx(uniform, abs=1e-6)
+
+
+def in_turns(texts: list[Document]) -> tuple[list[Document], list[Document]]:
+    """For choosing and for reporting: texts by the first byte of their hash, every other byte that occurs."""
+    byte = {d.text: hashlib.blake2b(d.text.encode(), digest_size=1).digest()[0] for d in texts}
+    there = sorted({*byte.values()})
+    first, second = ([d for d in texts if there.index(byte[d.text]) % 2 == half] for half in (0, 1))
+    return first, second
+
+
+def test_halves_do_not_go_by_order() -> None:
+    """A file of pairs in turns, half of them marked: either half has some of both kinds, and all shards agree which."""
+    pairs = [Document.of(f"{'a' if i % 2 else 'b'} w{i // 2}x".split()) for i in range(40)]
+    for half in in_turns(pairs):
+        assert 12 <= len(half) <= 28
+        assert {d.words[0] for d in half} == {"a", "b"}
+    few = Tally(1)
+    for text in ("one", "two", "three", "four"):
+        few.add(("x",), slice(0, 1), [bucket_of(text)], torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    assert [few.per_bucket("x", half)[1].sum() for half in (0, 1)] == [2, 2], "few texts, and both halves have some"
 
 
 def test_taking_the_previous_token_head_away_breaks_induction(decoded: Profile) -> None:
@@ -205,8 +228,9 @@ def test_repeats_are_enough_among_ten_thousand_tests() -> None:
 
 def test_a_head_that_is_skilled_in_one_half_only_is_no_more_than_a_pattern() -> None:
     case = cases_of(40, 600, 0.4)
-    case.scores[0::2, 3] = case.counts[0::2, 3]
-    case.scores[1::2, 5] = case.counts[1::2, 5]
+    turns = np.flatnonzero(case.counts[:, 0])  # buckets that hold anything
+    case.scores[turns[0::2], 3] = case.counts[turns[0::2], 3]
+    case.scores[turns[1::2], 5] = case.counts[turns[1::2], 5]
     found, _ = judge([case], 40)
     assert found[3][0].rung == "pattern"
     assert found[5] == [], "what was not chosen is not reported"

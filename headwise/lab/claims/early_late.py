@@ -160,10 +160,11 @@ def _accuracy(made: Profile, names: Sequence[str], place: np.ndarray) -> Thirds 
     """How often the best head of each third follows a relation, above the best fixed offset: the mean of relations."""
     best: dict[tuple[str, int], tuple[float, np.ndarray]] = {}  # (relation, third): on one half, and sums on the other
     for case in make_cases(made.tally, made.relations):
-        if case.role.name not in names or min((case.counts[half::2, 0] > 0).sum() for half in (0, 1)) < FEWEST:
+        if case.role.name not in names or min(case.half(half).sum() for half in (0, 1)) < FEWEST:
             continue
         chosen = case.mean(CHOOSING) - case.null(CHOOSING)  # (heads,)
-        above, arcs = (case.scores - case.nulls)[REPORTING::2], case.counts[REPORTING::2]  # (buckets, heads)
+        told = case.half(REPORTING)[:, None]  # (buckets, 1)
+        above, arcs = (case.scores - case.nulls) * told, case.counts * told  # (buckets, heads)
         for part in range(3):
             head = max(np.flatnonzero(place == part), key=lambda one: chosen[one])
             # each relation counts alike, however many arcs it has
