@@ -1,8 +1,8 @@
 """`attach`: the heads of a transformers model, with the same numbers."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,14 +16,14 @@ from headwise.attach.describe import describe, has_output
 from headwise.attach.families import norm_before
 from headwise.attach.interface import MARK, NAME, register
 from headwise.attach.layer import Layer
-from headwise.attach.speak import speak
+from headwise.attach.speak import TOKENS, check_speaker, speak, speak_whole
 from headwise.attach.store import PLANS, keep_note, make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
 from headwise.attach.wiring import find_wiring
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
 from headwise.heads.head import Pattern
-from headwise.model import Wiring
+from headwise.model import Wiring, quiet
 from headwise.spec import ModelSpec, SiteAddress
 from headwise.text import Tokenizer
 
@@ -242,20 +242,52 @@ class Attached(nn.Module):
 
     # Writing: texts, and folders.
 
-    def generate(self, prompt: Any = None, tokens: int = 64, **options: Any) -> Any:
-        """The model's own `generate`; of a text, the text gone on from it by at most so many tokens."""
-        self._check_attached()
-        if not isinstance(prompt, str):
-            return self.model.generate(**options) if prompt is None else self.model.generate(prompt, **options)
-        made = [int(step) for step in self.stream(prompt, tokens, **options)]
-        start = [] if self.spec.kind == "encoder-decoder" else self.tokenizer.encode(prompt)
-        return self.tokenizer.decode([*start, *made])
+    def generate(
+        self,
+        prompt: Any = None,
+        tokens: int | None = None,
+        *,
+        gates: Gates | None = None,
+        seed: int | None = None,
+        **how: Any,
+    ) -> Any:
+        """What is given, gone on by at most so many tokens (64), in its own kind: a text, a list of ids, a tensor (B, T).
 
-    def stream(self, prompt: str, tokens: int = 64, *, gates: Gates | None = None, **how: Any) -> Iterator[Tensor]:
-        """The tokens that follow a text, (1,) each: `temperature`, `top_k`, `top_p`, `seed` say how they are drawn."""
+        Of a text it takes what `stream` takes. Of anything else it is the model's own `generate`, with all its options.
+        Nothing is dropped out.
+        """
         self._check_attached()
-        with self._gated(gates):
-            yield from speak(self.model, self.tokenizer, prompt, tokens, **how)
+        if isinstance(prompt, str):
+            tokens = TOKENS if tokens is None else tokens
+            made = [int(step) for step in self.stream(prompt, tokens, gates=gates, seed=seed, **how)]
+            start = [] if self.spec.kind == "encoder-decoder" else self.tokenizer.encode(prompt)
+            return self.tokenizer.decode([*start, *made])
+        with self._gated(gates), quiet(self.model):
+            return speak_whole(self.model, prompt, tokens, seed, how)
+
+    def stream(
+        self, prompt: str | Tensor, tokens: int = TOKENS, *, gates: Gates | None = None, **how: Any
+    ) -> Generator[Tensor, None, None]:
+        """The tokens that follow a text, (1,) each, or ids (B, T), (B,) each, as they are made.
+
+        `temperature`, `top_k`, `top_p`, `seed` say how they are drawn. Between two tokens the model is as it was.
+        """
+        self._check_attached()
+        if isinstance(prompt, str):
+            check_speaker(self.model)
+            if self.tokenizer is None:
+                raise HeadwiseError("this model has no tokenizer, so it cannot read text; hw.attach(model, tokenizer).")
+            prompt = torch.tensor([self.tokenizer.encode(prompt)], device=self.device)  # (1, T)
+        return self._stream(speak(self.model, prompt, tokens, **how), gates)
+
+    def _stream(self, steps: Generator[Tensor, None, None], gates: Gates | None) -> Generator[Tensor, None, None]:
+        with closing(steps):
+            while True:
+                with self._gated(gates), quiet(self.model):
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield step
 
     def save_pretrained(self, folder: str | Path, *, whole: bool = False) -> Path:
         """Write the model, whole or not at all; `hw.load(folder)` brings it back, cut or not.

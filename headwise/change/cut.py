@@ -118,4 +118,7 @@ def _built(spec: ModelSpec, state: dict[str, Tensor], like: Transformer) -> Tran
     for new, old in zip(small.attention_layers(), like.attention_layers(), strict=True):
         new.backend = old.backend
     small.tokenizer, small.family, small.checkpointing = like.tokenizer, like.family, like.checkpointing
-    return small.train(like.training)
+    modes = {name: part.training for name, part in like.named_modules()}
+    for name, part in small.named_modules():
+        part.training = modes.get(name, like.training)
+    return small

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.look.asked import Asked, ask, check_askable, read_asked
-from headwise.look.attend import quiet
 from headwise.look.inputs import Unit, make_batch
 from headwise.look.profile import Note
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress
 from headwise.train.batches import IGNORE, Windows
 from headwise.train.loss import cross_entropy

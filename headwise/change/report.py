@@ -12,12 +12,11 @@ from headwise.change.cut import cut, fold
 from headwise.change.rank import rank, worst
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
-from headwise.look.attend import quiet
 from headwise.look.inputs import read
 from headwise.look.profile import Note
 from headwise.look.runs import Means, mean_activations
 from headwise.look.sweep import pass_cost
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import ModelSpec
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.look.asked import Asked, ask, check_askable, read_asked
-from headwise.look.attend import quiet
 from headwise.look.inputs import make_batches, read_units
 from headwise.look.runs import unit_length
 from headwise.look.statistics import bootstrap, bootstrap_difference
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.text.corpus import Corpus
 
 TOKENS = 2048  # run at once

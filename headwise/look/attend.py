@@ -1,19 +1,18 @@
 """One sentence, now: which word looks at which, in any head."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.look.inputs import tokenizer_of
 from headwise.look.record import Recording, pick, record
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment
@@ -244,18 +243,6 @@ def attend(
         model(ids, source=source_ids, hidden=True)
     parts = None if aligned_source is None else Parts.of(aligned_source, words)
     return Attended(text, source, Parts.of(aligned, words), parts, recording)
-
-
-@contextmanager
-def quiet(model: AnyModel | nn.Module) -> Iterator[None]:
-    """While open nothing is dropped out; afterwards every part trains, or does not, as before."""
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 def _aligned(tokenizer: Tokenizer, text: str, what: str) -> Alignment:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
-from headwise.look.attend import quiet
 from headwise.look.inputs import tokenizer_of
-from headwise.model import AnyModel, Wiring, wiring_of
+from headwise.model import AnyModel, Wiring, quiet, wiring_of
 
 TOLERANCE = 1e-5
 

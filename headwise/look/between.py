@@ -15,7 +15,6 @@ from scipy.spatial.distance import squareform
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Circuit, Pattern
-from headwise.look.attend import quiet
 from headwise.look.between_maps import Sums, cka_matrix, look, permuted_cka, sample
 from headwise.look.between_weights import (
     COMPOSITIONS,
@@ -26,7 +25,7 @@ from headwise.look.between_weights import (
     ov_copying,
     shared,
 )
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress, select
 
 THROUGH_NORMS = ("read_q", "read_k", "read_v", *COMPOSITIONS)  # what is read of the stream, through the norm before it

@@ -23,7 +23,7 @@ from headwise.look.relations import Relations
 from headwise.look.repeats import Echo, Repeats, make_repeats
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
-from headwise.model import Transformer
+from headwise.model import Transformer, quiet
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
@@ -71,7 +71,7 @@ class Biography:
                 f"this biography is of {len(self.addresses)} heads, {self.addresses[0]} to {self.addresses[-1]}; the model "
                 f"has {len(addresses)} heads that are not the same. Begin another for it."
             )
-        with _quiet(model), torch.no_grad():
+        with quiet(model), torch.no_grad():
             units, repeats = self._read(model)
             names, row = _look(model, len(addresses), units, repeats, self.relations)
         if self.names and names != self.names:
@@ -212,18 +212,6 @@ def _listening(model: Transformer, see: Callable[..., None], *arguments: Any) ->
             stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
             first += len(site.head_ids)
         yield
-
-
-@contextmanager
-def _quiet(model: Transformer) -> Iterator[None]:
-    """No dropout within; afterwards every module is as it was, be some frozen and others not."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def _restored(values: np.ndarray, told: dict[str, Any], corpus: Any) -> Biography:

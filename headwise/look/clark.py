@@ -17,7 +17,7 @@ from headwise.look.relations import NEAREST, SETS
 from headwise.look.result import Profile
 from headwise.look.statistics import bootstrap, bootstrap_difference, max_t
 from headwise.look.tally import BUCKETS, CHOOSING, REPORTING, in_half
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.text.treebank import Pronoun
 
 
@@ -104,7 +104,6 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
     addresses = [address for site in model.sites() for address in site.addresses]
     right = np.zeros((BUCKETS, len(addresses)))
     counts, nearer = np.zeros(BUCKETS), np.zeros(BUCKETS)
-    model.eval()
     for unit, case in zip(units, asked, strict=True):
         tokens = unit.alignment.tokens_of_word
         rows = list(tokens[case.pronoun])
@@ -115,7 +114,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
             p = seen.rows(rows)[0].mean(1)  # (H, S)
             weights.append(torch.stack([p[:, place].sum(-1) for place in names], -1))  # (H, 2)
 
-        with ExitStack() as stack:
+        with quiet(model), ExitStack() as stack:
             for site in model.sites():
                 stack.enter_context(site.listen(see))
             model(torch.tensor([unit.ids], device=model.device), hidden=True)

@@ -21,11 +21,10 @@ from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.kernels.terms import spread
-from headwise.look.attend import quiet
 from headwise.look.inputs import Batch, Unit, make_batches, read_units, run
 from headwise.look.record import pick
 from headwise.look.tally import CHOOSING, REPORTING
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus

@@ -20,13 +20,12 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.ablate import HOWS, How, stand_in
 from headwise.look.asked import Asked, Metric, ask, check_askable, read_asked
-from headwise.look.attend import quiet
 from headwise.look.inputs import Unit, make_batch, make_batches
 from headwise.look.runs import Means, Run, chosen_sites, mean_of, unit_length
 from headwise.look.statistics import bootstrap, bootstrap_difference
 from headwise.look.sweep import TOKENS, Stands, slopes, sweep
 from headwise.look.tally import Tally
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 
 By = Literal["ablation", "gradient", "attribution"]

@@ -23,7 +23,7 @@ from headwise.look.runs import mean_activations
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
 from headwise.look.variability import Varying, sample
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel, Transformer, quiet
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
@@ -67,15 +67,8 @@ def profile(
     if control == "random-init":
         model = random_twin(model, seed)
     note = note or (lambda what, done, of: None)
-    was = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), gather(model.device) as team:
-            return _Pass(model, longest, tokens, every, detail, seed, control, note, team).run(
-                corpus, relations, causal
-            )
-    finally:
-        model.train(was)
+    with quiet(model), torch.no_grad(), gather(model.device) as team:
+        return _Pass(model, longest, tokens, every, detail, seed, control, note, team).run(corpus, relations, causal)
 
 
 def documents_for(model: AnyModel) -> Corpus:

@@ -11,10 +11,9 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen, Site
-from headwise.look.attend import quiet
 from headwise.look.inputs import make_batches, read_units
 from headwise.look.record import HasSites
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress, select
 
 LONGEST = 256  # tokens of a unit of plain text: enough for a mean, and the sweep is dear

@@ -16,11 +16,10 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
-from headwise.look.attend import quiet
 from headwise.look.inputs import Unit, read, read_units
 from headwise.look.record import pick
 from headwise.look.tally import Tally
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
 CELLS = 1 << 21  # weights held at once

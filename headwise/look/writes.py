@@ -12,13 +12,13 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit, Head, Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
-from headwise.look.attend import attend, quiet
+from headwise.look.attend import attend
 from headwise.look.attribution import Attribution, logit_attribution
 from headwise.look.inputs import make_batches, read_units, run, tokenizer_of
 from headwise.look.record import pick, record
 from headwise.look.result import HeadProfile
 from headwise.look.tally import Tally
-from headwise.model import AnyModel, Step, Wiring, wiring_of
+from headwise.model import AnyModel, Step, Wiring, quiet, wiring_of
 from headwise.spec import Address
 
 __all__ = [

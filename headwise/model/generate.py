@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.model.cache import ModelCache
 from headwise.model.sampling import Sampling
+from headwise.model.whose import quiet
 
 if TYPE_CHECKING:
     from headwise.model.transformer import Gates, Transformer
@@ -110,23 +111,17 @@ def _steps(
     """One step after the other; `first` is what only the first one needs."""
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail = ids[:, :0]
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        for _ in range(tokens):
-            with torch.no_grad():
-                last = model(ids, cache=cache, gates=gates, hidden=True, **first)[:, -1:]  # (B, 1, D)
-                logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
-                chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
-            yield chosen.clone()
-            tail = torch.cat((tail, chosen[:, None]), 1)
-            running = running & ~_ended(tail, stops)
-            if not running.any():
-                return
-            ids, first = chosen[:, None], {}
-    finally:
-        for part, training in modes.items():
-            part.training = training
+    for _ in range(tokens):
+        with quiet(model), torch.no_grad():  # step by step: whoever reads the tokens finds the model as it was
+            last = model(ids, cache=cache, gates=gates, hidden=True, **first)[:, -1:]  # (B, 1, D)
+            logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
+            chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
+        yield chosen.clone()
+        tail = torch.cat((tail, chosen[:, None]), 1)
+        running = running & ~_ended(tail, stops)
+        if not running.any():
+            return
+        ids, first = chosen[:, None], {}
 
 
 def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, tokens: int) -> None:

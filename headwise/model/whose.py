@@ -1,6 +1,7 @@
 """Whose model it is does not matter: what everything that looks at heads, or changes them, asks of a model."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, Self
 
 import torch
@@ -76,3 +77,25 @@ class AnyModel(Protocol):
     def eval(self) -> Self:
         """Not training."""
         ...
+
+
+@contextmanager
+def quiet(model: AnyModel | nn.Module) -> Iterator[None]:
+    """While open nothing is dropped out; afterwards every part trains, or does not, as before, also after an error.
+
+    Part by part: whoever trains one block and keeps the others frozen finds them so again.
+
+    >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    >>> with quiet(model):
+    ...     [part.training for part in model]
+    [False, False]
+    >>> [part.training for part in model]
+    [True, False]
+    """
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.attend import quiet
 from headwise.look.between_maps import js_sums, look, sample
 from headwise.look.clark import Best, best_heads
 from headwise.look.evidence import Context
@@ -16,7 +15,7 @@ from headwise.look.result import HeadProfile, Profile
 from headwise.look.roles import Support
 from headwise.look.tally import REPORTING
 from headwise.look.writes import copying, promoted
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.show.claims import VERSION, tell
 from headwise.show.sentence import make_sentence
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
-from headwise.look.attend import Parts, quiet
+from headwise.look.attend import Parts
 from headwise.look.inputs import tokenizer_of
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.show.book import make_sentence
 from headwise.show.guard import RequestError
 from headwise.spec import select

@@ -19,11 +19,11 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
-from headwise.look.attend import Parts, quiet
+from headwise.look.attend import Parts
 from headwise.look.attribution import logit_attribution
 from headwise.look.inputs import Unit, read_units, tokenizer_of
 from headwise.look.record import pick
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 
 WHOLE = 1 << 22  # weights of all maps together, up to which they are kept whole: 12 × 12 heads at 170 tokens

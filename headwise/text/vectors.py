@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 
 
 @torch.no_grad()
@@ -38,7 +38,8 @@ def _mean(model: AnyModel, rows: list[list[int]]) -> Tensor:
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=model.device)  # (B, T)
     real = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows], device=model.device)
-    hidden = model(ids, padding=real, hidden=True)  # (B, T, D)
+    with quiet(model):
+        hidden = model(ids, padding=real, hidden=True)  # (B, T, D)
     return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
 
 

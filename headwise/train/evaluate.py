@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headwise.model import Transformer
+from headwise.model import Transformer, quiet
 from headwise.train.batches import Hide, make_rows, stack
 from headwise.train.loss import LanguageLoss
 from headwise.train.team import Team
@@ -24,16 +24,14 @@ def evaluate(
 
     `sources` are what an encoder-decoder reads, one for each text, or none.
     """
-    was = model.training
-    model.eval()
     loss, total, asked = LanguageLoss(model), 0.0, 0
-    for first in range(0, len(texts), batch):
-        if first // batch % team.size != team.rank:
-            continue
-        some = slice(first, first + batch)
-        rows = make_rows(stack(texts[some]), stack(sources[some]) if sources else None, hide, first)
-        total += float(loss(*rows.part(slice(None), team.device))) * rows.asked
-        asked += rows.asked
-    model.train(was)
+    with quiet(model):
+        for first in range(0, len(texts), batch):
+            if first // batch % team.size != team.rank:
+                continue
+            some = slice(first, first + batch)
+            rows = make_rows(stack(texts[some]), stack(sources[some]) if sources else None, hide, first)
+            total += float(loss(*rows.part(slice(None), team.device))) * rows.asked
+            asked += rows.asked
     total, asked = team.total(total, asked)
     return total / asked

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.model import Transformer
+from headwise.model import Transformer, quiet
 from headwise.text import Tokenizer
 from headwise.text.documents import Document
 from headwise.text.little import LittleLanguage, Quiz, quizzes
@@ -55,14 +55,14 @@ def _answers(
     model: Transformer, tokenizer: Tokenizer, documents: Iterable[Document]
 ) -> Iterator[tuple[Document, Quiz, str]]:
     """The model's first choice at each quiz; documents of like length are read together."""
-    model.eval()
     todo = sorted(((d, quizzes(d)) for d in documents), key=lambda pair: len(pair[0].words))
     for first in range(0, len(todo), 32):
         some = todo[first : first + 32]
         rows = [[tokenizer.bos, *tokenizer.encode(document.text)] for document, _ in some]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=model.device)
-        best = model(ids).argmax(-1).tolist()  # (B, T); what is behind a document's end is not asked for
+        with quiet(model):
+            best = model(ids).argmax(-1).tolist()  # (B, T); what is behind a document's end is not asked for
         for (document, asked), row in zip(some, best, strict=True):
             for quiz in asked:
                 yield document, quiz, tokenizer.token(row[quiz.place])  # the start token stands before word 0

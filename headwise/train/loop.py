@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.model import Transformer
+from headwise.model import Transformer, quiet
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
@@ -258,10 +258,8 @@ class Loop:
 
     def _call(self, call: Call) -> None:
         """Let the caller look at the model as it is; what is drawn or switched there changes nothing here."""
-        was = self.model.training
-        with torch.random.fork_rng():
+        with quiet(self.model), torch.random.fork_rng():
             call(self.model, self.step)
-        self.model.train(was)
 
     def _asked_to_stop(self, interrupted: list[int]) -> bool:
         if self.team.size == 1:

@@ -15,10 +15,9 @@ from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.asked import Asked, ask, read_asked
-from headwise.look.attend import quiet
 from headwise.look.inputs import make_batch
 from headwise.look.profile import documents_for
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel, Transformer, quiet
 from headwise.train.loss import cross_entropy
 
 TEXTS = 32  # whose loss the gradient is of

@@ -16,11 +16,10 @@ from headwise.lab.counts import head_counts
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
-from headwise.look.attend import quiet
 from headwise.look.between_weights import effective_rank
 from headwise.look.inputs import read_units
 from headwise.look.profile import documents_for
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 
 TOKENS = 128  # or twice head_dim, where that is more

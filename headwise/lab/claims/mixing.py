@@ -14,10 +14,9 @@ from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.asked import ask, read_asked
-from headwise.look.attend import quiet
 from headwise.look.between import between
 from headwise.look.inputs import make_batch
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel, Transformer, quiet
 
 TEXTS, LONGEST = 48, 128
 ROWS = 128  # on which what heads write is compared

@@ -17,9 +17,8 @@ from headwise.lab.counts import head_counts, trends
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
-from headwise.look.attend import quiet
 from headwise.look.inputs import make_batch, read_units
-from headwise.model import AnyModel
+from headwise.model import AnyModel, quiet
 
 KEYS = 64  # of a random row
 ROWS = 512  # random rows, for each head_dim
