@@ -120,7 +120,8 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
             model(torch.tensor([unit.ids], device=model.device), hidden=True)
         choice = torch.cat(weights).cpu().numpy()  # (heads, 2)
         bucket = unit.bucket
-        right[bucket] += (choice[:, 0] > choice[:, 1]) == (case.answer == "A")
+        ahead = choice[:, 0] - choice[:, 1] if case.answer == "A" else choice[:, 1] - choice[:, 0]
+        right[bucket] += np.where(ahead == 0, 0.5, ahead > 0)  # a tie is half right, as a coin would be
         counts[bucket] += 1
         nearer[bucket] += case.nearer == case.answer
     head = int(right[in_half(counts, CHOOSING)].sum(0).argmax())

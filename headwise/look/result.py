@@ -33,7 +33,7 @@ SHOWN = ("entropy", "confidence", "distance", "first", "write share")
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """One head: its best-supported role with rung, score, null and interval; the runners-up; where it rests; its evidence."""
+    """One head: its best-supported role with rung, score, null and interval; all its roles; where it rests; its evidence."""
 
     address: Address
     role: str  # `unclear` where nothing is supported
@@ -43,10 +43,18 @@ class HeadProfile:
     interval: tuple[float, float] | None
     detail: str
     effect: float | None
-    supports: tuple[Support, ...]  # best first, patterns included
+    roles: tuple[Support, ...]  # all that stand, best first
+    supports: tuple[Support, ...]  # the same and mere patterns
     rest: tuple[str, ...]
     evidence: tuple[Context, ...]
     measures: dict[str, float]
+
+    @property
+    def told(self) -> str:
+        """Its first role, and how many more it has: `possessive > +4`."""
+        return " ".join(
+            (self.role, *[self.detail] * bool(self.detail), *[f"+{len(self.roles) - 1}"] * (len(self.roles) > 1))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -97,12 +105,15 @@ class Profile:
             )
         place = self.addresses.index(address)
         supports = self.supports[place]
-        best = supports[0] if supports and RUNGS.index(supports[0].rung) >= 2 else None
+        roles = tuple(one for one in supports if one.stands)
         told = ("unclear", RUNGS[bool(supports)], None, None, None, "", None)
-        if best is not None:
+        if roles:
+            best = roles[0]
             told = (best.role, best.rung, best.score, best.null, best.interval, best.detail, best.effect)
         measures = {name: float(values[place]) for name, values in self._measures.items()}
-        return HeadProfile(address, *told, tuple(supports), self.rests[place], tuple(self.evidence[place]), measures)
+        return HeadProfile(
+            address, *told, roles, tuple(supports), self.rests[place], tuple(self.evidence[place]), measures
+        )
 
     @cached_property
     def _measures(self) -> dict[str, np.ndarray]:
@@ -124,20 +135,16 @@ class Profile:
 
     def best(self, role: str) -> HeadProfile | None:
         """The head with the best support for a role, or None."""
-        having = [
-            (s.rank, i)
-            for i, some in enumerate(self.supports)
-            for s in some
-            if s.role == role and RUNGS.index(s.rung) > 1
-        ]
-        return self[self.addresses[max(having)[1]]] if having else None
+        heads = self.roles().get(role)
+        return self[heads[0]] if heads else None
 
     def roles(self) -> dict[str, list[Address]]:
-        """Every role that some head has, with its heads, best first."""
+        """Every role that some head has, be it its first or not, with its heads, best first."""
         found: dict[str, list[tuple[tuple[int, float], Address]]] = {}
         for address, supports in zip(self.addresses, self.supports, strict=True):
-            if supports and RUNGS.index(supports[0].rung) >= 2:
-                found.setdefault(supports[0].role, []).append((supports[0].rank, address))
+            for one in supports:
+                if one.stands:
+                    found.setdefault(one.role, []).append((one.rank, address))
         return {
             role: [a for _, a in sorted(heads, key=lambda x: x[0], reverse=True)]
             for role, heads in sorted(found.items())
@@ -147,7 +154,8 @@ class Profile:
         """One row per head."""
         return [
             {
-                "head": str(head.address), "role": head.role, "detail": head.detail, "rung": head.rung,
+                "head": str(head.address), "role": head.role, "roles": "; ".join(one.role for one in head.roles),
+                "detail": head.detail, "rung": head.rung,
                 "score": head.score, "null": head.null, "low": (head.interval or (None, None))[0],
                 "high": (head.interval or (None, None))[1], "effect": head.effect, "rest": ", ".join(head.rest),
                 **{name: head.measures[name] for name in SHOWN},

@@ -148,6 +148,11 @@ class Support:
         )
 
     @property
+    def stands(self) -> bool:
+        """Whether it is told: a mere pattern is not."""
+        return RUNGS.index(self.rung) >= 2
+
+    @property
     def rank(self) -> tuple[int, float]:
         """Roles rank by rung, then by gain."""
         return RUNGS.index(self.rung), self.gain

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headwise.look.result import HeadProfile, Profile
+from headwise.look.roles import Support
 from headwise.show.tables import make_table
 
 # role: two letters and a colour; roles that are not here are relations
@@ -28,35 +29,25 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
         highlight=False,
     )
     console.print(grid(profile, wanted))
-    rows = []
+    strongest = {}
     for role, heads in profile.roles().items():
         there = [address for address in heads if str(address) in wanted]
         if there:
             head = profile[there[0]]
-            assert head.score is not None
-            assert head.null is not None
-            assert head.interval is not None
-            rows.append(
-                [
-                    _sign(role)[0],
-                    role,
-                    len(there),
-                    str(head.address),
-                    head.detail,
-                    head.rung,
-                    head.score,
-                    head.null,
-                    _interval(head.interval),
-                    _effect(head),
-                ]
-            )
-    columns = ["", "role", "heads", "best", "", "rung", "score", "null", "95 %", "effect"]
+            strongest[role] = head, next(one for one in head.roles if one.role == role), len(there)
+    rows = [
+        [
+            *(_sign(role)[0], role, heads, str(head.address), one.detail, one.rung, one.score, one.null),
+            *(_interval(one.interval), _effect(one), "" if head.role == role and len(head.roles) == 1 else head.told),
+        ]
+        for role, (head, one, heads) in strongest.items()
+    ]
+    columns = ["", "role", "heads", "best", "", "rung", "score", "null", "95 %", "effect", "told as"]
     console.print(make_table("The strongest head of each role", columns, rows))
-    for role, heads in profile.roles().items():
-        there = [address for address in heads if str(address) in wanted]
-        if there and profile[there[0]].evidence:
-            seen = profile[there[0]].evidence[0]
-            console.print(Text.assemble((f"{role} {there[0]}", "bold"), f"  {seen.weight:.2f}  {seen.text}"))
+    for role, (head, _, _) in strongest.items():
+        if head.evidence:
+            seen = head.evidence[0]
+            console.print(Text.assemble((f"{role} {head.address}", "bold"), f"  {seen.weight:.2f}  {seen.text}"))
 
 
 def grid(profile: Profile, wanted: set[str]) -> Text:
@@ -84,7 +75,7 @@ def grid(profile: Profile, wanted: set[str]) -> Text:
 def show_head(profile: Profile, head: HeadProfile, console: Console | None = None) -> None:
     """Print one head's full story."""
     console = console or Console()
-    console.print(Text.assemble((f"head {head.address}", "bold"), f"  {head.role} {head.detail}  ({head.rung})"))
+    console.print(Text.assemble((f"head {head.address}", "bold"), f"  {head.told}  ({head.rung})"))
     if head.rest:
         console.print(f"rests: {', '.join(head.rest)}", highlight=False)
     rows = [
@@ -130,5 +121,5 @@ def _interval(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.2f}–{ends[1]:.2f}"
 
 
-def _effect(head: HeadProfile) -> str:
-    return "" if head.effect is None else f"{head.effect:+.3f}"
+def _effect(one: Support) -> str:
+    return "" if one.effect is None else f"{one.effect:+.3f}"

@@ -23,7 +23,7 @@ def profile_html(profile: Profile) -> str:
         rows.append(f'<tr><th style="font:11px sans-serif;color:{FAINT}">{layer}</th>{cells}</tr>')
     best = [profile[heads[0]] for heads in profile.roles().values()]
     lines = [
-        [str(head.address), f"{head.role} {head.detail}".strip(), head.rung, _number(head.score), _number(head.null),
+        [str(head.address), head.told, head.rung, _number(head.score), _number(head.null),
          head.evidence[0].text if head.evidence else ""]
         for head in best
     ]  # fmt: skip
@@ -63,7 +63,7 @@ def look_of(head: HeadProfile) -> tuple[str, str, float]:
 
 def _cell(head: HeadProfile) -> str:
     letters, colour, strength = look_of(head)
-    told = f"{head.address}: {head.role} {head.detail} ({head.rung})"
+    told = f"{head.address}: {head.told} ({head.rung})"
     if head.score is not None:
         told += f", {_number(head.score)} against {_number(head.null)}"
     told += f"; rests: {', '.join(head.rest)}" if head.rest else ""

@@ -33,7 +33,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
         heads.append(
             {
                 "head": str(head.address), "layer": str(head.address.site), "letters": letters, "colour": colour,
-                "strength": strength, "role": f"{head.role} {head.detail}".strip(), "rung": head.rung, "score": head.score,
+                "strength": strength, "role": head.told, "rung": head.rung, "score": head.score,
                 "null": head.null, "rest": list(head.rest),
                 "evidence": [[round(seen.weight, 2), seen.text] for seen in head.evidence[:4]],
             }
