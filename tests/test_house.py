@@ -32,7 +32,7 @@ PUBLIC_NAMES = [
     *("sweep", "claims"),
 ]
 VERBS = [
-    *("ablate", "attend", "claims", "corpus", "demo", "export", "generate", "head", "heads"),
+    *("ablate", "attend", "claims", "corpus", "demo", "diff", "export", "generate", "head", "heads"),
     *("info", "plot", "presets", "prune", "sweep", "train", "view"),
 ]
 

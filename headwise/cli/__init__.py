@@ -15,6 +15,7 @@ from headwise.cli import (
     claims,
     corpus,
     demo,
+    diff,
     export,
     generate,
     head,
@@ -27,31 +28,20 @@ from headwise.cli import (
     train,
     view,
 )
+from headwise.cli.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
+VERBS = (
+    demo, info, generate, export, presets, corpus, train, heads, head, attend, ablate, prune, diff, sweep, claims, plot, view,
+)  # fmt: skip
 app = typer.Typer(
     name="headwise",
     help="Multi-head attention with the head as a first-class object.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.run)
-app.command("info")(info.run)
-app.command("generate")(generate.run)
-app.command("export")(export.run)
-app.command("presets")(presets.run)
-app.command("corpus")(corpus.run)
-app.command("train")(train.run)
-app.command("heads")(heads.run)
-app.command("head")(head.run)
-app.command("attend")(attend.run)
-app.command("ablate")(ablate.run)
-app.command("prune")(prune.run)
-app.command("sweep")(sweep.run)
-app.command("claims")(claims.run)
-app.command("plot")(plot.run)
-app.command("view")(view.run)
+for verb in VERBS:
+    name = verb.__name__.rpartition(".")[2]
+    app.command(name, cls=Verb, epilog=f"Example: {EXAMPLES[name]}")(verb.run)
 
 
 def _version(asked: bool) -> None:
@@ -60,19 +50,22 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Multi-head attention with the head as a first-class object."""
+    if context.invoked_subcommand is None:
+        print(first_steps())
 
 
 def main() -> None:
     """Run a verb; an error a person can put right is one line, not a traceback."""
     try:
-        app()
+        app(prog_name="headwise")
     except HeadwiseError as error:
         print(f"headwise: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,21 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.cli import complete
+from headwise.cli.words import Json, Model, Texts
+
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
-    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    model: Model,
+    text: Texts = None,
     source: Annotated[
         Path | None, typer.Option(help="What an encoder-decoder reads; TEXT has its answers, line by line.")
     ] = None,
-    heads: Annotated[str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*")] = "*",
+    heads: Annotated[str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*", autocompletion=complete.heads)] = "*",
     by: Annotated[str, typer.Option(help="ablation (exact), gradient or attribution (quick).")] = "ablation",
     how: Annotated[str, typer.Option(help="What stands in for a head: mean, zero or resample.")] = "mean",
     metric: Annotated[str, typer.Option(help="loss (all tokens) or last (the last one).")] = "loss",
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
     limit: Annotated[int, typer.Option(help="At most so many texts.")] = 32,
     most: Annotated[int, typer.Option(help="How many heads to show.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Take heads away one by one and say what the model loses, with intervals."""
     from dataclasses import fields

@@ -5,15 +5,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwise.cli import complete
+from headwise.cli.words import Json, Model
+
 if TYPE_CHECKING:
     from headwise.look.attend import Attended
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    model: Model,
     text: Annotated[str, typer.Argument(help="What the model reads.")],
     head: Annotated[
-        str | None, typer.Option(help="A head, 5.1, or several, 5.*; left out: all, and the hardest looks are shown.")
+        str | None,
+        typer.Option(
+            help="A head, 5.1, or several, 5.*; left out: all, and the hardest looks are shown.",
+            autocompletion=complete.heads,
+        ),
     ] = None,
     word: Annotated[str | None, typer.Option("--from", help="Show where this word looks; the#2 is the second.")] = None,
     to: Annotated[str | None, typer.Option(help="With --from: rank heads by how hard it looks at this word.")] = None,
@@ -21,10 +28,11 @@ def run(
     source: Annotated[str | None, typer.Option(help="What an encoder-decoder reads; TEXT is what it writes.")] = None,
     most: Annotated[int, typer.Option(help="How many lines to show for a word, or in all.", min=1)] = 8,
     heat: Annotated[
-        str | None, typer.Option(help="Draw a heat map: .svg, .png, .pdf; its numbers: .csv, .json")
+        str | None,
+        typer.Option(help="Draw a heat map, by default of the three hardest heads: .svg .png .pdf .csv .json"),
     ] = None,
-    arcs: Annotated[str | None, typer.Option(help="Draw lines between words, into a file likewise.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    arcs: Annotated[str | None, typer.Option(help="Draw lines between words, likewise.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Show where the words of a sentence look."""
     from headwise.errors import HeadwiseError
@@ -33,16 +41,15 @@ def run(
 
     if to is not None and word is None:
         raise HeadwiseError("--to needs --from, the word that looks.")
-    if (heat or arcs) and head is None:
-        raise HeadwiseError("a picture shows some heads; say which, e.g. --head 5.1.")
     seen = attend(load(model), text, "*" if head is None else head, words=not tokens, source=source)
     if heat or arcs:
         from headwise.show.figures import sentence as draw
 
+        drawn = seen.heads if head is not None else draw.hardest(seen, word, to)
         if heat:
-            draw.heat_map(seen).save(heat)
+            draw.heat_map(seen, drawn).save(heat)
         if arcs:
-            draw.arcs(seen, source=word).save(arcs)
+            draw.arcs(seen, drawn, source=word).save(arcs)
     if as_json:
         print(json.dumps(_answer(seen, head, word, to, most), indent=2))
     else:
@@ -64,26 +71,24 @@ def _answer(seen: "Attended", head: str | None, word: str | None, to: str | None
 
 def _print(seen: "Attended", head: str | None, word: str | None, to: str | None, most: int) -> None:
     from rich.console import Console
-    from rich.markup import escape  # a word may look like [b], which is a command to rich
 
     from headwise.show.tables import make_table
 
     console = Console()
     if word is not None and to is not None:
         rows = [(name, weight, _bar(weight)) for name, weight in seen.heads_for(word, to, most)]
-        title = escape(f"Heads in which {word} looks at {to}")
+        title = f"Heads in which {word} looks at {to}"
         console.print(make_table(title, ["head", "weight", ""], rows))
     elif head is None:
         looks = [
-            (look.head, escape(look.word), escape(look.attended), look.weight, _bar(look.weight))
-            for look in seen.strongest(most, word)
+            (look.head, look.word, look.attended, look.weight, _bar(look.weight)) for look in seen.strongest(most, word)
         ]
-        title = "The hardest looks" if word is None else escape(f"The hardest looks of {word}")
+        title = "The hardest looks" if word is None else f"The hardest looks of {word}"
         columns = ["head", "word", "looks at", "weight", ""]
         console.print(make_table(f"{title} (not at itself, the first or a special token)", columns, looks))
     else:
         for name in seen.heads:
-            rows = [(escape(one), escape(other), *rest) for one, other, *rest in _rows(seen, name, word, most)]
+            rows = _rows(seen, name, word, most)
             console.print(make_table(f"Head {name}", ["word", "looks at", "weight", ""], rows))
 
 

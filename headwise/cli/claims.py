@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from headwise.cli.words import Json
+
 
 def run(
     names: Annotated[list[str] | None, typer.Argument(help="Claims by name or number; none: all.")] = None,
@@ -22,7 +24,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Write the page, pictures and figures into this folder.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes side by side; as many as cores.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where models and results are kept; $HEADWISE_CACHE.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run an experiment for each claim and say whether it holds. Ctrl-C stops; run it again to go on."""
     from headwise.errors import HeadwiseError

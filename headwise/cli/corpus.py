@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from headwise.cli.words import Json
+
 
 def run(
     documents: Annotated[int, typer.Option(help="How many documents to measure.")] = 2000,
     split: Annotated[str, typer.Option(help="train, or held-out: word pairs that training never has.")] = "train",
     seed: Annotated[int, typer.Option(help="Another seed, other documents.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the little language: how far one fixed offset gets with each relation, examples, and a document."""
     from rich.console import Console

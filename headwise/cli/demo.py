@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwise.cli.words import Json
+
 if TYPE_CHECKING:
     from headwise.show.demo import Demo
 
@@ -15,7 +17,7 @@ def run(
     model: Annotated[str | None, typer.Option(help="Look at and cut this one, smollm2 or minilm; train none.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="In seconds: too small a model to learn anything.")] = False,
     seed: Annotated[int, typer.Option(help="The seed of the training.", min=0, max=2**31 - 1)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a small decoder on a language made for it, say what each head does, cut those that do nothing: a few minutes."""
     from headwise.show.demo import demo

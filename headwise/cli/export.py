@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
+from headwise.cli.words import Json, Model
+
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
+    model: Model,
     folder: Annotated[str, typer.Argument(help="Where to write it.")],
     family: Annotated[
         str | None, typer.Option(help="gpt2, gpt-neo, bert or llama; left out: the one it came from.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a model as a folder that transformers loads; cut heads become zeros."""
     from headwise.weights import export, load

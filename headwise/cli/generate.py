@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
+from headwise.cli import complete
+from headwise.cli.words import Json, Model
+
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2), a folder, a file or a hub id.")],
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to go on from; what an encoder-decoder reads.")],
     tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the best token; above, it draws.")] = 0.0,
@@ -17,9 +20,10 @@ def run(
     top_p: Annotated[float | None, typer.Option(help="Draw among the best that hold this share of the mass.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
     silence: Annotated[
-        str | None, typer.Option(help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.")
+        str | None,
+        typer.Option(help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.", autocompletion=complete.heads),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Continue a text; it appears as it is written."""
     from headwise.errors import HeadwiseError
@@ -42,10 +46,14 @@ def run(
         if not as_json and not text.endswith("\ufffd"):  # a character may take several tokens
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    seconds = time.perf_counter() - start
+    seconds, made = time.perf_counter() - start, len(ids) - read
+    why = "as many as asked for (--tokens)" if made >= tokens else "the model ended its text"
     if as_json:
-        result = {"prompt": prompt, "text": text, "ids": ids, "new_tokens": len(ids) - read, "seconds": seconds}
+        result = {
+            "prompt": prompt, "text": text, "ids": ids, "new_tokens": made, "seconds": seconds,
+            "stopped": "tokens" if made >= tokens else "end",
+        }  # fmt: skip
         print(json.dumps(result, indent=2))
     else:
         print(text[len(shown) :])
-        print(f"{len(ids) - read} tokens, {(len(ids) - read) / seconds:.1f} a second", file=sys.stderr)
+        print(f"{made} tokens: {why}; {made / seconds:.1f} a second", file=sys.stderr)

@@ -6,12 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.cli import complete
+from headwise.cli.words import Json, Model, Texts
+
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle, a folder, a file or a hub id; or a saved profile.")],
-    head: Annotated[str, typer.Argument(help="Its address: 5.1.")],
-    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    model: Model,
+    head: Annotated[str, typer.Argument(help="Its address: 5.1.", autocompletion=complete.heads)],
+    text: Texts = None,
+    as_json: Json = False,
 ) -> None:
     """Tell one head's full story: roles and what speaks for them, measures, evidence, what it promotes."""
     from headwise.errors import HeadwiseError

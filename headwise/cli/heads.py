@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli import complete
+from headwise.cli.words import Model, Texts
+
 if TYPE_CHECKING:
     from headwise.look.result import Profile
     from headwise.model import AnyModel
@@ -19,14 +22,16 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
-    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    model: Model,
+    text: Texts = None,
     treebank: Annotated[Path | None, typer.Option(help="Documents with gold relations: .conllu, .jsonl, .tsv.")] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Take relations from the probe set, whatever the text.")
     ] = False,
     layers: Annotated[str | None, typer.Option(help="Show these layers only: 0-3, or 5,7.")] = None,
-    role: Annotated[str | None, typer.Option(help="Show heads with this role only.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="Show heads with this role only.", autocompletion=complete.roles)
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
     control: Annotated[
         str | None, typer.Option(help="random-init or shuffled: what would be seen without learning.")

@@ -2,14 +2,13 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
+from headwise.cli.words import Json, Model
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file, a hub id or a preset.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    model: Model,
+    as_json: Json = False,
 ) -> None:
     """Tell what a model is: its sizes, heads, parameters, memory and tokenizer. Weights are not read."""
     from rich.console import Console

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.words import Texts
+
 if TYPE_CHECKING:
     from headwise.show.figures.drawing import Drawing
 
@@ -29,7 +31,7 @@ LISTED = "; ".join(f"{kind}: {told.split(';')[0]}" for kind, told in KINDS.items
 def run(
     what: Annotated[str, typer.Argument(help=f"One of: {LISTED}.")],
     source: Annotated[str, typer.Argument(help="A model, a saved profile, or what the figure is drawn from.")],
-    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    text: Texts = None,
     out: Annotated[Path, typer.Option(help="A picture: .png, .svg, .pdf; or its numbers: .csv, .json")] = Path(
         "heads.png"
     ),

@@ -1,12 +1,11 @@
 """headwise presets: the well-known configurations."""
 
 import json
-from typing import Annotated
 
-import typer
+from headwise.cli.words import Json
 
 
-def run(as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False) -> None:
+def run(as_json: Json = False) -> None:
     """List the well-known configurations with their sizes."""
     from rich.console import Console
 
@@ -23,6 +22,4 @@ def run(as_json: Annotated[bool, typer.Option("--json", help="Print the result a
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
     else:
-        hidden = ("kv_heads", "head_dim", "context", "source")  # so that it fits a terminal
-        shown = [i for i, column in enumerate(columns) if column not in hidden]
-        Console().print(make_table("Presets", [columns[i] for i in shown], [[row[i] for i in shown] for row in rows]))
+        Console().print(make_table("Presets", columns, rows))

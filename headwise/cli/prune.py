@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli import complete
+from headwise.cli.words import Json, Model, Texts
+
 if TYPE_CHECKING:
     from headwise.change.curve import Curve
     from headwise.change.plan import Plan
@@ -15,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
-    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    model: Model,
+    text: Texts = None,
     source: Annotated[
         Path | None, typer.Option(help="What an encoder-decoder reads; TEXT has its answers, line by line.")
     ] = None,
     keep: Annotated[float | None, typer.Option(help="The share of heads that stays: 0.7")] = None,
-    heads: Annotated[str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*")] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*", autocompletion=complete.heads)
+    ] = None,
     apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
     by: Annotated[str, typer.Option(help="Heads are ranked by ablation, gradient, gates or random.")] = "ablation",
     fold: Annotated[bool, typer.Option(help="Leave behind what cut heads gave on average.")] = True,
@@ -39,7 +44,7 @@ def run(
     curve: Annotated[bool, typer.Option("--curve", help="Also cut at every share, by several ways.")] = False,
     shares: Annotated[str, typer.Option(help="The shares of the curve.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1",
     plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file: .png, .svg, .pdf")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Cut heads from a model and say what that brought and cost, beside random cuts of the same size."""
     from headwise.change.curve import curve as trace

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.cli.words import Json
+
 HEADS = "1,2,4,8,16,32,width"
 
 
@@ -27,7 +29,7 @@ def run(
     processes: Annotated[int | None, typer.Option(help="Trainings side by side; as many as cores.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where trained models are kept; $HEADWISE_CACHE.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg, .pdf, .csv")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train one model for each head count and seed, all else equal, and compare. Ctrl-C stops; run it again to go on."""
     from headwise.errors import HeadwiseError

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.words import Json
+
 if TYPE_CHECKING:
     from headwise.look.biography import Biography
     from headwise.model import Transformer
@@ -16,6 +18,7 @@ HEADS = "heads.npz"
 
 
 def run(
+    context_of: typer.Context,
     text: Annotated[
         list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
     ] = None,
@@ -25,6 +28,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; none: runs/ and the text's name. The same again goes on.")
     ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for.")] = None,
     valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
     valid_source: Annotated[Path | None, typer.Option(help="What belongs to --valid, for an encoder-decoder.")] = None,
     preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "little",
@@ -54,16 +58,20 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
     from headwise.spec import preset as named
     from headwise.text.corpus import Corpus
+    from headwise.text.little import VOCABULARY
+    from headwise.train import resume as go_on
     from headwise.train import train
     from headwise.train.exam import exam
     from headwise.train.little import LITTLE, little_texts
     from headwise.train.loop import finite
 
+    if resume is not None:
+        _alone(context_of)
     spec = named(preset).resized(layers=layers, heads=heads, width=width, context=context)
     silent = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
     spec = replace(spec, attention=replace(spec.attention, **silent))
@@ -79,7 +87,7 @@ def run(
     texts, held_out = (text, None) if text else little_texts(recipe)
     texts = texts if source is None else Corpus.named(text, source)
     held_out = valid or held_out if valid_source is None else Corpus.named([valid] if valid else None, valid_source)
-    out = out or Path("runs") / (text[0].stem if text else "little")
+    out = resume or out or Path("runs") / (text[0].stem if text else "little")
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process looks and speaks for all
     watched = _begin(out / HEADS) if watch_heads and leads else None
 
@@ -88,13 +96,17 @@ def run(
             watched(model, step)
             watched.save(out / HEADS)
 
-    made = train(
-        spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device,
-        call=None if watched is None else look, every=recipe.evaluate_every,
-    )  # fmt: skip
+    called, every = (None if watched is None else look), recipe.evaluate_every
+    if resume is not None:
+        made = go_on(resume, device=device, call=called, every=every)
+    else:
+        made = train(
+            spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device, call=called, every=every,
+        )  # fmt: skip
     if not leads:
         return
-    examined = not text and not masked and made.stopped != "interrupted"
+    little = made.model.tokenizer is not None and set(made.model.tokenizer.backend.get_vocab()) >= set(VOCABULARY)
+    examined = little and not text and made.model.spec.kind == "decoder" and made.stopped != "interrupted"
     marks = exam(made.model) if examined else ()
     result = {
         "steps": made.step, "tokens": made.tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
@@ -103,12 +115,30 @@ def run(
     }  # fmt: skip
     lives = [] if watched is None else summarise(watched)
     if as_json:
-        told = {**result, "recipe": asdict(recipe), "exam": [mark._asdict() for mark in marks]}
+        told = {**result, "recipe": asdict(made.recipe), "exam": [mark._asdict() for mark in marks]}
         if watched is not None:
             told |= {"heads": [dict(zip(("measure", "head", "value", "half_at"), life, strict=True)) for life in lives]}
         print(json.dumps(told, indent=2))
     else:
         report(result, marks, lives)
+    if made.stopped == "interrupted":
+        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
+
+
+def _alone(context: typer.Context) -> None:
+    """A run that is gone on with keeps what it was asked for; only where it runs and what is shown may be said anew."""
+    from headwise.errors import HeadwiseError
+
+    free = {"resume", "device", "watch_heads", "as_json"}
+    given = [name for name in context.params if name not in free and _is_given(context, name)]
+    if given:
+        names = ", ".join("TEXT" if name == "text" else "--" + name.replace("_", "-") for name in given)
+        raise HeadwiseError(f"--resume goes on with a run as it was asked for; leave out {names}.")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def summarise(watched: "Biography") -> list[tuple[str, str, float, int | None]]:
@@ -150,4 +180,8 @@ def report(result: dict[str, Any], marks: tuple, lives: list[tuple[str, str, flo
             make_table("The best head of each measure", ["measure", "head", "value", "half of it at step"], rows)
         )
     again = result["stopped"] == "interrupted"
-    console.print("to go on, run the same again" if again else f"the model is in {result['model']}", highlight=False)
+    run = Path(result["model"]).parent
+    told = (
+        f"to go on: headwise train --resume {run}" if again else f"the model is in {run}: headwise generate {run} ..."
+    )
+    console.print(told, highlight=False, soft_wrap=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.words import Model, Texts
+
 if TYPE_CHECKING:
     from headwise.look.result import Profile
     from headwise.model import AnyModel
@@ -17,8 +19,8 @@ SHOWN = 3  # texts to begin with
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A bundle (smollm2, minilm), a folder, a file or a hub id.")],
-    text: Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")] = None,
+    model: Model,
+    text: Texts = None,
     profile: Annotated[
         Path | None, typer.Option(help="What headwise heads --save wrote; left out: a quick one is made now.")
     ] = None,
@@ -84,9 +86,16 @@ def _sentences(model: "AnyModel", corpus: Any) -> list[str]:
 
 def _tell(address: str, as_json: bool, browser: bool) -> None:
     """Called when the server listens."""
-    print(json.dumps({"url": address}) if as_json else address, flush=True)
+    shown = address + "#view=sentence"  # where the box for a text is
+    print(json.dumps({"url": address}) if as_json else shown, flush=True)
+    if not as_json:
+        print(
+            "Open it in a browser. Type a sentence and press Look; point at a word to see where each head looks from it;\n"
+            "switch heads off and press Predict to see what changes. Ctrl-C here ends it.",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     if browser and sys.stdout.isatty():
         import threading
         import webbrowser
 
-        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # some browsers return late
+        threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()  # some browsers return late

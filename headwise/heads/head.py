@@ -212,6 +212,8 @@ class Heads:
     def __getitem__(self, which: "int | Pattern") -> "Head | Heads":
         if isinstance(which, Integral):
             which = self._in_only_layer(int(which))
+        elif isinstance(which, tuple) and len(which) == 2 and all(isinstance(part, Integral) for part in which):
+            raise HeadwiseError(f"heads are taken by address: heads['{which[0]}.{which[1]}'], not heads{list(which)}.")
         elif not isinstance(which, str | Address | Iterable):
             raise HeadwiseError(f"heads are taken by address, heads['5.1'] or heads['5.*']; got {which!r}.")
         chosen = select(which, self.addresses)

@@ -249,7 +249,7 @@ def _aligned(tokenizer: Tokenizer, text: str, what: str) -> Alignment:
     if not isinstance(text, str):
         raise HeadwiseError(f"{what} must be a string, got {type(text).__name__}; attend looks at one text at a time.")
     aligned = tokenizer.align(text)
-    if not aligned.ids:
+    if not aligned.ids or not text.strip():  # special tokens alone look at nothing worth seeing
         raise HeadwiseError(f"{what} is empty; give at least one word.")
     return aligned
 

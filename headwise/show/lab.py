@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from headwise.lab.claim import WORDS, Claim
 from headwise.lab.figure import At, Figure
@@ -122,8 +123,8 @@ def _picture(result: Result) -> str:
     return f"{result.claim.number:02}-{result.claim.name}.svg"
 
 
-def _coloured(result: Result) -> str:
-    return f"[{COLOURS[result.verdict.word]}]{result.verdict.word}[/]"
+def _coloured(result: Result) -> Text:
+    return Text(result.verdict.word, COLOURS[result.verdict.word])
 
 
 def _whole(figure: Figure) -> str:

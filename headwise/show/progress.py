@@ -1,5 +1,6 @@
-"""A progress bar for long work, on standard error; silent where that is no terminal."""
+"""How far long work is, on standard error: bars in a terminal, a line now and then in a file or a pipe."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headwise.errors import HeadwiseError
+from headwise.train.progress import Now
 
 
 @contextmanager
@@ -18,12 +20,14 @@ def noting() -> Iterator[Callable[[str, int, int], None]]:
     )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks = {}
+        tasks, now = {}, Now()
 
         def note(what: str, done: int, of: int) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=of)
             bars.update(tasks[what], completed=done, total=of)
+            if bars.disable and now.due():
+                print(f"{what}: {done:,} of {of:,}", file=sys.stderr, flush=True)
 
         yield note
 

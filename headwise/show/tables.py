@@ -1,24 +1,110 @@
-"""Tables in the terminal."""
+"""Tables in the terminal, whole at any width: text is wrapped between words; what still does not fit becomes a further part."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # cells between two columns
+KEY = 24  # the first column names the row; up to so many cells it is kept on one line
 
 
-def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table whose numbers stand right-aligned; floats with three places, whole numbers with commas."""
-    rows = [tuple(row) for row in rows]
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(row[i], int | float) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric or i == 0)
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
-    return table
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """A title over columns; how it is laid out is decided when the width is known."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the title, then one table, or several that each begin with the first column."""
+        if self.title:
+            yield Text(self.title, "italic")
+        for part in self.parts(options.max_width):
+            yield self._table(part)
+            yield Text()
+
+    def parts(self, width: int) -> list[dict[int, int]]:
+        """For each table that is printed its columns, by number, and their widths."""
+        least, whole = ([size(i, width) for i in range(len(self.columns))] for size in (self._least, self._whole))
+        parts: list[list[int]] = [[0]]
+        for column in range(1, len(self.columns)):
+            if _taken([least[i] for i in (*parts[-1], column)]) > width and len(parts[-1]) > 1:
+                parts.append([0])
+            parts[-1].append(column)
+        return [_spread(part, least, whole, width) for part in parts]
+
+    def is_number(self, column: int) -> bool:
+        """Whether a column holds numbers alone."""
+        return bool(self.rows) and all(isinstance(row[column], int | float) for row in self.rows)
+
+    def cells(self, column: int) -> Iterator[Text]:
+        """What stands in a column, its heading first."""
+        yield Text(self.columns[column], "bold")
+        for row in self.rows:
+            yield as_text(row[column])
+
+    def _least(self, column: int, width: int) -> int:
+        """The width below which a number, a key or a word would be broken; a word longer than half a line may be."""
+        whole = self._whole(column, width)
+        if self.is_number(column) or (column == 0 and whole <= KEY):
+            return whole
+        words = (word for cell in self.cells(column) for word in cell.plain.split())
+        return min(max(map(cell_len, words), default=0), width // 2)
+
+    def _whole(self, column: int, width: int) -> int:
+        """The width at which nothing is wrapped."""
+        return max((cell_len(line) for cell in self.cells(column) for line in cell.plain.split("\n")), default=0)
+
+    def _table(self, part: dict[int, int]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+        for column, width in part.items():
+            right = self.is_number(column)
+            table.add_column(
+                self.columns[column], width=width, justify="right" if right else "left", overflow="fold",
+                header_style="bold",
+            )  # fmt: skip
+        for row in self.rows:
+            table.add_row(*(as_text(row[column]) for column in part))
+        return table
 
 
-def _cell(value: object) -> str:
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Sheet:
+    """A table whose numbers stand right-aligned; floats with three places, whole numbers with commas.
+
+    A cell is printed as it is; give a rich Text for one in colour.
+
+    >>> make_table("Heads", ["head", "role"], [["5.1", "induction"]]).parts(80)  # one part, two columns and their widths
+    [{0: 4, 1: 9}]
+    """
+    return Sheet(title, tuple(columns), tuple(tuple(row) for row in rows))
+
+
+def as_text(value: object) -> Text:
+    """A cell."""
+    if isinstance(value, Text):
+        return value
     if isinstance(value, float):
-        return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return Text(f"{value:.3f}")
+    return Text(f"{value:,}" if isinstance(value, int) else str(value))
+
+
+def _taken(widths: Sequence[int]) -> int:
+    """What a table of such columns takes of a line."""
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _spread(part: Sequence[int], least: Sequence[int], whole: Sequence[int], width: int) -> dict[int, int]:
+    """What is left of a line goes to the columns that have most to wrap."""
+    widths = {column: least[column] for column in part}
+    left = width - _taken(list(widths.values()))
+    while left > 0 and any(widths[column] < whole[column] for column in part):
+        neediest = max(part, key=lambda column: whole[column] / max(1, widths[column]))
+        widths[neediest] += 1
+        left -= 1
+    return widths

@@ -88,6 +88,9 @@ def select(pattern: "str | Address | Iterable[Address | str]", among: Iterable[A
         wanted = {address for part in pattern.split(",") for address in _match(part.strip(), among)}
     else:
         wanted = {Address.parse(item) if isinstance(item, str) else item for item in pattern}
+        for item in wanted:
+            if not isinstance(item, Address):
+                raise HeadwiseError(f"{item!r} is not the address of a head; write layer.head as a text, e.g. '5.1'.")
     for address in sorted(wanted - set(among)):
         raise HeadwiseError(f"there is no head {address} here; {_range(among)}")
     return tuple(address for address in among if address in wanted)

@@ -158,6 +158,7 @@ class ModelSpec(Wire):
         old = self.attention
         width, heads = self.width if width is None else width, old.heads if heads is None else heads
         if (width, heads) != (old.width, old.heads):
+            _check_shares(width, heads, pairs=old.rotary is not None and not old.rotary.dims)
             groups = heads * old.kv_heads // max(1, old.heads)  # as many queries to a key as before, where that can be
             sizes = {
                 "head_dim": 0,
@@ -204,3 +205,16 @@ class ModelSpec(Wire):
     def final_norms(self) -> int:
         """Stacks that end in a norm: those whose blocks do not (https://arxiv.org/abs/2002.04745)."""
         return 0 if self.form == "post" else 1 + (self.kind == "encoder-decoder")
+
+
+def _check_shares(width: int, heads: int, pairs: bool) -> None:
+    """Whether heads can share a width; rotary positions turn channels in pairs, so that each head needs an even number."""
+    least = 2 if pairs else 1
+    if heads < 1 or width % (heads * least) == 0:
+        return
+    low = width // (heads * least) * heads * least
+    widths = " or ".join(str(one) for one in (low, low + heads * least) if one)
+    fewer = [count for count in range(1, heads) if width % (count * least) == 0]
+    also = f", or {fewer[-1]} head{'s' * (fewer[-1] > 1)}" if fewer else ""
+    each = " with an even number of channels each" if pairs else ""
+    raise HeadwiseError(f"a width of {width} cannot be shared by {heads} heads{each}; take a width of {widths}{also}.")

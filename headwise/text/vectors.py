@@ -25,6 +25,9 @@ def embed(model: AnyModel, texts: str | Sequence[str], *, normalise: bool = True
     texts = [texts] if isinstance(texts, str) else list(texts)
     if not texts:
         raise HeadwiseError("there are no texts to embed; give at least one.")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise HeadwiseError(f"text {number} of {len(texts)} is empty or no text ({text!r}); leave it out.")
     rows = [_cut(model.tokenizer.encode(text), model.spec.context) for text in texts]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # texts of like length together: little padding
     vectors = torch.empty(len(rows), model.spec.width, device=model.device)

@@ -4,10 +4,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from headwise.train.loop import Trained, train
+from headwise.train.loop import Trained, resume, train
 from headwise.train.recipe import Recipe
 
-__all__ = ["Recipe", "Trained", "train"]
+__all__ = ["Recipe", "Trained", "resume", "train"]
 
 
 class _Room(ModuleType):

@@ -1,11 +1,9 @@
 """The loop: read, predict, correct; look up now and then, and write down where we are."""
 
 import math
-import signal
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,10 +23,11 @@ from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss
 from headwise.train.optimise import make_optimizer, trainable
-from headwise.train.prepare import Prepared, prepare
+from headwise.train.prepare import Prepared, prepare, recall
 from headwise.train.progress import Clock, Watch
 from headwise.train.recipe import Recipe
 from headwise.train.run import Metrics, note
+from headwise.train.stop import interruptible
 from headwise.train.team import Team, gather
 
 Call = Callable[[Transformer, int], object]
@@ -43,6 +42,7 @@ class Trained:
     """What a run gave: the model, how far it came, every logged row, and how it ended."""
 
     model: Transformer
+    recipe: Recipe
     step: int
     tokens: int  # read so far
     loss: float  # of the last step
@@ -92,14 +92,48 @@ def train(
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
         start = prepare(model, texts, held_out, recipe, tokenizer, folder, team)
-        threads = torch.get_num_threads()
-        loop = Loop(start, recipe, team, None if out is None else folder, progress)
-        if team.leads:
-            note(folder, start.asked)  # from here on the folder is this run's
-        try:
-            return loop.run(call, every)
-        finally:
-            torch.set_num_threads(threads)
+        return _run(start, recipe, team, folder, out is not None, call, every, progress)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    call: Call | None = None,
+    every: int = 100,
+    progress: bool = True,
+) -> Trained:
+    """Go on with a run from its folder alone, to the bits it would have had; a finished one is given as it ended.
+
+    >>> from headwise.spec import AttentionSpec
+    >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = train(spec, "to be or not to be " * 50, Recipe(steps=2, warmup=1), out=folder, progress=False)
+    ...     resume(folder, progress=False).loss == made.loss
+    True
+    """
+    folder = Path(folder)
+    with gather(device) as team, torch.random.fork_rng():
+        start, recipe = recall(folder, team)
+        return _run(start, recipe, team, folder, True, call, every, progress)
+
+
+def _run(
+    start: Prepared, recipe: Recipe, team: Team, folder: Path, kept: bool, call: Call | None, every: int, progress: bool
+) -> Trained:
+    threads = torch.get_num_threads()
+    loop = Loop(start, recipe, team, folder if kept else None, progress)
+    if team.leads:
+        note(folder, start.asked)  # from here on the folder is this run's
+        if recipe.warmup >= recipe.steps:
+            loop.watch.say(
+                f"the warm-up of {recipe.warmup} steps is not shorter than the run of {recipe.steps}: the rate never reaches "
+                f"{recipe.rate:g}. A tenth of the steps is usual."
+            )
+    try:
+        return loop.run(call, every)
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Loop:
@@ -162,7 +196,7 @@ class Loop:
             self.model.checkpointing = before
             self.model.eval()
         return Trained(
-            self.model, self.step, self.seen, self.loss, self.valid_loss, self.best_step, self.stopped, clock.seconds,
+            self.model, recipe, self.step, self.seen, self.loss, self.valid_loss, self.best_step, self.stopped, clock.seconds,
             self.metrics.rows, self.folder,
         )  # fmt: skip
 
@@ -349,24 +383,3 @@ def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:
 def _mix(seed: int, step: int, rank: int) -> int:
     """One number from three, far apart for neighbours."""
     return ((seed * 1_000_003 + step) * 1_000_003 + rank) % (1 << 63)
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C or a polite kill is noted, so that the step can end and be saved; a second one is obeyed at once."""
-    noted: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

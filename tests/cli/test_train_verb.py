@@ -87,7 +87,7 @@ def bad(tmp_path: Path) -> dict[str, list[str | Path]]:
         "the rate must be above 0": [words, "--rate", "-1"],
         "'float8' is unknown": [words, "--precision", "float8"],
         "'nonsense' cannot be used": [words, "--device", "nonsense"],
-        "not divisible by heads": [words, "--heads", "3"],
+        "cannot be shared by 3 heads": [words, "--heads", "3"],
         "cannot be cut into 3": [words, "--accumulate", "3"],
         "tiny-nothing": [words, "--preset", "tiny-nothing"],
         "nowhere.txt": [words, "--valid", tmp_path / "nowhere.txt"],

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
-from headwise.train import Recipe
+from headwise.train import Recipe, resume
 from tests.train.tiny import (
     MASKED,
     NOISY,
@@ -49,6 +49,33 @@ def test_stopped_and_resumed_is_bitwise_the_same(name: str, tmp_path: Path) -> N
     same_run(whole, again)
     told = [json.loads(line) for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
     assert timeless(told) == timeless(whole.history)
+
+
+@pytest.mark.parametrize("name", ["plain", "masked"])
+def test_a_run_goes_on_from_its_folder_alone(name: str, tmp_path: Path) -> None:
+    spec, recipe = RUNS[name]
+    whole = run(spec, recipe, tmp_path / "whole")
+    for at in (2, 6):
+        broken(spec, recipe, tmp_path / "broken", at)
+    same_run(whole, resume(tmp_path / "broken", progress=False))
+    assert same_weights(whole.model, hw.load(tmp_path / "broken")), "a run's folder is a model's, when it has finished"
+
+
+def test_only_a_run_can_be_gone_on_with(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=r"there is no run in .*; *|it has no run.json"):
+        resume(tmp_path)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(HeadwiseError, match="damaged"):
+        resume(tmp_path)
+    with pytest.raises(HeadwiseError, match=r"not finished; go on with headwise train --resume"):
+        hw.load(tmp_path)
+
+
+def test_a_warm_up_as_long_as_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run(PLAIN, replace(SHORT, steps=4, warmup=4))
+    assert "the warm-up of 4 steps is not shorter than the run of 4" in capsys.readouterr().err
+    run(PLAIN, replace(SHORT, steps=4, warmup=3))
+    assert "warm-up" not in capsys.readouterr().err
 
 
 def test_the_folder_changes_nothing(tmp_path: Path) -> None:

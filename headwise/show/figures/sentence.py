@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Heads = Pattern | Sequence[str]
 MOST = 12  # heads in one picture
 FAINTEST = 0.02  # below this weight a line says nothing
+TOLD = 0.05  # from this weight on it is told as a number too
+PICKED = 3  # heads in a picture for which none were named
 
 
 def heat_map(attended: Attended, head: Heads = "*") -> Drawing:
@@ -32,12 +34,13 @@ def heat_map(attended: Attended, head: Heads = "*") -> Drawing:
 
 
 def arcs(attended: Attended, head: Heads = "*", source: Word | None = None) -> Drawing:
-    """Words in two columns, on the left those that look, on the right those that are looked at; a line's strength is the
-    weight. Several heads stand side by side; `source` shows the lines of one word alone."""
+    """Words in two columns, on the left those that look, on the right those that are looked at, with the weight of the
+    strongest line that ends there. A line is as strong as its weight is beside the head's largest. Several heads stand side
+    by side; `source` shows the lines of one word alone."""
     heads = _chosen(attended, head)
     both = [label for name in heads for part in attended.sides(name) for label in part.labels]
     tall = max(len(part.labels) for name in heads for part in attended.sides(name))
-    margin = 0.085 * max(map(len, both)) + 0.15  # inches a label takes
+    margin = 0.085 * (max(map(len, both)) + 6) + 0.15  # inches a label and its number take
     figure = make_figure(len(heads) * (2 * margin + 1.9), 0.27 * tall + 1.0)
     panels = figure.subplots(1, len(heads), squeeze=False)[0]
     for number, (panel, name) in enumerate(zip(panels, heads, strict=True)):
@@ -47,6 +50,18 @@ def arcs(attended: Attended, head: Heads = "*", source: Word | None = None) -> D
         places = {name: attended.sides(name)[0].find(source) for name in heads}
         rows = [row for row in rows if row["place"] == places[row["head"]]]
     return Drawing(figure, rows)
+
+
+def hardest(attended: Attended, source: Word | None = None, target: Word | None = None) -> tuple[str, ...]:
+    """The heads that look hardest, of one word or of all; each at another word, or many would show the same; none at where
+    heads rest. With a `target`, the heads that look hardest at it."""
+    if source is not None and target is not None:
+        return tuple(head for head, _ in attended.heads_for(source, target, PICKED))
+    first: dict[str, str] = {}  # word that is looked at: the head that does so hardest
+    for look in attended.strongest(len(attended.heads) * len(attended.words), source):
+        if look.head not in first.values():
+            first.setdefault(look.attended, look.head)
+    return tuple(first.values())[:PICKED] or attended.heads[:1]
 
 
 def _rows(attended: Attended, heads: Sequence[str]) -> list[dict[str, Any]]:
@@ -84,20 +99,22 @@ def _lines(panel: "Axes", attended: Attended, head: str, colour: str, source: Wo
     only = None if source is None else looking.find(source)
     weights = attended.map(head).cpu().tolist()
     met = [0.0] * len(seen.labels)  # the strongest line that ends at each word
-    for i, row in enumerate(weights):
-        if only is not None and i != only:
-            continue
-        for j, weight in enumerate(row):
-            if weight >= FAINTEST:
-                met[j] = max(met[j], weight)
-                panel.plot((0, 1), (i, j), color=colour, alpha=min(1.0, weight), linewidth=0.8 + 2.0 * weight,
-                           solid_capstyle="round")  # fmt: skip
+    drawn = [(i, j, weight) for i, row in enumerate(weights) if only in (None, i) for j, weight in enumerate(row)]
+    largest = max((weight for _, _, weight in drawn), default=1.0) or 1.0
+    for i, j, weight in drawn:
+        if weight >= FAINTEST:
+            met[j] = max(met[j], weight)
+            share = weight / largest  # a head that spreads its attention would else show nothing but pale lines
+            panel.plot((0, 1), (i, j), color=colour, alpha=0.15 + 0.85 * share, linewidth=0.6 + 2.6 * share,
+                       solid_capstyle="round")  # fmt: skip
     for i, label in enumerate(map(safe, looking.labels)):
         lit = only is None or i == only
         panel.text(-0.04, i, label, ha="right", va="center", fontsize=10, color=INK if lit else FAINT,
                    fontweight="bold" if i == only else "normal")  # fmt: skip
     for j, label in enumerate(map(safe, seen.labels)):
-        panel.text(1.04, j, label, ha="left", va="center", fontsize=10, color=INK if met[j] >= 0.1 else FAINT)
+        lit = met[j] >= TOLD
+        told = f"{label}  {met[j]:.2f}" if lit else label
+        panel.text(1.04, j, told, ha="left", va="center", fontsize=10, color=INK if lit else FAINT)
     panel.set_xlim(-margin, 1 + margin)
     panel.set_ylim(max(len(looking.labels), len(seen.labels)) - 0.4, -1.5)
     for x, side, title in ((-0.04, "right", "looks"), (1.04, "left", "is looked at")):

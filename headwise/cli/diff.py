@@ -1,0 +1,28 @@
+"""headwise diff: what changed from one profile to another."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.cli.words import Json
+
+
+def run(
+    before: Annotated[Path, typer.Argument(help="A profile, as headwise heads --save wrote it.")],
+    after: Annotated[Path, typer.Argument(help="Another, of the same model at another time, or with heads cut.")],
+    most: Annotated[int, typer.Option(help="How many heads to show, those that changed most first.", min=1)] = 20,
+    as_json: Json = False,
+) -> None:
+    """Say what changed between two profiles: roles won and lost, heads gone, measures moved."""
+    from headwise.look.result import Profile
+
+    one, other = Profile.load(before), Profile.load(after)
+    rows = one.diff(other)
+    if as_json:
+        print(json.dumps({"before": str(before), "after": str(after), "heads": rows}, indent=2))
+    else:
+        from headwise.show.diff import show_diff
+
+        show_diff(one, other, rows, most)

@@ -1,0 +1,48 @@
+"""What to try: an example for every verb, which its help ends with."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+EXAMPLES = {
+    "demo": "headwise demo",
+    "info": "headwise info smollm2",
+    "generate": 'headwise generate smollm2 "The capital of France is" --tokens 8',
+    "export": "headwise export smollm2 smollm2-folder",
+    "presets": "headwise presets",
+    "corpus": "headwise corpus --documents 100",
+    "train": "headwise train --steps 300 --out runs/first",
+    "heads": "headwise heads minilm --save minilm.npz",
+    "head": "headwise head minilm 3.1",
+    "attend": 'headwise attend smollm2 "The teacher gave the students their homework." --from their',
+    "ablate": "headwise ablate minilm --by gradient",
+    "prune": "headwise prune minilm --keep 0.7 --out minilm-small",
+    "diff": "headwise diff before.npz after.npz",
+    "sweep": "headwise sweep --heads 1,2,4,8",
+    "claims": "headwise claims --list",
+    "plot": "headwise plot roles minilm.npz",
+    "view": "headwise view minilm",
+}
+FIRST = ("demo", "attend", "heads", "head", "prune", "view", "train")  # what a person may want to see first
+
+
+class Verb(TyperCommand):
+    """A verb that says what to try where it got nothing and needs something."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; none at all, where some are needed, is answered with an example."""
+        needed = [str(one.name).upper() for one in self.get_params(ctx) if one.required]
+        if not args and needed and not ctx.resilient_parsing:  # a shell that completes is not a person who forgot
+            typer.echo(f"headwise {self.name} needs {' and '.join(needed)}. Try:", err=True)
+            typer.echo(f"  {EXAMPLES[str(self.name)]}", err=True)
+            typer.echo(f"All options: headwise {self.name} --help", err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+
+def first_steps() -> str:
+    """What `headwise` alone answers."""
+    lines = [f"  {EXAMPLES[verb]}" for verb in FIRST]
+    said = "Multi-head attention with the head as a first-class object. Try:"
+    return "\n".join([said, *lines, "All verbs: headwise --help"])

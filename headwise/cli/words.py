@@ -1,0 +1,18 @@
+"""What verbs have in common: arguments that mean the same everywhere, and what a shell offers for them."""
+
+from typing import Annotated
+
+import typer
+
+from headwise.cli import complete
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A bundle (smollm2, minilm), a folder, a file or a hub id.",
+        autocompletion=complete.models,
+        metavar="MODEL",
+    ),
+]
+Texts = Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
