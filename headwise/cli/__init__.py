@@ -28,7 +28,7 @@ from headwise.cli import (
     train,
     view,
 )
-from headwise.cli.examples import EXAMPLES, Verb, first_steps
+from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
 VERBS = (

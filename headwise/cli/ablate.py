@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli import complete
-from headwise.cli.words import Json, Model, Texts
+from headwise.cli.shell import complete
+from headwise.cli.shell.words import Json, Model, Texts
 
 
 def run(

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli import complete
-from headwise.cli.words import Json, Model
+from headwise.cli.shell import complete
+from headwise.cli.shell.words import Json, Model
 
 if TYPE_CHECKING:
     from headwise.look.attend import Attended

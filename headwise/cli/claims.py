@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.words import Json
+from headwise.cli.shell.words import Json
 
 
 def run(

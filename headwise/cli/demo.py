@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.words import Json
+from headwise.cli.shell.words import Json
 
 if TYPE_CHECKING:
     from headwise.show.demo import Demo

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.words import Json, Model
+from headwise.cli.shell.words import Json, Model
 
 
 def run(

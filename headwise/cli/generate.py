@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli import complete
-from headwise.cli.words import Json, Model
+from headwise.cli.shell import complete
+from headwise.cli.shell.words import Json, Model
 
 
 def run(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli import complete
-from headwise.cli.words import Model, Texts
+from headwise.cli.shell import complete
+from headwise.cli.shell.words import Model, Texts
 
 if TYPE_CHECKING:
     from headwise.look.result import Profile

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from headwise.cli.words import Json, Model
+from headwise.cli.shell.words import Json, Model
 
 
 def run(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.words import Texts
+from headwise.cli.shell.words import Texts
 
 if TYPE_CHECKING:
     from headwise.show.figures.drawing import Drawing

@@ -2,7 +2,7 @@
 
 import json
 
-from headwise.cli.words import Json
+from headwise.cli.shell.words import Json
 
 
 def run(as_json: Json = False) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli import complete
-from headwise.cli.words import Json, Model, Texts
+from headwise.cli.shell import complete
+from headwise.cli.shell.words import Json, Model, Texts
 
 if TYPE_CHECKING:
     from headwise.change.curve import Curve

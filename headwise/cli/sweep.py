@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.words import Json
+from headwise.cli.shell.words import Json
 
 HEADS = "1,2,4,8,16,32,width"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.words import Json
+from headwise.cli.shell.words import Json
 
 if TYPE_CHECKING:
     from headwise.look.biography import Biography

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.words import Model, Texts
+from headwise.cli.shell.words import Model, Texts
 
 if TYPE_CHECKING:
     from headwise.look.result import Profile

@@ -113,7 +113,8 @@ class _Pass:
         about = {
             "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
             "relations": OWN if related is units else _digest(related), "layers": [str(s.address) for s in self.sites],
-            "control": self.control, "seed": self.seed, "detail": self.detail, "every": self.every,
+            "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
+            "every": self.every,
         }  # fmt: skip
         made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), about)
         if causal and self.model.spec.kind == "decoder" and self.model.output is not None:
@@ -201,6 +202,15 @@ class _Pass:
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
         for done, of in climb(self.model, self.addresses, found, related, short, means):
             self.note("ablations", done, of)
+
+
+def _shape(model: AnyModel) -> str:
+    """What a model is, whatever was cut from it: whether a head's address means the same in two profiles."""
+    spec = model.spec
+    layers = f"{spec.encoder_layers} + {spec.layers}" if spec.encoder_layers else str(spec.layers)
+    return (
+        f"{spec.kind} of {layers} layers with {spec.attention.heads} heads, width {spec.width}, {spec.vocab:,} tokens"
+    )
 
 
 def random_twin(model: AnyModel, seed: int) -> AnyModel:

@@ -200,7 +200,15 @@ class Profile:
         return made
 
     def diff(self, other: "Profile") -> list[dict[str, Any]]:
-        """What changed from this profile to another, head by head: roles, rungs, measures; heads that are gone or new."""
+        """What changed from this profile to another, head by head: roles, rungs, measures; heads that are gone or new.
+
+        Both must be of one model, at two times of its training, say, or with heads cut: elsewhere 5.1 is another head.
+        """
+        if self.about["model"] != other.about["model"]:
+            raise HeadwiseError(
+                f"these are profiles of two models, a {self.about['model']} and a {other.about['model']}: heads of the same "
+                f"address have nothing to do with each other. Give two profiles of one model."
+            )
         rows = []
         for address in dict.fromkeys((*self.addresses, *other.addresses)):
             before = self[address] if address in self.addresses else None

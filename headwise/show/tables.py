@@ -1,4 +1,4 @@
-"""Tables in the terminal, whole at any width: text is wrapped between words; what still does not fit becomes a further part."""
+"""Tables in the terminal, whole at any width: text is wrapped between words, and what still does not fit is split off."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

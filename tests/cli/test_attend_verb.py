@@ -1,5 +1,6 @@
 """headwise attend, as a person uses it."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
+import headwise as hw
 from headwise.cli import attend
 from headwise.errors import HeadwiseError
 
@@ -63,10 +65,25 @@ def test_pictures(tmp_path: Path) -> None:
     assert (tmp_path / "b.svg").stat().st_size > 1000
 
 
+def test_a_picture_of_where_a_word_looks_chooses_its_heads(tmp_path: Path) -> None:
+    """One head for each of the words it looks at hardest, by the numbers of whole maps."""
+    headwise(TEXT, "--from", "it", "--arcs", str(tmp_path / "it.csv"))
+    rows = list(csv.DictReader((tmp_path / "it.csv").open()))
+    heads = list(dict.fromkeys(row["head"] for row in rows))
+    assert len(heads) == 3
+    assert {row["word"] for row in rows} == {"it"}
+    seen = hw.attend(hw.load("minilm"), TEXT)
+    rest = {"it", "[CLS]", "[SEP]", "The"}  # where nothing is looked for: itself, the first word, special tokens
+    looks = {(head, word): weight for head in seen.heads for word, weight in seen.row("it", head) if word not in rest}
+    best, hardest = max(looks.items(), key=lambda pair: pair[1])
+    assert heads[0] == best[0]
+    shown = {head: max((looks[head, w], w) for h, w in looks if h == head)[1] for head in heads}
+    assert len(set(shown.values())) == 3, "each head shows another word"
+    assert hardest > 0.5
+
+
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(HeadwiseError, match="--to needs --from"):
         headwise(TEXT, "--to", "cat")
-    with pytest.raises(HeadwiseError, match="a picture shows some heads"):
-        headwise(TEXT, "--heat", "a.svg")
     with pytest.raises(HeadwiseError, match=r"'dog' is not there; there are .*mat, because"):
         headwise(TEXT, "--head", "5.11", "--from", "dog")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import headwise as hw
 from headwise.cli import app
 from headwise.errors import HeadwiseError
 from headwise.look.result import Profile
@@ -83,3 +84,25 @@ def test_what_cannot_be_done(folder: str, texts: str) -> None:
         headwise("heads", folder, texts, "--control", "sorted")
     with pytest.raises(HeadwiseError, match="there is no role 'juggler'"):
         headwise("heads", folder, texts, "--no-causal", "--role", "juggler")
+
+
+def test_diff_of_two_profiles(folder: str, texts: str, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    save(hw.prune(hw.load(folder), heads="0.1", fold=False), small)
+    for name, model in (("a.npz", folder), ("b.npz", str(small))):
+        headwise("heads", model, texts, "--no-causal", "--save", str(tmp_path / name), "--json")
+    told = headwise("diff", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"))
+    assert "of 8 heads 7 have the role they had; 1 is gone" in told
+    rows = json.loads(headwise("diff", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--json"))["heads"]
+    assert [row["after"] for row in rows if row["head"] == "0.1"] == ["absent"]
+    torch.manual_seed(1)
+    other = Transformer(
+        ModelSpec(
+            vocab=len(word_tokenizer(VOCABULARY)), context=128, layers=2, attention=AttentionSpec(width=16, heads=4)
+        )
+    )
+    other.tokenizer = word_tokenizer(VOCABULARY)
+    save(other, tmp_path / "other")
+    headwise("heads", str(tmp_path / "other"), texts, "--no-causal", "--save", str(tmp_path / "c.npz"), "--json")
+    with pytest.raises(HeadwiseError, match="profiles of two models"):
+        headwise("diff", str(tmp_path / "a.npz"), str(tmp_path / "c.npz"))

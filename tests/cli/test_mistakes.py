@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import headwise as hw
 from headwise.cli import VERBS, app
-from headwise.cli.complete import heads, models, roles
-from headwise.cli.examples import EXAMPLES, first_steps
+from headwise.cli.shell.complete import heads, models, roles
+from headwise.cli.shell.examples import EXAMPLES, first_steps
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
 

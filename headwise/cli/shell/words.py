@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli import complete
+from headwise.cli.shell import complete
 
 Model = Annotated[
     str,
