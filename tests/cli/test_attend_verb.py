@@ -68,7 +68,7 @@ def test_pictures(tmp_path: Path) -> None:
 def test_a_picture_of_where_a_word_looks_chooses_its_heads(tmp_path: Path) -> None:
     """One head for each of the words it looks at hardest, by the numbers of whole maps."""
     headwise(TEXT, "--from", "it", "--arcs", str(tmp_path / "it.csv"))
-    rows = list(csv.DictReader((tmp_path / "it.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "it.csv").read_text().splitlines()))
     heads = list(dict.fromkeys(row["head"] for row in rows))
     assert len(heads) == 3
     assert {row["word"] for row in rows} == {"it"}
