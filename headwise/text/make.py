@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from headwise.errors import HeadwiseError
@@ -105,6 +105,31 @@ def add_mask(tokenizer: Tokenizer) -> Tokenizer:
     backend = Backend.from_str(tokenizer.backend.to_str())
     backend.add_special_tokens([MASK])
     return Tokenizer(backend, {**tokenizer.special, "mask": backend.token_to_id(MASK)})
+
+
+def add_frame(tokenizer: Tokenizer, behind: bool = False) -> Tokenizer:
+    """The same tokenizer, which puts the end token before every text, as it stands between any two; `behind` a text, too.
+
+    Where something is put already, nothing is added. It is saved with the tokenizer, so whoever reads a text reads it so.
+
+    >>> add_frame(word_tokenizer(["the", "cat"])).encode("the cat"), add_frame(byte_tokenizer()).around
+    ([3, 0, 1], ((256,), ()))
+    """
+    before, after = tokenizer.around
+    if before and (after or not behind):
+        return tokenizer
+    if tokenizer.end is None:
+        raise HeadwiseError("the tokenizer has no end token to put before a text; use another tokenizer.")
+    sides = before or (tokenizer.end,), after or (tokenizer.end,) * behind
+    named = [{"id": f"t{id}", "ids": [id], "tokens": [tokenizer.token(id)]} for id in {*sides[0], *sides[1]}]
+    pieces = [*(f"t{id}" for id in sides[0]), "$A", *(f"t{id}" for id in sides[1])]
+    frame = processors.TemplateProcessing(pieces, None, named)  # pyright: ignore
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    own = (
+        None if before or after else backend.post_processor
+    )  # of two templates in a sequence only the first would work
+    backend.post_processor = frame if own is None else processors.Sequence([own, frame])  # pyright: ignore
+    return Tokenizer(backend, tokenizer.special)
 
 
 def _of_units(vocab: dict[str, int], cut: object, join: object | None) -> Tokenizer:

@@ -51,12 +51,16 @@ class Tokenizer:
                 return tuple(dressed[:start]), tuple(dressed[start + len(bare) :])
         return (), ()
 
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """What closes a text that is to be written: what is put behind it, and the end token last."""
+        behind = self.around[1]
+        return behind if self.end is None or behind[-1:] == (self.end,) else (*behind, self.end)
+
     def pair(self, source: Sequence[int], text: Sequence[int], start: int) -> tuple[list[int], list[int]]:
         """A pair, its ids without what is put around them, as an encoder-decoder reads it: the source, and the text behind
         the token a decoder starts from. Both end with the end token, whether the tokenizer puts it there or not."""
-        before, behind = self.around
-        if self.end is not None and behind[-1:] != (self.end,):
-            behind = (*behind, self.end)
+        before, behind = self.around[0], self.closing
         return [*before, *source, *behind], [start, *before, *text, *behind]
 
     def encode(self, text: str, special: bool = True) -> list[int]:

@@ -85,17 +85,19 @@ class Anywhere(Windows):
 
 @dataclass(frozen=True)
 class Texts:
-    """The same, but a row is one text: from the end token before it to its own. Longer ones are cut, shorter ones padded.
+    """The same, but a row is one text, with what stands before and behind it. Longer ones are cut, shorter ones padded.
 
-    >>> texts = Texts(np.array([5, 6, 0, 7, 0]), context=4, seed=0, end=0)
+    >>> texts = Texts(np.array([5, 6, 0, 7, 0]), context=4, seed=0, end=0, before=(1,), behind=(0,))
     >>> sorted(texts.rows(0, 2).tolist())
-    [[0, 5, 6, 0], [0, 7, 0, -1]]
+    [[1, 5, 6, 0], [1, 7, 0, -1]]
     """
 
     tokens: np.ndarray
     context: int
     seed: int
     end: int
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.count == 0:
@@ -112,10 +114,10 @@ class Texts:
         return len(self.ends)
 
     def text(self, number: int) -> np.ndarray:
-        """One text between two end tokens, at most context + 1 tokens."""
+        """One text in its frame, at most context + 1 tokens."""
         start = int(self.ends[number - 1]) + 1 if number else 0
-        read = self.tokens[start : int(self.ends[number]) + 1].astype(np.int64)
-        return np.concatenate(([self.end], read))[: self.context + 1]
+        bare = self.tokens[start : int(self.ends[number])][: self.context + 1]
+        return np.array([*self.before, *bare.tolist(), *self.behind], dtype=np.int64)[: self.context + 1]
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """Texts first … first + count − 1 of the endless order: (count, the longest), −1 behind the shorter ones."""
@@ -146,7 +148,7 @@ class Pairs:
     @cached_property
     def texts(self) -> Texts:
         """Sources and texts, by turns."""
-        return Texts(self.tokens, len(self.tokens), self.seed, self.end)
+        return Texts(self.tokens, len(self.tokens), self.seed, self.end, (), ())
 
     @property
     def count(self) -> int:
@@ -155,7 +157,7 @@ class Pairs:
 
     def pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The text of a pair, at most context + 1 tokens, and its source, at most context."""
-        source, text = (self.texts.text(2 * number + i)[1:-1].tolist() for i in range(2))
+        source, text = (self.texts.text(2 * number + i).tolist() for i in range(2))
         source, text = self.dress(source, text)
         return np.array(text[: self.context + 1]), np.array(source[: self.context])
 

@@ -28,7 +28,7 @@ class Mark(NamedTuple):
 def exam(model: Transformer, *, documents: int = 1000, split: str = "held-out", seed: int = 1) -> tuple[Mark, ...]:
     """Put a model to the test on documents of the little language; by default on word pairs that training never has."""
     tokenizer = model.tokenizer
-    if not isinstance(tokenizer, Tokenizer) or tokenizer.encode("the dog .") == [tokenizer.unk] * 3:
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.encode("the dog .", special=False) == [tokenizer.unk] * 3:
         raise HeadwiseError("the exam is for models of the little language, trained with its words.")
     guess = bigram(islice(LittleLanguage(seed + 1), 4 * documents))
     right, chance, known, asked = (defaultdict(float) for _ in range(4))
@@ -55,14 +55,15 @@ def _answers(
     model: Transformer, tokenizer: Tokenizer, documents: Iterable[Document]
 ) -> Iterator[tuple[Document, Quiz, str]]:
     """The model's first choice at each quiz; documents of like length are read together."""
+    before = len(tokenizer.around[0])
     todo = sorted(((d, quizzes(d)) for d in documents), key=lambda pair: len(pair[0].words))
     for first in range(0, len(todo), 32):
         some = todo[first : first + 32]
-        rows = [[tokenizer.bos, *tokenizer.encode(document.text)] for document, _ in some]
+        rows = [tokenizer.encode(document.text) for document, _ in some]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=model.device)
         with quiet(model):
             best = model(ids).argmax(-1).tolist()  # (B, T); what is behind a document's end is not asked for
         for (document, asked), row in zip(some, best, strict=True):
             for quiz in asked:
-                yield document, quiz, tokenizer.token(row[quiz.place])  # the start token stands before word 0
+                yield document, quiz, tokenizer.token(row[before + quiz.place - 1])  # the word before it asks

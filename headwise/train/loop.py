@@ -364,7 +364,10 @@ def _cutter(start: Prepared, recipe: Recipe) -> Callable[[np.ndarray], Any]:
         raise HeadwiseError(f"the tokenizer has no end token to tell texts apart; {instead}.")
     if paired:
         return partial(Pairs, **how, end=tokenizer.end, dress=partial(tokenizer.pair, start=start.model.start))
-    return partial(Texts, **how, end=tokenizer.end)
+    before, behind = tokenizer.around
+    # A decoder learns to end a text; an encoder, which is not asked for what comes next, reads it as everybody does.
+    behind = (*behind, -1) if start.objective == "masked" else tokenizer.closing
+    return partial(Texts, **how, end=tokenizer.end, before=before, behind=behind)
 
 
 def finite(number: float) -> float | None:

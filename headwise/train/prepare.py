@@ -13,7 +13,7 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
-from headwise.text.make import add_mask, make_tokenizer
+from headwise.text.make import add_frame, add_mask, make_tokenizer
 from headwise.train.recipe import Recipe
 from headwise.train.run import asked_before, is_same
 from headwise.train.team import Team
@@ -61,14 +61,18 @@ def prepare(
             f"a batch of {recipe.batch} rows cannot be shared by {team.size} processes in {recipe.accumulate} parts each; "
             f"make it a multiple of {recipe.accumulate * team.size}."
         )
+    own = _own(given)
     if tokenizer is None:
-        tokenizer = _own(given) or ("word" if corpus.name.startswith("the little language") else "byte")
+        tokenizer = own or ("word" if corpus.name.startswith("the little language") else "byte")
+    # What stands before a text in training stands there for ever. A model that is trained further keeps what it had.
+    framed = recipe.rows == "texts" and spec.kind != "encoder-decoder" and tokenizer is not own
     asked = {
         "spec": json.loads(spec.to_json()),
         "recipe": asdict(recipe),
         "text": corpus.fingerprint,
         "held out": None if valid is None else valid.fingerprint,
         "tokenizer": tokenizer if isinstance(tokenizer, str) else _digest(tokenizer.backend.to_str().encode()),
+        "framed": framed,
         "weights": None if isinstance(given, ModelSpec) else _weights(given),
     }
     if team.leads:
@@ -77,6 +81,8 @@ def prepare(
             made = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, corpus)
             if objective == "masked":
                 made = add_mask(made)
+            if framed and made.end is not None:
+                made = add_frame(made, behind=spec.kind == "encoder")
             write_tokens(folder / "tokens", corpus, valid, made, recipe.holdout)
     team.wait()
     made = Tokenizer.load(folder / "tokens")

@@ -28,7 +28,8 @@ class Recipe(Wire):
     batch: int = 32  # rows in a step
     accumulate: int = 1  # parts a step is cut into: less memory, the same gradient
     context: int = 0  # tokens in a row; 0: the model's own context
-    # windows: of the whole text, each once an epoch; random: drawn anywhere; texts: one text a row, padded.
+    # windows: of the whole text, each once an epoch; random: drawn anywhere; texts: one text a row, padded,
+    # behind what the tokenizer puts before a text; the end token, where that is nothing and the model is new.
     # An encoder-decoder reads pairs, one a row, whatever is said here.
     rows: Literal["windows", "random", "texts"] = "windows"
     objective: Literal["auto", "causal", "masked"] = "auto"  # auto: masked for an encoder

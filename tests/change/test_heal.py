@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer
-from headwise.text.make import add_mask, word_tokenizer
+from headwise.text.make import add_frame, add_mask, word_tokenizer
 from headwise.train import Recipe, train
 from headwise.weights import load
 
@@ -34,7 +34,7 @@ def rounds(count: int, seed: int, different: int = 3) -> list[str]:
 
 
 def new(spec: ModelSpec) -> Transformer:
-    tokenizer = add_mask(word_tokenizer(WORDS))
+    tokenizer = add_frame(add_mask(word_tokenizer(WORDS)), behind=spec.kind == "encoder")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Transformer(replace(spec, vocab=len(tokenizer)))
@@ -47,9 +47,8 @@ def held_out(model: Transformer, different: int) -> float:
     """The loss on other texts, read as in training, from all the logits: of each next word, or of every fifth, hidden."""
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, Tokenizer)
-    assert tokenizer.eos is not None
     assert tokenizer.mask is not None
-    ids = torch.tensor([[tokenizer.eos, *tokenizer.encode(text)][:24] for text in rounds(50, 9, different)])  # (B, T)
+    ids = torch.tensor([tokenizer.encode(text)[:24] for text in rounds(50, 9, different)])  # (B, T)
     if model.spec.kind == "decoder":
         return F.cross_entropy(model(ids)[:, :-1].mT, ids[:, 1:]).item()
     hidden = ids.clone()

@@ -13,7 +13,7 @@ from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
-from headwise.text.make import make_tokenizer
+from headwise.text.make import add_frame, make_tokenizer
 
 SIZE = Size(width=16, heads=4, layers=2, steps=8, batch=4, documents=20)
 TOLD = {"loss": 3.0, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
@@ -62,4 +62,4 @@ def _drawn(point: Point, seed: int) -> Transformer:
 
 @cache
 def _words():
-    return make_tokenizer("word", Corpus.of([" ".join(VOCABULARY)]))
+    return add_frame(make_tokenizer("word", Corpus.of([" ".join(VOCABULARY)])))  # as training leaves it

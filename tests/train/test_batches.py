@@ -148,12 +148,12 @@ def test_windows_drawn_anywhere_depend_on_their_number_alone_and_reach_everythin
 
 def test_texts_are_whole_rows_each_once_an_epoch() -> None:
     tokens = np.array([5, 6, 0, 7, 0, 8, 9, 8, 9, 0])
-    texts = Texts(tokens, 3, 0, end=0)
+    texts = Texts(tokens, 3, 0, end=0, before=(1,), behind=(0,))
     assert texts.count == 3
     rows = {tuple(row) for row in texts.rows(0, 3).tolist()}
-    assert rows == {(0, 5, 6, 0), (0, 7, 0, -1), (0, 8, 9, 8)}  # the long one is cut
+    assert rows == {(1, 5, 6, 0), (1, 7, 0, -1), (1, 8, 9, 8)}  # the long one is cut
     ids, targets = causal(torch.tensor([[0, 7, 0, -1]]))
     assert ids.tolist() == [[0, 7, 0]]
     assert targets.tolist() == [[7, 0, IGNORE]]
     with pytest.raises(HeadwiseError, match="no text that ends"):
-        Texts(np.array([1, 2, 3]), 3, 0, end=0)
+        Texts(np.array([1, 2, 3]), 3, 0, end=0, before=(), behind=())

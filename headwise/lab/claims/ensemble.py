@@ -42,9 +42,9 @@ class Average(nn.Module):
 def average_loss(models: Sequence[Transformer], corpus: Any) -> float:
     """The loss of models that answer together, nats a token, on texts that each begin anew; one model: its own loss."""
     together = Average(models).eval()
-    start, total, count = together.tokenizer.bos, 0.0, 0
+    total, count = 0.0, 0
     for text in Corpus.of(corpus).items():
-        ids = torch.tensor([[*([] if start is None else [start]), *together.tokenizer.encode(text.text)]])  # (1, T)
+        ids = torch.tensor([together.tokenizer.encode(text.text)])  # (1, T)
         told = together(ids[:, :-1].to(together.device))  # (1, T − 1, vocab)
         total -= float(told.gather(-1, ids[:, 1:, None].to(together.device)).double().sum())
         count += ids.shape[1] - 1

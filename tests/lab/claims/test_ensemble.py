@@ -10,7 +10,7 @@ from headwise.lab.figure import Figures
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
-from headwise.text.make import make_tokenizer
+from headwise.text.make import add_frame, make_tokenizer
 from tests.lab.told import told_lab
 
 GAP = "above the ensemble"
@@ -28,8 +28,8 @@ def test_better_than_both_is_no_ensemble_either():
     )
 
 
-WORDS = make_tokenizer("word", Corpus.of(["the dog ."]))
-A, B, C = WORDS.encode("the dog .")
+WORDS = add_frame(make_tokenizer("word", Corpus.of(["the dog ."])))  # as training leaves it
+A, B, C = WORDS.encode("the dog .", special=False)
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def sure(word: int, share: float) -> Transformer:
 
 
 def test_probabilities_are_averaged():
-    made = Average([sure(A, 0.8), sure(B, 0.6)])(torch.zeros(1, 2, dtype=torch.long))
+    made = Average([sure(A, 0.8).double(), sure(B, 0.6).double()])(torch.zeros(1, 2, dtype=torch.long))
     rest = (0.2 / (len(WORDS) - 1), 0.4 / (len(WORDS) - 1))
     wanted = [(0.8 + rest[1]) / 2, (rest[0] + 0.6) / 2, sum(rest) / 2]
     assert made[0, 1].exp()[[A, B, C]].tolist() == pytest.approx(wanted)
