@@ -8,6 +8,7 @@ Both read $HEADWISE_DATA/wikitext-2. In F: rankings, curve.json, curve.svg; what
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import headwise as hw
@@ -59,13 +60,16 @@ def main() -> None:
     whole_file(options.out / "curve.json", json.dumps(drawn.to_dict(), indent=1).encode())
     draw_pruning(drawn).save(options.out / "curve.svg")
     show_curve(drawn)
-    small = plan.apply(model)
-    show_report(report(model, small, judging, folded_on=choosing, seeds=options.seeds))
+    how = None
     if options.heal and model.output is not None:
         text = (DATA / part[0]).read_text(encoding="utf-8")
-        heal(small, text, steps=options.heal, batch=4, context=options.tokens, holdout=0.02)
-        print(f"The same, healed for {options.heal} steps of {4 * options.tokens} tokens of the validation text:")
-        show_report(report(model, small, judging, folded_on=choosing, seeds=options.seeds))
+        recipe = {"steps": options.heal, "batch": 4, "context": options.tokens, "holdout": 0.02, "progress": False}
+        how = partial(heal, corpus=text, **recipe)
+        print(f"Healed is trained {options.heal} steps of {4 * options.tokens} tokens of the validation text.")
+    with noting() as note:
+        told = report(model, plan.apply(model), judging, folded_on=choosing, seeds=options.seeds, heal=how, note=note)
+    whole_file(options.out / "report.json", json.dumps(told.to_dict(), indent=1).encode())
+    show_report(told)
 
 
 if __name__ == "__main__":

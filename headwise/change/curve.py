@@ -24,7 +24,7 @@ class Point:
     told, and in place of an interval the least and the most of them."""
 
     by: str
-    keep: float
+    kept: float  # the share of heads that is really left, not the one asked for: heads are whole
     heads: int
     loss: Figure
     more: Figure  # than the full model's
@@ -46,7 +46,7 @@ class Curve:
 
     def rows(self) -> list[list[str | int | float]]:
         """By, share, heads, loss, and how much more than the full model's, with both ends."""
-        return [[p.by, p.keep, p.heads, p.loss.mean, *asdict(p.more).values()] for p in self.points]
+        return [[p.by, p.kept, p.heads, p.loss.mean, *asdict(p.more).values()] for p in self.points]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data; what is not known is None."""
@@ -66,14 +66,16 @@ def curve(
     scores: Mapping[str, Scores] | None = None,
     note: Note | None = None,
 ) -> Curve:
-    """Rank heads on one corpus, cut the model at every share, and measure its loss on another (None: the same).
+    """Rank heads on some texts, cut the model at every share, and measure its loss on others, `test` (None: the same).
 
-    `scores` are rankings that are there already. Gates are learned once, for the middle of the shares.
+    A share is rounded to whole heads; points say the share that is really kept. `scores` are rankings that are there already.
+    Gates are learned once, for the middle of the shares.
     """
     bys = usual_bys(model) if bys is None else bys
     if not keeps or not bys or seeds < 1:
         raise HeadwiseError(f"a curve needs shares, ways to choose and seeds; got {keeps!r}, {bys!r} and {seeds!r}.")
-    counts = {keep: heads_left(len(model.spec.addresses), keep) for keep in sorted(keeps, reverse=True)}
+    total = len(model.spec.addresses)
+    counts = sorted({heads_left(total, keep) for keep in keeps}, reverse=True)  # shares may come to the same cut
     corpus = Corpus.of(on)
     means = mean_activations(model, corpus) if folded else None
     rankings = {by: [dict((scores or {}).get(by, {}))] for by in bys}
@@ -86,15 +88,15 @@ def curve(
     trial = Trial.of(model, corpus if test is None else test)
     points, done, of = [], 0, len(counts) * sum(map(len, rankings.values()))
     for by, made in rankings.items():
-        for keep, left in counts.items():
+        for left in counts:
             losses = []
             for ranking in made:
-                gone = worst(model.spec.addresses, ranking, len(model.spec.addresses) - left)
+                gone = worst(model.spec.addresses, ranking, total - left)
                 losses.append(trial.losses(cut(model, gone, None if means is None else fold(model, gone, means))))
                 done += 1
                 if note is not None:
                     note("measuring cuts", done, of)
-            points.append(_point(trial, by, keep, left, losses))
+            points.append(_point(trial, by, left / total, left, losses))
     return Curve(trial.metric, len(trial.counts), seeds, trial.figure(trial.full), tuple(points))
 
 
@@ -103,10 +105,10 @@ def usual_bys(model: AnyModel) -> tuple[str, ...]:
     return ("ablation", "gradient", "random") if model.output is not None else ("ablation", "random")
 
 
-def _point(trial: Trial, by: str, keep: float, left: int, losses: list[np.ndarray]) -> Point:
+def _point(trial: Trial, by: str, kept: float, left: int, losses: list[np.ndarray]) -> Point:
     if by != "random":
-        return Point(by, keep, left, trial.figure(losses[0]), trial.difference(losses[0], trial.full))
+        return Point(by, kept, left, trial.figure(losses[0]), trial.difference(losses[0], trial.full))
     means = [float(loss.sum() / trial.counts.sum()) for loss in losses]
     full = float(trial.full.sum() / trial.counts.sum())
     loss = Figure(float(np.mean(means)), min(means), max(means))
-    return Point(by, keep, left, loss, Figure(loss.mean - full, loss.low - full, loss.high - full))
+    return Point(by, kept, left, loss, Figure(loss.mean - full, loss.low - full, loss.high - full))

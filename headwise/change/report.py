@@ -1,25 +1,26 @@
 """What cutting brought and what it cost: sizes, speed, and the loss beside that of random cuts of the same size."""
 
-import statistics
-import time
+import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from headwise.change.cut import cut, fold
 from headwise.change.rank import rank, worst
+from headwise.change.timing import Timing, take_turns
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
-from headwise.look.inputs import read
 from headwise.look.profile import Note
 from headwise.look.runs import Means, mean_activations
 from headwise.look.sweep import pass_cost
-from headwise.model import AnyModel, quiet
+from headwise.model import AnyModel
 from headwise.spec import ModelSpec
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on
+TURNS = 9  # in which both models are timed
+Train = Callable[[AnyModel], object]  # trains a model further, in place
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,31 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Healed:
+    """The cut model after healing, and what it is to be held against: all trained alike, by the same steps on the same texts.
+
+    Training on a text also teaches it. So the whole model is trained as well, and so are the random cuts.
+    """
+
+    loss: Figure
+    more: Figure  # than the whole model's, which was not trained
+    whole: Figure  # the loss of the whole model, trained alike
+    more_than_whole: Figure
+    random: tuple[float, ...] = ()  # the loss of random cuts, trained alike, a seed each
+    more_than_random: Figure | None = None  # loss − their mean
+
+
+@dataclass(frozen=True)
 class Report:
-    """Two models side by side; losses with 95 % intervals over texts, differences paired text by text."""
+    """Two models side by side; losses with 95 % intervals over texts, differences paired text by text.
+
+    Intervals of differences from random cuts are over texts and over the draws of cuts; of a single draw not known, NaN.
+    """
 
     before: Size
     after: Size
     length: int  # of the text that operations and speed are told for
-    seconds: tuple[float, float]  # of a pass over it, before and after: medians
-    speed: float  # how many times quicker
+    time: Timing  # seconds of a pass over it
     metric: str
     texts: int
     loss_before: Figure
@@ -70,6 +88,7 @@ class Report:
     more: Figure  # loss after − before
     random: tuple[float, ...] = ()  # the loss of random cuts of the same size, a seed each
     more_than_random: Figure | None = None  # loss after − their mean
+    healed: Healed | None = None
 
     def rows(self) -> list[list[str | int | float]]:
         """Figure, before, after, and after as a share of before."""
@@ -77,22 +96,29 @@ class Report:
         for name, value in asdict(self.before).items():
             now = getattr(self.after, name)
             made.append([name.replace("_", " "), value, now, now / value if value else float("nan")])
-        made.append([f"seconds, {self.length} tokens", *self.seconds, 1 / self.speed])
+        made.append([f"seconds, {self.length} tokens", self.time.before, self.time.after, self.time.share])
         return made
 
     def losses(self) -> list[list[str | float]]:
         """What, mean, low, high."""
+        seeds = f"{len(self.random)} seeds: mean, least, most"
         named = {"before": self.loss_before, "after": self.loss_after, "after − before": self.more}
-        made: list[list[str | float]] = [[name, *asdict(figure).values()] for name, figure in named.items()]
         if self.more_than_random is not None:
-            spread = (float(np.mean(self.random)), min(self.random), max(self.random))
-            made.append([f"random cuts, {len(self.random)} seeds: mean, least, most", *spread])
-            made.append(["after − random", *asdict(self.more_than_random).values()])
-        return made
+            named |= {f"random cuts, {seeds}": _spread(self.random), "after − random": self.more_than_random}
+        if self.healed is not None:
+            healed = self.healed
+            named |= {"healed": healed.loss, "healed − before": healed.more}
+            named |= {"before, trained alike": healed.whole, "healed − trained alike": healed.more_than_whole}
+            if healed.more_than_random is not None:
+                named[f"random cuts, healed, {seeds}"] = _spread(healed.random)
+                named["healed − random, healed"] = healed.more_than_random
+        return [[name, *asdict(figure).values()] for name, figure in named.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data; what is not known is None."""
-        return asdict(self, dict_factory=finite)
+        made = asdict(self, dict_factory=finite)
+        made["time"] |= {"share": self.time.share, "differs": self.time.differs}
+        return made
 
 
 def report(
@@ -102,13 +128,17 @@ def report(
     *,
     folded_on: Any = None,
     seeds: int = 3,
+    heal: Train | None = None,
+    healed: AnyModel | None = None,
     length: int | None = None,
-    turns: int = 5,
+    turns: int = TURNS,
     note: Note | None = None,
 ) -> Report:
-    """Measure a smaller model beside the one it came from, on a corpus, best one that heads were not chosen on.
+    """Measure a smaller model beside the one it came from, on texts, best such that heads were not chosen on.
 
     Random cuts take as many heads, once for each of `seeds`; their means over `folded_on` are folded in, where it is given.
+    `heal` trains a model further, in place. Then everything is told before and after it: of the smaller model (`healed`, if
+    that was done already), of the random cuts, and of the whole model trained alike. The given models stay as they are.
     Speed is measured on a text of `length` tokens (None: 512, or the model's context), both models in turn, `turns` times.
     """
     gone = set(before.spec.addresses) - set(after.spec.addresses)
@@ -116,31 +146,69 @@ def report(
         raise HeadwiseError(
             "the second model has heads the first has not; give the full model first, then the cut one."
         )
+    if healed is not None and (heal is None or healed.spec != after.spec):
+        raise HeadwiseError(
+            "a healed model is the second one, trained further, and what it is held against must be trained alike; give it "
+            "with heal=…, the function that healed it."
+        )
     trial = Trial.of(before, on)
     seeds = seeds if gone else 0
     means = mean_activations(before, folded_on) if folded_on is not None and seeds else None
-    measured = []
-    for number in range(1 + seeds):
-        measured.append(trial.losses(random_cut(before, len(gone), means, number - 1) if number else after))
+    losses, random, random_healed = trial.losses(after), [], []
+    for seed in range(seeds):
+        other = random_cut(before, len(gone), means, seed)
+        random.append(trial.losses(other))
+        if heal is not None:
+            heal(other)
+            random_healed.append(trial.losses(other))
         if note is not None:
-            note("measuring models", number + 1, 1 + seeds)
-    losses, *others = measured
+            note("random cuts" if heal is None else "random cuts, healed alike", seed + 1, seeds)
     length = min(LENGTH, before.spec.context) if length is None else length
-    seconds = _take_turns((before, after), length, turns)  # (turns, 2)
     return Report(
         before=_size(before, length),
         after=_size(after, length),
         length=length,
-        seconds=(statistics.median(pair[0] for pair in seconds), statistics.median(pair[1] for pair in seconds)),
-        speed=statistics.median(one / other for one, other in seconds),
+        time=take_turns((before, after), length, turns),
         metric=trial.metric,
         texts=len(trial.counts),
         loss_before=trial.figure(trial.full),
         loss_after=trial.figure(losses),
         more=trial.difference(losses, trial.full),
-        random=tuple(float(other.sum() / trial.counts.sum()) for other in others),
-        more_than_random=trial.difference(losses, np.mean(others, 0)) if others else None,
+        random=_means(trial, random),
+        more_than_random=trial.difference_from_draws(losses, random) if random else None,
+        healed=None if heal is None else _heal(trial, before, after, heal, healed, random_healed),
     )
+
+
+def _heal(
+    trial: Trial, before: AnyModel, after: AnyModel, heal: Train, healed: AnyModel | None, random: list[np.ndarray]
+) -> Healed:
+    """Heal copies of both models, and tell what came of it beside random cuts that were healed."""
+    whole = copy.deepcopy(before)
+    heal(whole)
+    trained = trial.losses(whole)
+    del whole
+    if healed is None:
+        healed = copy.deepcopy(after)
+        heal(healed)
+    losses = trial.losses(healed)
+    return Healed(
+        loss=trial.figure(losses),
+        more=trial.difference(losses, trial.full),
+        whole=trial.figure(trained),
+        more_than_whole=trial.difference(losses, trained),
+        random=_means(trial, random),
+        more_than_random=trial.difference_from_draws(losses, random) if random else None,
+    )
+
+
+def _means(trial: Trial, several: list[np.ndarray]) -> tuple[float, ...]:
+    return tuple(float(losses.sum() / trial.counts.sum()) for losses in several)
+
+
+def _spread(losses: tuple[float, ...]) -> Figure:
+    """Mean, least and most."""
+    return Figure(float(np.mean(losses)), min(losses), max(losses))
 
 
 def _size(model: AnyModel, length: int) -> Size:
@@ -153,22 +221,3 @@ def random_cut(model: AnyModel, count: int, means: Means | None, seed: int) -> A
     """The model without so many heads drawn by chance, their means folded in where they are given."""
     gone = worst(model.spec.addresses, rank(model, None, "random", seed=seed), count)
     return cut(model, gone, None if means is None else fold(model, gone, means))
-
-
-@torch.no_grad()
-def _take_turns(models: tuple[AnyModel, AnyModel], length: int, turns: int) -> list[tuple[float, float]]:
-    """Seconds of a pass of both models over a random text, one after the other, turn by turn."""
-    draws = torch.Generator().manual_seed(0)
-    ids = torch.randint(models[0].spec.vocab, (1, length), generator=draws).to(models[0].device)  # (1, T)
-    with quiet(models[0]), quiet(models[1]):
-        for model in models:
-            read(model, ids, hidden=False)  # the first call also warms up
-        return [(_seconds(models[0], ids), _seconds(models[1], ids)) for _ in range(turns)]
-
-
-def _seconds(model: AnyModel, ids: torch.Tensor) -> float:
-    start = time.perf_counter()
-    read(model, ids, hidden=False)
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

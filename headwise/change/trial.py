@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
@@ -27,7 +28,7 @@ def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean with its 95 % interval, drawn over texts."""
+    """A mean with its 95 % interval."""
 
     mean: float
     low: float
@@ -77,6 +78,25 @@ class Trial:
         """How much more is lost than by others, on the same texts."""
         mean = (losses - others).sum() / self.counts.sum()
         return _figure(mean, bootstrap_difference(losses, self.counts, others, self.counts))
+
+    def difference_from_draws(self, losses: np.ndarray, others: Sequence[np.ndarray]) -> Figure:
+        """How much more is lost than by others that were drawn by chance, on average over all that could be drawn.
+
+        Other texts would have given another mean, and so would other draws. Each has Student's interval, by its own degrees
+        of freedom, for three draws know little of their own spread; the squares of the two half-widths are added. That is
+        exact where one of the two rules, and rather too wide between. Of one draw, or one text, there is none: NaN.
+        """
+        counts, each = self.counts[self.counts > 0], np.stack(others)[:, self.counts > 0]  # (n,), (S, n)
+        gaps, total = losses[self.counts > 0] - each, counts.sum()
+        S, n = gaps.shape
+        means = gaps.sum(1) / total  # (S,)
+        mean = float(means.mean())
+        if min(S, n) < 2:
+            return Figure(mean, float("nan"), float("nan"))
+        over_texts = n / (n - 1) * ((gaps.mean(0) - mean * counts) ** 2).sum() / total**2
+        over_draws = means.var(ddof=1) / S
+        reach = float(np.hypot(*(stats.t.ppf(0.975, [n - 1, S - 1]) * np.sqrt([over_texts, over_draws]))))
+        return Figure(mean, mean - reach, mean + reach)
 
     def _losses(self, answers: Sequence[Tensor]) -> np.ndarray:
         pairs = zip(self.batches, answers, self.clean, strict=True)

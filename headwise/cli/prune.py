@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +90,8 @@ def run(
         raise HeadwiseError(
             "this model cannot be asked for tokens, so --heal has nothing to train it by; leave it out."
         )
-    made = small = measured = drawn = None
+    healer = partial(train_further, corpus=choosing, steps=heal, seed=seed, progress=False) if heal else None
+    made = small = healed = measured = drawn = None
     with noting() as note:
         # The folder is asked for first: long work must not end before a folder that cannot be written.
         with nullcontext() if out is None else whole_folder(out, ("spec.json", "headwise.json")) as folder:
@@ -101,13 +103,16 @@ def run(
                 if plan is not None:
                     made.save(plan)
                 small = made.apply(loaded)
-                if heal:
-                    train_further(small, choosing, steps=heal, seed=seed, progress=False)
+                if healer is not None:
+                    healed = made.apply(loaded)
+                    healer(healed)
                 if folder is not None:
-                    small.save(folder)
+                    (small if healed is None else healed).save(folder)
         if made is not None and small is not None and judging is not None:
             over = choosing if made.folded else None
-            measured = report(loaded, small, judging, folded_on=over, seeds=seeds, note=note)
+            measured = report(
+                loaded, small, judging, folded_on=over, seeds=seeds, heal=healer, healed=healed, note=note
+            )
         if curve:
             ranked = {made.by: made.worth} if made is not None and made.worth and made.rounds == 1 else None
             folded = fold if made is None else bool(made.folded)

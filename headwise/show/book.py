@@ -204,7 +204,7 @@ def _curves(curve: Any) -> list[dict[str, Any]]:
         return [dict(one) for one in curve]
     bys = dict.fromkeys(point.by for point in curve.points)
     series = [
-        {"name": by, "points": [[p.keep, p.loss.mean, p.loss.low, p.loss.high] for p in curve.of(by)]} for by in bys
+        {"name": by, "points": [[p.kept, p.loss.mean, p.loss.low, p.loss.high] for p in curve.of(by)]} for by in bys
     ]
     return [
         {"title": "Pruning", "x": "share of heads kept", "y": curve.metric, "base": curve.full.mean, "series": series}

@@ -168,7 +168,7 @@ def _share(model: AnyModel, scores: Scores, texts: Sequence[str], note: Note | N
     full = (
         tried.full.mean if tried.full.mean > 0 else 1.0
     )  # without an output the full model loses nothing; of a cosine's 1
-    fine = [point.keep for point in tried.points if point.more.mean <= ALLOWED * full]
+    fine = [point.kept for point in tried.points if point.more.mean <= ALLOWED * full]
     return min(fine, default=1 - 1 / len(model.spec.addresses))
 
 

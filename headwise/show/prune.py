@@ -14,10 +14,11 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def show_report(report: Report, console: Console | None = None) -> None:
-    """Print sizes and speed, then losses."""
+    """Print sizes and speed, then losses; all of them once more after healing."""
     console = console or Console()
-    rows = [[name, _number(a), _number(b), f"{share:.3f}" if a else ""] for name, a, b, share in report.rows()]
-    console.print(make_table("What cutting brought", ["", "before", "after", "share"], rows))
+    rows = [[name, _number(a), _number(b), f"{share:.3f}" if a else "", ""] for name, a, b, share in report.rows()]
+    rows[-1][-1] = str(report.time)
+    console.print(make_table("What cutting brought", ["", "before", "after", "share", "quartiles"], rows))
     title = f"What it cost: loss, {report.metric}, {report.texts} texts, with 95 % intervals"
     console.print(make_table(title, ["", "mean", "low", "high"], report.losses()))
 
@@ -32,5 +33,5 @@ def show_curve(curve: Curve, console: Console | None = None) -> None:
 
 def _number(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.4g}"  # seconds: so that their share can be checked
     return f"{value:,}" if isinstance(value, int) else str(value)

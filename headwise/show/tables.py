@@ -1,5 +1,6 @@
 """Tables in the terminal, whole at any width: text is wrapped between words, and what still does not fit is split off."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class Sheet:
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Sheet:
-    """A table whose numbers stand right-aligned; floats with three places, whole numbers with commas.
+    """A table whose numbers stand right-aligned; floats with three places (– where not known), whole numbers with commas.
 
     A cell is printed as it is; give a rich Text for one in colour.
 
@@ -90,7 +91,7 @@ def as_text(value: object) -> Text:
     if isinstance(value, Text):
         return value
     if isinstance(value, float):
-        return Text(f"{value:.3f}")
+        return Text("–" if math.isnan(value) else f"{value:.3f}")
     return Text(f"{value:,}" if isinstance(value, int) else str(value))
 
 

@@ -149,7 +149,7 @@ def test_a_report_is_of_both_models_on_the_same_pairs() -> None:
     assert made.more.mean == pytest.approx(after - before, abs=CLOSE)
     assert made.texts == len(PAIRS)
     assert (made.before.heads, made.after.heads) == (24, 16)
-    assert min(made.seconds) > 0
+    assert min(made.time.before, made.time.after) > 0
     others = [hw.prune(model, keep=16 / 24, by="random", seed=seed, on=PAIRS) for seed in range(2)]
     assert made.random == pytest.approx([mean_loss(other) for other in others], abs=CLOSE)
     assert made.more_than_random is not None
@@ -162,8 +162,8 @@ def test_a_curve_cuts_at_every_share() -> None:
     assert made.full.mean == pytest.approx(mean_loss(model, PAIRS[3:]), abs=CLOSE)
     for by in ("ablation", "gradient", "random"):
         for point in made.of(by):
-            small = hw.prune(model, keep=point.keep, by=by, on=PAIRS[:3])
-            assert point.heads == len(small.spec.addresses) == round(24 * point.keep)
+            small = hw.prune(model, keep=point.kept, by=by, on=PAIRS[:3])
+            assert point.heads == len(small.spec.addresses) == round(24 * point.kept)
             assert point.loss.mean == pytest.approx(mean_loss(small, PAIRS[3:]), abs=CLOSE)
 
 
@@ -235,7 +235,9 @@ def test_gates_stay_open_where_much_would_be_lost(turning: Transformer) -> None:
 def test_a_ranking_beats_chance(turning: Transformer) -> None:
     choosing, judging = halves(read_texts(turning, reversals(120, 4), 99))
     small = hw.prune(turning, keep=0.75, on=choosing)
-    made = report(turning, small, judging, folded_on=choosing, seeds=5, turns=1)
+    made = report(
+        turning, small, judging, folded_on=choosing, seeds=20, turns=1
+    )  # five draws would not tell chance apart
     assert made.more_than_random is not None
     assert made.more_than_random.high < 0
 

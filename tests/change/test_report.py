@@ -1,22 +1,31 @@
 """What cutting brings and costs: sizes against closed forms and torch's own counter, losses against those of plain calls."""
 
+import copy
+import io
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.change.curve import curve
+from headwise.change.heal import heal
 from headwise.change.prune import prune
 from headwise.change.rank import rank
 from headwise.change.report import Size, report
+from headwise.change.timing import Timing
 from headwise.change.trial import Trial, halves, read_texts
 from headwise.errors import HeadwiseError
 from headwise.look.sweep import pass_cost
 from headwise.model import Transformer
+from headwise.show.figures.tradeoff import draw_pruning
+from headwise.show.prune import show_report
 from headwise.spec import preset
 from headwise.text.vectors import embed
 from tests.contract.layers import MODELS, make_model, token_ids
@@ -110,7 +119,127 @@ def test_losses_are_those_of_plain_calls() -> None:
     assert made.before == Size.of(model.spec, 64, 8)
     assert made.after == Size.of(small.spec, 64, 8)
     assert len(made.rows()) == 7
-    assert min(*made.seconds, made.speed) > 0
+    assert made.rows()[-1] == [
+        "seconds, 64 tokens",
+        made.time.before,
+        made.time.after,
+        made.time.after / made.time.before,
+    ]
+    assert made.time.turns == 3, "an odd number, so that one of them is the median"
+
+
+def test_healing_is_told_beside_others_that_were_healed_alike() -> None:
+    model = reading(MODELS["decoder, rotary"])
+    small = prune(model, keep=0.5, on=TEXTS)
+    train = partial(heal, corpus=" ".join(MORE) * 5, steps=4, rate=0.01, batch=2, context=16, progress=False)
+    weights = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, small)]
+    made = report(model, small, TEXTS, folded_on=TEXTS, seeds=2, turns=1, length=8, heal=train)
+    for one, before in zip((model, small), weights, strict=True):
+        assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+
+    def healed(of: Transformer) -> np.ndarray:
+        trained = copy.deepcopy(of)
+        train(trained)
+        return losses(trained)
+
+    total, before = COUNTS.sum(), losses(model).sum()
+    random = [prune(model, keep=0.5, by="random", on=TEXTS, seed=seed) for seed in range(2)]
+    cut, whole, others = healed(small).sum(), healed(model).sum(), [healed(one).sum() for one in random]
+    told = made.healed
+    assert told is not None
+    assert told.more_than_random is not None
+    assert made.random == pytest.approx([losses(one).sum() / total for one in random], abs=1e-9), "as before healing"
+    assert told.loss.mean == pytest.approx(cut / total, abs=1e-9)
+    assert told.more.mean == pytest.approx((cut - before) / total, abs=1e-9)
+    assert told.whole.mean == pytest.approx(whole / total, abs=1e-9)
+    assert told.more_than_whole.mean == pytest.approx((cut - whole) / total, abs=1e-9)
+    assert told.random == pytest.approx([one / total for one in others], abs=1e-9)
+    assert told.more_than_random.mean == pytest.approx((cut - np.mean(others)) / total, abs=1e-9)
+    assert abs(cut - losses(small).sum()) > 1e-3, "healing did something"
+    named = {str(row[0]): row[1] for row in made.losses()}
+    assert named["before, trained alike"] == told.whole.mean
+    assert named["random cuts, healed, 2 seeds: mean, least, most"] == pytest.approx(np.mean(told.random))
+    done = copy.deepcopy(small)
+    train(done)
+    again = report(model, small, TEXTS, seeds=0, turns=1, length=8, heal=train, healed=done)
+    assert again.healed is not None
+    assert again.healed.loss == told.loss
+    assert again.to_dict()["healed"]["more_than_random"] is None
+    for options in ({"healed": done}, {"healed": model, "heal": train}):
+        with pytest.raises(HeadwiseError, match="must be trained alike"):
+            report(model, small, TEXTS, **options)  # pyright: ignore
+
+
+def trial_of(counts: list[int]) -> Trial:
+    return Trial((), (), np.array(counts))
+
+
+def test_a_difference_from_random_cuts_knows_that_they_were_drawn() -> None:
+    """Where texts do not differ, it is the interval of Student's test over the draws; where draws do not, over texts."""
+    draws = [2.0, 2.5, 2.1, 2.9]
+    got = trial_of([3] * 5).difference_from_draws(np.full(5, 3 * 1.7), [np.full(5, 3 * loss) for loss in draws])
+    want = stats.ttest_1samp(1.7 - np.array(draws), 0).confidence_interval()
+    assert (got.low, got.high) == pytest.approx((want.low, want.high))
+    texts = np.array([4.0, 6.5, 5.0, 7.5, 5.5, 6.0])
+    got = trial_of([3] * 6).difference_from_draws(texts, [np.full(6, 5.0)] * 3)
+    want = stats.ttest_1samp((texts - 5) / 3, 0).confidence_interval()
+    assert got.mean == pytest.approx(np.mean(texts - 5) / 3)
+    assert (got.low, got.high) == pytest.approx((want.low, want.high))
+    alone = trial_of([3] * 6).difference_from_draws(texts, [np.full(6, 5.0)])
+    assert alone.mean == pytest.approx(np.mean(texts - 5) / 3)
+    assert math.isnan(alone.low), "one draw says nothing of others"
+    same = trial_of([2, 3]).difference_from_draws(np.array([2.0, 3.0]), [np.array([4.0, 6.0])] * 2)
+    assert (same.mean, same.low, same.high) == (-1, -1, -1)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """Cuts and texts drawn anew a thousand times, the true difference 0: intervals over texts alone miss it mostly."""
+    dice, n, S, times = np.random.default_rng(3), 24, 3, 1000
+    counts = dice.integers(5, 30, n)
+    held = over_texts = 0
+    for _ in range(times):
+        hard, good = dice.normal(4, 1, n), dice.normal(0, 0.3, S)
+        loss = counts * (hard + dice.normal(0, 0.2, n))
+        others = [counts * (hard + own + dice.normal(0, 0.2, n)) for own in good]
+        trial = trial_of(counts.tolist())
+        figure = trial.difference_from_draws(loss, others)
+        held += figure.low <= 0 <= figure.high
+        plain = trial.difference(loss, np.mean(others, 0))
+        over_texts += plain.low <= 0 <= plain.high
+    assert 0.93 <= held / times <= 0.99
+    assert over_texts / times < 0.6
+
+
+# Seconds.
+
+
+def test_seconds_and_their_share_are_of_one_turn() -> None:
+    """Medians of each side alone, .083 and .086, say nothing of turns whose median share is 1.34."""
+    turns = [(0.083, 0.111), (0.060, 0.086), (0.080, 0.070), (0.090, 0.085), (0.085, 0.115)]
+    made = Timing.of(turns)
+    assert (made.before, made.after) == (0.083, 0.111)
+    assert made.share == pytest.approx(0.111 / 0.083)
+    assert made.low == pytest.approx(0.085 / 0.090)
+    assert made.high == pytest.approx(0.115 / 0.085)
+    assert not made.differs
+    assert str(made) == "0.944–1.353, no difference seen"
+    slower = Timing.of([(1.0, 1.2), (1.0, 1.1), (1.0, 1.3)])
+    assert slower.differs
+    assert str(slower) == "1.150–1.250"
+    assert str(Timing.of([(2.0, 1.0)])) == "one turn"
+    assert not Timing.of([(2.0, 1.0)]).differs
+
+
+def test_a_printed_report_agrees_with_itself() -> None:
+    model = reading(MODELS["decoder"])
+    made = report(model, prune(model, heads="0.1", fold=False), TEXTS, seeds=0, turns=1)
+    made = replace(made, time=Timing.of([(0.08349, 0.08557), (0.08, 0.09), (0.09, 0.08)]))
+    console = Console(width=120, record=True, file=io.StringIO())
+    show_report(made, console)
+    row = next(line for line in console.export_text().splitlines() if "seconds, 64 tokens" in line)
+    before, after, share = row.split()[3:6]
+    assert float(share) == pytest.approx(float(after) / float(before), abs=1e-3)
+    assert row.rstrip().endswith("no difference seen")
 
 
 def test_intervals_are_over_texts() -> None:
@@ -182,14 +311,14 @@ def test_a_curve_is_cuts_at_every_share() -> None:
     model = reading(MODELS["decoder"])
     heard: list[Any] = []
     made = curve(model, TEXTS, keeps=(0.25, 0.75), seeds=2, note=lambda *told: heard.append(told))
-    assert [(p.by, p.keep, p.heads) for p in made.points] == [
+    assert [(p.by, p.kept, p.heads) for p in made.points] == [
         (by, keep, left) for by in ("ablation", "gradient", "random") for keep, left in ((0.75, 6), (0.25, 2))
     ]
     total, full = COUNTS.sum(), losses(model).sum()
     assert made.full.mean == pytest.approx(full / total, abs=1e-9)
     for point in made.points:
         seeds = range(2) if point.by == "random" else (0,)
-        cuts = [prune(model, keep=point.keep, by=point.by, on=TEXTS, seed=seed) for seed in seeds]
+        cuts = [prune(model, keep=point.kept, by=point.by, on=TEXTS, seed=seed) for seed in seeds]
         want = [losses(small).sum() / total for small in cuts]
         assert point.loss.mean == pytest.approx(np.mean(want), abs=1e-9)
         assert point.more.mean == pytest.approx(np.mean(want) - full / total, abs=1e-9)
@@ -198,6 +327,16 @@ def test_a_curve_is_cuts_at_every_share() -> None:
     assert heard[-1] == ("measuring cuts", 8, 8)
     assert len(made.of("random")) == 2
     assert len(made.rows()) == 6
+
+
+def test_a_curve_tells_the_share_that_is_really_kept() -> None:
+    model = reading(MODELS["decoder"])  # 8 heads: .3 of them are 2, and so are .28; .7 are 6
+    made = curve(model, TEXTS, keeps=(0.7, 0.3, 0.28), bys=("random",), seeds=1)
+    assert [(p.kept, p.heads) for p in made.points] == [(0.75, 6), (0.25, 2)]
+    assert [row[1] for row in made.rows()] == [0.75, 0.25]
+    drawn = draw_pruning(made)
+    assert [row["x"] for row in drawn.rows] == [0.75, 0.25]
+    assert drawn.figure.axes[0].lines[0].get_xdata().tolist() == [0.25, 0.75, 1.0]  # pyright: ignore
 
 
 def test_a_curve_is_measured_on_other_texts_and_takes_rankings_that_are_there() -> None:

@@ -13,6 +13,7 @@ import torch
 import headwise as hw
 from headwise.change.cut import cut
 from headwise.change.plan import Plan
+from headwise.change.trial import Trial, read_texts
 from headwise.cli import main
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -215,6 +216,14 @@ def test_a_cut_model_is_healed_before_it_is_saved(headwise: Headwise, folder: st
     healed, bare = hw.load(out), Plan.load(plan).apply(hw.load(folder))
     assert healed.spec == bare.spec
     assert not same_weights(healed, bare)
+    told = json.loads(done.out)["report"]
+    judging = read_texts(bare, Corpus.named([texts]), 8)[1::2]
+    for model, figure in ((bare, told["loss_after"]), (healed, told["healed"]["loss"])):
+        trial = Trial.of(model, judging)
+        assert figure["mean"] == pytest.approx(trial.full.sum() / trial.counts.sum(), abs=1e-6)
+    assert len(told["random"]) == len(told["healed"]["random"]) == 3
+    assert all(after != before for after, before in zip(told["healed"]["random"], told["random"], strict=True))
+    assert told["time"]["share"] == told["time"]["after"] / told["time"]["before"]
 
 
 def test_what_cannot_be_healed(headwise: Headwise, folder: str, texts: str) -> None:

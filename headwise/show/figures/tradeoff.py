@@ -54,7 +54,7 @@ def draw_tradeoff(
 def draw_pruning(curve: Curve) -> Drawing:
     """How much more is lost than by the full model, against the share of heads kept; bands are intervals."""
     rows = [
-        {"line": p.by, "x": p.keep, "heads": p.heads, "mean": p.more.mean, "low": p.more.low, "high": p.more.high}
+        {"line": p.by, "x": p.kept, "heads": p.heads, "mean": p.more.mean, "low": p.more.low, "high": p.more.high}
         for p in curve.points
     ]
     whole = [
