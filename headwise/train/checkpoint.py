@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.train.optimise import optimizer_state, restore_optimizer
+from headwise.weights.aligned import read_tensors, write_tensors
 from headwise.weights.save import whole_folder
 
 CHECKSUMS = "checksums.json"
@@ -43,7 +44,7 @@ class Checkpoints:
         """Write one, then drop those that are neither among the newest nor the best."""
         with whole_folder(self.path(step), ("training.json", CHECKSUMS)) as new:
             model.save(new)
-            save_file(optimizer_state(model, optimizer), new / "optimizer.safetensors")
+            write_tensors(optimizer_state(model, optimizer), new / "optimizer.safetensors")
             (new / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
             sums = {path.name: _digest(path) for path in sorted(new.iterdir())}
             (new / CHECKSUMS).write_text(json.dumps(sums, indent=2), encoding="utf-8")
@@ -82,7 +83,7 @@ class Checkpoints:
                 f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."
             )
         if optimizer is not None:
-            restore_optimizer(model, optimizer, load_file(folder / "optimizer.safetensors"))
+            restore_optimizer(model, optimizer, read_tensors(folder / "optimizer.safetensors"))
         return json.loads((folder / "training.json").read_text(encoding="utf-8"))
 
 

@@ -18,6 +18,7 @@ from headwise.train.recipe import Recipe
 from headwise.train.run import asked_before, is_same
 from headwise.train.team import Team
 from headwise.train.tokens import Tokens, read_tokens, write_tokens
+from headwise.weights.aligned import aligned
 
 
 @dataclass
@@ -129,6 +130,8 @@ def _model(given: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> T
         raise HeadwiseError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {given.spec.vocab}; use the model's own tokenizer."
         )
+    for parameter in given.parameters():  # training writes into them, so mapped ones would be copied anyway
+        parameter.data = aligned(parameter.data)
     given.tokenizer = tokenizer
     return given
 

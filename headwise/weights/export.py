@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise.attach import Attached
 from headwise.errors import HeadwiseError, close_names
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.weights.aligned import write_tensors
 from headwise.weights.families import FAMILIES, Family
 from headwise.weights.keymap import lines_for
 from headwise.weights.save import whole_folder
@@ -35,7 +35,7 @@ def export(model: Transformer | Attached, folder: str | Path, family: str | None
         if found.line.rotated and whole.attention.rotary is not None and whole.attention.rotary.layout == "interleaved":
             tensor = to_half_order(tensor, whole.attention.head_dim)
         name = found.theirs[1:] if found.theirs.startswith("/") else chosen.export_prefix(whole) + found.theirs
-        tensors[name] = found.line.turn(tensor).contiguous()
+        tensors[name] = found.line.turn(tensor)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     special = {} if model.tokenizer is None else model.tokenizer.special
     config |= {"dtype": dtype} | {
@@ -43,7 +43,7 @@ def export(model: Transformer | Attached, folder: str | Path, family: str | None
     }
     with whole_folder(folder, ("config.json",)) as new:
         (new / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(tensors, new / "model.safetensors", {"format": "pt"})
         if model.tokenizer is not None:
             model.tokenizer.save(new)
     return Path(folder)

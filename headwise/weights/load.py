@@ -17,6 +17,7 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.gguf import tokenizer_from_gguf
+from headwise.weights.aligned import aligned
 from headwise.weights.families import FAMILIES, Family, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
@@ -219,7 +220,8 @@ def _own_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
     if checkpoint.spec.tied:
         wanted.pop("output.vocabulary.weight", None)
     check_names(checkpoint.reader, wanted, checkpoint.source)
-    return {name: _floats(checkpoint.reader.get(name), checkpoint.source, name) for name in wanted}
+    tensors = {name: _floats(checkpoint.reader.get(name), checkpoint.source, name) for name in wanted}
+    return {name: aligned(tensor) for name, tensor in tensors.items()}  # the same bits out as before saving
 
 
 def _floats(tensor: Tensor, source: Path, name: str) -> Tensor:

@@ -122,10 +122,10 @@ class GGUFReader(Reader):
         tensor = self._tensors[name]
         kind = tensor.tensor_type
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-            made = torch.from_numpy(tensor.data.copy() if not tensor.data.flags.writeable else tensor.data)
+            made = torch.tensor(tensor.data)  # torch's memory begins at multiples of 64, numpy's does not
         else:
             try:
-                made = torch.from_numpy(gguf.quants.dequantize(tensor.data, kind))
+                made = torch.tensor(gguf.quants.dequantize(tensor.data, kind))
             except (NotImplementedError, KeyError):
                 raise HeadwiseError(
                     f"{self._file} keeps {name!r} as {kind.name}, which the gguf package does not dequantise."

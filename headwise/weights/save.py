@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from headwise.errors import HeadwiseError
+from headwise.weights.aligned import write_tensors
 
 if TYPE_CHECKING:
     from headwise.model import Transformer
@@ -27,11 +27,11 @@ def save(model: "Transformer", folder: str | Path) -> Path:
 def write_model(model: "Transformer", folder: Path) -> None:
     """Write a model's files into a folder that is there."""
     (folder / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
     storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
-    save_file(state, folder / "model.safetensors", metadata={"format": "headwise-1", "storage": storage})
+    write_tensors(state, folder / "model.safetensors", {"format": "headwise-1", "storage": storage})
     if model.tokenizer is not None:
         model.tokenizer.save(folder)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,14 @@ def assert_same_logits(ours: AnyModel, theirs: Any, limit: float = 1e-4, length:
     ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=limit)
+
+
+def moved(model: Any) -> Any:
+    """The same weights in memory of torch's own: where a weight begins, and which way round, decides the last bits."""
+    copy = deepcopy(model)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return copy
 
 
 def same(ours: AnyModel, other: AnyModel) -> None:

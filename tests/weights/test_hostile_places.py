@@ -293,11 +293,11 @@ def test_saving_that_is_interrupted_leaves_the_old_model(
     write(tmp_path / "m")
     before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
 
-    def interrupted(tensors: Any, file: Path, **options: Any) -> None:
+    def interrupted(tensors: Any, file: Path, metadata: Any) -> None:
         file.write_bytes(b"half of it")
         raise error
 
-    monkeypatch.setattr(SAVE if kind == "save" else EXPORT, "save_file", interrupted)
+    monkeypatch.setattr(SAVE if kind == "save" else EXPORT, "write_tensors", interrupted)
     with torch.no_grad():
         model.embed.tokens.weight.add_(1)
     with pytest.raises(hw.HeadwiseError if isinstance(error, OSError) else type(error)) as told:
