@@ -1,5 +1,6 @@
 """Heads act like an ensemble: several heads of one model against the average of as many models of one head."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Average(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) → (B, T, vocab)"""
         told = torch.stack([model(ids).log_softmax(-1) for model in self.models])  # (models, B, T, vocab)
-        return told.logsumexp(0) - torch.tensor(float(len(told))).log()
+        return told.logsumexp(0) - math.log(len(told))
 
 
 @torch.no_grad()

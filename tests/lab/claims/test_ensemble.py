@@ -34,15 +34,15 @@ A, B, C = WORDS.encode("the dog .", special=False)
 
 @torch.no_grad()
 def sure(word: int, share: float) -> Transformer:
-    """A model that says one word with this probability whatever it reads, and shares out the rest evenly."""
+    """A model that says one word with this probability whatever it reads, and shares out the rest evenly; in float64."""
     vocab = len(WORDS)
-    model = Transformer(ModelSpec(vocab, 8, 1, AttentionSpec(width=4, heads=1), tied=False)).eval()
+    model = Transformer(ModelSpec(vocab, 8, 1, AttentionSpec(width=4, heads=1), tied=False)).double().eval()
     for weight in model.parameters():
         weight.zero_()
     assert isinstance(model.norm, nn.LayerNorm)
     assert model.output is not None
     model.norm.bias.fill_(0.25)  # all that reaches the output: four times 1/4
-    told = torch.full((vocab,), (1 - share) / (vocab - 1))
+    told = torch.full((vocab,), (1 - share) / (vocab - 1), dtype=torch.float64)
     told[word] = share
     model.output.vocabulary.weight.copy_(told.log()[:, None])
     model.tokenizer = WORDS
@@ -53,15 +53,15 @@ def test_probabilities_are_averaged():
     made = Average([sure(A, 0.8).double(), sure(B, 0.6).double()])(torch.zeros(1, 2, dtype=torch.long))
     rest = (0.2 / (len(WORDS) - 1), 0.4 / (len(WORDS) - 1))
     wanted = [(0.8 + rest[1]) / 2, (rest[0] + 0.6) / 2, sum(rest) / 2]
-    assert made[0, 1].exp()[[A, B, C]].tolist() == pytest.approx(wanted)
+    assert made[0, 1].exp()[[A, B, C]].tolist() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_loss_of_an_average_is_less_than_the_average_loss():
     models, rest = [sure(A, 0.8), sure(B, 0.6)], (0.2 / (len(WORDS) - 1), 0.4 / (len(WORDS) - 1))
     alone = [average_loss([model], ["the dog"]) for model in models]
-    assert alone[0] == pytest.approx(-(math.log(0.8) + math.log(rest[0])) / 2)
+    assert alone[0] == pytest.approx(-(math.log(0.8) + math.log(rest[0])) / 2, rel=1e-12)
     wanted = -(math.log((0.8 + rest[1]) / 2) + math.log((rest[0] + 0.6) / 2)) / 2
-    assert average_loss(models, ["the dog"]) == pytest.approx(wanted)
+    assert average_loss(models, ["the dog"]) == pytest.approx(wanted, rel=1e-12)
     assert wanted < sum(alone) / 2
 
 
