@@ -9,13 +9,16 @@ from headwise.kernels.terms import Terms
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
-    """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
+    """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e); half precision is rounded once, at the end."""
+    asked = q.dtype
+    if asked in (torch.float16, torch.bfloat16):
+        q, k, v = q.float(), k.float(), v.float()
     (B, H, T, _), S = q.shape, k.shape[2]
     bias = terms.bias.block(range(T), range(S), T, S) if isinstance(terms.bias, Alibi) else terms.bias
     allowed = None if terms.mask is None else terms.mask.dense(T, S, q.device).expand(B, H, T, S)
     z = nothing(q, k, v)  # (B, H, T, e)
     if S == 0:
-        return z
+        return z.to(asked)
     for head in range(H):
         scores = torch.einsum("btd,bsd->bts", q[:, head], k[:, terms.groups[head]]) * terms.scale
         if terms.softcap is not None:
@@ -35,4 +38,4 @@ def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         share = share / torch.where(total == 0, 1, total)  # an empty row stays zero
         share = torch.nn.functional.dropout(share, terms.dropout)
         z[:, head] = torch.einsum("bts,bse->bte", share, v[:, terms.groups[head]])
-    return z
+    return z.to(asked)
