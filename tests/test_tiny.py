@@ -1,11 +1,24 @@
-"""The first gate: two seconds, one pass through every room."""
+"""The first gate: two seconds, one pass through every room but attach/, since importing transformers alone takes longer."""
 
+import re
+from pathlib import Path
+
+import pytest
 import torch
 
 import headwise as hw
+from headwise.change.cut import cut
+from headwise.cli import main
+from headwise.lab.figure import Figures
+from headwise.text.corpus import Corpus
+from headwise.text.make import make_tokenizer
+from headwise.train.loss import LanguageLoss
+
+TEXT = "the dog sees the cat . the cat sees the dog . " * 8
 
 
 def test_a_model_runs_and_its_heads_can_be_silenced() -> None:
+    """spec, heads, model"""
     torch.manual_seed(0)
     spec = hw.ModelSpec(
         vocab=17, context=16, layers=2, attention=hw.AttentionSpec(width=12, heads=3, rotary=hw.Rotary())
@@ -28,6 +41,47 @@ def test_a_model_runs_and_its_heads_can_be_silenced() -> None:
 
 
 def test_kernels_agree() -> None:
+    """kernels"""
     q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).unbind()
     outs = [hw.attention(q, k, v, mask=hw.causal(), backend=b) for b in ("reference", "batched", "fused", "blockwise")]
     assert all(torch.allclose(out, outs[0], atol=1e-12) for out in outs)
+
+
+def test_a_model_learns_is_saved_looked_at_and_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """text, train, weights, look, change; cli and show tell of it. By parts: an optimizer and scipy are slow to import."""
+    tokenizer = make_tokenizer("word", Corpus.of([TEXT]))
+    attention = hw.AttentionSpec(width=12, heads=3, rotary=hw.Rotary())
+    made = hw.Transformer(hw.ModelSpec(vocab=len(tokenizer), context=16, layers=2, attention=attention)).eval()
+    made.tokenizer = tokenizer
+    ids = torch.tensor([tokenizer.encode("the dog sees the cat .")])
+    loss = LanguageLoss(made)
+    before = loss(ids[:, :-1], ids[:, 1:])
+    before.backward()
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight -= 0.1 * weight.grad
+    assert loss(ids[:, :-1], ids[:, 1:]) < before
+
+    made.save(tmp_path / "whole")
+    model = hw.load(tmp_path / "whole")
+    assert isinstance(model, hw.Transformer)
+    assert torch.equal(model(ids), made(ids))
+
+    seen = hw.attend(model, "the dog sees the cat", heads="1.2")
+    assert sum(weight for _, weight in seen.row("sees", head="1.2")) == pytest.approx(1, abs=1e-6)
+
+    small = cut(model, "1.2,0.0")
+    with model.heads["1.2,0.0"].silenced():
+        torch.testing.assert_close(small(ids), model(ids))
+    small.save(tmp_path / "small")
+    monkeypatch.setattr("sys.argv", ["headwise", "info", str(tmp_path / "small")])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert re.search(r"(?m)^ heads +4 *$", capsys.readouterr().out)
+
+
+def test_figures() -> None:
+    """lab"""
+    assert Figures().add("loss", "4 heads", [1.0, 2.0, 3.0])["loss", "4 heads"].mean == 2
