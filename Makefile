@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install browser demo claims docs test test-all parity lint bench clean
+.PHONY: install browser demo claims docs test test-all test-cpus parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -38,8 +38,22 @@ test: install
 	$(PY) -m pytest tests/test_tiny.py -q
 	$(PY) -m pytest -m 'not slow' -q -n $(CORES)
 
-test-all: install
+test-all: install test-cpus
 	$(PY) -m pytest -q -n $(CORES)
+
+# Other processors, as far as one can imitate them: the oldest instructions, AVX2 alone, two threads, and weights that begin
+# 8 bytes behind a multiple of 64, as those of somebody's file may. Last bits differ there; what is promised may not.
+CPUS := \
+  ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE \
+  ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_CBWR=AVX2 \
+  OMP_NUM_THREADS=2 \
+  HEADWISE_TEST_SHIFT=8
+comma := ,
+
+test-cpus: install $(CPUS:%=test-cpu@%)
+
+test-cpu@%: install
+	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q -n $(CORES) tests/contract tests/weights tests/train/test_resume.py tests/look
 
 parity: install
 	$(PY) -m tests.parity

@@ -1,5 +1,55 @@
-"""Each test process has one thread: several run side by side, and bits depend on how sums are shared out."""
+"""Each test process has one thread unless told otherwise: several run side by side, and bits depend on how sums are split.
+
+With HEADWISE_TEST_SHIFT=8 every weight begins 8 bytes behind a multiple of 64, as one mapped from somebody's file may:
+nothing but what speaks of addresses may notice. `make test-cpus` runs with it.
+"""
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+SHIFT = int(os.environ.get("HEADWISE_TEST_SHIFT", "0"))
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with the same strides, SHIFT bytes behind a multiple of 64."""
+    room = torch.empty(tensor.nbytes + SHIFT, dtype=torch.uint8)[SHIFT:].view(tensor.dtype)
+    return room.as_strided(tensor.shape, torch.empty_like(tensor).stride()).copy_(tensor)
+
+
+def shift(param: torch.nn.Parameter | None) -> None:
+    if param is not None and param.device.type == "cpu" and param.data_ptr() % 64 != SHIFT:
+        param.data = shifted(param.data)
+
+
+if SHIFT:  # wherever a weight comes into a module, changes its type or is copied
+    Module, Parameter = torch.nn.Module, torch.nn.Parameter
+    register, apply, copy = Module.register_parameter, Module._apply, Parameter.__deepcopy__
+
+    def register_shifted(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
+        shift(param)
+
+    def apply_shifted(self: torch.nn.Module, *arguments: Any, **named: Any) -> torch.nn.Module:
+        made = apply(self, *arguments, **named)
+        for param in made.parameters():
+            shift(param)
+        return made
+
+    def copy_shifted(self: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        made = copy(self, memo)
+        shift(made)
+        return made
+
+    Module.register_parameter, Module._apply, Parameter.__deepcopy__ = register_shifted, apply_shifted, copy_shifted
+
+
+@pytest.fixture
+def straight() -> None:
+    """For tests that ask where weights lie."""
+    if SHIFT:
+        pytest.skip("weights are shifted on purpose")

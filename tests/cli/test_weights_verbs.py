@@ -15,7 +15,6 @@ import transformers
 
 import headwise as hw
 from headwise.cli import main
-from tests.contract.conftest import one_thread as one_thread
 from tests.parity.quiet import quiet_transformers
 from tests.parity.real import smollm2_folder
 from tests.weights.checkpoints import make_llama

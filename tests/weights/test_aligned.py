@@ -87,6 +87,7 @@ def test_a_copy_keeps_which_way_round(tmp_path: Path) -> None:
     assert aligned(lying).stride() == lying.stride()
 
 
+@pytest.mark.usefixtures("straight")
 @pytest.mark.parametrize("written", ["by us", "by others"])
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_of_our_format_lie_straight(name: str, written: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_weights_of_our_format_lie_straight(name: str, written: str, tmp_path: P
     assert torch.equal(run(back), run(moved(model)))
 
 
+@pytest.mark.usefixtures("straight")
 @pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is told on Linux")
 def test_weights_of_our_format_stay_in_the_file(tmp_path: Path) -> None:
     """All but the crooked few: here every size is a multiple of 64."""
@@ -116,6 +118,7 @@ def test_weights_of_our_format_stay_in_the_file(tmp_path: Path) -> None:
     assert {"embed.tokens.weight", "blocks.0.mlp.up.weight"} <= set(mapped), mapped
 
 
+@pytest.mark.usefixtures("straight")
 def test_weights_of_a_gguf_file_lie_straight(tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf")
     assert crooked(hw.load(tmp_path / "m.gguf")) == []

@@ -41,7 +41,7 @@ def test_a_loaded_model_saved_and_loaded_is_the_same(case: Case, tmp_path: Path)
     back = hw.load(tmp_path / "ours")
     same(back, model)
     with torch.no_grad():
-        assert torch.equal(back(ids_for()), moved(model)(ids_for()))
+        assert torch.equal(moved(back)(ids_for()), moved(model)(ids_for()))
         torch.testing.assert_close(back(ids_for()), model(ids_for()))  # whose weights lie as in their file
     back.save(tmp_path / "again")
     same(hw.load(tmp_path / "again"), model)
