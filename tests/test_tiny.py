@@ -79,7 +79,7 @@ def test_a_model_learns_is_saved_looked_at_and_cut(
     monkeypatch.setattr("sys.argv", ["headwise", "info", str(tmp_path / "small")])
     with pytest.raises(SystemExit, match="0"):
         main()
-    assert re.search(r"(?m)^ heads +4 *$", capsys.readouterr().out)
+    assert re.search(r"(?m)^ *heads +4 *$", capsys.readouterr().out)
 
 
 def test_figures() -> None:
