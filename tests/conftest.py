@@ -41,7 +41,7 @@ if SHIFT:  # wherever a weight comes into a module, changes its type or is copie
         return made
 
     def copy_shifted(self: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        made = copy(self, memo)
+        made: Any = copy(self, memo)
         shift(made)
         return made
 

@@ -61,6 +61,7 @@ def test_a_model_learns_is_saved_looked_at_and_cut(
     before.backward()
     with torch.no_grad():
         for weight in made.parameters():
+            assert weight.grad is not None
             weight -= 0.1 * weight.grad
     assert loss(ids[:, :-1], ids[:, 1:]) < before
 

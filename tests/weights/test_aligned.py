@@ -141,7 +141,8 @@ def test_what_an_optimizer_remembers_lies_straight(tmp_path: Path) -> None:
     assert all(value.data_ptr() % 64 == 0 and torch.equal(value, before[name]) for name, value in after.items())
 
 
-def test_training_moves_weights_that_lie_crooked(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("straight")
+def test_training_moves_weights_that_lie_crooked() -> None:
     """A resumed run must take the same way through each product as the first, wherever its model came from."""
     model = hw.Transformer(hw.preset("little").resized(layers=1, width=16))
     for parameter in model.parameters():
