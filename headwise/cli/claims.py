@@ -17,6 +17,7 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="One seed, verdicts indicative: the default.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Three seeds, with intervals.")] = False,
     seeds: Annotated[int | None, typer.Option(help="So many seeds instead.")] = None,
+    first_seed: Annotated[int, typer.Option(help="Seeds from this one on.")] = 0,
     on: Annotated[
         str | None, typer.Option(help="Try those that apply on this model: a bundle, folder, file, hub id.")
     ] = None,
@@ -44,8 +45,8 @@ def run(
         return
     with noting() as note, going_on() if on is None else nullcontext():
         results = claims(
-            names or [], full=full, seeds=seeds, on=on, text=text, cache=cache, processes=processes, note=note,
-            say=lambda told: print(told, file=sys.stderr),
+            names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, text=text, cache=cache, processes=processes,
+            note=note, say=lambda told: print(told, file=sys.stderr),
         )  # fmt: skip
     if out is not None:
         write_claims(results, out)

@@ -4,20 +4,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.point import Point
 
 if TYPE_CHECKING:
     from headwise.lab.lab import Lab
     from headwise.model import AnyModel
 
-Word = Literal["holds", "does not hold", "depends"]
-WORDS: tuple[Word, ...] = ("holds", "does not hold", "depends")
+Word = Literal["holds", "does not hold", "depends", "true by construction", "not measured"]
+FOUND: tuple[Word, ...] = ("holds", "does not hold", "depends")  # what figures can say of a claim that might be wrong
+WORDS: tuple[Word, ...] = (*FOUND, "true by construction", "not measured")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures say; `on` is what it depends on, or how far it holds."""
+    """What the figures say; `on` is what it depends on, or how far it holds.
+
+    `true by construction` is no evidence: the algebra of a layer says so before anything is measured, and measuring it
+    tests this code. `not measured`: what the rule asks for is not there.
+    """
 
     word: Word
     on: str = ""
@@ -36,7 +41,19 @@ class Picture:
     log: bool = False  # the x axis grows by factors
 
 
-def _none(lab: "Lab") -> Iterable[Point]:
+Asked = Callable[[Figures], Iterable[tuple[str, At]]]
+
+
+def every(*names: str) -> Asked:
+    """All figures of these names: what most rules look at.
+
+    >>> list(every("lost")(Figures().add("lost", "a", 1.0).add("loss", "a", 2.0)))
+    [('lost', 'a')]
+    """
+    return lambda figures: ((name, at) for name in names for at in figures.at(name))
+
+
+def _none(of: Any) -> tuple[()]:
     return ()
 
 
@@ -53,8 +70,15 @@ class Claim:
     measure: Callable[["Lab"], Figures]
     judge: Callable[[Figures], Verdict]
     picture: Picture
+    asks: Asked = _none  # the figures whose intervals the rule looks at: they are made to hold together
+    words: tuple[Word, ...] = FOUND  # the verdicts its rule can reach
+    identity: str = ""  # what of it is true by construction, and so is no finding
     points: Callable[["Lab"], Iterable[Point]] = _none  # the trained models it asks for
     timed: bool = False  # it measures time or memory: alone on the machine, and never twice the same
     on: Callable[["AnyModel", Any], Figures] | None = None  # the same for a model and a text that are given
     also: Callable[[], str] = str  # what else decides its figures, as what is installed
-    ends: str = "95 %"  # what `low` and `high` of its figures are
+
+    def decide(self, figures: Figures) -> tuple[Figures, Verdict]:
+        """The figures with the intervals the rule looks at made to hold together, and what it says of them."""
+        corrected = figures.together(self.asks(figures))
+        return corrected, self.judge(corrected)

@@ -1,7 +1,6 @@
-"""Time on a noisy machine: contestants take turns, and what is told is a ratio with its spread."""
+"""Time on a noisy machine: contestants take turns, and what is told is a ratio with its interval."""
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
@@ -12,7 +11,7 @@ from headwise.lab.figure import Figure
 def race(
     contestants: Mapping[str, Callable[[], object]], base: str, turns: int = 15, least: float = 0.02
 ) -> dict[str, Figure]:
-    """How many times as long as the base each takes: the median over turns, with quartiles for its ends.
+    """How many times as long as the base each takes: the median over turns, with its interval.
 
     Everyone runs once a turn, in an order that rotates; short calls are repeated until a turn takes `least` seconds.
     """
@@ -46,6 +45,4 @@ def _repeats(call: Callable[[], object], least: float) -> int:
 
 
 def _ratio(own: list[float], base: list[float]) -> Figure:
-    ratios = [mine / theirs for mine, theirs in zip(own, base, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    return Figure.known(middle, low, high)
+    return Figure.turns([mine / theirs for mine, theirs in zip(own, base, strict=True)])

@@ -1,21 +1,27 @@
 """Figures an experiment gives: a number for every seed, their mean, and how sure one can be of it."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+from scipy.stats import binom, norm
+from scipy.stats import f as fisher
 from scipy.stats import t as student
 
 from headwise.errors import HeadwiseError
 
 At = str | int | float | None  # what a figure was measured at: a number of heads, the name of a variant
+# How its interval is found: Student's of a mean, by ranks of a median, Fisher's of two spreads, or known from elsewhere.
+How = Literal["mean", "median", "spread", "known"]
+LEVEL = 0.95
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One quantity. `low` and `high` are the ends of its 95 % interval, None where a single seed gives none.
+    """One quantity. `low` and `high` are the ends of its interval, None where a single value gives none.
 
     >>> Figure.over([1.0, 2.0, 3.0]).mean
     2.0
@@ -26,33 +32,60 @@ class Figure:
     (True, False)
     """
 
-    mean: float
+    mean: float  # of `median`: the median
     low: float | None
     high: float | None
-    values: tuple[float, ...]  # one for every seed
+    values: tuple[float, ...]  # one for every seed, measurement or turn; of `spread` both samples, one after the other
+    how: How = "mean"
+    level: float = LEVEL
 
     @staticmethod
     def over(values: Sequence[float] | float) -> "Figure":
-        """Of one value for each seed: the mean and Student's interval."""
+        """Of one value for each seed, or each measurement: the mean and Student's interval."""
         many = tuple(map(float, [values] if isinstance(values, int | float) else values))
         if not many:
             raise HeadwiseError("a figure needs at least one value.")
-        if len(many) == 1:
-            return Figure(many[0], None, None, many)
-        if not all(map(math.isfinite, many)):  # a run diverged: if all did alike that is sure, else nothing is
-            same = len(set(many)) == 1
-            return Figure(many[0], many[0], many[0], many) if same else Figure(math.nan, -math.inf, math.inf, many)
-        mean = float(np.mean(many))
-        half = float(student.ppf(0.975, len(many) - 1) * np.std(many, ddof=1) / math.sqrt(len(many)))
-        return Figure(mean, mean - half, mean + half, many)
+        return _made(many, "mean", LEVEL)
+
+    @staticmethod
+    def turns(values: Sequence[float]) -> "Figure":
+        """Of one value for each turn of a clock: the median, and its interval by ranks, however they spread.
+
+        >>> made = Figure.turns([5.0, 1.0, 2.0, 3.0, 4.0, 9.0, 7.0, 6.0])
+        >>> made.mean, made.low, made.high  # eight turns: the second to the seventh would hold with 93 % only
+        (4.5, 1.0, 9.0)
+        """
+        return _made(tuple(map(float, values)), "median", LEVEL)
+
+    @staticmethod
+    def spreads(ones: Sequence[float], others: Sequence[float]) -> "Figure":
+        """The standard deviation of one sample over that of another as large, with the interval of Fisher's F.
+
+        >>> made = Figure.spreads([1.0, 2.0, 3.0], [1.0, 3.0, 5.0])
+        >>> made.mean, round(made.low, 2), round(made.high, 2)  # F of 2 and 2 degrees: 1/39 to 39
+        (0.5, 0.08, 3.12)
+        """
+        if len(ones) != len(others):
+            raise HeadwiseError(f"spreads are compared of as many values each; got {len(ones)} and {len(others)}.")
+        return _made((*map(float, ones), *map(float, others)), "spread", LEVEL)
 
     @staticmethod
     def known(mean: float, low: float, high: float) -> "Figure":
-        """Of a mean whose interval was found another way, as over texts or over turns of a clock."""
-        return Figure(float(mean), float(low), float(high), (float(mean),))
+        """Of a mean whose 95 % interval was found another way, as over texts."""
+        return Figure(float(mean), float(low), float(high), (float(mean),), "known")
+
+    def at_level(self, level: float) -> "Figure":
+        """The same with an interval that holds so often. One that is known is widened as a normal one would be."""
+        if self.low is None or self.high is None or level == self.level:
+            return self
+        if self.how != "known":
+            return _made(self.values, self.how, level)
+        wider = float(norm.ppf((1 + level) / 2) / norm.ppf((1 + self.level) / 2))
+        low, high = (self.mean + (end - self.mean) * wider for end in (self.low, self.high))
+        return replace(self, low=low, high=high, level=level)
 
     def above(self, bar: float) -> bool:
-        """Surely above: the whole interval is; with a single seed, the one number."""
+        """Surely above: the whole interval is; with a single value, the one number."""
         return (self.mean if self.low is None else self.low) > bar
 
     def below(self, bar: float) -> bool:
@@ -62,6 +95,39 @@ class Figure:
     def __str__(self) -> str:
         ends = "" if self.low is None or self.high is None else f" ({self.low:.4g} to {self.high:.4g})"
         return f"{self.mean:.4g}{ends}"
+
+
+def _made(values: tuple[float, ...], how: How, level: float) -> Figure:
+    if len(values) == 1:
+        return Figure(values[0], None, None, values, how, level)
+    if not all(map(math.isfinite, values)):  # a run diverged: if all did alike that is sure, else nothing is
+        same = len(set(values)) == 1 and how != "spread"
+        mean, low, high = (values[0],) * 3 if same else (math.nan, -math.inf, math.inf)
+    else:
+        mean, low, high = {"mean": _mean, "median": _median, "spread": _spread}[how](values, level)
+    return Figure(mean, low, high, values, how, level)
+
+
+def _mean(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
+    mean, n = float(np.mean(values)), len(values)
+    half = float(student.ppf((1 + level) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
+    return mean, mean - half, mean + half
+
+
+def _median(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
+    """From the k-th smallest to the k-th largest: the true median lies outside if fewer than k fell on one side of it."""
+    n, ordered = len(values), sorted(values)
+    k = sum(2 * float(binom.cdf(fewer, n, 0.5)) <= 1 - level for fewer in range(n // 2))
+    low, high = (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)  # so few turns are never as sure as that
+    return statistics.median(values), low, high
+
+
+def _spread(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
+    n = len(values) // 2
+    one, other = (float(np.std(some, ddof=1)) for some in (values[:n], values[n:]))
+    ratio = one / other if other else math.nan if not one else math.inf
+    most, least = (math.sqrt(fisher.ppf(q, n - 1, n - 1)) for q in ((1 + level) / 2, (1 - level) / 2))
+    return ratio, ratio / most, ratio / least
 
 
 class Figures:
@@ -92,6 +158,22 @@ class Figures:
     def __len__(self) -> int:
         return len(self._held)
 
+    def together(self, asked: Iterable[tuple[str, At]]) -> "Figures":
+        """The same, the intervals that are asked for so wide that all of them hold at once with 95 %: Bonferroni's.
+
+        >>> found = Figures().add("lost", "a", [1.0, 2.0, 3.0]).add("lost", "b", [1.0, 2.0, 3.0])
+        >>> round(found.together([("lost", "a")])["lost", "a"].low, 3)  # one is not corrected
+        -0.484
+        >>> round(found.together([("lost", "a"), ("lost", "b")])["lost", "a"].low, 3)  # t of 2 degrees at 1 − .05/4: 6.205
+        -1.583
+        """
+        chosen = {key for key in asked if key in self._held and self._held[key].low is not None}
+        level = 1 - (1 - LEVEL) / max(1, len(chosen))
+        made = Figures()
+        for (name, at), figure in self._held.items():
+            made.add(name, at, figure.at_level(level) if (name, at) in chosen else figure)
+        return made
+
     @property
     def names(self) -> list[str]:
         """Every name, once."""
@@ -106,7 +188,7 @@ class Figures:
         return [
             {
                 "name": name, "at": at, "mean": _plain(f.mean), "low": _plain(f.low), "high": _plain(f.high),
-                "values": [_plain(value) for value in f.values],
+                "values": [_plain(value) for value in f.values], "how": f.how, "level": f.level,
             }
             for name, at, f in self
         ]  # fmt: skip
@@ -118,7 +200,8 @@ class Figures:
         for row in rows:
             low, high = (None if row[end] is None else float(row[end]) for end in ("low", "high"))
             values = tuple(map(float, row["values"]))
-            made.add(row["name"], row["at"], Figure(float(row["mean"]), low, high, values))
+            figure = Figure(float(row["mean"]), low, high, values, row["how"], row["level"])
+            made.add(row["name"], row["at"], figure)
         return made
 
 

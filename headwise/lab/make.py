@@ -19,11 +19,12 @@ from headwise.text.corpus import Corpus
 from headwise.text.little import LittleLanguage
 from headwise.text.make import make_tokenizer
 from headwise.train import train
-from headwise.train.exam import exam
+from headwise.train.exam import Mark, exam
 from headwise.train.loop import Diverged, Trained
 
 HELD_OUT = 500  # documents of the little language the loss is measured on; no more than are learned from
-EXAMINED = 600  # and those of the exam
+EXAMINED = 600  # and those of the exam,
+EXAM = 20_000  # whose seed is that of the point and so much more
 
 
 def make(point: Point, store: Store) -> Made:
@@ -72,10 +73,15 @@ def _measure(point: Point, run: Trained) -> dict[str, Any]:
     return {
         "loss": run.valid_loss,
         "curve": [(row["step"], row["valid_loss"]) for row in run.history if "valid_loss" in row],
-        "marks": {} if point.text else {mark.quiz: mark.right for mark in exam(model, documents=asked)},
+        "marks": {} if point.text else {mark.quiz: mark.right for mark in examine(model, point.recipe.seed, asked)},
         "tokens": run.tokens,
         "speed": median(speeds) if speeds else None,
     }
+
+
+def examine(model: Transformer, seed: int, documents: int = EXAMINED) -> tuple[Mark, ...]:
+    """The exam of a seed: documents that other seeds are not asked about."""
+    return exam(model, documents=documents, seed=EXAM + seed)
 
 
 def _beginning(point: Point, corpus: Corpus) -> Any:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Verdict
-from headwise.lab.figure import Figures
-from headwise.lab.lab import FULL, QUICK, Lab, Size
+from headwise.lab.figure import LEVEL, Figures
+from headwise.lab.lab import FULL, QUICK, SEEN, Lab, Size
 from headwise.lab.pool import check_same, train_all, work
 from headwise.lab.registry import find_claims
 from headwise.lab.store import MEASURING, Store, code_version
@@ -38,13 +38,26 @@ class Result:
         """One seed shows the way, no more."""
         return len(self.seeds) < 3
 
+    @property
+    def seen(self) -> bool:
+        """Whether its seeds were looked at while rules were made: then its verdict is for exploring."""
+        return not self.on and any(seed in SEEN for seed in self.seeds)
+
+    @property
+    def ends(self) -> str:
+        """What `low` and `high` of its figures are."""
+        levels = [figure.level for _, _, figure in self.figures if figure.level != LEVEL]
+        more = f"; {100 * levels[0]:.4g} % each for the {len(levels)} the rule looks at" if levels else ""
+        return f"{100 * LEVEL:g} %{more}"
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
         claim = self.claim
         return {
             "number": claim.number, "name": claim.name, "says": claim.says, "against": claim.against,
-            "setup": claim.setup, "rule": claim.rule, "verdict": self.verdict.word, "depends_on": self.verdict.on,
-            "indicative": self.indicative, "seeds": list(self.seeds), "on": self.on, "again": self.again, "ends": claim.ends,
+            "setup": claim.setup, "rule": claim.rule, "identity": claim.identity, "verdict": self.verdict.word,
+            "depends_on": self.verdict.on, "indicative": self.indicative, "seeds": list(self.seeds), "seen": self.seen,
+            "on": self.on, "again": self.again, "ends": self.ends,
             "figures": self.figures.to_rows(),
         }  # fmt: skip
 
@@ -54,6 +67,7 @@ def claims(
     *,
     full: bool = False,
     seeds: int | None = None,
+    first_seed: int = 0,
     on: "AnyModel | str | None" = None,
     text: Any = None,
     size: Size | None = None,
@@ -62,7 +76,7 @@ def claims(
     note: Note | None = None,
     say: Callable[[str], object] | None = None,
 ) -> list[Result]:
-    """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says.
+    """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says, from `first_seed` on.
 
     `on` tries those that apply on a model, with a text if given; seeds are for models that are trained here. What was
     found before by the same code is not done again. `say` is told which claims a model does not fit, and why.
@@ -71,14 +85,16 @@ def claims(
     chosen = find_claims(names)
     if full and seeds is not None:
         raise HeadwiseError(f"full takes three seeds, seeds={seeds} so many; give one of them.")
-    if on is not None and seeds is not None:
+    if on is not None and (seeds is not None or first_seed):
         raise HeadwiseError("seeds are for models that are trained here; the one that is given is there already.")
     if on is not None:
         return _try_all(_applying(chosen, bool(names)), on, text, bool(names), note, say)
     if seeds is not None and seeds < 1:
         raise HeadwiseError(f"an experiment needs at least one seed, got {seeds}.")
-    chosen_seeds = tuple(range(seeds)) if seeds is not None else FULL if full else QUICK
-    lab = Lab(Store(cache), chosen_seeds, size or Size())
+    if first_seed < 0:
+        raise HeadwiseError(f"seeds are counted from 0 on; the first one cannot be {first_seed}.")
+    many = seeds if seeds is not None else FULL if full else QUICK
+    lab = Lab(Store(cache), tuple(range(first_seed, first_seed + many)), size or Size())
     found = {claim.name: _kept(claim, lab) for claim in chosen}
     todo = [claim for claim in chosen if found[claim.name] is None]
     train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, note)
@@ -101,7 +117,9 @@ def claims(
         done += 1
     tell()
     known = ((claim, figures) for claim in chosen if (figures := found[claim.name]) is not None)
-    how = f" --seeds {seeds}" if seeds is not None else " --full" * full
+    how = (f" --seeds {seeds}" if seeds is not None else " --full" * full) + f" --first-seed {first_seed}" * (
+        first_seed > 0
+    )
     return [_judged(claim, figures, lab.seeds, again=f"headwise claims {claim.name}{how}") for claim, figures in known]
 
 
@@ -115,7 +133,7 @@ def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str
 
 def _judged(claim: Claim, figures: Figures, seeds: tuple[int, ...], on: str = "", again: str = "") -> Result:
     """The verdict is drawn anew each time: a rule is not a measurement."""
-    return Result(claim, figures, claim.judge(figures), seeds, on, again)
+    return Result(claim, *claim.decide(figures), seeds, on, again)
 
 
 def _key(claim: Claim, lab: Lab) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headwise.lab.claim import WORDS, Claim
 from headwise.lab.figure import At, Figure
+from headwise.lab.lab import SEEN
 from headwise.lab.run import Result
 from headwise.lab.sweep import Sweep
 from headwise.show.claims import claims_book
@@ -18,7 +19,9 @@ from headwise.show.report import write_report
 from headwise.show.tables import make_table
 from headwise.weights.save import whole_file, whole_folder
 
-COLOURS = {"holds": "green", "does not hold": "red", "depends": "yellow"}
+COLOURS = {
+    "holds": "green", "does not hold": "red", "depends": "yellow", "true by construction": "blue", "not measured": "dim",
+}  # fmt: skip
 
 
 def show_sweep(sweep: Sweep, console: Console | None = None) -> None:
@@ -67,22 +70,23 @@ def list_claims(claims: Sequence[Claim], console: Console | None = None) -> None
 def show_claims(results: Sequence[Result], console: Console | None = None) -> None:
     """Print verdicts, and for a few claims their figures."""
     console = console or Console()
-    rows = [(r.claim.number, r.claim.name, _coloured(r), r.verdict.on, r.claim.says) for r in results]
-    seeds = len(results[0].seeds) if results else 0
-    mark = "one seed: indicative" if seeds == 1 else f"{seeds} seeds"
-    console.print(
-        make_table(f"Verdicts, {mark}", ["", "claim", "verdict", "on what, or how far", "what is said"], rows)
-    )
+    rows = [(r.claim.number, r.claim.name, _coloured(r), _beside(r), r.claim.says) for r in results]
+    mark = f", {_seeds(results[0])}" if results else ""
+    console.print(make_table(f"Verdicts{mark}", ["", "claim", "verdict", "on what, or how far", "what is said"], rows))
     if len(results) <= 3:
         for result in results:
             figures = [(name, "" if at is None else str(at), f.mean, _ends(f)) for name, at, f in result.figures]
             console.print(
-                make_table(
-                    f"{result.claim.name}: {result.claim.rule}", ["figure", "at", "mean", result.claim.ends], figures
-                )
+                make_table(f"{result.claim.name}: {result.claim.rule}", ["figure", "at", "mean", result.ends], figures)
             )
     counts = {word: sum(r.verdict.word == word for r in results) for word in WORDS}
-    console.print(", ".join(f"{count} {word}" for word, count in counts.items()), highlight=False)
+    console.print(", ".join(f"{count} {word}" for word, count in counts.items() if count), highlight=False)
+    if any(result.seen for result in results):
+        console.print(
+            f"Seeds {SEEN[0]} to {SEEN[-1]} were looked at while rules were made: take others (--first-seed) for a run that "
+            "is to count.",
+            highlight=False,
+        )  # fmt: skip
 
 
 def write_claims(results: Sequence[Result], folder: str | Path) -> Path:
@@ -98,14 +102,16 @@ def write_claims(results: Sequence[Result], folder: str | Path) -> Path:
 
 def as_markdown(results: Sequence[Result], pictures: str = "") -> str:
     """Every claim with its verdict, its figures and its picture, which lies in the folder `pictures`."""
-    lines = ["| | claim | verdict |", "|---|---|---|"]
+    told = f"Verdicts, {_seeds(results[0])}." if results else ""
+    lines = [told, "", "| | claim | verdict |", "|---|---|---|"]
     lines += [f"| {r.claim.number} | [{r.claim.says}](#{r.claim.name}) | {_verdict(r)} |" for r in results]
     for r in results:
         claim = r.claim
         lines += ["", f"## {claim.name}", "", f"*{claim.says}* **{_verdict(r)}**", ""]
         lines += [f"Against it would count: {claim.against} {claim.setup}", "", f"The rule: {claim.rule}", ""]
+        lines += [f"True by construction, and no finding: {claim.identity}.", ""] if claim.identity else []
         lines += [f"![{claim.name}]({pictures}{_picture(r)})", ""] if is_drawn(r) else []
-        lines += [f"| figure | at: mean ({claim.ends}) |", "|---|---|"]
+        lines += [f"| figure | at: mean ({r.ends}) |", "|---|---|"]
         lines += [f"| {name} | {_told(r.figures.at(name))} |" for name in r.figures.names]
         lines += ["", f"    {r.again}"]
     return "\n".join(lines) + "\n"
@@ -113,6 +119,20 @@ def as_markdown(results: Sequence[Result], pictures: str = "") -> str:
 
 def _told(some: Mapping[At, Figure]) -> str:
     return "; ".join(str(figure) if at is None else f"{at}: {figure}" for at, figure in some.items())
+
+
+def _beside(result: Result) -> str:
+    """What a verdict is on, and what of the claim is no finding."""
+    identity = f"true by construction: {result.claim.identity}" if result.claim.identity else ""
+    return "; ".join(part for part in (result.verdict.on, identity) if part)
+
+
+def _seeds(result: Result) -> str:
+    """Which seeds, in words; or which model."""
+    if result.on:
+        return f"on {result.on}"
+    first, last = result.seeds[0], result.seeds[-1]
+    return f"one seed ({first}): indicative" if first == last else f"{len(result.seeds)} seeds ({first} to {last})"
 
 
 def _verdict(result: Result) -> str:

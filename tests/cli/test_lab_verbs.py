@@ -49,6 +49,7 @@ def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
         (("claims", "--full", "--seeds", "5"), "give one of them"),
         (("claims", "--seeds", "0"), "at least one seed"),
         (("claims", "--seeds", "2", "--on", "little"), "there already"),
+        (("claims", "--first-seed", "-1"), "the first one cannot be -1"),
         (("claims", "--text", "a.txt"), "give --on MODEL too"),
         (("claims", "hill", "--on", "minilm"), "hill cannot be tried on a given model"),
     ],
@@ -75,7 +76,9 @@ def test_claims_with_their_page(monkeypatch, capsys, tmp_path: Path):
     asked = ("claims", "same-numbers", "parameters", "--cache", str(tmp_path / "cache"), "--processes", "1")
     code, said, _ = call(monkeypatch, capsys, *asked, "--out", str(out))
     assert code == 0
-    assert "one seed: indicative" in said
+    assert "one seed (0): indicative" in said
+    assert "true by construction: a plain layer has four matrices" in " ".join(said.replace("│", " ").split())
+    assert "were looked at while rules were made" in " ".join(said.split())
     assert sorted(path.name for path in out.iterdir()) == [
         "01-same-numbers.svg", "03-parameters.svg", "claims.html", "claims.json", "claims.md",
     ]  # fmt: skip
@@ -84,3 +87,8 @@ def test_claims_with_their_page(monkeypatch, capsys, tmp_path: Path):
     assert "headwise claims parameters" in (out / "claims.md").read_text()
     code, said, _ = call(monkeypatch, capsys, *asked, "--json")
     assert json.loads(said) == told
+    assert [(claim["seeds"], claim["seen"]) for claim in told] == [([0], True)] * 2
+    assert told[1]["identity"].startswith("a plain layer has four matrices")
+    code, said, _ = call(monkeypatch, capsys, *asked, "--seeds", "2", "--first-seed", "40")
+    assert "2 seeds (40 to 41)" in said
+    assert "looked at" not in said

@@ -7,7 +7,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.lab import run
+from headwise.lab import make, run
 from headwise.lab.claim import Verdict
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Size
@@ -75,13 +75,37 @@ def test_timed_claims_run_here_alone_and_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "find_claims", lambda names=(): (timed,))
     for _ in range(2):
         (made,) = hw.claims(["parameters"], full=True, size=TINY, cache=tmp_path)
-        assert made.verdict.word == "holds"
+        assert made.verdict.word == "true by construction"
         assert not made.indicative
     assert calls == [(0, 1, 2)]
+    assert made.seen  # while the rules were made
     (made,) = hw.claims(["parameters"], seeds=5, size=TINY, cache=tmp_path)
     assert (calls[1:], made.again) == ([(0, 1, 2, 3, 4)], "headwise claims parameters --seeds 5")
     with pytest.raises(HeadwiseError, match="give one of them"):
         hw.claims(["parameters"], full=True, seeds=5)
+    (made,) = hw.claims(["parameters"], seeds=2, first_seed=100, size=TINY, cache=tmp_path)
+    assert (calls[2:], made.again) == ([(100, 101)], "headwise claims parameters --seeds 2 --first-seed 100")
+    assert not made.seen
+    with pytest.raises(HeadwiseError, match="the first one cannot be -1"):
+        hw.claims(["parameters"], first_seed=-1)
+    with pytest.raises(HeadwiseError, match="there already"):
+        hw.claims(["parameters"], first_seed=3, on="smollm2")
+
+
+def test_every_claim_trains_on_the_seeds_that_were_asked_for(tmp_path):
+    lab = run.Lab(run.Store(tmp_path), (100, 101, 102, 103), TINY)
+    for claim in all_claims():
+        assert {point.recipe.seed for point in claim.points(lab)} <= set(lab.seeds), claim.name
+
+
+def test_texts_and_exams_follow_the_seeds(tmp_path, monkeypatch):
+    lab, other = (run.Lab(run.Store(tmp_path), seeds, TINY) for seeds in ((0,), (100,)))
+    shared = [[item.text for item in one.documents().items()] for one in (lab, other)]
+    assert not set(shared[0]) & set(shared[1])
+    asked = []
+    monkeypatch.setattr(make, "exam", lambda model, *, documents, seed: asked.append(seed) or ())
+    make.examine(None, 7)
+    assert asked == [20_007]
 
 
 def test_on_a_given_model(model):

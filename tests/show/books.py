@@ -58,7 +58,7 @@ def make_book(
 
 
 def make_claims() -> list[dict[str, Any]]:
-    """Three claims, one of each verdict: lines on an axis of doublings, bars with a negative one, bars far from zero."""
+    """Four claims, one of each verdict: lines on an axis of doublings, bars with a negative one, bars far from zero."""
     heads = [_figure("loss", 2**k, [2.5 - k / 8, 2.75 - k / 8, 2.625 - k / 8]) for k in range(7)]
     roles = [_figure("gain", at, [value]) for at, value in (("induction", 0.5), ("<i>copy</i>", -0.25))]
     scales = [_figure("loss", at, values) for at, values in (("usual", [2.25, 2.3, 2.275]), ("none", [2.4, 2.5, 2.45]))]
@@ -68,12 +68,14 @@ def make_claims() -> list[dict[str, Any]]:
          {"x": "heads", "y": "held-out loss", "log": True, "series": [{"name": "loss", "points": points}]}),
         ("roles", "holds", "", roles, _bars("loss gained", roles)),
         ("scale", "does not hold", "", scales, _bars("held-out loss", scales)),
+        ("sums", "true by construction", "for heads of their own", roles, _bars("share", roles)),
     ]  # fmt: skip
     return [
         {
             "number": place, "name": name, "says": f"What {name} <u>says</u> of heads.", "against": "A count that moves.",
             "setup": "Models of one width.", "rule": "Holds if it falls.", "verdict": verdict, "depends_on": on,
             "indicative": len(rows[0]["values"]) < 3, "seeds": list(range(len(rows[0]["values"]))), "on": "",
+            "identity": "a sum is a sum" if name == "sums" else "", "seen": True,
             "figures": rows, "picture": picture, "again": f"headwise claims {name}", "ends": "95 %",
         }
         for place, (name, verdict, on, rows, picture) in enumerate(made, 1)

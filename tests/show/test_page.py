@@ -161,7 +161,9 @@ def test_nothing_live_stands_in_a_report(page, report):
 
 def test_claims_show_what_the_book_holds(page, report, book):
     show(page, report, "view=claims")
-    assert page.text_content('[data-fact="summary"]') == "1 holds, 1 does not hold, 1 depends on something."
+    assert page.text_content('[data-fact="summary"]') == (
+        "1 holds, 1 does not hold, 1 depends on something, 1 is true by construction."
+    )
     for claim in book["claims"]:
         part = page.locator(f"#claim-{claim['name']}")
         assert part.locator("h2").text_content() == f"{claim['number']}. {claim['says']}"  # text stays text
@@ -171,6 +173,7 @@ def test_claims_show_what_the_book_holds(page, report, book):
         assert ("indicative: 1 seed" in verdict) == claim["indicative"]
         facts = part.locator("dd").all_text_contents()
         assert facts[:3] == [claim["against"], claim["setup"], claim["rule"]]
+        assert (claim["identity"] in facts) == bool(claim["identity"])
         assert facts[-1] == claim["again"]
         part.locator("summary").click()
         cells = part.locator("tbody td.number").evaluate_all(

@@ -1,5 +1,6 @@
 """Many heads can be cut after training."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,15 +16,15 @@ from headwise.lab.point import Point
 from headwise.look.profile import documents_for
 from headwise.model import AnyModel
 
-KEEPS = (0.9, 0.8, 0.75, 0.5, 0.25)
-MANY = 0.2  # of the heads
+CUTS = (0.1, 0.25, 0.5, 0.75)  # shares of the heads that go, rounded up to whole heads: at least so many
+MANY = 0.25
 LITTLE, SOME = 0.01, 0.05  # more loss, as a share of the full model's
 TEXTS = 64  # of a given text: half to choose heads on, half to judge the choice by
 WAYS = {"ablation": "by what they are worth", "random": "at random"}
 
 
 def more_loss(
-    model: AnyModel, on: Any, test: Any, keeps: Sequence[float] = KEEPS
+    model: AnyModel, on: Any, test: Any, cuts: Sequence[float] = CUTS
 ) -> dict[str, list[tuple[float, float]]]:
     """For heads chosen by ablation and at random: the share that went, and how much more loss that gave, as a share.
 
@@ -31,8 +32,18 @@ def more_loss(
     """
     if model.output is None:
         raise HeadwiseError("a model without an output has no loss to compare; give one that predicts tokens.")
-    made = curve(model, on, test, keeps=keeps, bys=tuple(WAYS))
-    return {by: _relative(made, by, len(model.spec.addresses)) for by in WAYS}
+    total = len(model.spec.addresses)
+    made = curve(model, on, test, keeps=keeps(total, cuts), bys=tuple(WAYS))
+    return {by: _relative(made, by, total) for by in WAYS}
+
+
+def keeps(heads: int, cuts: Sequence[float] = CUTS) -> list[float]:
+    """The shares that stay when at least so large a share of the heads goes, and at least one stays.
+
+    >>> keeps(16), keeps(10, [0.25])  # of ten heads three go: two would be less than a quarter
+    ([0.875, 0.75, 0.5, 0.25], [0.7])
+    """
+    return list(dict.fromkeys(max(1, heads - math.ceil(cut * heads)) / heads for cut in cuts))
 
 
 def can_go(cuts: Sequence[tuple[float, float]], bar: float) -> float:
@@ -56,7 +67,8 @@ def points(lab: Lab) -> Iterator[Point]:
 
 def measure(lab: Lab) -> Figures:
     """Every seed's model; heads are chosen on some held-out documents and judged by others."""
-    return _told([more_loss(lab.made(point).model(), lab.documents(1), lab.documents(2)) for point in points(lab)])
+    choosing, judging = (lab.documents(lab.seeds[0] + more) for more in (1, 2))
+    return _told([more_loss(lab.made(point).model(), choosing, judging) for point in points(lab)])
 
 
 def on(model: AnyModel, text: Any = None) -> Figures:
@@ -103,13 +115,13 @@ CLAIM = Claim(
     number=15,
     name="cutting",
     says="Many heads of a trained model can be cut with hardly any loss.",
-    against=f"A model that loses {LITTLE:.0%} or more as soon as a fifth of its heads, chosen by what they are "
+    against=f"A model that loses {LITTLE:.0%} or more as soon as a quarter of its heads, chosen by what they are "
     "worth, is gone.",
     setup="Heads of the usual trained model are ranked by ablation on held-out documents and cut, what they gave "
-    f"on average left behind, until {', '.join(f'{keep:.0%}' for keep in KEEPS)} are kept; the loss on other "
-    "documents is compared with the full model's, and with cuts at random (three draws).",
+    f"on average left behind, until {', '.join(f'{cut:.0%}' for cut in CUTS)} are gone, rounded up to whole heads; the loss "
+    "on other documents is compared with the full model's, and with cuts at random (three draws).",
     rule=f"What can go is the largest cut such that it and all smaller ones give less than {LITTLE:.0%} more loss. "
-    f"Holds if it is at least {MANY:.0%} of the heads in every seed, chosen by ablation; depends on the seed if in "
+    f"Holds if it is a quarter of the heads or more in every seed, chosen by ablation; depends on the seed if in "
     f"some; depends on what it may cost if that many go for less than {SOME:.0%} in some seed; else does not hold.",
     measure=measure,
     judge=judge,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.depth import LAYERS, PART, deep, same_cut
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
@@ -98,6 +98,7 @@ CLAIM = Claim(
     rule="The loss with fewer heads minus that with fewer layers, paired over seeds, at the end and on average "
     f"over training: holds if both are surely above {MATTERS:g} nats a token, does not hold if both are surely "
     "below that, else depends.",
+    asks=every(GAP),
     measure=measure,
     judge=judge,
     picture=Picture(MODELS, x="step", y="held-out loss, nats a token"),

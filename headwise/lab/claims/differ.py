@@ -1,12 +1,13 @@
 """Heads end up different, and the more so the narrower they are."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.counts import head_counts, trends
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.between import between
@@ -55,6 +56,12 @@ def measure(lab: Lab) -> Figures:
         figures.add("maps apart, by heads", heads, by_count[heads])
         figures.add("spaces alike, by heads", heads, [one["spaces"] for one in made])
     return figures.add("maps apart, gained by a doubling of heads", None, trends(by_count))
+
+
+def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
+    yield "maps apart, gained in training", None
+    yield "spaces alike beyond chance", "trained"
+    yield "maps apart, gained by a doubling of heads", None
 
 
 def on(model: AnyModel, text: Any = None) -> Figures:
@@ -110,6 +117,7 @@ CLAIM = Claim(
     f"overlap is surely less than {ALIKE:g} beyond chance and the distance surely grows by more than {STEP:g} nats for each "
     f"doubling of the head count (where head counts were compared). Else depends: on what is compared if maps surely part "
     f"but one of the others surely is not so, on the seed if that stays open.",
+    asks=_asks,
     measure=measure,
     judge=judge,
     picture=Picture(("maps apart", "maps apart, by heads"), y="Jensen–Shannon divergence, nats"),

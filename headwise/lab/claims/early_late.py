@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.depth import LAYERS, deep
 from headwise.lab.figure import Figure, Figures
 from headwise.lab.lab import Lab
@@ -59,7 +59,7 @@ class Thirds:
 def thirds(model: AnyModel, text: Any = None) -> dict[str, Thirds]:
     """What heads do in each third of the layers, over a text (None: the model's usual one).
 
-    `local` and `long range` are the weight 1 to 3 tokens away and beyond 16, as shares of what does not rest on the first
+    `local` and `long range` are the weight 1 to 3 tokens away and 32 or more, as shares of what does not rest on the first
     token; `syntactic` and `semantic` how often the best head of the third follows a relation, above the best fixed offset:
     the head is chosen on half of the documents and judged by the other. What a text has no relations for is left out.
     """
@@ -143,7 +143,9 @@ def _thirds(made: Profile) -> dict[str, Thirds]:
     near = sum((made.tally.per_bucket(name)[0] for name in LOCAL), np.zeros_like(rows))
     far, reaching = made.tally.per_bucket("long range")
     if not reaching.sum():
-        raise HeadwiseError(f"no token of this text has another more than {WINDOW} before it; give longer texts.")
+        raise HeadwiseError(
+            f"no token of this text has another {WINDOW} or more before it, the first left out; give longer texts."
+        )
     back = made.tally.per_bucket("distance")[0]
     found = {
         "local": Thirds(near @ third, awake),
@@ -197,14 +199,15 @@ CLAIM = Claim(
     against="A model whose last third of layers is as local or as syntactic as its first, or whose first is as "
     "long-range or as semantic as its last.",
     setup=f"Trained models of {LAYERS} layers on held-out documents, and SmolLM2's 30 layers on the probe set where "
-    "it is installed, by thirds: the weight 1 to 3 tokens away and beyond 16, of what does not rest on the first "
-    "token; and how often the best head follows syntactic relations, or related words and pronouns, above the best "
+    f"it is installed, by thirds: the weight 1 to 3 tokens away and {WINDOW} or more away, of what does not rest on the "
+    "first token; and how often the best head follows syntactic relations, or related words and pronouns, above the best "
     "fixed offset.",
     rule="Four things are said of each model: local early, syntactic early, long range late, semantic late. Each "
     f"is shown where the first and the last third surely differ that way by more than {LEAST:g} (share of weight, "
     "or accuracy), not so where surely by less or the other way, and open else. Holds if all are shown, does not hold "
     "if more than half are not so. Else depends: on which if any is not so, on the seed or the text if some are open "
     "and none is not so.",
+    asks=every(GAP),
     measure=measure,
     judge=judge,
     picture=Picture((*EARLY, *LATE), y="share of weight, or accuracy above the best offset"),

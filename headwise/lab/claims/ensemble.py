@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.figure import Figure, Figures
 from headwise.lab.lab import Lab
-from headwise.lab.make import EXAMINED
+from headwise.lab.make import EXAMINED, examine
 from headwise.lab.point import Point
 from headwise.look.inputs import tokenizer_of
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
-from headwise.train.exam import exam
 
 MEMBERS = 4
 SAME = 0.02  # nats: 2 % of perplexity
 WIDE, NARROW = "wide members", "narrow members"
+OPEN = "by the seed"
 
 
 class Average(nn.Module):
@@ -67,7 +67,7 @@ def measure(lab: Lab) -> Figures:
         figures.add("loss", f"{name}, averaged", together)
         figures.add("above the ensemble", name, [loss - together for loss in losses])
         figures.add("parameters, of the heads' model 1", name, _parameters(some) / made[0].point.spec.parameters)
-        for mark in exam(Average(models).eval(), documents=EXAMINED):  # pyright: ignore[reportArgumentType]
+        for mark in examine(Average(models).eval(), lab.seeds[0], EXAMINED):  # pyright: ignore[reportArgumentType]
             figures.add(f"right, {name} averaged", mark.quiz, mark.right)
     return figures
 
@@ -81,7 +81,8 @@ def judge(figures: Figures) -> Verdict:
         return Verdict("holds")
     if words == {"better than"} or words == {"worse than"}:
         return Verdict("does not hold", f"the heads are {told}")
-    return Verdict("depends", f"on the members: the heads are {told}")
+    on = "the seed" if any(word.startswith(OPEN) for word in words) else "the members"
+    return Verdict("depends", f"on {on}: the heads are {told}")
 
 
 def points(lab: Lab) -> Iterable[Point]:
@@ -93,7 +94,7 @@ def points(lab: Lab) -> Iterable[Point]:
 
 def _members(lab: Lab) -> dict[str, list[Point]]:
     """Models of one head: as wide as the model, or as narrow as one of several heads."""
-    seeds, narrow = range(MEMBERS), lab.size.width // MEMBERS
+    seeds, narrow = range(lab.seeds[0], lab.seeds[0] + MEMBERS), lab.size.width // MEMBERS
     return {
         WIDE: [lab.point(seed, 1) for seed in seeds],
         NARROW: [lab.point(seed, 1, head_dim=narrow) for seed in seeds],
@@ -109,7 +110,7 @@ def _compared(gap: Figure) -> str:
         return "worse than"
     if gap.below(-SAME):
         return "better than"
-    return "as good as" if gap.above(-SAME) and gap.below(SAME) else "by the seed better or worse than"
+    return "as good as" if gap.above(-SAME) and gap.below(SAME) else f"{OPEN} better or worse than"
 
 
 CLAIM = Claim(
@@ -118,13 +119,16 @@ CLAIM = Claim(
     says="Heads act like an ensemble: h heads in one model are as good as h models of one head whose answers are averaged.",
     against="A model of h heads that is clearly worse than the average, or clearly better: then heads do together what no "
     "averaging of answers does.",
-    setup=f"One model of {MEMBERS} heads for each seed, against {MEMBERS} models of one head, of seeds 0 to {MEMBERS - 1} "
-    "(other weights, other documents), their probabilities averaged: members with a head as wide as the model, each with as "
+    setup=f"One model of {MEMBERS} heads for each seed, against {MEMBERS} models of one head, of {MEMBERS} seeds from "
+    "the first one on (other weights, other documents), their probabilities averaged: "
+    "members with a head as wide as the model, each with as "
     f"many parameters as the model of {MEMBERS} heads, so {MEMBERS} times as many together; and members with a head of a "
     f"{MEMBERS}th of the width, whose attention adds up to that of the one model, though their MLPs and tables do not. All "
     "read the same held-out documents. There is one ensemble of each kind: intervals are over seeds of the one model.",
     rule=f"As good means a loss surely within {SAME:g} nats a token of the ensemble's. Holds if the heads are as good as "
-    "both ensembles; does not hold if they are surely better than both, or surely worse than both; else depends.",
+    "both ensembles; does not hold if they are surely better than both, or surely worse than both; else depends, on the seed "
+    "if either stays open, or on the members.",
+    asks=every("above the ensemble"),
     measure=measure,
     judge=judge,
     picture=Picture(("loss",), y="held-out loss, nats a token"),

@@ -106,7 +106,7 @@ def judge(figures: Figures) -> Verdict:
     if moved:
         told = "; ".join(f"{at} moves it up to {ratio:.3g} times" for at, ratio in moved.items())
         return Verdict("depends", f"on what is counted, the products alone being equal: {told}")
-    return Verdict("holds")
+    return Verdict("true by construction")
 
 
 CLAIM = Claim(
@@ -119,7 +119,9 @@ CLAIM = Claim(
     "multiplication with its addition; softmax is counted apart, "
     f"{SOFTMAX} for each of the heads x tokens² scores. Figures in millions.",
     rule=f"Does not hold if the products of a plain layer move at all. Depends if counting softmax too, or sharing one key "
-    f"head, moves the total by more than {BAR:.0%} from the fewest to the most; else holds.",
+    f"head, moves the total by more than {BAR:.0%} from the fewest to the most; else it is true by construction.",
+    identity="the products of a plain layer are heads x head_dim wide, which is the width",
+    words=("true by construction", "does not hold", "depends"),
     measure=measure,
     judge=judge,
     picture=Picture(("products", "softmax"), x="heads", y="million operations of a layer", log=True),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import FOUND, Claim, Picture, Verdict, every
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
@@ -150,14 +150,18 @@ def on(model: AnyModel, text: Any = None) -> Figures:
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
     asked = {name: figures.at(f"cosine {name}") for name in (OWN, MOVED)}
-    every = [figure for some in asked.values() for figure in some.values()]
-    if all(figure.below(BAR) for figure in every):
+    if not asked[MOVED]:
+        told = f"the gradient {MOVED} is taken of our own models alone, and those {OWN} differ by each head's own basis"
+        return Verdict("not measured", told)
+    every_one = [figure for some in asked.values() for figure in some.values()]
+    if all(figure.below(BAR) for figure in every_one):
         return Verdict("holds")
-    if all(figure.above(BAR) for figure in every):
+    if all(figure.above(BAR) for figure in every_one):
         return Verdict("does not hold")
     told = [f"{name} at {sum(f.below(BAR) for f in some.values())}" for name, some in asked.items()]
-    most = max(map(len, asked.values()))
-    return Verdict("depends", f"on the gradient: surely different {' and '.join(told)} of {most} steps looked at")
+    unsure = [figure for figure in every_one if not figure.below(BAR) and not figure.above(BAR)]
+    on, most = "seed" if unsure else "gradient", max(map(len, asked.values()))
+    return Verdict("depends", f"on the {on}: surely different {' and '.join(told)} of {most} steps looked at")
 
 
 CLAIM = Claim(
@@ -169,7 +173,11 @@ CLAIM = Claim(
     f"end, head by head: of all its weights end to end, and of W_V W_O as one matrix. The second is what it would move "
     f"otherwise, whatever basis the head keeps its channels in: random bases alone make the first differ. Mean |cosine| "
     f"over the pairs of a layer; 1 for copies, about √(2/πN) for random vectors.",
-    rule=f"Holds if both mean cosines are surely below {BAR:g} at every step, does not hold if surely none is; else depends.",
+    rule=f"Holds if both mean cosines are surely below {BAR:g} at every step, does not hold if all surely are above it; else "
+    "depends, on the seed if any stays open. Where the second was not taken, as of an attached model, nothing is said: not "
+    "measured.",
+    asks=every(f"cosine {OWN}", f"cosine {MOVED}"),
+    words=(*FOUND, "not measured"),
     measure=measure,
     judge=judge,
     picture=Picture(

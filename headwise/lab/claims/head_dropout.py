@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
@@ -112,6 +112,7 @@ CLAIM = Claim(
     rule=f"Paired over seeds: holds if the worst head surely costs less than {FALL:g} times as much, and the Gini "
     f"index of what heads cost surely falls by more than {LESS:g}; does not hold if both surely are not so; else "
     f"depends, on the seed if either stays open. A price of more than {PRICE:.0%} of the loss is told.",
+    asks=every("cost of the worst head, with over without", "Gini index, with − without"),
     measure=measure,
     judge=judge,
     picture=Picture(tuple(TOLD[name] for name in ("worst", "mean")), y="nats lost without one head"),

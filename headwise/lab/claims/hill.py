@@ -1,10 +1,10 @@
 """Quality against the number of heads is a hill: worst at both ends, best in a broad middle."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.counts import head_counts
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 
@@ -58,6 +58,12 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("holds", f"within {told}")
 
 
+def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
+    """Both ends; the middle is judged by its means."""
+    counts = sorted(heads for heads in figures.at("behind the best") if isinstance(heads, int))
+    return (("behind the best", heads) for heads in (counts[0], counts[-1]))
+
+
 def points(lab: Lab) -> Iterable[Point]:
     """Every head count of the sweep."""
     return [lab.point(seed, heads) for seed in lab.seeds for heads in head_counts(lab.size.width)]
@@ -82,5 +88,6 @@ CLAIM = Claim(
     measure=measure,
     judge=judge,
     picture=Picture(("loss",), x="heads", y="held-out loss, nats a token", log=True),
+    asks=_asks,
     points=points,
 )

@@ -165,7 +165,7 @@ def judge(figures: Figures) -> Verdict:
     if worst > EXACT:
         told = f"rank is at most head_dim, but one form misses the scores of a head by {worst:.2g} of their size"
         return Verdict("depends", f"on positions: {told}; rotary positions turn it with the offset")
-    return Verdict("holds")
+    return Verdict("true by construction")
 
 
 CLAIM = Claim(
@@ -177,8 +177,11 @@ CLAIM = Claim(
     "before mask and softmax, and what x W_Q W_Kᵀ xᵀ leaves of them unexplained (the largest of all heads). Beside it the "
     "spectra of W_Q W_Kᵀ and W_V W_O: effective rank, energy in the first half, and random weights of that shape. With one "
     "head head_dim is the width, and the bound binds nothing.",
-    rule=f"Does not hold if some head's rank is above head_dim. Holds if moreover one form explains every head's scores "
-    f"within {EXACT:g}; else depends on positions, or what else acts on q and k.",
+    rule=f"Does not hold if some head's rank is above head_dim. True by construction if moreover one form explains every "
+    f"head's scores within {EXACT:g}; else depends on positions, or what else acts on q and k. The spectra, what heads make "
+    "of their rank, are told and not judged.",
+    identity="q kᵀ is a product of matrices with head_dim columns: its rank cannot be more",
+    words=("true by construction", "does not hold", "depends"),
     measure=measure,
     judge=judge,
     picture=Picture(

@@ -1,5 +1,6 @@
 """Without mixing, heads do not know of each other."""
 
+from collections.abc import Iterator
 from itertools import combinations, islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import causal
 from headwise.lab.claim import Claim, Picture, Verdict
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.asked import ask, read_asked
@@ -83,6 +84,11 @@ def writing(model: AnyModel, corpus: Any = None) -> tuple[float, float, float]:
     return overlap, float(found.nulls["write"]), cosine
 
 
+def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
+    yield "interaction in the loss", NONE
+    yield "interaction left without mixing", None
+
+
 def points(lab: Lab) -> list[Point]:
     """The usual model, and one whose W_O is the identity and stays so."""
     return [lab.point(seed, start=start) for start in ("usual", "identity W_O") for seed in lab.seeds]
@@ -118,7 +124,9 @@ def _add_writing(figures: Figures, name: str, found: list[tuple[float, float, fl
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
     if any(max(figure.values) > ROUNDING for figure in figures.at("interaction within the layer").values()):
-        return Verdict("does not hold")
+        return Verdict(
+            "does not hold", "heads do not add up in their layer's own output, which breaks the sum over heads"
+        )
     lost, left = figures["interaction in the loss", NONE], figures["interaction left without mixing"]
     if lost.below(LITTLE):
         return Verdict("holds")
@@ -139,9 +147,12 @@ CLAIM = Claim(
     "one whose W_O is the identity in training too: as a share of what both cost singly, over all pairs. Beside it the "
     "overlap of write subspaces (chance d/D, 0 for the identity) and the cosine of what heads write on text. Not tested is "
     "whether mixing helps.",
-    rule=f"Does not hold if heads fail to add up in a layer's output by more than {ROUNDING:g}. Holds if without mixing the "
-    f"interaction in the loss is surely below {LITTLE:g}; depends if it surely is less than half of the usual model's; does "
+    rule=f"The loss decides. (Should heads fail to add up in a layer's output, by more than {ROUNDING:g}, it does not hold, "
+    f"and the code is wrong.) Holds if without mixing the interaction in the loss is surely below {LITTLE:g}; depends "
+    "if it surely is less than half of the usual model's; does "
     f"not hold if it surely is more than half and above {LITTLE:g}; else depends on the seed.",
+    identity="in their layer's own output heads add up, with W_O or without: it is a sum over heads",
+    asks=_asks,
     measure=measure,
     judge=judge,
     picture=Picture(("interaction in the loss", "interaction within the layer"), y="share of what both cost singly"),

@@ -1,9 +1,9 @@
 """One head must blend relations that several heads keep apart."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from headwise.lab.claim import Claim, Picture, Verdict
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.lookups import STEPS, LookUps, learn_lookups
 from headwise.lab.point import Point
@@ -55,7 +55,7 @@ def judge(figures: Figures) -> Verdict:
 def _look_ups(figures: Figures) -> tuple[bool | None, str]:
     """Whether look-ups bear it out, surely do not, or leave it open (None); and in words."""
     needed, tried = len(TASK.offsets), figures.at("all look-ups right")
-    one, many = tried[1], [figure for heads, figure in tried.items() if isinstance(heads, int) and heads >= needed]
+    one, many = tried[1], [tried[heads] for heads in _enough(figures)]
     if one.above(BLENDED):
         return False, f"{needed} look-ups at once go through one"
     if any(figure.below(LEARNED) for figure in many):
@@ -63,6 +63,18 @@ def _look_ups(figures: Figures) -> tuple[bool | None, str]:
     if one.below(BLENDED) and all(figure.above(LEARNED) for figure in many):
         return True, f"{needed} look-ups at once do not go through one"
     return None, f"whether {needed} look-ups at once go through one and through {needed} heads or more stays open"
+
+
+def _enough(figures: Figures) -> list[int]:
+    """Head counts that could keep every look-up apart."""
+    tried = figures.at("all look-ups right")
+    return [heads for heads in tried if isinstance(heads, int) and heads >= len(TASK.offsets)]
+
+
+def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
+    """Every relation, since losing any of them counts, and the look-ups that are judged."""
+    yield from (("lost by one head", relation) for relation in figures.at("lost by one head"))
+    yield from (("all look-ups right", heads) for heads in (1, *_enough(figures)))
 
 
 def points(lab: Lab) -> Iterable[Point]:
@@ -85,7 +97,8 @@ CLAIM = Claim(
     f"round. Holds if they do, one head surely loses more than {MATTERS:.0%} of right answers in some relation, and surely "
     f"gains as much in none. Does not hold if they do not and one head surely loses less than {MATTERS:.0%} in every "
     "relation. Else depends: on the seed if look-ups leave it open, or if no relation is surely lost and some may be; or on "
-    "the relation.",
+    "the relation. Any relation will do, so intervals are widened for all of them together.",
+    asks=_asks,
     measure=measure,
     judge=judge,
     picture=Picture(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
@@ -36,8 +36,9 @@ def judge(figures: Figures) -> Verdict:
     if len(cheap) == len(lost):
         return Verdict("does not hold")
     unsure = [str(name) for name in lost if str(name) not in dear + cheap]
-    told = ((dear, "costs"), (cheap, "does not cost"), (unsure, "may cost, or not, by the seed"))
-    return Verdict("depends", "on what stands in its place: " + "; ".join(f"{', '.join(n)} {w}" for n, w in told if n))
+    told = ((dear, "costs"), (cheap, "does not cost"), (unsure, "may cost, or not"))
+    on = "the seed" if unsure else "what stands in its place"
+    return Verdict("depends", f"on {on}: " + "; ".join(f"{', '.join(n)} {w}" for n, w in told if n))
 
 
 def points(lab: Lab) -> Iterable[Point]:
@@ -55,7 +56,8 @@ CLAIM = Claim(
     "head writes is x W_V W_O. The identity begins larger than a drawn W_O does; the fixed ones train 4096 parameters a "
     "layer fewer at width 64. Losses are paired by seed.",
     rule=f"Holds if both fixed ones surely lose more than {LEAST:g} nats a token; does not hold if both surely lose less; "
-    "else depends.",
+    "else depends, on the seed if either stays open.",
+    asks=every("lost"),
     measure=measure,
     judge=judge,
     picture=Picture(("lost",), y="loss above that of a learned W_O, nats a token"),

@@ -91,7 +91,7 @@ def judge(figures: Figures) -> Verdict:
     if moving:
         moves = "move" if len(moving) > 1 else "moves"
         return Verdict("depends", f"on what else the layer has: {', '.join(moving)} {moves} it")
-    return Verdict("holds")
+    return Verdict("true by construction")
 
 
 CLAIM = Claim(
@@ -101,7 +101,10 @@ CLAIM = Claim(
     against="A layer whose parameter count moves when only its head count does.",
     setup="Layers of one width with every head count that divides it, plain and with biases, gates, sinks, shared keys or "
     "sliced inputs; parameters are counted by building each. Of a given model, a plain layer of its width and its own kind.",
-    rule="Does not hold if a plain layer's count moves at all; depends if only another kind's does; else holds.",
+    rule="Does not hold if a plain layer's count moves at all; depends if only another kind's does; else it is true by "
+    "construction.",
+    identity="a plain layer has four matrices of width x width, however they are shared out over heads",
+    words=("true by construction", "does not hold", "depends"),
     measure=measure,
     judge=judge,
     picture=Picture(("parameters",), x="heads", y="parameters of a layer", log=True),

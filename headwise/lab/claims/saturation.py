@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.heads.site import Seen
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.counts import head_counts, trends
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
@@ -156,6 +156,7 @@ CLAIM = Claim(
     rule="For both kinds of trained models the entropy's slope on log₂(head_dim), by seed. Holds if it is surely below "
     f"−{BAR:g} for both, does not hold if surely above −{BAR:g} for both; else depends on the seed if either is neither, or "
     "on the scale.",
+    asks=every("entropy gained by a doubling of head_dim"),
     measure=measure,
     judge=judge,
     picture=Picture(

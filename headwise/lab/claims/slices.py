@@ -1,6 +1,6 @@
 """Heads do not partition the embedding: each reads all of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.diversity import diversity
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.between_weights import READS, compare_weights, folded_heads
@@ -99,6 +99,11 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("holds")
 
 
+def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
+    yield "overlap of what heads read, over chance", FULL
+    yield from (("lost by slices", name) for name in figures.at("lost by slices"))
+
+
 def points(lab: Lab) -> Iterable[Point]:
     """All three kinds."""
     return [point for some in _points(lab).values() for point in some]
@@ -135,6 +140,7 @@ CLAIM = Claim(
     "seed if neither surely less nor surely more. If more, holds if slices, with fewer parameters and with as many, surely "
     f"lose more than {LEAST:g} nats a token; depends on what is asked if one of them surely loses less, else on the seed. On "
     "a given model the overlap alone decides.",
+    asks=_asks,
     measure=measure,
     judge=judge,
     picture=Picture(("loss", "overlap of what heads read, over chance"), y="nats a token; times chance"),

@@ -1,9 +1,10 @@
 """Heads specialise."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from headwise.lab.claim import Claim, Picture, Verdict
-from headwise.lab.figure import Figures
+from headwise.lab.figure import At, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Point
 from headwise.look.clark import best_heads
@@ -46,6 +47,12 @@ def measure(lab: Lab) -> Figures:
     return _beside(pairs)
 
 
+def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
+    yield "share of heads with a role", "trained"
+    yield "share of heads with a role, gained", None
+    yield "relations followed, gained", None
+
+
 def on(model: AnyModel, text: Any = None) -> Figures:
     """A model beside one of the same spec that has learned nothing."""
     return _beside([tuple(profile(model, text, causal=False, control=control) for control in ("random-init", None))])
@@ -80,7 +87,8 @@ def judge(figures: Figures) -> Verdict:
     told = (
         f"{share.mean:.0%} have a role, and {figures['relations followed', 'trained'].mean:.1f} relations are followed"
     )
-    return Verdict("depends", f"on the head: {told} beyond a fixed offset")
+    sure = share.below(MOST) or relations.below(1)
+    return Verdict("depends", f"on the {'head' if sure else 'seed'}: {told} beyond a fixed offset")
 
 
 CLAIM = Claim(
@@ -95,7 +103,9 @@ CLAIM = Claim(
     rule=f"Does not hold if the share of heads with a role surely grew by less than {SOME:g} in training and the number of "
     f"relations followed by less than one. Depends on the seed if that is not sure, but neither is that the share grew by "
     f"more than {SOME:g} or the number by more than none. Else holds if surely more than {MOST:.0%} of heads have a role and "
-    f"relations surely came to be followed, or depends on the head.",
+    f"relations surely came to be followed. Else depends: on the head if one of these surely is not so, on the seed if that "
+    f"stays open.",
+    asks=_asks,
     measure=measure,
     judge=judge,
     picture=Picture(("right beyond the best offset, trained", "right beyond the best offset, untrained"), y="accuracy"),

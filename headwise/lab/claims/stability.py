@@ -1,12 +1,11 @@
 """Many heads make training more stable: less spread over seeds, and higher rates before it breaks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
-from scipy.stats import f as fisher
 
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.figure import Figure, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Made, Point
@@ -20,18 +19,6 @@ LOST = 0.5  # nats above the usual rate: such a run has learned little
 def rise(made: Made, usual: Made) -> float:
     """How far a run ended above the same model at the usual rate; one that diverged knows no more than to guess."""
     return min(made.loss, math.log(made.point.spec.vocab)) - usual.loss
-
-
-def spread_ratio(ones: Sequence[float], others: Sequence[float]) -> Figure:
-    """The standard deviation of one sample over that of another, with the 95 % interval of Fisher's F.
-
-    >>> made = spread_ratio([1.0, 2.0, 3.0], [1.0, 3.0, 5.0])
-    >>> made.mean, round(made.low, 2), round(made.high, 2)  # F of 2 and 2 degrees: 1/39 to 39
-    (0.5, 0.08, 3.12)
-    """
-    ratio = float(np.std(ones, ddof=1) / np.std(others, ddof=1))
-    low, high = (math.sqrt(fisher.ppf(q, len(ones) - 1, len(others) - 1)) for q in (0.975, 0.025))
-    return Figure.known(ratio, ratio / low, ratio / high)
 
 
 def measure(lab: Lab) -> Figures:
@@ -56,7 +43,7 @@ def measure(lab: Lab) -> Figures:
         for heads, values in losses.items():
             figures.add("spread over seeds", heads, float(np.std(values, ddof=1)))
         for heads in many:
-            figures.add("spread of one head over that of many", heads, spread_ratio(losses[one], losses[heads]))
+            figures.add("spread of one head over that of many", heads, Figure.spreads(losses[one], losses[heads]))
     return figures
 
 
@@ -118,8 +105,9 @@ CLAIM = Claim(
     rule="The cost of high rates is how far runs end above the same model at the usual rate, averaged over both. Does not "
     f"hold if both larger head counts surely save less than {MATTERS:g} nats a token of what they cost one head (paired by "
     "seed); else depends on the seed if neither surely saves more. If one does, depends on what stable means if losses "
-    "spread surely further over seeds with many heads than with one (Fisher's F; with three seeds only a sixfold spread "
-    "would show), on how many if the other surely saves less, on the seed if that stays open. Else holds.",
+    "spread surely further over seeds with many heads than with one (Fisher's F; of few seeds only a manifold spread would "
+    "show), on how many if the other surely saves less, on the seed if that stays open. Else holds.",
+    asks=every("spared by many heads", "spread of one head over that of many"),
     measure=measure,
     judge=judge,
     picture=Picture(("cost of high rates",), x="heads", y="nats above the usual rate", log=True),

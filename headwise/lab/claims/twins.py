@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.heads import Head
-from headwise.lab.claim import Claim, Picture, Verdict
+from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.figure import Figures
 from headwise.lab.lab import Lab
 from headwise.lab.point import Made, Point
@@ -109,6 +109,7 @@ CLAIM = Claim(
     f"{APART:g} of it; does not hold if twins surely are further than {APART:g}. Else depends: on rounding if twins surely "
     f"are further than {TOGETHER:g}; on the length of training if they surely are nearer and half twins surely nearer than "
     f"{APART:g}; else on the seed.",
+    asks=every("share of others' distance"),
     measure=measure,
     judge=judge,
     picture=Picture(("twins apart", "half twins apart", "others apart"), x="step", y="distance of weights"),

@@ -9,6 +9,8 @@ const VERDICTS = {
   holds: { sign: "✓", colour: "var(--good)", some: "hold", one: "holds" },
   "does not hold": { sign: "✗", colour: "var(--bad)", some: "do not hold", one: "does not hold" },
   depends: { sign: "◐", colour: "var(--focus)", some: "depend on something", one: "depends on something" },
+  "true by construction": { sign: "≡", colour: "var(--accent)", some: "are true by construction", one: "is true by construction" },
+  "not measured": { sign: "–", colour: "var(--soft)", some: "were not measured", one: "was not measured" },
 };
 const unfolded = new Set(); // claims whose figures are open; drawing anew leaves them so
 let reached = ""; // the claim last gone to
@@ -24,14 +26,17 @@ export async function claims(root) {
 // How many hold, in words; and a button for each verdict.
 function summary(asked) {
   const count = (verdict) => store.book.claims.filter((one) => one.verdict === verdict).length;
-  const words = Object.entries(VERDICTS).map(([verdict, { some, one }]) => `${count(verdict)} ${count(verdict) === 1 ? one : some}`);
+  const there = Object.keys(VERDICTS).filter((verdict, place) => place < 3 || count(verdict) > 0);
+  const words = there.map((verdict) => `${count(verdict)} ${VERDICTS[verdict][count(verdict) === 1 ? "one" : "some"]}`);
   const choose = (verdict, label) => el("button", { type: "button", "data-key": `verdict ${verdict}`, "aria-pressed": String(asked === verdict),
     onclick: () => change({ verdict }) }, label);
   return [
-    el("p", { class: "big", "data-fact": "summary" }, `${words.slice(0, 2).join(", ")}, ${words[2]}.`),
+    el("p", { class: "big", "data-fact": "summary" }, `${words.join(", ")}.`),
     store.book.claims.some((one) => one.indicative) && el("p", { class: "note" }, "Indicative: measured with fewer than three seeds. That shows the way, no more."),
+    store.book.claims.some((one) => one.verdict === "true by construction") && el("p", { class: "note" }, "True by construction: the algebra of a layer says so; measuring it tests the code, and is no evidence."),
+    store.book.claims.some((one) => one.seen) && el("p", { class: "note" }, "These seeds were looked at while the rules were made."),
     el("div", { class: "chips tools", role: "group", "aria-label": "Show by verdict" }, choose("", `all ${store.book.claims.length}`),
-      Object.keys(VERDICTS).map((verdict) => choose(verdict, [chip(verdict), ` ${count(verdict)}`]))),
+      there.map((verdict) => choose(verdict, [chip(verdict), ` ${count(verdict)}`]))),
   ];
 }
 
@@ -51,7 +56,7 @@ function chip(verdict) {
 
 function tested(one) {
   const facts = [["counts against it", one.against], ["set-up", one.setup], ["rule", one.rule],
-    ["seeds", one.seeds.join(", ")], ["tried on", one.on], ["do it again", el("code", { class: "command" }, one.again)]];
+    ["true by construction", one.identity], ["seeds", one.seeds.join(", ")], ["tried on", one.on], ["do it again", el("code", { class: "command" }, one.again)]];
   return el("section", { id: `claim-${one.name}`, class: one.name === state.claim ? "claim here" : "claim", "aria-label": one.says },
     el("h2", { tabindex: "-1" }, `${one.number}. ${one.says}`),
     el("p", { class: "chips", "data-fact": "verdict" }, chip(one.verdict), one.depends_on && el("strong", {}, one.depends_on), one.indicative && el("small", {}, `indicative: ${counted(one.seeds.length, "seed")}`)),

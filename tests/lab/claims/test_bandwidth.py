@@ -2,6 +2,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.lab.claims.bandwidth import CLAIM, measure, on, times
+from headwise.lab.figure import Figure, Figures
 from headwise.lab.lab import Lab, Size
 from headwise.lab.store import Store
 from headwise.model import Transformer
@@ -15,6 +16,13 @@ def rows(one, most):
 
 
 CASES = {"holds": rows(0.7, 2.0), "depends": rows(1.0, 2.0), "does not hold": rows(0.9, 1.05)}
+
+
+def test_a_clock_that_cannot_tell_is_no_answer():
+    figures = Figures()
+    for name, at, _ in rows(1, 1):
+        figures.add(name, at, Figure.turns([1.0, 1.2] * 8))
+    assert CLAIM.decide(figures)[1].on.startswith("on the turn of the clock: whether 64 heads")
 
 
 def test_many_maps_take_long():

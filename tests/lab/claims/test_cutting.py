@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from headwise.change.curve import Curve
+from headwise.change.rank import heads_left
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
 from headwise.lab.claims import cutting
-from headwise.lab.claims.cutting import CLAIM, MANY, can_go, more_loss, on
+from headwise.lab.claims.cutting import CLAIM, MANY, can_go, keeps, more_loss, on
+from headwise.lab.figure import Figures
 from headwise.look.importance import importance
 from headwise.look.runs import mean_activations
 from headwise.model import Transformer
@@ -43,7 +45,7 @@ def test_only_the_one_that_writes_matters(lab):
         for head in model.heads:
             head.W_O.zero_()
         model.heads["0.1"].W_O.normal_(std=3)
-    found = more_loss(model, documents, documents, keeps=(0.5, 0.9))["ablation"]
+    found = more_loss(model, documents, documents, cuts=(0.5, 0.1))["ablation"]
     alone = importance(model, documents, heads="0.1", means=mean_activations(model, documents))
     # If it does harm, it is the first to go, and the others change nothing; if it helps, it stays, and nothing changes.
     assert abs(alone.mean[0]) > 1e-4
@@ -64,11 +66,28 @@ def test_a_given_model(lab):
     assert CLAIM.judge(figures).word in WORDS
 
 
-def test_a_fifth_is_a_fifth():
-    # 1 − 8/10 is a little less than 0.2, which would count as fewer than the rule asks for.
-    cut = SimpleNamespace(heads=8, more=SimpleNamespace(mean=0.004))
+@pytest.mark.parametrize("heads", [4, 6, 7, 10, 16, 72, 270])
+def test_what_the_rule_asks_for_can_be_met(heads):
+    # The cut to a quarter takes a quarter or more, and not a head more than that needs.
+    left = [heads_left(heads, keep) for keep in keeps(heads)]
+    gone = min(heads - one for one in left if heads - one >= MANY * heads)
+    assert gone == -(-heads // 4)
+    if heads == 16:
+        assert left == [14, 12, 8, 4]
+
+
+def test_a_quarter_is_a_quarter():
+    cut = SimpleNamespace(heads=12, more=SimpleNamespace(mean=0.004))
     made = cast(Curve, SimpleNamespace(of=lambda by: [cut], full=SimpleNamespace(mean=2.0)))
-    assert cutting._relative(made, "ablation", 10) == [(MANY, 0.002)]
+    assert cutting._relative(made, "ablation", 16) == [(MANY, 0.002)]
+
+
+def test_one_seed_short_of_a_quarter_is_a_matter_of_seeds():
+    rows = [(LITTLE, CHOSEN, [0.25, 0.125, 0.5]), (SOME, CHOSEN, [0.5, 0.5, 0.5]), (LITTLE, BLIND, [0, 0, 0])]
+    figures = Figures()
+    for row in rows:
+        figures.add(*row)
+    assert str(CLAIM.judge(figures)) == "depends: on the seed: between 12% and 50% can go"
 
 
 def test_without_an_output_there_is_no_loss(lab):

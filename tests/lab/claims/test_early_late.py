@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,23 @@ def test_an_open_question_is_not_answered(values, word, on):
     verdict = judge(figures)
     assert verdict.word == word
     assert verdict.on.startswith(on)
+
+
+def test_what_is_said_to_be_long_range_is_what_is_measured(lab):
+    # Uniform heads over n tokens: row i has i/(i+1) off the first token, and i − 32 of its i + 1 keys, the first left out,
+    # lie 32 or more back.
+    tokenizer = byte_tokenizer()
+    model = Transformer(replace(_spec(lab, layers=3), vocab=len(tokenizer)))
+    model.tokenizer = tokenizer
+    with torch.no_grad():
+        for head in model.heads:
+            head.W_K.zero_()
+    n = 90
+    text = "".join(map(chr, range(33, 33 + n)))  # all different: what was seen before is not counted as long range
+    far, awake = (sum(f(i) for i in range(n)) for f in (lambda i: max(0, i - 32) / (i + 1), lambda i: i / (i + 1)))
+    found = thirds(model, [text, text[::-1]])["long range"].values
+    assert found == pytest.approx([far / awake] * 3, rel=1e-4)
+    assert "and 32 or more away" in CLAIM.setup
 
 
 def test_a_damaged_bundle_is_not_an_absent_one(tmp_path, monkeypatch):

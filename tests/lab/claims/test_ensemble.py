@@ -28,6 +28,18 @@ def test_better_than_both_is_no_ensemble_either():
     )
 
 
+def test_what_the_seed_decides_is_not_put_on_the_members():
+    figures = Figures().add(GAP, WIDE, [0.1, -0.1, 0.0]).add(GAP, NARROW, [0.1, -0.1, 0.05])
+    assert str(CLAIM.judge(figures)).startswith("depends: on the seed: the heads are by the seed better or worse than")
+    figures = Figures().add(GAP, WIDE, 0.1).add(GAP, NARROW, -0.1)
+    assert str(CLAIM.judge(figures)).startswith("depends: on the members: the heads are worse than wide members")
+
+
+def test_members_are_of_the_seeds_that_were_asked_for(tmp_path):
+    lab = told_lab(tmp_path, lambda point: {}, (100, 101))
+    assert {point.recipe.seed for point in CLAIM.points(lab)} == {100, 101, 102, 103}
+
+
 WORDS = add_frame(make_tokenizer("word", Corpus.of(["the dog ."])))  # as training leaves it
 A, B, C = WORDS.encode("the dog .", special=False)
 

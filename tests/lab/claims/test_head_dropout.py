@@ -15,7 +15,11 @@ from tests.lab.tiny import tiny_lab
 WORST, GINI, LOSS = "cost of the worst head, with over without", "Gini index, with − without", "loss, with over without"
 CASES = {
     "holds": [(WORST, None, [0.4, 0.45, 0.5]), (GINI, None, [-0.2, -0.25, -0.22]), (LOSS, None, [1.05, 1.04, 1.05])],
-    "does not hold": [(WORST, None, [1.1, 1.0, 1.2]), (GINI, None, [0.04, 0.1, 0.05]), (LOSS, None, [1.0, 1.0, 1.0])],
+    "does not hold": [
+        (WORST, None, [1.1, 1.05, 1.15]),
+        (GINI, None, [0.05, 0.07, 0.06]),
+        (LOSS, None, [1.0, 1.0, 1.0]),
+    ],
     "depends": [(WORST, None, [0.4, 0.45, 0.5]), (GINI, None, [0.1, 0.07, 0.05]), (LOSS, None, [1.0, 1.0, 1.0])],
 }
 

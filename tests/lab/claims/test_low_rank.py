@@ -15,7 +15,7 @@ from tests.lab.tiny import tiny_lab
 
 RANK, REST = "largest rank over head_dim", "unexplained by one form"
 CASES = {
-    "holds": [(RANK, 8, [1.0, 1.0, 0.875]), (REST, 8, [1e-6, 1e-6, 2e-6])],
+    "true by construction": [(RANK, 8, [1.0, 1.0, 0.875]), (REST, 8, [1e-6, 1e-6, 2e-6])],
     "depends": [(RANK, 64, 1.0), (REST, 64, 0.7)],
     "does not hold": [(RANK, 8, [1.0, 1.0, 1.5]), (REST, 8, [1e-6, 1e-6, 2e-6])],
 }
@@ -82,9 +82,11 @@ def test_figures_of_the_lab(tmp_path):
 
 def test_on_a_given_model(tmp_path):
     lab = tiny_lab(tmp_path)
-    assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word == "holds"
+    assert judge(on(lab.made(lab.point(0)).model(), lab.documents())).word == "true by construction"
 
 
-@pytest.mark.parametrize(("name", "word"), [("gpt2", "holds"), ("llama", "depends")])  # learned, rotary positions
+@pytest.mark.parametrize(
+    ("name", "word"), [("gpt2", "true by construction"), ("llama", "depends")]
+)  # learned, rotary positions
 def test_on_an_attached_model(name, word):
     assert judge(on(hw.attach(*build(name)), documents(24))).word == word

@@ -3,7 +3,7 @@ import torch
 
 from headwise.heads import MultiHeadAttention
 from headwise.lab.claims.one_projection import CLAIM, Loop, measure, on, slower
-from headwise.lab.figure import Figure
+from headwise.lab.figure import Figure, Figures
 from headwise.lab.lab import Lab
 from headwise.lab.store import Store
 from headwise.model import Transformer
@@ -18,7 +18,22 @@ def rows(small, large):
     ]
 
 
-CASES = {"holds": rows(5.0, 2.0), "depends": rows(5.0, 1.6), "does not hold": rows(1.0, 1.2)}
+CASES = {"holds": rows(5.0, 2.0), "depends": rows(5.0, 1.2), "does not hold": rows(1.0, 1.2)}
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "on"),
+    [
+        (5.0, 1.2, "on the size (width x heads x tokens); not so: 768x12x512 forward, 768x12x512 with backward"),
+        (5.0, 1.6, "on the turn of the clock; open: 768x12x512 forward, 768x12x512 with backward"),
+        (1.0, 1.6, "on the turn of the clock; not so: 64x8x64 forward, 64x8x64 with backward; open: 768x12x512"),
+    ],
+)
+def test_an_open_question_is_not_answered(small, large, on):
+    figures = Figures()
+    for row in rows(small, large):
+        figures.add(*row)
+    assert CLAIM.decide(figures)[1].on.startswith(on)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])

@@ -8,7 +8,7 @@ from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 
 CASES = {
-    "holds": [("most over fewest", "plain", 1.0), ("most over fewest", "biases", 1.0)],
+    "true by construction": [("most over fewest", "plain", 1.0), ("most over fewest", "biases", 1.0)],
     "depends": [("most over fewest", "plain", 1.0), ("most over fewest", "gates", 1.01)],
     "does not hold": [("most over fewest", "plain", 1.2), ("most over fewest", "gates", 1.01)],
 }
@@ -38,7 +38,7 @@ def given(width, **attention):
 def test_a_given_model_is_held_against_a_plain_one():
     figures = on(given(48, heads=6, rotary=Rotary()))
     assert list(figures.at("parameters")) == [1, 2, 4, 8, 16]
-    assert judge(figures).word == "holds"
+    assert judge(figures).word == "true by construction"
     gated = on(given(48, heads=6, gated=True))
     assert gated["most over fewest", "plain"].mean == 1
     assert gated["most over fewest", OWN].mean == (4 * 48**2 + 16) / (4 * 48**2 + 1)  # a gate for each head

@@ -31,7 +31,8 @@ CASES = {
     [
         ([0.0, 0.0, 0.01], [0, 1, 0], "on the seed"),
         ([-0.1, 0.0, 0.2], [0, 0, 0], "on the seed"),
-        ([0.2, 0.21, 0.2], [0, 1, 0], "on the head"),
+        ([0.2, 0.21, 0.2], [0, 1, 0], "on the seed"),
+        ([0.2, 0.21, 0.2], [0, 0, 0], "on the head"),
     ],
 )
 def test_an_open_question_is_not_answered(gained, relations, on):
