@@ -1,6 +1,7 @@
 """Claims are run once, whoever asks; what was found is kept; what cannot be run is said."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_timed_claims_run_here_alone_and_are_kept(tmp_path, monkeypatch):
         (made,) = hw.claims(["parameters"], full=True, size=TINY, cache=tmp_path)
         assert made.verdict.word == "true by construction"
         assert not made.indicative
+        assert made.seen  # these seeds, while the rules were made
     assert calls == [(0, 1, 2)]
-    assert made.seen  # while the rules were made
     (made,) = hw.claims(["parameters"], seeds=5, size=TINY, cache=tmp_path)
     assert (calls[1:], made.again) == ([(0, 1, 2, 3, 4)], "headwise claims parameters --seeds 5")
     with pytest.raises(HeadwiseError, match="give one of them"):
@@ -104,7 +105,7 @@ def test_texts_and_exams_follow_the_seeds(tmp_path, monkeypatch):
     assert not set(shared[0]) & set(shared[1])
     asked = []
     monkeypatch.setattr(make, "exam", lambda model, *, documents, seed: asked.append(seed) or ())
-    make.examine(None, 7)
+    make.examine(cast(hw.Transformer, None), 7)
     assert asked == [20_007]
 
 
