@@ -26,14 +26,15 @@ class Best(NamedTuple):
 
     relation: str
     way: str  # > from dependent to head, < from head to dependent
-    arcs: int  # on the half for reporting
+    arcs: int  # words that have the relation, on the half for reporting
     head: str
     accuracy: float
     low: float
     high: float
     offset: int
     offset_accuracy: float
-    excess: float  # weight above other pairs at the same distance
+    excess: float  # weight above other pairs of the same text at the same distance
+    coverage: float  # the share of words for which there are such pairs
     p: float  # head above offset, family-wise over relations
 
 
@@ -42,10 +43,9 @@ def best_heads(profile: Profile, fewest: int = 40) -> list[Best]:
     relations = profile.relations
     if relations is None:
         raise HeadwiseError("this profile has no relations; make it on documents that have some.")
-    expected, _ = relations.expected()
     rows, tests = [], []
     for name in dict.fromkeys(question.rsplit(" ", 1)[0] for question in relations.questions):
-        found = [_best_of(profile, f"{name} {way}", expected) for way in "><" if name not in SETS]
+        found = [_best_of(profile, f"{name} {way}") for way in "><" if name not in SETS]
         found = [one for one in found if one is not None and one[0].arcs >= fewest]
         if found:
             row, _, test = max(found, key=lambda one: one[1])
@@ -58,7 +58,7 @@ def best_heads(profile: Profile, fewest: int = 40) -> list[Best]:
     return sorted((row._replace(p=float(one)) for row, one in zip(rows, p, strict=True)), key=lambda row: -row.arcs)
 
 
-def _best_of(profile: Profile, question: str, expected: np.ndarray) -> tuple[Best, float, list[np.ndarray]] | None:
+def _best_of(profile: Profile, question: str) -> tuple[Best, float, list[np.ndarray]] | None:
     relations = profile.relations
     assert relations is not None
     number = relations.questions.index(question)
@@ -72,14 +72,16 @@ def _best_of(profile: Profile, question: str, expected: np.ndarray) -> tuple[Bes
     offset = int(fixed[choosing].sum(0).argmax())
     told, arcs = hits[reporting, head], counts[reporting, head]
     low, high = bootstrap(told[:, None], arcs[:, None])
-    mass = profile.tally.per_bucket(f"{question} mass")[0][REPORTING::2, head].sum()
+    matched, others = (profile.tally.per_bucket(f"{question} {kind}") for kind in ("matched", "others"))
+    fit = matched[1][reporting, head].sum()
+    excess = (matched[0] - others[0])[reporting, head].sum() / fit if fit else np.nan
     name, way = question.rsplit(" ", 1)
     row = Best(
         name, way, int(arcs.sum()), str(profile.addresses[head]), float(told.sum() / arcs.sum()),
-        float(low[0]), float(high[0]), NEAREST[offset], float(fixed[REPORTING::2, offset].sum() / arcs.sum()),
-        float((mass - expected[REPORTING::2, number, head].sum()) / arcs.sum()), float("nan"),
+        float(low[0]), float(high[0]), NEAREST[offset], float(fixed[reporting, offset].sum() / arcs.sum()),
+        float(excess), float(fit / arcs.sum()), float("nan"),
     )  # fmt: skip
-    return row, float(accuracy[head]), [told, fixed[REPORTING::2, offset], arcs]
+    return row, float(accuracy[head]), [told, fixed[reporting, offset], arcs]
 
 
 class Coreference(NamedTuple):

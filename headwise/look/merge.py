@@ -38,13 +38,9 @@ def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> R
     sums, counts = np.zeros(shape), np.zeros(shape)  # (buckets, heads, fields)
     for counted, part in parts:
         at = [questions.index(question) for question in part.questions]
-        merged.strata[:, at] += part.strata
         merged.offsets[:, at] += part.offsets
         merged.arcs[:, at] += part.arcs
         merged.left_out[:, at] += part.left_out
-        merged.on_arcs[at] += part.on_arcs
-        merged.on_all += part.on_all
-        merged.pairs += part.pairs
         for name in part.fields:
             made, rows = counted.per_bucket(name)  # (buckets, heads)
             sums[..., merged.fields.index(name)] += made

@@ -3,6 +3,11 @@
 Word by word: attention to a split word is the sum over its tokens, from it the mean over its tokens. Both directions. Besides
 the arcs of the documents two sets are taken: words of the same phrase, and words of the same class.
 
+What counts is rows: a word that has one target or several under a question. It hits if it looks hardest at one of them, and
+its weight is what all of them get, so a perfect head scores 1 however many there are. That weight is held against what other
+pairs of the same text get, at the same distance, from words that see about as many. A row counts there if each of its targets
+has such pairs; what has none is left out, and the share of rows that stayed is told as the coverage.
+
 A token may belong to several words, as `,"` does. Sums take it in each. What a word gives to its own tokens is given to
 itself, and to no word that shares them; so an arc whose target has no other token is not eligible, nor is one to or from a
 word without a token: such arcs are counted apart, as left out. Words that share a token are no rivals of each other.
@@ -23,9 +28,10 @@ from headwise.look.tally import BUCKETS, Tally
 
 NEAREST = range(-5, 6)  # the fixed offsets that are tried as a baseline
 SETS = ("same phrase", "same class")
-KINDS = ("hits", "mass", "valued hits", "valued mass")
+# Of all rows; and, of those that can be compared, the weight on the targets, on other pairs like them, and the valued weight.
+ASKED, MATCHED = ("hits", "mass", "valued hits", "valued mass"), ("matched", "others", "valued matched")
+KINDS = (*ASKED, *MATCHED)
 _EXACT, _STEPS, _SIGHT = 16, 3, 10  # offsets told apart one by one; bins beyond; bins of visible words
-STRATA = (2 * (_EXACT + _STEPS) + 1) * _SIGHT
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +41,8 @@ class Asked:
     question: np.ndarray  # (A,)
     source: np.ndarray  # (A,)
     target: np.ndarray  # (A,)
+    pairs: np.ndarray  # (P, 3): every visible pair of words, and its stratum, of S in this text
     stratum: np.ndarray  # (A,)
-    pairs: np.ndarray  # (P, 3): every visible pair of words, and its stratum
     to_word: (
         Tensor  # (T, W + pairs that share tokens): 1 where a token belongs to a word, or to both words of such a pair
     )
@@ -44,12 +50,54 @@ class Asked:
     shared: np.ndarray  # (pairs that share tokens, 2): the words
     rivals: Tensor  # (W, W): 1 where two words have no token in common
     left_out: np.ndarray  # (questions,): arcs that are not eligible
+    row: np.ndarray = field(init=False)  # (A,): the row of each arc, of R
+    asks: np.ndarray = field(init=False)  # (R,): the question of each row
+    others: np.ndarray = field(
+        init=False
+    )  # (A,): how many pairs of the same stratum are no arcs under the same question
+    fit: np.ndarray = field(init=False)  # (R,): whether there are some for each of its arcs
+
+    def __post_init__(self) -> None:
+        rows, row = np.unique(np.stack((self.question, self.source), 1), axis=0, return_inverse=True)
+        row = row.reshape(-1)
+        same = (self.question[:, None] == self.question) & (self.stratum[:, None] == self.stratum)  # (A, A)
+        others = (self.pairs[:, 2] == self.stratum[:, None]).sum(1) - same.sum(1)
+        fit = np.bincount(row[others == 0], minlength=len(rows)) == 0
+        for name, value in (("row", row), ("asks", rows[:, 0]), ("others", others), ("fit", fit)):
+            object.__setattr__(self, name, value)
 
     def near(self) -> np.ndarray:
-        """Which arcs each fixed offset hits, (A, offsets): the word there is the target, or shares a token with it."""
+        """Which rows each fixed offset hits, (R, offsets): the word there is a target, or shares a token with one."""
         there = self.source[:, None] + np.array(NEAREST)  # (A, offsets)
         inside = (there >= 0) & (there < len(self.rivals))
-        return inside & ~self.rivals.numpy()[self.target[:, None], np.where(inside, there, 0)]
+        hits = inside & ~self.rivals.numpy()[self.target[:, None], np.where(inside, there, 0)]
+        made = np.zeros((len(self.asks), len(NEAREST)), dtype=bool)
+        np.logical_or.at(made, self.row, hits)
+        return made
+
+    def measured(self, plain: Tensor, valued: Tensor) -> Tensor:
+        """What two maps, (H, W, W) each, give every row: (H, R, kinds)."""
+        row, fit = torch.from_numpy(self.row), torch.from_numpy(self.fit)
+        made = torch.zeros(len(KINDS), len(plain), len(self.asks))
+        for words, hits, mass, matched in ((plain, 0, 1, 4), (valued, 2, 3, 6)):
+            hit, weight = self.followed(words)  # (H, A)
+            made[hits].index_add_(1, row, hit.float()).clamp_(max=1)  # of targets that share a token both are hit
+            made[mass].index_add_(1, row, weight)
+            made[matched] = made[mass] * fit
+        made[5] = torch.zeros_like(made[5]).index_add_(1, row, self.expected(plain)) * fit
+        return made.permute(1, 2, 0)
+
+    def expected(self, words: Tensor) -> Tensor:
+        """The mean weight of the pairs an arc is compared with: (H, W, W) → (H, A); 0 where there are none."""
+        source, target, stratum = (torch.from_numpy(self.pairs[:, i]) for i in range(3))
+        arcs = torch.from_numpy(self.question * (int(stratum.max()) + 1) + self.stratum)  # (A,)
+        weight = words[:, torch.from_numpy(self.source), torch.from_numpy(self.target)].double()  # (H, A)
+        every = weight.new_zeros(len(words), int(stratum.max()) + 1).index_add_(
+            1, stratum, words[:, source, target].double()
+        )
+        own = weight.new_zeros(len(words), int(arcs.max()) + 1).index_add_(1, arcs, weight)
+        rest = (every[:, torch.from_numpy(self.stratum)] - own[:, arcs]).clamp(min=0)
+        return (rest / torch.from_numpy(self.others).clamp(min=1)).to(words)
 
     def followed(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Which arcs a map (H, W, W) hits, and the weight it gives them: (H, A) each."""
@@ -79,22 +127,17 @@ class Relations:
     tally: Tally
     questions: tuple[str, ...]
     causal: bool
-    strata: np.ndarray = field(init=False)  # (buckets, questions, strata): how many arcs lie in each
-    offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many arcs each fixed offset hits
+    offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many rows each fixed offset hits
     arcs: np.ndarray = field(init=False)  # (buckets, questions): those that are eligible
     left_out: np.ndarray = field(
         init=False
     )  # (buckets, questions): those whose words cannot be told apart by their tokens
-    on_arcs: np.ndarray = field(init=False)  # (questions, heads, strata): weight on arcs
-    on_all: np.ndarray = field(init=False)  # (heads, strata): weight on all pairs
-    pairs: np.ndarray = field(init=False)  # (strata,)
     _prepared: dict[int, Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Q, H = len(self.questions), self.tally.heads
-        self.strata, self.offsets = np.zeros((BUCKETS, Q, STRATA)), np.zeros((BUCKETS, Q, len(NEAREST)))
-        self.arcs, self.left_out, self.on_arcs = *np.zeros((2, BUCKETS, Q)), np.zeros((Q, H, STRATA))
-        self.on_all, self.pairs = np.zeros((H, STRATA)), np.zeros(STRATA)
+        Q = len(self.questions)
+        self.offsets = np.zeros((BUCKETS, Q, len(NEAREST)))
+        self.arcs, self.left_out = np.zeros((2, BUCKETS, Q))
         self.fields = tuple(f"{question} {kind}" for question in self.questions for kind in KINDS)
 
     @staticmethod
@@ -110,7 +153,7 @@ class Relations:
         return Relations(tally, tuple(f"{name} {way}" for name in (*names, *sets) for way in "><"), causal)
 
     def begin(self, batch: Batch) -> None:
-        """Count what does not depend on heads: the arcs, by offset and stratum."""
+        """Count what does not depend on heads: the arcs, and the rows that lie at each offset."""
         self._prepared = {}
         for unit in batch.units:
             if unit.document is None:
@@ -118,11 +161,9 @@ class Relations:
             asked = self._ask(unit)
             self._prepared[unit.number] = asked
             bucket = unit.bucket
-            np.add.at(self.strata[bucket], (asked.question, asked.stratum), 1)
             np.add.at(self.arcs[bucket], asked.question, 1)
             self.left_out[bucket] += asked.left_out
-            np.add.at(self.offsets[bucket], asked.question, asked.near())
-            np.add.at(self.pairs, asked.pairs[:, 2], 1)
+            np.add.at(self.offsets[bucket], asked.asks, asked.near())
 
     def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
         """One call at one site."""
@@ -133,27 +174,14 @@ class Relations:
             asked = self._prepared.get(unit.number)
             if asked is None or not len(asked.question):
                 continue
-            made = torch.zeros(H, len(self.questions), len(KINDS))
-            question = torch.from_numpy(asked.question)
-            for kind, words in ((0, plain[row]), (2, valued[row])):  # (H, W, W)
-                hit, weight = asked.followed(words)  # (H, A)
-                made[..., kind].index_add_(1, question, hit.float())
-                made[..., kind + 1].index_add_(1, question, weight)
-            sums[row] = made.flatten(1)
-            counts[row, 0] = torch.bincount(question, minlength=len(self.questions)).repeat_interleave(len(KINDS))
-            self._add_strata(plain[row], asked, slice(first_head, first_head + H))
+            asks, Q = torch.from_numpy(asked.asks), len(self.questions)
+            made = asked.measured(plain[row], valued[row])  # (H, R, kinds)
+            sums[row] = torch.zeros(H, Q, len(KINDS)).index_add_(1, asks, made).flatten(1)
+            rows, fit = (
+                torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
+            )
+            counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(MATCHED))), 1).flatten()
         self.tally.add(self.fields, slice(first_head, first_head + H), [u.bucket for u in batch.units], sums, counts)
-
-    def _add_strata(self, words: Tensor, asked: Asked, heads: slice) -> None:
-        """The weight on all pairs and on arcs, by stratum: their difference is the weight on pairs that are no arcs."""
-        H = len(words)
-        source, target, stratum = (torch.from_numpy(asked.pairs[:, i]) for i in range(3))
-        table = torch.zeros(H, STRATA).index_add_(1, stratum, words[:, source, target])
-        self.on_all[heads] += table.numpy()
-        flat = torch.from_numpy(asked.question * STRATA + asked.stratum)
-        on = words[:, torch.from_numpy(asked.source), torch.from_numpy(asked.target)]
-        table = torch.zeros(H, len(self.questions) * STRATA).index_add_(1, flat, on)
-        self.on_arcs[:, heads] += table.unflatten(1, (-1, STRATA)).transpose(0, 1).numpy()
 
     def _word_maps(self, seen: Seen, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Word-by-word attention of each unit, plain and weighted by what is fetched: (H, W, W) each."""
@@ -200,7 +228,7 @@ class Relations:
         apart = np.array([[bool(mine and theirs - mine) for theirs in places] for mine in places]).reshape(W, W)
         question, source, target, left_out = [], [], [], np.zeros(len(self.questions))
         for number, (name, way) in enumerate(one.rsplit(" ", 1) for one in self.questions):
-            for s, t in self._pairs_of(unit, name):
+            for s, t in sorted({*self._pairs_of(unit, name)}):
                 s, t = (s, t) if way == ">" else (t, s)
                 if s == t or t in first or (t > s and self.causal):
                     continue
@@ -214,9 +242,11 @@ class Relations:
         every = np.stack(np.meshgrid(np.arange(W), np.arange(W), indexing="ij"), -1).reshape(-1, 2)
         seen = apart[every[:, 0], every[:, 1]] & ((every[:, 1] < every[:, 0]) | (not self.causal))
         every = every[seen & ~np.isin(every[:, 1], first)]
-        pairs = np.concatenate((every, self._stratum(every[:, 0], every[:, 1], W)[:, None]), 1)
+        strata, place = np.unique(self._stratum(every[:, 0], every[:, 1], W), return_inverse=True)
+        pairs = np.concatenate((every, place.reshape(-1, 1)), 1)
+        stratum = np.searchsorted(strata, self._stratum(s, t, W))
         both = np.array(shared, dtype=np.int64).reshape(-1, 2)
-        return Asked(q, s, t, self._stratum(s, t, W), pairs, to_word, from_word, both, rivals, left_out)
+        return Asked(q, s, t, pairs, stratum, to_word, from_word, both, rivals, left_out)
 
     def _pairs_of(self, unit: Unit, name: str) -> Iterable[tuple[int, int]]:
         document = unit.document
@@ -242,25 +272,15 @@ class Relations:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that was counted, by name: what is saved, and what adds up."""
-        return {
-            name: getattr(self, name)
-            for name in ("strata", "offsets", "arcs", "left_out", "on_arcs", "on_all", "pairs")
-        }
+        return {name: getattr(self, name) for name in ("offsets", "arcs", "left_out")}
 
-    def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each bucket, question and head the weight pairs that are no arcs get in the arcs' strata, and the coverage.
-
-        (buckets, questions, heads): sums over the arcs; (questions,): the share of those whose stratum has such pairs. The
-        others are held against their own mean, so that they show nothing.
-        """
-        others = self.pairs - self.strata.sum(0)  # (questions, strata): pairs that are no arcs
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = (self.on_all - self.on_arcs) / others[:, None]  # (questions, heads, strata)
-        has = others > 0
-        own = self.on_arcs / np.maximum(self.strata.sum(0), 1)[:, None]
-        sums = np.einsum("bqs,qhs->bqh", self.strata, np.where(has[:, None], mean, own))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return sums, (self.strata.sum(0) * has).sum(-1) / self.strata.sum((0, 2))
+    def coverage(self) -> np.ndarray:
+        """The share of rows that could be compared with other pairs of their text, (questions,); NaN: none was asked."""
+        made = []
+        for question in self.questions:
+            fit, rows = (self.tally.per_bucket(f"{question} {kind}")[1].max(1).sum() for kind in ("matched", "hits"))
+            made.append(fit / rows if rows else np.nan)
+        return np.array(made)
 
 
 def _without_self(maps: list[Tensor], asked: list[Asked | None]) -> list[Tensor]:

@@ -83,6 +83,7 @@ class Case:
     nulls: np.ndarray
     valued: np.ndarray
     counts: np.ndarray
+    coverage: np.ndarray | None = None  # (heads,): the share of rows that could be compared, on the half for reporting
 
     def gain(self, half: int, valued: bool = False) -> np.ndarray:
         """(score − null) / (1 − null) on one half: (heads,); NaN where nothing was asked."""
@@ -132,7 +133,7 @@ class Support:
     interval: tuple[float, float]
     gain: float
     p: float  # family-wise
-    coverage: float  # rows or arcs that could have the target, per unit of the half for reporting
+    coverage: float  # the share of rows that could have the target or, of a relation, that could be compared
     probe: str | None
     rows: int
     effect: float | None = None  # what taking the head away costs its probe, beyond others of its layer, nats an answer
@@ -212,7 +213,7 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
                 Support(
                     case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
                     (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
-                    float(rows[head] / max(1, (asked[:, head] > 0).sum())), case.role.probe, int(rows[head]),
+                    1.0 if case.coverage is None else float(case.coverage[head]), case.role.probe, int(rows[head]),
                 )
             )  # fmt: skip
     for supports in found:
@@ -264,26 +265,43 @@ def _twin(name: str, kind: str) -> str:
 
 
 def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
-    expected, _ = relations.expected()  # (buckets, questions, heads)
     for number, question in enumerate(relations.questions):
         name, way = question.rsplit(" ", 1)
         if name == "unrelated" or relations.arcs[:, number].sum() == 0:
             continue
-        mass, counts = tally.per_bucket(f"{question} mass")
         role = Role(TOLD.get(name, name), (question,), RELATION, PROBES.get(name), way)
+        matched, fit = tally.per_bucket(f"{question} matched")
+        others = tally.per_bucket(f"{question} others")[0]
+        hits, counts = tally.per_bucket(f"{question} hits")
+        covered = _covered(fit, counts)
         if name in SETS:
-            yield Case(role, mass, expected[:, number], tally.per_bucket(f"{question} valued mass")[0], counts)
+            yield Case(role, matched, others, tally.per_bucket(f"{question} valued matched")[0], fit, covered)
             continue
-        hits, valued = (tally.per_bucket(f"{question} {kind}")[0] for kind in ("hits", "valued hits"))
         nulls = _best_offset(relations, number)[:, None] * np.ones(tally.heads)
-        if (
-            f"unrelated {way}" in relations.questions and name == "related"
-        ):  # the same frames with a word that has nothing to do
-            other, arcs = tally.per_bucket(f"unrelated {way} hits")
-            nulls = np.maximum(nulls, counts * _ratio(other, arcs))
-        excess = _ratio(mass, counts) - _ratio(expected[:, number], counts)
+        if f"unrelated {way}" in relations.questions and name == "related":
+            nulls = _larger(nulls, counts, *tally.per_bucket(f"unrelated {way} hits"))
+        chosen = in_half(counts, CHOOSING)
+        excess = _ratio(matched[chosen], fit[chosen]) - _ratio(others[chosen], fit[chosen])
         follows = np.nan_to_num(excess) >= EXCESS  # a hard positional head has exactly none
-        yield Case(role, hits * follows, nulls, valued * follows, counts)
+        valued = tally.per_bucket(f"{question} valued hits")[0]
+        yield Case(role, hits * follows, nulls, valued * follows, counts, covered)
+
+
+def _covered(some: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The share of rows, on the half for reporting: (heads,)."""
+    half = in_half(of, REPORTING)
+    return np.nan_to_num(_ratio(some[half], of[half]))
+
+
+def _larger(nulls: np.ndarray, counts: np.ndarray, other: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Of two baselines the one that is larger on the half for choosing, for each head: the best fixed offset, or how often
+    it looks at a word that has nothing to do, in the same frames. (buckets, heads)"""
+    halves = [(in_half(counts, half), in_half(of, half)) for half in (CHOOSING, REPORTING)]
+    rates = [np.nan_to_num(_ratio(other[theirs], of[theirs])) for _, theirs in halves]  # (heads,) each
+    chosen = halves[CHOOSING][0]
+    take = rates[CHOOSING] > np.nan_to_num(_ratio(nulls[chosen], counts[chosen]))
+    matched = sum(mine[:, None] * counts * rate for (mine, _), rate in zip(halves, rates, strict=True))
+    return np.where(take, matched, nulls)
 
 
 def _best_offset(relations: Relations, question: int) -> np.ndarray:

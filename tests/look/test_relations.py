@@ -140,16 +140,16 @@ def test_hits_and_mass(side: str, is_causal: bool, framed: bool, monkeypatch: py
     }
     for question in relations.questions:
         for kind, valued in (("", False), ("valued ", True)):
-            hits, mass, arcs = np.zeros(3), np.zeros(3), 0
+            hits, mass, rows_of = np.zeros(3), np.zeros(3), 0
             for unit, words in unit_maps(batches, seen, valued):
+                rows_of += len({s for s, _ in asked(unit, question, is_causal)})
                 for s, t in asked(unit, question, is_causal):
                     others = np.delete(words[:, s], s, 1)
                     hits += np.delete(np.arange(words.shape[1]), s)[others.argmax(1)] == t
                     mass += words[:, s, t]
-                    arcs += 1
             got_hits, counts = relations.tally.per_bucket(f"{question} {kind}hits")
             got_mass, _ = relations.tally.per_bucket(f"{question} {kind}mass")
-            np.testing.assert_array_equal(counts.sum(0), arcs, err_msg=question)
+            np.testing.assert_array_equal(counts.sum(0), rows_of, err_msg=question)
             np.testing.assert_array_equal(got_hits.sum(0), hits, err_msg=question)
             np.testing.assert_allclose(got_mass.sum(0), mass, rtol=1e-5, atol=1e-5, err_msg=question)
 
@@ -172,36 +172,51 @@ def sight(source: int, words: int, is_causal: bool) -> int:
     return int(np.log2(max(1, source if is_causal else words - 1)))
 
 
+def other_pairs(
+    unit: Unit, words: np.ndarray, question: str, is_causal: bool
+) -> dict[tuple[int, int], list[np.ndarray]]:
+    """The weight on pairs of a text that are no arcs, by offset and by how much their rows see."""
+    W, first, arcs = words.shape[1], unit.alignment.words_of_token[0], set(asked(unit, question, is_causal))
+    made: dict[tuple[int, int], list[np.ndarray]] = {}
+    for s in range(W):
+        for t in range(s if is_causal else W):
+            if s != t and t not in first and (s, t) not in arcs:
+                made.setdefault((t - s, sight(s, W, is_causal)), []).append(words[:, s, t])
+    return made
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("framed", [True, False])
 def test_what_other_pairs_get(is_causal: bool, framed: bool) -> None:
-    """expected(): each arc's weight if it were any pair at the same offset whose row sees about as much."""
+    """Each arc beside the pairs of its text at the same offset whose rows see about as much. Rows with an arc that has none
+    beside it are left out: from the weight, from what it is held against, and from the count."""
     units = make_units(framed, count=14, seed=2)
     batches = [make_batch(units[:5], "left"), make_batch(units[5:])]
     relations, seen = listened(batches, is_causal)
     maps = list(unit_maps(batches, seen))
-    sums, coverage = relations.expected()
+    dropped = 0
     for number, question in enumerate(relations.questions):
-        others: dict[tuple, list[np.ndarray]] = {}
+        others, matched, fit, rows = np.zeros((BUCKETS, 3)), np.zeros((BUCKETS, 3)), np.zeros(BUCKETS), 0
         for unit, words in maps:
-            W, first = words.shape[1], unit.alignment.words_of_token[0]
-            arcs = set(asked(unit, question, is_causal))
-            for s in range(W):
-                for t in range(s if is_causal else W):
-                    if s != t and t not in first and (s, t) not in arcs:
-                        others.setdefault((t - s, sight(s, W, is_causal)), []).append(words[:, s, t])
-        want, covered, arcs = np.zeros((BUCKETS, 3)), 0, 0
-        for unit, words in maps:
-            for s, t in asked(unit, question, is_causal):
-                found = others.get((t - s, sight(s, words.shape[1], is_causal)))
-                arcs += 1
-                covered += found is not None
-                want[unit.number % BUCKETS] += 0 if found is None else np.mean(found, 0)
-        if covered == arcs:
-            np.testing.assert_allclose(sums[:, number], want, rtol=1e-4, atol=1e-5, err_msg=question)
-        if arcs:
-            assert coverage[number] == pytest.approx(covered / arcs), question
-        assert relations.arcs[:, number].sum() == arcs
+            beside = other_pairs(unit, words, question, is_causal)
+            arcs = list(asked(unit, question, is_causal))
+            for source in {s for s, _ in arcs}:
+                targets = [t for s, t in arcs if s == source]
+                found = [beside.get((t - source, sight(source, words.shape[1], is_causal))) for t in targets]
+                rows += 1
+                if None in found:
+                    dropped += 1
+                    continue
+                fit[unit.bucket] += 1
+                others[unit.bucket] += sum(np.mean(one, 0) for one in found if one is not None)
+                matched[unit.bucket] += sum(words[:, source, t] for t in targets)
+        for kind, want in (("others", others), ("matched", matched)):
+            got, counts = relations.tally.per_bucket(f"{question} {kind}")
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"{question} {kind}")
+            np.testing.assert_array_equal(counts, np.tile(fit[:, None], 3), err_msg=question)
+        if rows:
+            assert relations.coverage()[number] == pytest.approx(fit.sum() / rows), question
+    assert dropped > 20
 
 
 def previous_word(units: list[Unit], is_causal: bool) -> Relations:
@@ -228,24 +243,56 @@ def test_a_previous_word_head_is_no_syntax(is_causal: bool) -> None:
     flat = [(s, t) for some in arcs for s, t in some if t < s or not is_causal]
     share = np.mean([t == s - 1 for s, t in flat])
     assert relations.tally.mean("det > hits") == pytest.approx([share])
-    sums, coverage = relations.expected()
-    number = relations.questions.index("det >")
-    assert coverage[number] == 1
-    mass, counts = relations.tally.per_bucket("det > mass")
-    assert mass.sum() == pytest.approx(sums[:, number].sum(), abs=1e-9), "no excess at all"
-    assert counts.sum() == len(flat)
+    coverage = (
+        6 / 8 if is_causal else 1
+    )  # 8 alone sees 8 words; 2 → 0 is a look at the first word, so 3 → 1 is alone too
+    assert relations.coverage()[relations.questions.index("det >")] == coverage
+    (mass, counts), (others, _) = (relations.tally.per_bucket(f"det > {kind}") for kind in ("matched", "others"))
+    assert mass.sum() == pytest.approx(others.sum(), abs=1e-9), "no excess at all"
+    assert counts.sum() == coverage * len(flat)
 
 
 def test_strata_without_other_pairs_are_left_out() -> None:
     """Every pair of neighbours is an arc: there is nothing to compare a previous-word head with, so it has no excess."""
     everywhere = [[(i, i - 1) for i in range(1, 9)] + [(6, 2)], [(i, i - 1) for i in range(1, 9)] + [(8, 3)]] * 6
     relations = previous_word(single_tokens(everywhere), is_causal=True)
-    _, coverage = relations.expected()
-    number = relations.questions.index("det >")
-    assert coverage[number] == pytest.approx(12 / (12 + 12 * 7)), "pairs at the first word are not asked for"
+    coverage = relations.coverage()[relations.questions.index("det >")]
+    assert coverage == 0, "words 6 and 8 look at a neighbour too, so that no row can be compared"
     for case in make_cases(relations.tally, relations, "det"):
         if case.role.detail == ">":
             assert case.mean(0) == pytest.approx([0]), "without excess weight a head follows nothing"
+
+
+def test_what_cannot_be_compared_is_left_out_and_does_not_dilute() -> None:
+    """Seven of eight rows have nothing beside them; the eighth has, and its excess is told whole, not an eighth of it."""
+    arcs = [(i, i - 1) for i in range(2, 9)] + [(1, 5)]  # every neighbour but the first word, where heads rest
+    relations = Relations.of(Tally(1), units := single_tokens([arcs] * 12), causal=False)
+    for unit in units:
+        batch, n = make_batch([unit]), len(unit.ids)
+        relations.begin(batch)
+        scores = torch.zeros(n, n).double()
+        scores[1, 5] = 200.0
+        relations.see(call(batch, False, 1, scores[None, None]), batch, 0)
+    matched, others = (relations.tally.mean(f"det > {kind}")[0] for kind in ("matched", "others"))
+    assert matched == pytest.approx(1)
+    assert others == pytest.approx(1 / 9), "0 → 4, 2 → 6, 3 → 7 and 4 → 8 look everywhere alike"
+    assert relations.coverage()[relations.questions.index("det >")] == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize("targets", [1, 2, 3])
+def test_a_perfect_head_scores_one_however_many_targets(targets: int) -> None:
+    """It shares its weight out over all of them, or looks at one."""
+    arcs = [(8, t) for t in (2, 4, 5)[:targets]]
+    for spread_out in (True, False):
+        relations = Relations.of(Tally(1), units := single_tokens([arcs] * 12), causal=True)
+        for unit in units:
+            batch, n = make_batch([unit]), len(unit.ids)
+            relations.begin(batch)
+            scores = torch.zeros(n, n).double()
+            scores[8, [t for _, t in arcs][: None if spread_out else 1]] = 200.0
+            relations.see(call(batch, True, 1, scores[None, None]), batch, 0)
+        for kind in ("hits", "mass", "valued hits", "valued mass"):
+            assert relations.tally.mean(f"det > {kind}") == pytest.approx([1]), kind
 
 
 def test_pairs_of_words_of_one_class_need_others_too() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.look.profile import SEQUENCES, profile
+from headwise.look.relations import NEAREST, Relations
 from headwise.look.result import Profile
 from headwise.look.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
 from headwise.look.tally import BUCKETS, Tally, bucket_of
@@ -234,6 +235,40 @@ def test_a_head_that_is_skilled_in_one_half_only_is_no_more_than_a_pattern() -> 
     found, _ = judge([case], 40)
     assert found[3][0].rung == "pattern"
     assert found[5] == [], "what was not chosen is not reported"
+
+
+@pytest.mark.parametrize(("unrelated", "null"), [(0.6, 0.6), (0.4, 0.5)])
+def test_the_larger_baseline_is_chosen_once(unrelated: float, null: float) -> None:
+    """Words that mean alike: the best offset hits every other arc, an unrelated word is hit so often; the larger of both, not
+    of both in each bucket, which would be .8 and .7."""
+    tally = Tally(1)
+    relations = Relations(tally, ("related >", "unrelated >"), causal=False)
+    there = np.arange(40)
+    made = np.zeros((40, 1, len(relations.fields)))
+    for field, value in (("related > hits", 1.0), ("related > matched", 0.9), ("unrelated > hits", 10 * unrelated)):
+        made[:, 0, relations.fields.index(field)] = value
+    counts = np.repeat([1.0, 10.0], len(relations.fields) // 2) * np.ones((40, 1, 1))
+    tally.add(relations.fields, slice(0, 1), there, torch.from_numpy(made), torch.from_numpy(counts))
+    relations.arcs[there] = 1, 10
+    relations.offsets[there[there % 4 < 2], 0, NEAREST.index(-1)] = 1  # in both halves alike
+    (case,) = make_cases(tally, relations, "semantic")
+    assert case.mean(1) == pytest.approx([1])
+    assert [case.null(half)[0] for half in (0, 1)] == pytest.approx([null, null])
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_excess_weight_is_asked_of_the_half_for_choosing(half: int) -> None:
+    """Weight above other pairs in one half alone: if it is where heads are chosen they may pass, else not."""
+    tally = Tally(1)
+    relations = Relations(tally, ("det >",), causal=False)
+    made = torch.zeros(40, 1, len(relations.fields))
+    made[..., relations.fields.index("det > hits")] = 1
+    made[half::2, :, relations.fields.index("det > matched")] = 0.9
+    made[..., relations.fields.index("det > others")] = 0.1
+    tally.add(relations.fields, slice(0, 1), range(40), made, torch.ones(1))
+    relations.arcs[:40] = 1
+    (case,) = make_cases(tally, relations, "det")
+    assert case.mean(1) == pytest.approx([1.0 - half])
 
 
 def test_one_role_alone() -> None:
