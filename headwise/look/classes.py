@@ -8,16 +8,13 @@ from torch import Tensor
 
 from headwise.text import Tokenizer
 
-CLASSES = ("delimiter", "special", "capitalised", "digit", "rare")
+CLASSES = ("delimiter", "special", "capitalised", "digit")
 _DELIMITER = re.compile(r"[.,;:!?()\[\]{}\"'`\-–—…/]+\Z|\n+\Z")
 
 
 @lru_cache(maxsize=8)
 def class_flags(tokenizer: Tokenizer, vocab: int) -> Tensor:
-    """Which classes each token id belongs to: (V, 5) of 0 and 1.
-
-    rare: the second half of the vocabulary, whose order is that of frequency, or of merges, which is nearly the same.
-    """
+    """Which classes each token id belongs to: (V, 4) of 0 and 1."""
     flags = torch.zeros(vocab, len(CLASSES))
     special = {i for i in tokenizer.special.values() if i is not None}
     special |= {i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
@@ -30,5 +27,4 @@ def class_flags(tokenizer: Tokenizer, vocab: int) -> Tensor:
         flags[i, 0] = bool(_DELIMITER.match(bare))
         flags[i, 2] = bare[:1].isupper()
         flags[i, 3] = bare.isdigit()
-        flags[i, 4] = i >= len(tokenizer) / 2
     return flags

@@ -14,6 +14,9 @@ NEAR = ("offset", "aimed", "aimed null", "aimed valued")
 BINS = tuple(f"distance {low}-{2 * low - 1}" for low in EDGES)
 # Beyond the window, the first token and repeated tokens left out: the weight, a uniform head's, and the valued weight.
 LONG = ("long range", "long range null", "long range valued")
+# Within three tokens of the query but at itself and at the first token: the same three.
+LOCAL = ("local", "local null", "local valued")
+_AROUND = [OFFSETS.index(offset) for offset in (3, 2, 1, -1, -2, -3)]
 
 
 def near_names(kind: str) -> tuple[str, ...]:
@@ -39,6 +42,14 @@ def near(rows: Rows, batch: Batch, norms: Tensor, valued_total: Tensor) -> dict[
         "aimed null": (null.expand_as(offset), targets),
         "aimed valued": (valued.sum(2) - (valued[:, :, early] * some).sum(2), targets),
     }
+
+
+def local(found: dict[str, tuple[Tensor, Tensor]], rows: Rows, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What `near` found around the query, (B, H, 3), and how many rows have a target there, (B, 1, 1)."""
+    here = [place for place in _AROUND if place < rows.near.shape[-1]]
+    sums = [found[kind][0][..., here].sum(-1) for kind in ("aimed", "aimed null", "aimed valued")]
+    could = _targets(rows, batch)[1][..., here].any(-1)  # (B, n)
+    return torch.stack(sums, -1), could.sum(1)[:, None, None]
 
 
 def argmax(rows: Full, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -73,9 +84,11 @@ def long_range(rows: Full, batch: Batch, norms: Tensor, valued_total: Tensor) ->
     valued = 1 - ((rows.near * _along(norms, rows)).sum(-1) + e_first * norm_first + rows.repeated[1]) * heavy
     weight = rows.share(rows.features[..., 0] - rows.near.sum(-1) - e_first - rows.repeated[0])
     visible, inside = rows.visible.to(norms), _targets(rows, batch)[0].sum(-1)[:, None]
-    null = (visible - inside - far_first * rows.sees_first - rows.repeats) / visible.clamp(min=1)
-    far = (back > WINDOW) | ((ahead >= WINDOW) & rows.ahead)
-    counts = (rows.counted & far).to(norms)[:, None]  # (B, 1, n): rows that have something far to look at
+    targets = visible - inside - far_first * rows.sees_first - rows.repeats
+    null = targets / visible.clamp(min=1)
+    far = ((back > WINDOW) | ((ahead >= WINDOW) & rows.ahead))[:, None]
+    # (B, 1 or H, n): rows that have something far to look at; of some, all that is far is repeated
+    counts = (rows.counted[:, None] & far & (targets > 0)).to(norms)
     made = [(values.clamp(min=0) * counts).sum(2) for values in (weight, null.expand_as(weight), valued)]
     return torch.stack(made, -1), counts.sum(2)[..., None]
 

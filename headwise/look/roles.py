@@ -26,10 +26,10 @@ RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
 
 @dataclass(frozen=True)
 class Role:
-    """One row: the measures whose sum is the score, and how far above its null it must be, (score − null) / (1 − null)."""
+    """One row: the measure that is the score, and how far above its null it must be, (score − null) / (1 − null)."""
 
     name: str
-    measures: tuple[str, ...]  # of the tally; each has a null and a valued twin
+    measure: str  # of the tally; it has a null and a valued twin, over the same rows: those that could have the target
     threshold: float
     probe: str | None = None  # what is asked of the model when the head is taken away
     detail: str = ""  # told beside the role: an offset, a direction
@@ -40,22 +40,22 @@ def offset_role(offset: int) -> Role:
     names = {1: "previous token", -1: "next token", 0: "self"}
     probe = "repeats" if offset == 1 else None
     return Role(
-        names.get(offset, "fixed offset"), (f"aimed {offset}",), 0.3, probe, "" if offset in names else f"{-offset:+d}"
+        names.get(offset, "fixed offset"), f"aimed {offset}", 0.3, probe, "" if offset in names else f"{-offset:+d}"
     )
 
 
-LOCAL = tuple(f"aimed {offset}" for offset in (-3, -2, -1, 1, 2, 3))
 TABLE = (
     *(offset_role(offset) for offset in range(1 - WINDOW, WINDOW)),
-    Role("local", LOCAL, 0.4, None, "within 3"),
-    Role("delimiter", ("delimiter",), 0.3),
-    Role("capitalised", ("capitalised",), 0.3),
-    Role("digit", ("digit",), 0.3),
-    Role("rare word", ("rare",), 0.3),
-    Role("long range", ("long range",), 0.4, None, f"beyond {WINDOW}"),
-    Role("induction", ("induction",), 0.1, "repeats"),
-    Role("duplicate token", ("duplicate",), 0.1, "repeats"),
+    Role("local", "local", 0.4, None, "within 3"),
+    Role("delimiter", "delimiter", 0.3),
+    Role("capitalised", "capitalised", 0.3),
+    Role("digit", "digit", 0.3),
+    Role("long range", "long range", 0.4, None, f"beyond {WINDOW}"),
+    Role("induction", "induction", 0.1, "repeats"),
+    Role("duplicate token", "duplicate", 0.1, "repeats"),
 )
+REPEATED = ("induction", "duplicate")  # not of the texts: asked of every row there is
+ROOM = 0.8  # a role whose null is above this is not told: a little more would look like all there is
 RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
 EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
 # relation: where a model that follows it must show it
@@ -199,7 +199,8 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
         asked = case.counts[half]  # (buckets, heads)
         chosen, told, heavy = case.gain(CHOOSING), case.gain(REPORTING), case.gain(REPORTING, valued=True)
         enough = (asked > 0).sum(0) >= FEWEST
-        wanted = np.flatnonzero((np.nan_to_num(chosen, nan=-1.0) >= case.role.threshold) & enough & np.isfinite(told))
+        room = np.maximum(case.null(CHOOSING), case.null(REPORTING)) <= ROOM  # NaN is not
+        wanted = np.flatnonzero((np.nan_to_num(chosen, nan=-1.0) >= case.role.threshold) & enough & room)
         if not len(wanted):
             continue
         low, high = bootstrap(case.scores[half][:, wanted], asked[:, wanted])
@@ -241,21 +242,19 @@ def _one_each(supports: list[Support]) -> list[Support]:
 
 
 def _table_cases(tally: Tally) -> Iterator[Case]:
+    rows = tally.per_bucket("entropy")[1] if "entropy" in tally.fields else None
     for role in TABLE:
-        there = [name for name in role.measures if name in tally.fields]
-        if not there:
+        if role.measure not in tally.fields:
             continue
-        parts = [[tally.per_bucket(_twin(name, kind)) for name in there] for kind in ("", " null", " valued")]
-        counts = np.max([rows for _, rows in parts[0]], 0)
+        (scores, counts), (nulls, asked), (valued, _) = (
+            tally.per_bucket(_twin(role.measure, kind)) for kind in ("", " null", " valued")
+        )
         if counts.sum() == 0:
             continue
-        null_counts = np.max([rows for _, rows in parts[1]], 0)
-        with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other rows
-            rate = np.where(null_counts > 0, np.sum([s for s, _ in parts[1]], 0) / null_counts, 0.0)
-        scores, valued = (np.sum([sums for sums, _ in part], 0) for part in (parts[0], parts[2]))
-        if len(there) > 1:  # at the edges of a text rows have but some of the targets; no row counts for more than one
-            counts = np.maximum(counts, np.maximum(scores, valued))
-        yield Case(role, scores, rate * counts, valued, counts)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other texts
+            rate = np.where(asked > 0, nulls / asked, 0.0)
+        covered = None if rows is None or role.measure in REPEATED else _covered(counts, rows)
+        yield Case(role, scores, rate * counts, valued, counts, covered)
 
 
 def _twin(name: str, kind: str) -> str:
@@ -269,7 +268,7 @@ def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
         name, way = question.rsplit(" ", 1)
         if name == "unrelated" or relations.arcs[:, number].sum() == 0:
             continue
-        role = Role(TOLD.get(name, name), (question,), RELATION, PROBES.get(name), way)
+        role = Role(TOLD.get(name, name), question, RELATION, PROBES.get(name), way)
         matched, fit = tally.per_bucket(f"{question} matched")
         others = tally.per_bucket(f"{question} others")[0]
         hits, counts = tally.per_bucket(f"{question} hits")

@@ -22,7 +22,7 @@ SHAPE = ("entropy", "relative entropy", "participation", "distance", "first", "a
 ROWS = (*SHAPE, *CLASSES, *(f"{name} null" for name in CLASSES), *(f"{name} valued" for name in CLASSES))
 # What is told by distances, of which there are none between two texts.
 PLACED = {
-    "distance", *diagonals.BINS, *diagonals.LONG,
+    "distance", *diagonals.BINS, *diagonals.LONG, *diagonals.LOCAL,
     *(name for kind in ("argmax", *diagonals.NEAR) for name in diagonals.near_names(kind)),
 }  # fmt: skip
 _NORM = 3 + len(CLASSES)  # where, among the features, the length of a key's write stands
@@ -72,8 +72,10 @@ class Surface:
             add(diagonals.LONG, *diagonals.long_range(rows, batch, norms, valued))
         whole = rows if rows is not None and self.every == 1 else glance(seen, batch, inputs, flags, norms)
         add(ROWS, *_measures(whole, batch))
-        for kind, both in diagonals.near(whole, batch, norms, whole.features[..., _NORM]).items():
+        near = diagonals.near(whole, batch, norms, whole.features[..., _NORM])
+        for kind, both in near.items():
             add(diagonals.near_names(kind), *_whole(both))
+        add(diagonals.LOCAL, *diagonals.local(near, whole, batch))
 
     def _keep(self, batch: Batch, first_head: int, across: bool) -> See | None:
         """Shows evidence the rows of each block that do not rest, on the first token or on themselves."""
@@ -137,6 +139,10 @@ def _measures(rows: Rows, batch: Batch) -> tuple[Tensor, Tensor]:
     made = [sums, share[..., 3:_NORM].sum(2), null.expand(-1, sums.shape[1], -1), heavy.sum(2)]
     counts = counted.sum(2).expand(-1, sums.shape[1])[..., None].repeat(1, 1, len(ROWS))  # (B, H, rows)
     counts[..., 1] = (many * counted).sum(2)  # where there is no choice, nothing is relative
+    could = ((rows.classes > 0) * counted[..., None]).sum(2)  # (B, 1 or H, c): rows that see a token of the class
+    for c, name in enumerate(CLASSES):
+        if name != "special":  # where a head rests is asked of all rows
+            counts[..., [ROWS.index(name + kind) for kind in ("", " null", " valued")]] = could[..., c, None]
     return torch.cat(made, -1), counts
 
 

@@ -11,7 +11,7 @@ from headwise.show.tables import make_table
 SIGNS = {
     "previous token": ("pr", "cyan"), "next token": ("nx", "cyan"), "fixed offset": ("of", "cyan"), "self": ("se", "cyan"),
     "local": ("lo", "cyan"), "induction": ("in", "magenta"), "duplicate token": ("du", "magenta"), "copy": ("co", "magenta"),
-    "delimiter": ("de", "yellow"), "capitalised": ("ca", "yellow"), "digit": ("di", "yellow"), "rare word": ("ra", "yellow"),
+    "delimiter": ("de", "yellow"), "capitalised": ("ca", "yellow"), "digit": ("di", "yellow"),
     "long range": ("lr", "blue"), "same phrase": ("ph", "blue"), "part of speech": ("ps", "blue"),
     "semantic": ("sm", "green"), "coreference": ("cf", "green"), "possessive": ("po", "green"), "bracket": ("br", "red"),
     "quote": ("qu", "red"),

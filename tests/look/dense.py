@@ -135,9 +135,10 @@ def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
     for c, name in enumerate(CLASSES):
         there = (flags[batch.ids][..., c].bool().numpy() & real)[:, None, None]
         there = there if name == "special" else there & ~start  # a sink is no interest in a class
-        keep(name, (p * there).sum(-1), row)
-        keep(f"{name} null", (sight & there).sum(-1) / np.maximum(visible, 1), row)
-        keep(f"{name} valued", (heavy * there).sum(-1), row)
+        could = row if name == "special" else row & (sight & there).any(-1)  # rows that see the class
+        keep(name, (p * there).sum(-1), could)
+        keep(f"{name} null", (sight & there).sum(-1) / np.maximum(visible, 1), could)
+        keep(f"{name} valued", (heavy * there).sum(-1), could)
     length = torch.einsum("bhte,hed->bhtd", seen.z.double(), seen.site.W_O.double()).norm(dim=-1).numpy()
     keep("write", length, row)
     keep("write share", length / np.maximum(length.sum(1, keepdims=True), 1e-30), row)
@@ -151,6 +152,10 @@ def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
         keep(f"aimed {offset}", at["p"], aimed.any(-1))
         keep(f"aimed null {offset}", 1 / np.maximum(visible, 1), aimed.any(-1))
         keep(f"aimed valued {offset}", (here * heavy).sum(-1), aimed.any(-1))
+    beside = (abs(back) <= 3) & (back != 0) & pairs & ~start & (ahead | (back > 0))
+    keep("local", (p * beside).sum(-1), beside.any(-1))
+    keep("local null", beside.sum(-1) / np.maximum(visible, 1), beside.any(-1))
+    keep("local valued", (heavy * beside).sum(-1), beside.any(-1))
     for low in (FAR << i for i in range(11)):
         inside = (abs(back) >= low) & (abs(back) < 2 * low) & pairs
         reach = ((abs(back) >= low) & pairs & (ahead | (back > 0))).any(-1)
@@ -158,7 +163,7 @@ def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
     follows = np.concatenate((np.full((B, 1), -2), np.where(real, ids, -1)[:, :-1]), 1)
     repeats = (ids[:, :, None] == ids[:, None]) | (ids[:, :, None] == follows[:, None])
     far = (abs(back) >= FAR) & ~repeats[:, None] & ~start & pairs
-    could = ((abs(back) >= FAR) & ~start & pairs & (ahead | (back > 0))).any(-1)
+    could = (sight & far).any(-1)
     keep("long range", (p * far).sum(-1), could)
     keep("long range null", (sight & far).sum(-1) / np.maximum(visible, 1), could)
     keep("long range valued", (heavy * far).sum(-1), could)

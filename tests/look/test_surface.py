@@ -14,6 +14,7 @@ from headwise.look import rows
 from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.inputs import make_batch, make_batches, run
+from headwise.look.roles import TABLE, make_cases
 from headwise.look.surface import Surface
 from headwise.look.tally import Tally
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
@@ -153,13 +154,48 @@ def test_half_where_the_sink_is_the_logsumexp() -> None:
 def test_class_masses_of_a_uniform_head(mask: Mask | None) -> None:
     n = 45
     flags = torch.zeros(n, len(CLASSES))
-    flags[4::5, 0], flags[0, 1], flags[3, 3], flags[10:, 4] = 1, 1, 1, 1
+    flags[4::5, 0], flags[0, 1], flags[10:, 2], flags[3, 3] = 1, 1, 1, 1
     made = measured(by_scores(torch.zeros(1, 1, n, n), mask), distinct(n), flags)
     for c, name in enumerate(CLASSES):
         there = flags[:, c].numpy()
         shares = np.full(n, there.sum() / n) if mask is None else there.cumsum() / np.arange(1, n + 1)
+        if name != "special":
+            shares = shares[shares > 0]  # rows that see the class
         for kind in ("", " null", " valued"):
             assert one(made, name + kind) == pytest.approx(shares.mean(), abs=1e-6), name + kind
+
+
+@pytest.mark.parametrize("mask", [None, causal()])
+@pytest.mark.parametrize("n", [4, 23, 140])
+def test_a_perfect_head_scores_one_and_a_sink_nothing(n: int, mask: Mask | None) -> None:
+    """At any length, for every role of the table; rows that cannot have the target do not count, and are told."""
+    here = [2, n - 2] if n > 4 else [2]
+    flags = torch.zeros(n, len(CLASSES))
+    flags[[0, *here]] = 1  # the first token as well, and it is nobody's target
+    seen = np.ones(n) if mask is None else np.arange(n) >= 2
+    to_class = torch.zeros(n, n)
+    to_class[:, 0], to_class[:, here] = 100.0, 200.0
+    i, j = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
+    around = torch.where((j > 0) & (i != j) & ((i - j).abs() <= 3), 200.0, 0.0)
+    far = torch.where((j > 0) & ((i - j).abs() >= 32), 200.0, 0.0)
+    perfect = {
+        **{name: (to_class, seen.sum()) for name in CLASSES if name != "special"},
+        "local": (around, n if mask is None else n - 2),
+    }
+    if n > 40:
+        perfect["long range"] = far, n - 33 if mask is not None else n
+    for name, (scores, rows) in perfect.items():
+        made = measured(by_scores(scores.double()[None, None], mask), distinct(n), flags)
+        assert one(made, name) == one(made, f"{name} valued") == pytest.approx(1, abs=1e-6), name
+        assert made.per_bucket(name)[1].sum() == made.per_bucket(f"{name} null")[1].sum() == rows, name
+        (case,) = make_cases(made, None, name)
+        assert case.coverage == pytest.approx([0]), "one text: there is no half for reporting"
+    sink = torch.zeros(n, n)
+    sink[:, 0] = 200.0
+    made = measured(by_scores(sink.double()[None, None], mask), distinct(n), flags)
+    for role in TABLE:
+        if role.measure in made.fields:
+            assert np.nan_to_num(made.mean(role.measure)) == pytest.approx([0], abs=1e-6), role
 
 
 ATTENTION = AttentionSpec(width=24, heads=4, head_dim=6, bias=True)

@@ -16,7 +16,7 @@ from headwise.lab.point import Point
 from headwise.look.diagonals import WINDOW
 from headwise.look.profile import documents_for, profile
 from headwise.look.result import Profile
-from headwise.look.roles import LOCAL, make_cases
+from headwise.look.roles import make_cases
 from headwise.look.statistics import FEWEST, bootstrap_difference
 from headwise.look.tally import CHOOSING, REPORTING
 from headwise.model import AnyModel
@@ -140,7 +140,7 @@ def _thirds(made: Profile) -> dict[str, Thirds]:
     third = np.eye(3)[place]  # (heads, 3)
     first, rows = made.tally.per_bucket("first")  # (buckets, heads)
     awake = (rows - first) @ third  # (buckets, 3)
-    near = sum((made.tally.per_bucket(name)[0] for name in LOCAL), np.zeros_like(rows))
+    near = made.tally.per_bucket("local")[0]
     far, reaching = made.tally.per_bucket("long range")
     if not reaching.sum():
         raise HeadwiseError(

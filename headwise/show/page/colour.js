@@ -2,7 +2,7 @@
 
 const HUES = {
   "previous token": 195, "next token": 205, "fixed offset": 215, self: 180, local: 170, induction: 305, "duplicate token": 325,
-  copy: 340, delimiter: 45, capitalised: 35, digit: 55, "rare word": 25, "long range": 230, "same phrase": 245,
+  copy: 340, delimiter: 45, capitalised: 35, digit: 55, "long range": 230, "same phrase": 245,
   "part of speech": 260, semantic: 130, coreference: 145, possessive: 110, bracket: 5, quote: 15,
 };
 const STRENGTH = { unclear: 0.1, pattern: 0.16, selective: 0.4, effective: 0.65, causal: 1 };
