@@ -18,7 +18,7 @@ import torch
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.look.classes import class_flags
-from headwise.look.inputs import Unit, make_batches, read_units, run, tokenizer_of
+from headwise.look.inputs import Unit, fitting, make_batches, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
 from headwise.look.repeats import Echo, Repeats, make_repeats
 from headwise.look.surface import Surface
@@ -26,12 +26,11 @@ from headwise.look.tally import Tally
 from headwise.model import Transformer, quiet
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY
 from headwise.weights.save import whole_file
 
 MEASURES = ("entropy", "confidence", "distance", "first", "offset 1", "induction", "duplicate")
-VERSION = 1
+VERSION = 2
 DOCUMENTS = 48  # a look must be cheap beside the steps between two looks
 
 
@@ -169,11 +168,7 @@ def _default(model: Transformer) -> Corpus:
     tokenizer = tokenizer_of(model)
     little = set(tokenizer.backend.get_vocab()) >= set(VOCABULARY)
     corpus = Corpus.little("held-out", documents=DOCUMENTS, seed=7) if little else Corpus.probe()
-    documents = [item for item in corpus.items() if isinstance(item, Document)]
-    fitting = [one for one in documents if len(tokenizer.encode(one.text)) <= model.spec.context]
-    return Corpus.of(
-        fitting[:: max(1, len(fitting) // DOCUMENTS)][:DOCUMENTS] or [one.text for one in documents[:DOCUMENTS]]
-    )
+    return fitting(model, corpus, DOCUMENTS)
 
 
 def _look(

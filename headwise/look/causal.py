@@ -68,6 +68,8 @@ def climb(
 
 def repeat_questions(repeats: Repeats) -> list[Asked]:
     """Random tokens said twice: the second copy is asked for, but for its first token."""
+    if not len(repeats.twice):
+        return []
     second = slice(repeats.second.start, repeats.second.stop - 1)
     ids = repeats.twice[:, : second.stop]
     targets = torch.full_like(ids, IGNORE)

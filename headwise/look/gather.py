@@ -31,6 +31,7 @@ class Rows:
     features: Tensor  # (B, H, n, f)
     square: Tensor  # (B, H, n): Σ e²
     near: Tensor  # (B, H, n, o): e at each offset of the window, farthest back first
+    beyond: Tensor | None  # (B, H, n): Σ e · (j − i) over the keys that come after the query; None: it sees none
 
     def share(self, summed: Tensor) -> Tensor:
         """Sums of e as parts of the row: (B, H, n, …); nothing for padding and for a row that sees nothing."""
@@ -75,6 +76,8 @@ def gather(
         _add_top(block, ordinary[:, block.cols.start : block.cols.stop], rows.top[:, heads, slot])
         _add_bins(block, rows.ahead, rows.far[:, heads, slot], rows.last[slot])
         _add_repeated(block, pairs[-1], norms, rows.repeated[:, :, heads, slot])
+        if rows.beyond is not None:
+            _add_beyond(block, rows.beyond[:, heads, slot])
         if see is not None:
             see(block, rows, slot)
     rows.square.square_()
@@ -162,6 +165,7 @@ def _empty(seen: Seen, inputs: Tensor, every: int) -> Full:
         places=later, counted=later, ahead=ahead, visible=later, classes=later, sees_first=later, repeats=later,
         total=new(B, H, n), energy=new(B, H, n), features=new(B, H, n, inputs.shape[-1]), square=new(B, H, n),
         near=new(B, H, n, 2 * WINDOW - 1 if ahead else WINDOW), top=new(B, H, n),
+        beyond=new(B, H, n) if ahead else None,
         far=new(B, H, n, len(EDGES)), last=torch.full((n,), -1, device=device), repeated=new(2, B, H, n),
     )  # fmt: skip
 
@@ -207,6 +211,16 @@ def _add_bins(block: Block, ahead: bool, out: Tensor, last: Tensor) -> None:
             torch.sum(block.at(low, min(2 * low, back + 1)), -1, out=out[..., number])
         if low < after and ahead:
             out[..., number] += block.at(1 - min(2 * low, after + 1), 1 - low).sum(-1)
+
+
+def _add_beyond(block: Block, out: Tensor) -> None:
+    """How far ahead rows look, into (B, h, R)."""
+    start = block.rows.start + block.past  # what stands before the first query is ahead of none
+    cols = slice(max(0, start - block.cols.start), None)
+    keys = torch.arange(block.cols.start, block.cols.stop, device=out.device)[cols]
+    queries = torch.arange(len(block.rows), device=out.device)[:, None] + start
+    steps = (keys - queries).clamp(min=0).to(block.e)  # (R, C')
+    torch.sum(torch.mul(block.e[..., cols], steps, out=block.scratch[..., cols]), -1, out=out)
 
 
 def _add_repeated(block: Block, pairs: Pairs, norms: Tensor, out: Tensor) -> None:

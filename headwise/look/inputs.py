@@ -119,6 +119,15 @@ def read_units(model: AnyModel, corpus: Any, longest: int | None = None, asked: 
         raise HeadwiseError("there is no text to look at; the corpus is empty.")
 
 
+def fitting(model: AnyModel, corpus: Corpus, most: int | None = None) -> Corpus:
+    """The documents of a corpus that fit into a model's context, or so many of them; where none does, texts that are cut."""
+    documents = [item for item in corpus.items() if isinstance(item, Document)]
+    there = [one for one in documents if 0 < len(tokenizer_of(model).encode(one.text)) <= model.spec.context]
+    if most is None:
+        return corpus if len(there) == len(documents) else Corpus.of(there or [one.text for one in documents])
+    return Corpus.of(there[:: max(1, len(there) // most)][:most] or [one.text for one in documents[:most]])
+
+
 def make_batches(
     units: Iterable[Unit], tokens: int = 4096, side: str = "right", device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:

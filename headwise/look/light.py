@@ -48,7 +48,7 @@ def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tenso
     return Rows(
         **join(known, batch), ahead=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse,
         features=features, square=(twice.to(q) - 2 * lse).exp(),
-        near=_window(q, k, lse, scale, mask, ahead),
+        near=_window(q, k, lse, scale, mask, ahead), beyond=_beyond(q, k, lse, scale, mask) if ahead else None,
     )  # fmt: skip
 
 
@@ -78,6 +78,24 @@ def _mask(terms: Terms, q: Tensor, S: int) -> tuple[Tensor | None, Tensor | None
     empty = ~allowed.any(-1)
     hidden = ~allowed & ~empty[..., None]
     return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -torch.inf), empty, False
+
+
+def _beyond(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """Σ exp(score − lse) (j − i) over the keys that come after each query, (B, H, T): what the kernel gives where nothing
+    else is seen. Turned round, what comes after is what came before, which it can hide without a mask."""
+    T, device = q.shape[2], q.device
+    places = torch.arange(T, device=device).flip(0).to(q)
+    values = torch.zeros_like(k)
+    values[..., 0] = places[:, None].T
+    turned = None
+    if mask is not None:
+        hidden = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
+        turned = mask.flip(-1, -2).masked_fill(hidden, -torch.inf)
+    found, part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.flip(2), k.flip(2), values, 0.0, mask is None, attn_mask=turned, scale=scale
+    )  # itself included, which is 0 away
+    steps = (found[..., 0] - places).clamp(min=0) * (part.to(q) - lse.flip(2)).exp()
+    return steps.flip(2).nan_to_num()  # a row that sees nothing there
 
 
 def _window(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, ahead: bool) -> Tensor:

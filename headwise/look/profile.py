@@ -14,7 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.causal import climb
 from headwise.look.classes import class_flags
 from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit, make_batches, read, read_units, run, tokenizer_of
+from headwise.look.inputs import Batch, Unit, fitting, make_batches, read, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
 from headwise.look.repeats import Echo, make_repeats
 from headwise.look.result import OWN, Profile
@@ -52,9 +52,9 @@ def profile(
     """What every head does, over a corpus: a text, a list of texts, a path or a Corpus; none is the embedded probe set,
     or the little language for its own models.
 
-    `relations` are documents with gold arcs, if not the corpus's own. `longest`: tokens of a unit of plain text. `tokens`: in
-    a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very long texts, light for all
-    rows, and full for one block of 64 in so many. `causal`: climb the last rung, by ablation.
+    `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `longest`: tokens of a unit of
+    plain text. `tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very
+    long texts, light for all rows, and full for one block of 64 in so many. `causal`: climb the last rung, by ablation.
     `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
 
     An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both
@@ -72,9 +72,11 @@ def profile(
 
 
 def documents_for(model: AnyModel) -> Corpus:
-    """What a model reads where nothing is given: the little language, if it knows its words, or the probe set."""
+    """What a model reads where nothing is given: the little language, if it knows its words, or the probe set; of these the
+    documents that fit into its context, or, where none does, their texts, to be cut."""
     words = set(tokenizer_of(model).backend.get_vocab())
-    return Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+    corpus = Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+    return fitting(model, corpus)
 
 
 class _Pass:
@@ -100,7 +102,10 @@ class _Pass:
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
         units = self._units(documents_for(self.model) if corpus is None else corpus)
-        related = units if arcs is None and any(unit.document for unit in units) else self._related(arcs)
+        own = arcs is None and any(unit.document for unit in units)
+        related = (
+            units if own else [] if arcs is False or (isinstance(arcs, list) and not arcs) else self._related(arcs)
+        )
         for some, what in ((units, "texts"), (related, "documents with relations")):
             if 0 < len(some) < self.team.size:  # each needs one, to know what is counted
                 raise HeadwiseError(

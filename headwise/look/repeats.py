@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.classes import CLASSES, class_flags
 from headwise.look.inputs import tokenizer_of
@@ -45,7 +44,8 @@ class Repeats:
 
 
 def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: int = 0) -> Repeats:
-    """Sequences of ordinary tokens, none twice within R; framed as the model's tokenizer frames a text."""
+    """Sequences of ordinary tokens, none twice within R; framed as the model's tokenizer frames a text. None at all where the
+    vocabulary or the context leave no room to repeat two tokens."""
     tokenizer = tokenizer_of(model)
     flags = class_flags(tokenizer, model.spec.vocab)
     plain = (flags[:, CLASSES.index("special")] == 0).nonzero()[:, 0].numpy()
@@ -54,9 +54,8 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
     room = model.spec.context if model.spec.positions == "learned" else 1 << 30
     length = min(length, (room - len(before) - len(behind)) // 2, len(plain) // 2)
     if length < 2:
-        raise HeadwiseError(
-            f"a vocabulary of {len(plain)} plain tokens and {room} positions leave no room to repeat anything."
-        )
+        nothing = torch.zeros(0, len(before) + len(behind), dtype=torch.long, device=model.device)
+        return Repeats(nothing, nothing, len(before), 0)
     dice = np.random.default_rng(seed)
     drawn = np.stack([dice.permutation(plain)[: 2 * length] for _ in range(sequences)])
     drawn = torch.from_numpy(drawn)  # (N, 2 m)
@@ -71,6 +70,7 @@ class Echo:
 
     def __init__(self, tally: Tally, repeats: Repeats) -> None:
         self.tally, self.repeats = tally, repeats
+        tally.add(NAMES, slice(0, tally.heads), [], torch.zeros(0, tally.heads, len(NAMES)), torch.zeros(0, 1, 1))
 
     def see(self, seen: Seen, some: slice, repeated: bool, first_head: int) -> None:
         """One call at one site."""

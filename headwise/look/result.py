@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.evidence import Context
 from headwise.look.merge import keep_effect, merge_evidence, merge_relations, merge_tallies
 from headwise.look.relations import Relations
-from headwise.look.roles import RUNGS, Support, judge, make_cases, rest
+from headwise.look.roles import Support, judge, make_cases, rest
 from headwise.look.tally import Tally
 from headwise.spec import Address
 from headwise.weights.save import whole_file
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headwise.model import AnyModel
     from headwise.show.figures.plot import Plot
 
-VERSION = 1
+VERSION = 2
 OWN = "own"  # relations are those of the texts themselves, not of documents apart
 SHOWN = ("entropy", "confidence", "distance", "first", "write share")
 
@@ -44,7 +44,7 @@ class HeadProfile:
     detail: str
     effect: float | None
     roles: tuple[Support, ...]  # all that stand, best first
-    supports: tuple[Support, ...]  # the same and mere patterns
+    supports: tuple[Support, ...]  # the same and mere patterns, which random heads show too
     rest: tuple[str, ...]
     evidence: tuple[Context, ...]
     measures: dict[str, float]
@@ -106,7 +106,7 @@ class Profile:
         place = self.addresses.index(address)
         supports = self.supports[place]
         roles = tuple(one for one in supports if one.stands)
-        told = ("unclear", RUNGS[bool(supports)], None, None, None, "", None)
+        told = ("unclear", "unclear", None, None, None, "", None)  # a pattern alone is nothing: random heads show some
         if roles:
             best = roles[0]
             told = (best.role, best.rung, best.score, best.null, best.interval, best.detail, best.effect)

@@ -18,11 +18,14 @@ from headwise.look.light import glance
 from headwise.look.rows import Block, fetched
 from headwise.look.tally import Tally
 
-SHAPE = ("entropy", "relative entropy", "participation", "distance", "first", "abstention", "uniform")
+# `distance` is how far from itself a query looks, |i − j|; `signed distance` is i − j, so what lies ahead counts below 0.
+SHAPE = (
+    "entropy", "relative entropy", "participation", "distance", "first", "abstention", "uniform", "signed distance",
+)  # fmt: skip
 ROWS = (*SHAPE, *CLASSES, *(f"{name} null" for name in CLASSES), *(f"{name} valued" for name in CLASSES))
 # What is told by distances, of which there are none between two texts.
 PLACED = {
-    "distance", *diagonals.BINS, *diagonals.LONG, *diagonals.LOCAL,
+    "distance", "signed distance", *diagonals.BINS, *diagonals.LONG, *diagonals.LOCAL,
     *(name for kind in ("argmax", *diagonals.NEAR) for name in diagonals.near_names(kind)),
 }  # fmt: skip
 _NORM = 3 + len(CLASSES)  # where, among the features, the length of a key's write stands
@@ -129,11 +132,13 @@ def _measures(rows: Rows, batch: Batch) -> tuple[Tensor, Tensor]:
     many = visible > 1
     square = rows.share(rows.share(rows.square))  # Σp²
     place = (rows.places - batch.first[:, None])[:, None]  # (B, 1, n)
+    signed = place * mass - share[..., 1]
+    away = signed if rows.beyond is None else signed + 2 * rows.share(rows.beyond)
     values = [
         entropy, torch.where(many, entropy / visible.clamp(min=2).log(), 0.0), 1 / square.clamp(min=1e-12),
-        place * mass - share[..., 1], share[..., 2], 1 - mass, (1 / visible.clamp(min=1)).expand_as(mass),
+        away, share[..., 2], 1 - mass, (1 / visible.clamp(min=1)).expand_as(mass), signed,
     ]  # fmt: skip
-    sums = torch.stack([(value * counted).sum(2) for value in values], -1)  # (B, H, 7)
+    sums = torch.stack([(value * counted).sum(2) for value in values], -1)  # (B, H, 8)
     null = ((rows.classes / visible.clamp(min=1)[..., None]) * counted[..., None]).sum(2).to(mass)  # (B, 1 or H, c)
     heavy = share[..., _NORM + 1 :] / share[..., _NORM, None].clamp(min=1e-30)
     made = [sums, share[..., 3:_NORM].sum(2), null.expand(-1, sums.shape[1], -1), heavy.sum(2)]

@@ -99,7 +99,7 @@ def _head(head: HeadProfile) -> dict[str, Any]:
         name for name, value in measures.items() if np.isfinite(value) and not name.startswith(("offset ", "argmax "))
     ]
     shown = [
-        name for name in shown if not name.endswith((" hits", " mass"))
+        name for name in shown if not name.endswith((" hits", " mass", " matched", " others"))
     ]  # those of relations have a table of their own
     ahead = any(measures.get(f"offset {-o}", 0.0) > 0 for o in range(1, BACK))
     offsets = range(BACK - 1, -BACK if ahead else -1, -1)
@@ -107,7 +107,7 @@ def _head(head: HeadProfile) -> dict[str, Any]:
         "address": str(head.address), "layer": str(head.address.site), "head": head.address.head,
         "role": head.role, "detail": head.detail, "rung": head.rung, "score": head.score, "null": head.null,
         "interval": head.interval, "effect": head.effect, "rest": list(head.rest),
-        "supports": [_support(one) for one in head.supports[: RUNNERS_UP + 1]],
+        "supports": [_support(one) for one in head.roles[: RUNNERS_UP + 1]],
         "measures": {name: _short(measures[name]) for name in shown},
         "offsets": [[offset, _short(measures[f"offset {offset}"])] for offset in offsets if f"offset {offset}" in measures],
         "evidence": [_context(one) for one in head.evidence[:CONTEXTS]],
@@ -115,7 +115,21 @@ def _head(head: HeadProfile) -> dict[str, Any]:
 
 
 def _support(one: Support) -> dict[str, Any]:
-    names = ("role", "detail", "rung", "score", "null", "interval", "p", "rows", "probe", "effect", "cost", "bar")
+    names = (
+        "role",
+        "detail",
+        "rung",
+        "score",
+        "null",
+        "interval",
+        "p",
+        "rows",
+        "coverage",
+        "probe",
+        "effect",
+        "cost",
+        "bar",
+    )
     return {name: getattr(one, name) for name in names}
 
 

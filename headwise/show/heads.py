@@ -88,16 +88,16 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
             _interval(s.interval),
             f"{s.p:.4f}",
             s.rows,
+            s.coverage,
             *("" if x is None else f"{x:+.3f}" for x in (s.effect, s.cost, s.bar)),
         ]
-        for s in head.supports
+        for s in head.roles
     ]
     if rows:
-        columns = ["role", "", "rung", "score", "null", "95 %", "p", "rows", "effect", "cost", "bar"]
+        columns = ["role", "", "rung", "score", "null", "95 %", "p", "rows", "coverage", "effect", "cost", "bar"]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
-    shape = [
-        name for name in head.measures if " " not in name or name in ("relative entropy", "write share", "long range")
-    ]
+    more = ("relative entropy", "signed distance", "write share", "long range")
+    shape = [name for name in head.measures if " " not in name or name in more]
     console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in shape]))
     near = [(offset, head.measures[f"offset {offset}"]) for offset in range(8) if f"offset {offset}" in head.measures]
     console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)

@@ -128,7 +128,8 @@ def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
     ordinary = real & ~flags[batch.ids][..., CLASSES.index("special")].bool().numpy()  # (B, T)
     sees = (sight & ordinary[:, None, None]).any(-1)  # (B, H, T): whether it sees an ordinary token
     keep("confidence", (p * ordinary[:, None, None]).max(-1), ordinary[:, None] & sees)
-    keep("distance", (p * back).sum(-1), row)
+    keep("distance", (p * abs(back)).sum(-1), row)
+    keep("signed distance", (p * back).sum(-1), row)
     keep("first", (p * start).sum(-1), row)
     keep("abstention", 1 - p.sum(-1), row)
     keep("uniform", 1 / np.maximum(visible, 1), row)

@@ -153,12 +153,12 @@ def test_files_that_are_refused(made: Profile, tmp_path: Path, monkeypatch: pyte
             Profile.load(tmp_path / f"{number}.npz")
     with pytest.raises(HeadwiseError, match="there is no file"):
         Profile.load(tmp_path / "none.npz")
-    monkeypatch.setattr("headwise.look.result.VERSION", 2)
-    with pytest.raises(HeadwiseError, match=r"of version 1, this is 2"):
+    monkeypatch.setattr("headwise.look.result.VERSION", 3)
+    with pytest.raises(HeadwiseError, match=r"of version 2, this is 3"):
         Profile.load(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize("told", [b"[1]", b'{"version": 1}', b'{"version": 1, "heads": ["0.0"], "fields": 3}'])
+@pytest.mark.parametrize("told", [b"[1]", b'{"version": 2}', b'{"version": 2, "heads": ["0.0"], "fields": 3}'])
 def test_arrays_that_are_no_profile_are_refused(told: bytes, tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", told=np.frombuffer(told, dtype=np.uint8))
     with pytest.raises(HeadwiseError):

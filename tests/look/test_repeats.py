@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
 from headwise.kernels import causal, maps
 from headwise.look import rows
 from headwise.look.inputs import make_batch
@@ -168,5 +167,8 @@ def test_what_is_read() -> None:
 def test_no_room_to_repeat() -> None:
     spec = ModelSpec(vocab=17, context=3, layers=1, attention=AttentionSpec(width=12, heads=2))
     model = SimpleNamespace(spec=spec, tokenizer=word_tokenizer(["a", "b", "c"]), device="cpu")
-    with pytest.raises(HeadwiseError, match="no room to repeat"):
-        make_repeats(model)  # pyright: ignore[reportArgumentType]
+    made = make_repeats(model)  # pyright: ignore[reportArgumentType]
+    assert (len(made.twice), list(made.batches())) == (0, [])
+    tally = Tally(2)
+    Echo(tally, made)
+    assert np.isnan([tally.mean(name) for name in ("induction", "duplicate valued")]).all(), "not asked, so not told"

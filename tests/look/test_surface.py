@@ -106,6 +106,15 @@ def test_a_hard_previous_token_head_and_an_identity_head() -> None:
     assert one(itself, "first") == pytest.approx(1 / n, abs=1e-6)
 
 
+@pytest.mark.parametrize("detail", ["full", "light"])
+@pytest.mark.parametrize("n", [7, 61, 140])
+def test_how_far_a_uniform_encoder_head_looks(n: int, detail: str) -> None:
+    """As far ahead as back, so the signed distance is 0; without the sign it is (n² − 1) / 3n."""
+    made = measured(by_scores(torch.zeros(1, 1, n, n)), distinct(n), detail=detail)
+    assert one(made, "signed distance") == pytest.approx(0, abs=1e-4)
+    assert one(made, "distance") == pytest.approx((n * n - 1) / (3 * n), rel=1e-5)
+
+
 @pytest.mark.parametrize("n", [7, 61, 140])
 def test_an_encoder_head_that_looks_ahead(n: int) -> None:
     scores = 80.0 * torch.eye(n).roll(1, 1).triu(1)
@@ -116,7 +125,8 @@ def test_an_encoder_head_that_looks_ahead(n: int) -> None:
     assert sums.sum() == pytest.approx(n - 1, abs=1e-5)
     assert one(made, "aimed -1") == pytest.approx(1, abs=1e-6)
     assert one(made, "argmax -1") == pytest.approx(1, abs=1e-6)
-    assert one(made, "distance") == pytest.approx(-(n - 1) / n, abs=1e-6)
+    assert one(made, "signed distance") == pytest.approx(-(n - 1) / n, abs=1e-6)
+    assert one(made, "distance") == pytest.approx((n - 1) / n, abs=1e-6)
     if n > 65:
         assert one(made, "long range") == pytest.approx(0, abs=1e-6), "what is one ahead is near"
 
@@ -184,10 +194,10 @@ def test_a_perfect_head_scores_one_and_a_sink_nothing(n: int, mask: Mask | None)
     }
     if n > 40:
         perfect["long range"] = far, n - 33 if mask is not None else n
-    for name, (scores, rows) in perfect.items():
+    for name, (scores, could) in perfect.items():
         made = measured(by_scores(scores.double()[None, None], mask), distinct(n), flags)
         assert one(made, name) == one(made, f"{name} valued") == pytest.approx(1, abs=1e-6), name
-        assert made.per_bucket(name)[1].sum() == made.per_bucket(f"{name} null")[1].sum() == rows, name
+        assert made.per_bucket(name)[1].sum() == made.per_bucket(f"{name} null")[1].sum() == could, name
         (case,) = make_cases(made, None, name)
         assert case.coverage == pytest.approx([0]), "one text: there is no half for reporting"
     sink = torch.zeros(n, n)

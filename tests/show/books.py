@@ -10,7 +10,7 @@ from headwise.show.sentence import Sights
 from headwise.spec import Address
 
 ROLES = ("induction", "previous token", "delimiter", "subject-verb", "unclear")
-RUNGS = ("causal", "effective", "selective", "effective", "pattern")
+RUNGS = ("causal", "effective", "selective", "effective", "unclear")
 TEXT = [
     "the",
     "old",
@@ -89,8 +89,8 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
     score = None if ROLES[kind] == "unclear" else (layer + head / 100) / (layers + 1)
     support = {
         "role": ROLES[kind], "detail": ">", "rung": RUNGS[kind], "score": score or 0.25, "null": 0.0625,
-        "interval": [0.21875, 0.71875], "p": 0.0004997501249375312, "rows": 314, "probe": "repeats", "effect": 0.123456789,
-        "cost": 0.23456789, "bar": 0.0123456789,
+        "interval": [0.21875, 0.71875], "p": 0.0004997501249375312, "rows": 314, "coverage": 0.875, "probe": "repeats",
+        "effect": 0.123456789, "cost": 0.23456789, "bar": 0.0123456789,
     }  # fmt: skip
     context = {
         "token": "ship", "attended": "painter", "weight": 0.8079661130905151, "unit": 429,

@@ -146,7 +146,7 @@ def _thirds(made: Profile) -> dict[str, Thirds]:
         raise HeadwiseError(
             f"no token of this text has another {WINDOW} or more before it, the first left out; give longer texts."
         )
-    back = made.tally.per_bucket("distance")[0]
+    back = made.tally.per_bucket("signed distance")[0]
     found = {
         "local": Thirds(near @ third, awake),
         "long range": Thirds(far @ third, awake),

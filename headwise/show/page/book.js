@@ -4,7 +4,7 @@ import { Sight } from "./sight.js";
 import { state } from "./state.js";
 
 export const store = { book: null, heads: new Map(), sentences: [], other: null, live: false };
-export const RUNGS = ["unclear", "pattern", "selective", "effective", "causal"];
+export const RUNGS = ["unclear", "selective", "effective", "causal"];
 
 export async function openBook() {
   const inside = document.getElementById("book");

@@ -41,8 +41,7 @@ function role(head) {
     el("p", { class: "big", "data-fact": "role", style: { color: roleColour(head.role) } }, `${head.role} ${head.detail}`.trim()),
     el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name),
       typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, value)])),
-    head.role === "unclear" && el("p", { class: "note" }, head.rung === "pattern"
-      ? "It shows a pattern, but none that held on text it was not chosen on." : "No pattern stands out from chance."));
+    head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above chance, on text it was not chosen on."));
 }
 
 function distances(head) {
@@ -108,6 +107,6 @@ function measures(head) {
 function runnersUp(head) {
   if (!head.supports.length) return null;
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
-    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "rung", "score", "by chance", "95 %", "p", "rows", "effect"],
-      head.supports.map((one) => [one.role, one.detail, one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, one.effect === null ? "" : [one.effect, 3]])));
+    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "rung", "score", "by chance", "95 %", "p", "rows", "coverage", "effect"],
+      head.supports.map((one) => [one.role, one.detail, one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], one.effect === null ? "" : [one.effect, 3]])));
 }
