@@ -167,9 +167,7 @@ def _open_meta(folder: Path) -> Checkpoint:
     reader = TorchReader([file]) if file.suffix == ".pth" else SafetensorsReader([file])
     family = family_of("llama")
     params = inside(folder, "params.json")
-    spec = family.adjust(
-        _understood(partial(spec_from_meta, shapes=reader.shapes), read_json(params), params), set(reader.shapes)
-    )
+    spec = _understood(partial(spec_from_meta, shapes=reader.shapes), read_json(params), params)
     return Checkpoint(folder, spec, reader, _tokenizer(folder), family, family.other_names["meta"], family.storage)
 
 
@@ -179,7 +177,7 @@ def _open_gguf(file: Path) -> Checkpoint:
     family = family_of(fields.get("general.architecture"))
     if "gguf" not in family.other_names:
         raise HeadwiseError(f"{file} holds a {family.name} model; GGUF is read for the Llama family only.")
-    spec = family.adjust(_understood(partial(spec_from_gguf, reader=reader), fields, file), set(reader.shapes))
+    spec = _understood(partial(spec_from_gguf, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
     return Checkpoint(file, spec, reader, tokenizer, family, family.other_names["gguf"], family.storage)
 
@@ -202,7 +200,22 @@ def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tenso
     parameters = dict(model.named_parameters())
     wanted = {name: _their_shape(f, parameters[f.ours]) for f, name in names.items()}
     check_names(reader, wanted, checkpoint.source, lambda name: name.endswith(family.ignored))
-    return {f.ours: f.line.turn(_floats(reader.get(name), checkpoint.source, name)) for f, name in names.items()}
+    state = {f.ours: f.line.turn(_floats(reader.get(name), checkpoint.source, name)) for f, name in names.items()}
+    if checkpoint.spec.tied:
+        _check_tied(checkpoint, state["embed.tokens.weight"])
+    return state
+
+
+def _check_tied(checkpoint: Checkpoint, embedding: Tensor) -> None:
+    """An output that is said to be the embedding may lie in the file as well, but then it must be that: readers differ in
+    which of the two they believe."""
+    names = (line.theirs.removeprefix("/") for line in checkpoint.lines if line.ours == "output.vocabulary.weight")
+    for name in names:
+        if name in checkpoint.reader.shapes and not torch.equal(checkpoint.reader.get(name), embedding):
+            raise HeadwiseError(
+                f"{checkpoint.source} ties the output to the embedding, yet holds another output in {name}; set "
+                f"tie_word_embeddings to false in config.json to use it, or take {name} out of the file."
+            )
 
 
 def _their_name(found: Found, prefix: str) -> str:

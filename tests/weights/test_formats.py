@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import headwise as hw
 from headwise.weights import open_checkpoint
+from headwise.weights.families.llama_files import spec_from_meta
 from tests.weights.checkpoints import (
     LAYERS,
     Kind,
@@ -138,8 +139,66 @@ def test_metas_layout(suffix: str, tied: bool, tmp_path: Path) -> None:
 
 def test_metas_scaled_rotary(tmp_path: Path) -> None:
     theirs = make_llama(rope_parameters=LLAMA3)
-    write_meta(theirs, tmp_path, use_scaled_rope=True)
+    write_meta(theirs, tmp_path, use_scaled_rope=True, rope_scaling_factor=8.0)
     assert_same_logits(hw.load(tmp_path), theirs)
+
+
+# params.json as Meta wrote it, and the factor in config.json of the same model on the hub.
+METAS = {
+    "Llama 2 7B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": -1}, 32000, None, 10000.0),
+    "Llama 3 8B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 5e5}, 128256, None, 5e5),
+    "Llama 3.1 8B": (
+        {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 5e5, "use_scaled_rope": True,
+         "ffn_dim_multiplier": 1.3, "multiple_of": 1024}, 128256, 8.0, 5e5
+    ),
+    "Llama 3.2 1B": (
+        {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 5e5, "use_scaled_rope": True,
+         "ffn_dim_multiplier": 1.5, "multiple_of": 256}, 128256, 32.0, 5e5
+    ),
+    "Llama 3.2 3B": (
+        {"dim": 3072, "n_layers": 28, "n_heads": 24, "n_kv_heads": 8, "rope_theta": 5e5, "use_scaled_rope": True},
+        128256, 32.0, 5e5
+    ),
+    "Llama 3.3 70B": (
+        {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "rope_theta": 5e5, "use_scaled_rope": True},
+        128256, 8.0, 5e5
+    ),
+    "Mistral 7B v0.1": (
+        {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
+         "norm_eps": 1e-5, "sliding_window": 4096, "vocab_size": 32000}, 32000, None, 10000.0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METAS)
+def test_metas_params_as_they_were_written(name: str) -> None:
+    params, vocab, factor, theta = METAS[name]
+    shapes = {"tok_embeddings.weight": (vocab, 8), "layers.0.feed_forward.w1.weight": (64, 8), "output.weight": (8, 8)}
+    spec = spec_from_meta(params, shapes)
+    rotary = spec.attention.rotary
+    assert rotary is not None
+    assert (rotary.theta, rotary.scaling and rotary.scaling.factor) == (theta, factor)
+    assert spec.attention.window == params.get("sliding_window")
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"use_scaled_rope": True}, r"use_scaled_rope but not by how much, and 96 × 2 layers.*add rope_scaling_factor"),
+        ({"vision_chunk_size": 448}, "params.json sets vision_chunk_size"),
+        ({"quantization_args": {"scheme": "int4"}}, "params.json sets quantization_args"),
+        ({"hidden_dim": 64, "rope_theta": None}, "gives no rope_theta"),
+        ({"use_scaled_rope": 1}, "use_scaled_rope must be true or false"),
+    ],
+)
+def test_metas_params_that_cannot_be_told(params: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(hw.HeadwiseError, match=said):
+        hw.load(write_meta(make_llama(), tmp_path, **params))
+
+
+def test_mistrals_own_window_and_head_dim(tmp_path: Path) -> None:
+    theirs = make_llama("MistralForCausalLM", sliding_window=5, head_dim=32)
+    assert_same_logits(hw.load(write_meta(theirs, tmp_path, sliding_window=5, head_dim=32, hidden_dim=64)), theirs)
 
 
 def test_metas_layout_exports(tmp_path: Path) -> None:
@@ -211,6 +270,22 @@ def test_gguf_llama3_rotary(factor: float, tmp_path: Path) -> None:
     scaling = hw.RotaryScaling("llama3", factor, 1.0, 4.0, 8192)
     assert ours.spec.attention.rotary == hw.Rotary(500000.0, "interleaved", scaling=scaling)
     assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_dimension_count", 8),
+        ("value_length", 8),
+        ("attention_scale", 0.5),
+        ("expert_count", 4),
+        ("logit_scale", 2.0),
+    ],
+)
+def test_gguf_settings_that_are_not_computed(field: str, value: float, tmp_path: Path) -> None:
+    write_gguf(make_llama(), tmp_path / "m.gguf", **{field: value})
+    with pytest.raises(hw.HeadwiseError, match=rf"sets llama\.\S+ to {value}, which Headwise does not compute"):
+        hw.load(tmp_path / "m.gguf")
 
 
 def test_gguf_linear_rotary(tmp_path: Path) -> None:

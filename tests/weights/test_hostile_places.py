@@ -174,10 +174,8 @@ def test_an_architecture_nobody_knows_names_those_that_are(folder: Path) -> None
     "name",
     [
         "vocab_size",
-        "max_position_embeddings",
         "num_hidden_layers",
         "hidden_size",
-        "num_attention_heads",
         "intermediate_size",
     ],
 )

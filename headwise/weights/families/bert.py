@@ -4,7 +4,19 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.weights.families.family import Config, Family, choose, common_refusals, need, refuse
+from headwise.weights.families.family import (
+    Config,
+    Family,
+    choose,
+    common_refusals,
+    common_unread,
+    need,
+    refuse,
+    setting,
+    switch,
+    unread,
+    whole,
+)
 from headwise.weights.keymap import Line
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -12,29 +24,33 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "ge
 
 def spec(config: Config) -> ModelSpec:
     """From config.json. Whether there is a pooler and an output is told by the tensors; see `adjust`."""
-    refuse(
-        {
-            "relative positions": config.get("position_embedding_type", "absolute") != "absolute",
-            "a decoder made of BERT": bool(config.get("is_decoder")),
-        },
-        "BERT",
+    positions = setting(config, "position_embedding_type", default="absolute")
+    unread(
+        common_unread(config)
+        | {
+            f"{positions} positions (position_embedding_type)": positions != "absolute",
+            "a decoder made of BERT (is_decoder)": switch(config, "is_decoder", default=False),
+        }
     )
     return ModelSpec(
         vocab=need(config, "vocab_size"),
-        context=need(config, "max_position_embeddings"),
+        context=whole(config, "max_position_embeddings", default=512),
         layers=need(config, "num_hidden_layers"),
         attention=AttentionSpec(
-            need(config, "hidden_size"), need(config, "num_attention_heads"), bias=True, out_bias=True
+            need(config, "hidden_size"),
+            whole(config, "num_attention_heads", default=12),
+            bias=True,
+            out_bias=True,
         ),
         hidden=need(config, "intermediate_size"),
         kind="encoder",
         form="post",
-        norm_eps=config.get("layer_norm_eps", 1e-12),
-        activation=choose(config.get("hidden_act", "gelu"), ACTIVATIONS, "activation"),
+        norm_eps=setting(config, "layer_norm_eps", default=1e-12),
+        activation=choose(setting(config, "hidden_act", default="gelu"), ACTIVATIONS, "activation"),
         embed_norm=True,
-        token_types=config.get("type_vocab_size", 2),
+        token_types=whole(config, "type_vocab_size", default=2),
         output="none",
-        tied=config.get("tie_word_embeddings", True),
+        tied=switch(config, "tie_word_embeddings", default=True),
     )
 
 

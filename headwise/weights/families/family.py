@@ -29,11 +29,50 @@ class Family:
 
 
 def need(config: Config, *names: str) -> Any:
-    """The first of these settings that is there; an error that names it where none is."""
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    raise HeadwiseError(f"the configuration lacks {names[0]!r}; is config.json whole?")
+    """A setting without which a model cannot be read, under any of its names."""
+    value = setting(config, *names, default=None, null=True)
+    if value is None:
+        raise HeadwiseError(f"the configuration lacks {names[0]!r}; is config.json whole?")
+    return value
+
+
+def setting(config: Config, *names: str, default: Any, null: bool = False) -> Any:
+    """A setting as transformers reads it: what is given under any of its names, its default where it is left out.
+
+    `null`: whether null says something; where it does not, it is an error, as it is in transformers.
+    """
+    given = {name: config[name] for name in names if name in config}
+    if not given:
+        return default
+    first = next(iter(given))
+    if any(value != given[first] for value in given.values()):
+        told = ", ".join(f"{name} {value!r}" for name, value in given.items())
+        raise HeadwiseError(f"the configuration says one thing twice and differently: {told}; keep the right one.")
+    if given[first] is None and not null:
+        raise HeadwiseError(f"{first} is null, which says nothing; give a value, or leave it out for {default!r}.")
+    return given[first]
+
+
+def switch(config: Config, *names: str, default: bool) -> bool:
+    """A setting that is true or false."""
+    value = setting(config, *names, default=default)
+    if not isinstance(value, bool):
+        raise HeadwiseError(f"{names[0]} must be true or false, got {value!r}.")
+    return value
+
+
+def whole(config: Config, *names: str, default: int) -> int:
+    """A setting that counts something, 1 or more."""
+    value = setting(config, *names, default=default)
+    if type(value) is not int or value < 1:
+        raise HeadwiseError(f"{names[0]} must be a whole number of at least 1, got {value!r}.")
+    return value
+
+
+def whole_or_null(config: Config, *names: str, default: int | None = None) -> int | None:
+    """The same where null says something too."""
+    value = setting(config, *names, default=default, null=True)
+    return None if value is None else whole({names[0]: value}, names[0], default=value)
 
 
 def choose(value: Any, choices: Mapping[Any, str], what: str) -> Any:
@@ -41,6 +80,33 @@ def choose(value: Any, choices: Mapping[Any, str], what: str) -> Any:
     if value not in choices:
         raise HeadwiseError(f"{what} {value!r} is not supported; known: {', '.join(map(str, choices))}.")
     return choices[value]
+
+
+def unread(reasons: Mapping[str, bool]) -> None:
+    """An error for the first thing a configuration asks for that is not computed here: never left out in silence."""
+    for reason, there in reasons.items():
+        if there:
+            raise HeadwiseError(
+                f"the configuration asks for {reason}, which Headwise does not compute; load the model with "
+                f"transformers and give it to hw.attach."
+            )
+
+
+def common_unread(config: Config) -> dict[str, bool]:
+    """What no family's configuration may ask for."""
+    return {
+        "quantised weights (quantization_config)": bool(config.get("quantization_config")),
+        "heads cut by transformers (pruned_heads)": bool(config.get("pruned_heads")),
+        "an encoder-decoder (is_encoder_decoder)": bool(config.get("is_encoder_decoder")),
+        "cross-attention (add_cross_attention)": switch(config, "add_cross_attention", default=False),
+    }
+
+
+def decoder_unread(config: Config) -> dict[str, bool]:
+    """What no decoder's configuration may ask for."""
+    return common_unread(config) | {
+        "a decoder that sees what comes later (is_causal false)": not switch(config, "is_causal", default=True),
+    }
 
 
 def refuse(reasons: Mapping[str, bool], family: str) -> None:

@@ -3,32 +3,40 @@
 from typing import Any
 
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.weights.families.family import Config, Family, choose, common_refusals, need, refuse
+from headwise.weights.families.family import (
+    Config,
+    Family,
+    choose,
+    common_refusals,
+    decoder_unread,
+    need,
+    refuse,
+    setting,
+    switch,
+    unread,
+    whole,
+    whole_or_null,
+)
 from headwise.weights.keymap import Line
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
 
 def spec(config: Config) -> ModelSpec:
-    """From config.json."""
-    refuse(
-        {
-            "scores scaled by layer": bool(config.get("scale_attn_by_inverse_layer_idx")),
-            "cross-attention": bool(config.get("add_cross_attention")),
-        },
-        "GPT-2",
-    )
-    width, heads = need(config, "n_embd", "hidden_size"), need(config, "n_head", "num_attention_heads")
-    scaled = config.get("scale_attn_weights", True)
+    """From config.json. `reorder_and_upcast_attn` is about half precision in training and changes no number here."""
+    by_layer = switch(config, "scale_attn_by_inverse_layer_idx", default=False)
+    unread(decoder_unread(config) | {"scores scaled by layer (scale_attn_by_inverse_layer_idx)": by_layer})
+    width, heads = need(config, "n_embd", "hidden_size"), whole(config, "n_head", "num_attention_heads", default=12)
+    scaled = switch(config, "scale_attn_weights", default=True)
     return ModelSpec(
         vocab=need(config, "vocab_size"),
-        context=need(config, "n_positions", "n_ctx", "max_position_embeddings"),
+        context=whole(config, "n_positions", "max_position_embeddings", default=1024),
         layers=need(config, "n_layer", "num_hidden_layers"),
         attention=AttentionSpec(width, heads, bias=True, out_bias=True, scale=None if scaled else 1.0),
-        hidden=config.get("n_inner") or 4 * width,
-        activation=choose(config.get("activation_function", "gelu_new"), ACTIVATIONS, "activation"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tied=config.get("tie_word_embeddings", True),
+        hidden=whole_or_null(config, "n_inner") or 4 * width,
+        activation=choose(setting(config, "activation_function", default="gelu_new"), ACTIVATIONS, "activation"),
+        norm_eps=setting(config, "layer_norm_epsilon", default=1e-5),
+        tied=switch(config, "tie_word_embeddings", default=True),
     )
 
 

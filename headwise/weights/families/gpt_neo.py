@@ -4,29 +4,45 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.weights.families.family import Config, Family, choose, need, refuse
+from headwise.weights.families.family import (
+    Config,
+    Family,
+    choose,
+    decoder_unread,
+    need,
+    refuse,
+    setting,
+    switch,
+    unread,
+    whole,
+    whole_or_null,
+)
 from headwise.weights.families.gpt2 import ACTIVATIONS, COMMON, gpt_refusals
 from headwise.weights.keymap import Line
 
 
 def spec(config: Config) -> ModelSpec:
     """From config.json."""
-    width, window = need(config, "hidden_size"), config.get("window_size", 256)
-    kinds = config.get("attention_layers") or _written_out(need(config, "attention_types"))
+    unread(decoder_unread(config))
+    width, window = need(config, "hidden_size"), whole(config, "window_size", default=256)
+    types = setting(config, "attention_types", default=None, null=True) or [[["global", "local"], 12]]
+    kinds = setting(config, "attention_layers", default=_written_out(types))
     layers = need(config, "num_layers", "num_hidden_layers")
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
         raise HeadwiseError(f"attention_layers must give global or local for each of {layers} layers, got {kinds}.")
     windows = tuple(window if kind == "local" else None for kind in kinds)
     return ModelSpec(
         vocab=need(config, "vocab_size"),
-        context=need(config, "max_position_embeddings"),
+        context=whole(config, "max_position_embeddings", default=2048),
         layers=layers,
-        attention=AttentionSpec(width, need(config, "num_heads", "num_attention_heads"), out_bias=True, scale=1.0),
-        hidden=config.get("intermediate_size") or 4 * width,
-        activation=choose(config.get("activation_function", "gelu_new"), ACTIVATIONS, "activation"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        attention=AttentionSpec(
+            width, whole(config, "num_heads", "num_attention_heads", default=16), out_bias=True, scale=1.0
+        ),
+        hidden=whole_or_null(config, "intermediate_size") or 4 * width,
+        activation=choose(setting(config, "activation_function", default="gelu_new"), ACTIVATIONS, "activation"),
+        norm_eps=setting(config, "layer_norm_epsilon", default=1e-5),
         windows=_shortest(windows),
-        tied=config.get("tie_word_embeddings", True),
+        tied=switch(config, "tie_word_embeddings", default=True),
     )
 
 

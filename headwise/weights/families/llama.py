@@ -1,71 +1,116 @@
 """Llama and those built like it (SmolLM2, TinyLlama, Mistral, Qwen2): rotary, RMS norms, swiglu, grouped keys."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
-from headwise.weights.families.family import Config, Family, choose, common_refusals, need, refuse
+from headwise.weights.families.family import (
+    Config,
+    Family,
+    choose,
+    common_refusals,
+    decoder_unread,
+    need,
+    refuse,
+    setting,
+    switch,
+    unread,
+    whole,
+    whole_or_null,
+)
 from headwise.weights.families.llama_files import GGUF, META
 from headwise.weights.keymap import Line
 
+# What transformers takes where a configuration leaves it out; these three differ in it.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"kv_heads": None, "context": 2048},
+    "mistral": {"kv_heads": 8, "context": 131072},
+    "qwen2": {"kv_heads": 32, "context": 32768},
+}
+
 
 def spec(config: Config) -> ModelSpec:
-    """From Hugging Face's config.json."""
+    """From Hugging Face's config.json. What a model's class does not know, such as a Llama's sliding_window, is no
+    part of it, here as in transformers."""
+    unread(decoder_unread(config))
     kind = config.get("model_type", "llama")
-    choose(config.get("hidden_act", "silu"), {"silu": "swiglu"}, "activation")
-    heads = need(config, "num_attention_heads")
+    choose(setting(config, "hidden_act", default="silu"), {"silu": "swiglu", "swish": "swiglu"}, "activation")
+    heads = whole(config, "num_attention_heads", default=32)
     layers = need(config, "num_hidden_layers")
-    biased = kind == "qwen2" or bool(config.get("attention_bias", False))
-    window = config.get("sliding_window") if kind == "mistral" or config.get("use_sliding_window") else None
+    context = whole(config, "max_position_embeddings", default=DEFAULTS[kind]["context"])
+    windows = _windows(config, kind, layers)
+    one = len(set(windows)) == 1
+    biased = kind == "qwen2" or (kind == "llama" and switch(config, "attention_bias", default=False))
     return ModelSpec(
         vocab=need(config, "vocab_size"),
-        context=need(config, "max_position_embeddings"),
+        context=context,
         layers=layers,
         attention=AttentionSpec(
             need(config, "hidden_size"),
             heads,
-            head_dim=config.get("head_dim") or 0,
-            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=whole_or_null(config, "head_dim") or 0,
+            kv_heads=whole_or_null(config, "num_key_value_heads", default=DEFAULTS[kind]["kv_heads"]) or heads,
             bias=biased,
             out_bias=biased and kind != "qwen2",
-            rotary=_rotary(config),
-            window=None if kind == "qwen2" else window,
+            rotary=_rotary(config, context),
+            window=windows[0] if one else None,
         ),
         hidden=need(config, "intermediate_size"),
         norm="rms",
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=setting(config, "rms_norm_eps", default=1e-6),
         activation="swiglu",
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=kind == "llama" and switch(config, "mlp_bias", default=False),
         positions="none",
-        windows=_qwen_windows(config, layers, window) if kind == "qwen2" and window else (),
-        tied=config.get("tie_word_embeddings", False),
+        windows=() if one else windows,
+        tied=switch(config, "tie_word_embeddings", default=False),
     )
 
 
-def _qwen_windows(config: Config, layers: int, window: int) -> tuple[int | None, ...]:
-    kinds = config.get("layer_types")
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = config.get("max_window_layers", layers)
-    return tuple(window if layer >= first else None for layer in range(layers))
+def _windows(config: Config, kind: str, layers: int) -> tuple[int | None, ...]:
+    """Each layer's window: a Llama has none, a Mistral one for all, a Qwen2 one for some if it says so."""
+    window = None
+    if kind == "mistral" or (kind == "qwen2" and switch(config, "use_sliding_window", default=False)):
+        window = whole_or_null(config, "sliding_window", default=4096)
+    first = setting(config, "max_window_layers", default=28) if kind == "qwen2" else 0
+    kinds = setting(config, "layer_types", default=None, null=True)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    known = {"full_attention": None} | ({} if window is None else {"sliding_attention": window})
+    if not isinstance(kinds, list) or len(kinds) != layers or any(name not in known for name in kinds):
+        raise HeadwiseError(
+            f"layer_types must give one of {', '.join(known)} for each of {layers} layers, got {kinds}."
+        )
+    if kind != "qwen2" and any(known[name] != window for name in kinds):
+        raise HeadwiseError(f"layer_types gives some layers no window, which a {kind} cannot do; leave it out.")
+    return tuple(known[name] for name in kinds)
 
 
-def _rotary(config: Config) -> Rotary:
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = told.get("rope_theta") or config.get("rope_theta", 10000.0)
-    kind = told.get("rope_type", told.get("type", "default"))
+def _rotary(config: Config, context: int) -> Rotary:
+    """transformers 5 writes rope_parameters, 4 wrote rope_scaling and rope_theta; it goes by rope_scaling where both are."""
+    told = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(told, Mapping) or any(isinstance(value, Mapping) for value in told.values()):
+        raise HeadwiseError(f"rotary positions that differ from layer to layer are not supported, got {told}.")
+    for where in (config, told):
+        if where.get("partial_rotary_factor") not in (None, 1):
+            raise HeadwiseError(
+                f"partial_rotary_factor {where['partial_rotary_factor']} is not supported: in these families every "
+                f"channel of a head turns; leave it out."
+            )
+    theta = setting(told, "rope_theta", default=setting(config, "rope_theta", default=10000.0))
+    kind = setting(told, "rope_type", default=told.get("type", "default"))
     if kind == "default":
         return Rotary(theta=theta)
     if kind == "linear":
-        return Rotary(theta=theta, scaling=RotaryScaling("linear", told["factor"]))
+        return Rotary(theta=theta, scaling=RotaryScaling("linear", need(told, "factor")))
     if kind == "llama3":
         scaling = RotaryScaling(
             "llama3",
-            told["factor"],
-            told["low_freq_factor"],
-            told["high_freq_factor"],
-            told["original_max_position_embeddings"],
+            need(told, "factor"),
+            need(told, "low_freq_factor"),
+            need(told, "high_freq_factor"),
+            config.get("original_max_position_embeddings")  # as transformers has it: outside before inside
+            or whole(told, "original_max_position_embeddings", default=context),
         )
         return Rotary(theta=theta, scaling=scaling)
     raise HeadwiseError(f"rotary scaling {kind!r} is not supported; known: default, linear, llama3.")
@@ -135,12 +180,6 @@ def _rope_parameters(rotary: Rotary | None) -> dict[str, Any]:
     return made
 
 
-def adjust(spec: ModelSpec, names: set[str]) -> ModelSpec:
-    """What the tensors tell that a configuration may not: without an output of its own, the embedding serves."""
-    outputs = {"lm_head.weight", "output.weight"}
-    return spec if names & outputs else replace(spec, tied=True)
-
-
 _OURS = {
     "tokens": "embed.tokens.weight",
     "norm_attention": "blocks.{i}.norm_attention.weight",
@@ -201,7 +240,6 @@ FAMILY = Family(
     config=config,
     lines=lines(_HUGGING_FACE),
     storage="q,k,v",
-    adjust=adjust,
     ignored=("rotary_emb.inv_freq", "rope.freqs", "rope_freqs.weight", "lm_head.weight"),
     other_names={"meta": lines(META), "gguf": lines(GGUF)},
 )

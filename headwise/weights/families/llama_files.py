@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
-from headwise.weights.families.family import Config, need
+from headwise.weights.families.family import Config, need, setting, switch, whole, whole_or_null
 from headwise.weights.readers import Reader
 
 META = {
@@ -44,9 +44,16 @@ def spec_from_gguf(fields: Config, reader: Reader) -> ModelSpec:
     name = fields["general.architecture"]
     at = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
     heads, width = need(at, "attention.head_count"), need(at, "embedding_length")
+    head_dim = at.get("attention.key_length") or width // heads
     scaling = at.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise HeadwiseError(f"rotary scaling {scaling!r} in GGUF is not supported; known: none, linear.")
+    for key, plain in _plain(head_dim).items():
+        if at.get(key) not in (None, *plain):
+            raise HeadwiseError(
+                f"the GGUF file sets {name}.{key} to {at[key]!r}, which Headwise does not compute; it reads files where "
+                f"it is {plain[0]!r} or left out."
+            )
     factor = at.get("rope.scaling.factor", 1.0)
     spec = ModelSpec(
         vocab=at.get("vocab_size") or len(need(fields, "tokenizer.ggml.tokens")),
@@ -55,7 +62,7 @@ def spec_from_gguf(fields: Config, reader: Reader) -> ModelSpec:
         attention=AttentionSpec(
             width,
             heads,
-            head_dim=at.get("attention.key_length") or 0,
+            head_dim=head_dim,
             kv_heads=at.get("attention.head_count_kv") or heads,
             bias=name == "qwen2",
             rotary=Rotary(
@@ -71,11 +78,26 @@ def spec_from_gguf(fields: Config, reader: Reader) -> ModelSpec:
         activation="swiglu",
         mlp_bias=False,
         positions="none",
-        tied=False,  # told by the tensors
+        tied="output.weight" not in reader.shapes,
     )
     if "rope_freqs.weight" in reader.shapes:
         return _llama3_scaling(spec, reader.get("rope_freqs.weight").tolist())
     return spec
+
+
+def _plain(head_dim: int) -> dict[str, tuple[float, ...]]:
+    """GGUF settings that change the numbers, and the values with which they do not."""
+    return {
+        "rope.dimension_count": (head_dim,),
+        "attention.value_length": (head_dim,),
+        "attention.scale": (0.0, head_dim**-0.5),
+        "attention.causal": (True,),
+        "rope.scaling.attn_factor": (1.0,),
+        "expert_count": (0,),
+        "logit_scale": (1.0, 0.0),
+        "residual_scale": (1.0, 0.0),
+        "embedding_scale": (1.0, 0.0),
+    }
 
 
 def _llama3_scaling(spec: ModelSpec, factors: list[float]) -> ModelSpec:
@@ -95,25 +117,65 @@ def _llama3_scaling(spec: ModelSpec, factors: list[float]) -> ModelSpec:
     raise HeadwiseError("the GGUF file stretches rotary frequencies in a way that is not Llama 3.1's or 3.2's.")
 
 
+# By how much the models with use_scaled_rope stretch rotary frequencies, by dim and n_layers: params.json does not say.
+# Llama 3.1 and 3.3 by 8, Llama 3.2 1B and 3B by 32, as their config.json on the hub says.
+META_FACTORS = {(2048, 16): 32.0, (3072, 28): 32.0, (4096, 32): 8.0, (8192, 80): 8.0, (16384, 126): 8.0}
+META_KEYS = {
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps", "rope_theta"),
+    *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "sliding_window", "max_seq_len"),
+    *("multiple_of", "ffn_dim_multiplier", "max_batch_size", "model_type"),  # sizes are told by the tensors
+}
+
+
 def spec_from_meta(params: Config, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-    """From Meta's params.json, whose rows of q and k are in the interleaved order; some sizes are in the tensors only."""
+    """From Meta's params.json (Mistral's is like it), rows of q and k interleaved; some sizes are in the tensors only."""
+    odd = sorted(name for name, value in params.items() if name not in META_KEYS and value not in (None, False))
+    if odd:
+        raise HeadwiseError(
+            f"params.json sets {', '.join(odd)}, which Headwise does not read; use the model in Hugging Face's layout."
+        )
     width, heads = need(params, "dim"), need(params, "n_heads")
-    scaling = RotaryScaling("llama3", 8.0) if params.get("use_scaled_rope") else None
+    scaling = _meta_scaling(params) if switch(params, "use_scaled_rope", default=False) else None
+    vocab = need(shapes, "tok_embeddings.weight")[0]
     return ModelSpec(
-        vocab=need(shapes, "tok_embeddings.weight")[0],
-        context=params.get("max_seq_len", 131072 if scaling else 4096),
+        vocab=vocab,
+        context=whole(params, "max_seq_len", default=131072 if scaling else 8192 if vocab == 128256 else 4096),
         layers=need(params, "n_layers"),
         attention=AttentionSpec(
             width,
             heads,
-            kv_heads=params.get("n_kv_heads") or heads,
-            rotary=Rotary(theta=params.get("rope_theta", 10000.0), layout="interleaved", scaling=scaling),
+            head_dim=whole_or_null(params, "head_dim") or 0,
+            kv_heads=whole_or_null(params, "n_kv_heads") or heads,
+            rotary=Rotary(theta=_meta_theta(params), layout="interleaved", scaling=scaling),
+            window=whole_or_null(params, "sliding_window"),
         ),
         hidden=need(shapes, "layers.0.feed_forward.w1.weight")[0],
         norm="rms",
-        norm_eps=params.get("norm_eps", 1e-5),
+        norm_eps=setting(params, "norm_eps", default=1e-5),
         activation="swiglu",
         mlp_bias=False,
         positions="none",
-        tied=False,
+        tied="output.weight" not in shapes,
     )
+
+
+def _meta_theta(params: Config) -> float:
+    """Llama 1 and 2 leave it out and mean 10000. Mistral's own files may as well, with another meaning."""
+    if "hidden_dim" in params and params.get("rope_theta") is None and params.get("sliding_window") is None:
+        raise HeadwiseError(
+            "params.json is Mistral's and gives no rope_theta; which one is meant depends on the model's version: add it."
+        )
+    return setting(params, "rope_theta", default=10000.0)
+
+
+def _meta_scaling(params: Config) -> RotaryScaling:
+    size = (need(params, "dim"), need(params, "n_layers"))
+    factor = setting(params, "rope_scaling_factor", default=META_FACTORS.get(size), null=True)
+    if factor is None:
+        known = ", ".join(f"{width} × {layers}" for width, layers in META_FACTORS)
+        raise HeadwiseError(
+            f"params.json sets use_scaled_rope but not by how much, and {size[0]} × {size[1]} layers is no Llama 3.1, 3.2 "
+            f"or 3.3 (width × layers {known}); add rope_scaling_factor, e.g. 8 for Llama 3.1 and 32 for Llama 3.2."
+        )
+    high = setting(params, "rope_high_freq_factor", default=None, null=True)
+    return RotaryScaling("llama3", factor, high_freq_factor=4.0 if high is None else high)
