@@ -7,17 +7,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from headwise.errors import HeadwiseError
+from headwise.text.gguf_cuts import cut_named
 from headwise.text.tokenizer import Tokenizer
 
-# How text is cut before byte-level merging, by the name GGUF gives it. Patterns as llama.cpp documents them.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-CUTS = {"default": None, "gpt-2": None, "smollm": "digits", "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
-
-CONTROL = 3  # the type GGUF gives to tokens that are no text
+UNKNOWN, CONTROL, ADDED = (
+    2,
+    3,
+    4,
+)  # types of tokens that are found in a text before it is cut; the first two are no text
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
@@ -37,25 +34,26 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
-    tokens, merges = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.merges", [])
-    vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab, [_pair(merge) for merge in merges]))  # pyright: ignore[reportCallIssue]
-    cut = _cut(fields)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut in (None, "digits"))
-    if cut == "digits":
-        first = [pre_tokenizers.Digits(individual_digits=True)]
-    else:
-        first = [] if cut is None else [pre_tokenizers.Split(Regex(cut), "isolated")]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])  # pyright: ignore
+    cut = cut_named(fields.get("tokenizer.ggml.pre"))
+    merges = [_pair(merge) for merge in fields.get("tokenizer.ggml.merges", [])]
+    backend = Backend(
+        models.BPE(_vocabulary(fields), merges, ignore_merges=cut.whole_first)  # pyright: ignore[reportCallIssue]
+    )
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])  # pyright: ignore
     backend.decoder = decoders.ByteLevel()  # pyright: ignore
-    return _finish(backend, fields)
+    return _finish(backend, fields, start=cut.start)
 
 
-def _cut(fields: Mapping[str, Any]) -> str | None:
-    name = fields.get("tokenizer.ggml.pre", "default")
-    if name not in CUTS:
-        raise HeadwiseError(f"the GGUF tokenizer cuts text the {name!r} way; those supported are {', '.join(CUTS)}.")
-    return CUTS[name]
+def _vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
+    vocab: dict[str, int] = {}
+    for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
+        if vocab.setdefault(token or f"[EMPTY_{i}]", i) != i:
+            raise HeadwiseError(
+                f"the GGUF vocabulary holds {token!r} twice, at {vocab[token]} and {i}; fetch it again."
+            )
+    return vocab
 
 
 def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
@@ -64,7 +62,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
         raise HeadwiseError(
             f"the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores; convert the file again."
         )
-    vocab = {token: i for i, token in enumerate(tokens)}
+    vocab = _vocabulary(fields)
     ranked = []  # every way to make a token of two others is a merge; the better the token's score, the earlier
     for token, score in zip(tokens, scores, strict=True):
         parts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
@@ -82,7 +80,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if spaced else [])])  # pyright: ignore
-    return _finish(backend, fields)
+    return _finish(backend, fields, start=True)
 
 
 def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
@@ -95,18 +93,29 @@ def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer.from_wordpiece(pieces)
 
 
-def _finish(backend: Backend, fields: Mapping[str, Any]) -> Tokenizer:
-    """Special tokens, and a start token in front where the file asks for one."""
+def _finish(backend: Backend, fields: Mapping[str, Any], start: bool) -> Tokenizer:
+    """Tokens found before the text is cut, and those put around it: as the file says, or `start` where it does not."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type", [])
-    control = [token for token, kind in zip(tokens, types, strict=False) if kind == CONTROL]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    for token, kind in zip(tokens, types, strict=False):
+        if kind in (UNKNOWN, CONTROL):
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == ADDED:
+            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
     special = _specials(fields)
-    if fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama"):
-        bos = special["bos"]
-        if bos is None:
-            raise HeadwiseError("the GGUF tokenizer asks for a start token but names none.")
+    around = []
+    for what, asked in (
+        ("bos", fields.get("tokenizer.ggml.add_bos_token", start)),
+        ("eos", fields.get("tokenizer.ggml.add_eos_token", False)),
+    ):
+        if asked and special[what] is None:
+            raise HeadwiseError(
+                f"the GGUF tokenizer asks for {'a start' if what == 'bos' else 'an end'} token but names none."
+            )
+        around.append([(tokens[special[what]], special[what])] if asked else [])
+    if any(around):
+        before, behind = ([f"{token}" for token, _ in part] for part in around)
         backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
-            f"{tokens[bos]} $A", f"{tokens[bos]} $A $B", [(tokens[bos], bos)]
+            [*before, "$A", *behind], [*before, "$A", *behind, "$B", *behind], [*around[0], *around[1]]
         )
     return Tokenizer(backend, special)
 

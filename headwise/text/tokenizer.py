@@ -110,7 +110,8 @@ class Tokenizer:
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         text = _read_text(path)
         if path.suffix == ".txt":
-            return partial(Tokenizer.from_wordpiece, text.splitlines(), bool(config.get("do_lower_case", True)))
+            pieces = text.removesuffix("\n").split("\n")  # only there: a piece may be any other line end of Unicode's
+            return partial(Tokenizer.from_wordpiece, pieces, bool(config.get("do_lower_case", True)))
         return partial(_from_json, text, config, path)
 
     @staticmethod

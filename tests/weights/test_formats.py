@@ -283,7 +283,7 @@ def test_gguf_llama3_rotary(factor: float, tmp_path: Path) -> None:
     ],
 )
 def test_gguf_settings_that_are_not_computed(field: str, value: float, tmp_path: Path) -> None:
-    write_gguf(make_llama(), tmp_path / "m.gguf", **{field: value})
+    write_gguf(make_llama(), tmp_path / "m.gguf", Kind.F32, "llama", **{field: value})
     with pytest.raises(hw.HeadwiseError, match=rf"sets llama\.\S+ to {value}, which Headwise does not compute"):
         hw.load(tmp_path / "m.gguf")
 

@@ -1,0 +1,140 @@
+r"""How byte-level tokenizers in GGUF files cut text before they merge, by the name in `tokenizer.ggml.pre`.
+
+The names and what each stands for are llama.cpp's (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp);
+where it writes a pattern otherwise than the model's own tokenizer.json, because its regular expressions know no (?i) and
+no \p{Lu}, the pattern is the tokenizer's own, which llama.cpp gives as well. A cut is a list of patterns, applied one after
+another: what a pattern finds, and what lies between, are pieces.
+"""
+
+from dataclasses import dataclass
+
+from headwise.errors import HeadwiseError
+
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _tiktoken(word: str = r"\p{L}+", number: str = r"\p{N}", mark: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*") -> str:
+    """The pattern of tiktoken's cl100k and of all that follow it: short forms, words, numbers, marks, spaces."""
+    return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{word}|{number}|{mark}|{_ENDS}"
+
+
+def _cased(behind: str, number: str) -> str:
+    """Words that begin anew where a capital follows a small letter; `behind` is what may follow them."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    front = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{front}{upper}*{lower}+{behind}|{front}{upper}+{lower}*{behind}"
+    return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+
+
+_LLAMA3 = _tiktoken(number=r"\p{N}{1,3}")
+_QWEN2 = _tiktoken()
+_GPT4O = _cased(rf"{_SHORT}?", r"\p{N}{1,3}")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + _ENDS,
+)
+_DEEPSEEK = (
+    r"[\r\n]",
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\x{1F5F}-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄ"
+    r"ῆ-ῌ\x{1FD0}-\x{1FD3}\x{1FD6}-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\x{2126}ℨ\x{212A}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-\ud7ff]+",
+    r"\p{N}+",
+)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut: its patterns, whether a piece that is in the vocabulary is taken as it is, whatever the merges say,
+    and whether a start token stands in front unless the file says otherwise."""
+
+    patterns: tuple[str, ...]
+    whole_first: bool = False
+    start: bool = False
+
+
+_FAMILIES: dict[str, Cut] = {
+    "default": Cut((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": Cut((_GPT2,)),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": Cut((r"\p{N}", _GPT2)),
+    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": Cut((_LLAMA3,), whole_first=True, start=True),
+    "dbrx smaug-bpe": Cut((_LLAMA3,)),
+    "minicpm5": Cut((r"\p{N}{1,3}", _tiktoken(number=r"\p{N}+")), whole_first=True),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Cut((_QWEN2,)),
+    "qwen35": Cut((_tiktoken(word=r"[\p{L}\p{M}]+", mark=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)),
+    "laguna": Cut((r"[^\n]+|[\n]+", _QWEN2)),
+    "ufakzeka": Cut((_QWEN2.removeprefix(f"{_SHORT}|"),)),
+    "seed-coder": Cut((_tiktoken(mark=r" ?[^\s\p{L}\p{N}\r\n]+"),)),
+    "deepseek-llm": Cut(_DEEPSEEK),
+    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Cut(_DEEPSEEK3),
+    "tekken": Cut((_cased("", r"\p{N}"),), whole_first=True, start=True),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": Cut((_GPT4O,)),
+    "poro-chat bloom gpt3-finnish": Cut((_BLOOM,)),
+    "viking": Cut((_BLOOM, r"\p{N}")),
+}
+CUTS = {name: cut for names, cut in _FAMILIES.items() for name in names.split()}
+
+# What llama.cpp knows and is not read here: patterns it has code of its own for, text that is not turned into bytes,
+# encoders, which are not read from GGUF, and names whose meaning changed between its releases (glm4).
+UNREAD = frozenset(
+    [
+        "glm4",
+        "chatglm-bpe",
+        "spark2_5",
+        "youtu",
+        "jais-2",
+        "exaone-moe",
+        "chameleon",
+        "granite-embed-multi-97m",
+        "granite-embed-multi-311m",
+        "tiny_aya",
+        "cohere2moe",
+        "superbpe",
+        "bailingmoe",
+        "bailingmoe2",
+        "llada-moe",
+        "kimi-k2",
+        "afmoe",
+        "gemma4",
+        "sarvam-moe",
+        "whitespace",
+        "jina-es",
+        "jina-de",
+        "jina-v1-en",
+        "jina-v2-es",
+        "jina-v2-de",
+        "jina-v2-code",
+        "jina-v5-nano",
+        "roberta-bpe",
+        "modern-bert",
+    ]
+)
+
+
+def cut_named(name: str | None) -> Cut:
+    """The cut a GGUF file names. One that is not known is never guessed: the ids would be wrong in silence.
+
+    >>> cut_named("llama-bpe").start
+    True
+    """
+    todo = "use the model's folder with its tokenizer.json"
+    if name is None:
+        raise HeadwiseError(
+            f"the GGUF file does not say how its tokenizer cuts text (tokenizer.ggml.pre); convert it again with a llama.cpp "
+            f"of today, or {todo}."
+        )
+    if name in CUTS:
+        return CUTS[name]
+    why = "llama.cpp knows, but Headwise does not read" if name in UNREAD else "is not known"
+    raise HeadwiseError(
+        f"the GGUF tokenizer cuts text the {name!r} way (tokenizer.ggml.pre), which {why}; {todo}. "
+        f"Read are {', '.join(CUTS)}."
+    )
