@@ -20,7 +20,7 @@ Scores = dict[Address, float]
 
 def rank(
     model: AnyModel,
-    corpus: Corpus | None,
+    on: Corpus | None,
     by: str,
     *,
     keep: float = 0.5,
@@ -43,10 +43,10 @@ def rank(
         draws = np.random.default_rng(seed).random(len(model.spec.addresses))
         return dict(zip(model.spec.addresses, draws.tolist(), strict=True))
     if by == "gates":
-        return learn_gates(model, corpus, keep=keep, steps=steps, seed=seed, note=note)
+        return learn_gates(model, on, keep=keep, steps=steps, seed=seed, note=note)
     worth = importance(
         model,
-        corpus,
+        on,
         by=by,  # pyright: ignore[reportArgumentType]
         how="zero" if means is None else "mean",
         means=means,
@@ -57,7 +57,7 @@ def rank(
 
 def choose(
     model: AnyModel,
-    corpus: Corpus | None,
+    on: Corpus | None,
     keep: float,
     by: str,
     *,
@@ -82,7 +82,7 @@ def choose(
         here = model if not gone else cut(model, gone, None if means is None else fold(model, gone, means))
         share = (len(every) - target) / len(here.spec.addresses)
         called = f"ranking by {by}" + (f", round {turn} of {rounds}" if rounds > 1 else "")
-        scores |= rank(here, corpus, by, keep=share, means=means, seed=seed, steps=steps, note=note, called=called)
+        scores |= rank(here, on, by, keep=share, means=means, seed=seed, steps=steps, note=note, called=called)
         gone = (*gone, *worst(here.spec.addresses, scores, target - len(gone)))
     return tuple(head for head in every if head in gone), scores
 

@@ -48,10 +48,10 @@ class Trial:
     counts: np.ndarray  # (texts,): how many answers each gives
 
     @staticmethod
-    def of(model: AnyModel, corpus: Any, longest: int | None = None) -> "Trial":
-        """Read a corpus and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
+    def of(model: AnyModel, on: Any, longest: int | None = None) -> "Trial":
+        """Read texts and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
         check_askable(model, "loss")
-        units = read_asked(model, corpus, unit_length(model, longest))
+        units = read_asked(model, on, unit_length(model, longest))
         batches = tuple(ask(model, batch) for batch in make_batches(units, TOKENS, device=model.device))
         counts = torch.cat([asked.counts for asked in batches]).numpy()
         return Trial(batches, tuple(_answers(model, asked) for asked in batches), counts)

@@ -10,7 +10,7 @@ of a layer would take away dimensions of the stream, not a head.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,17 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.heads.site import Edit, Site
 from headwise.look.record import HasSites
-from headwise.look.runs import Means, Run, chosen_sites, mean_activations, mean_of, places_of, record_z, take_rows
+from headwise.look.runs import (
+    Means,
+    Run,
+    chosen_sites,
+    mean_activations,
+    mean_of,
+    places_of,
+    record_z,
+    run_on,
+    take_rows,
+)
 from headwise.spec import Address
 
 __all__ = ["Means", "Run", "ablated", "mean_activations", "mean_of", "patched", "record_z"]
@@ -35,25 +45,45 @@ def ablated(
     heads: Pattern,
     how: How = "mean",
     *,
+    on: Any = None,
     means: Means | None = None,
-    other: Tensor | Run | None = None,
+    other: Tensor | Run | str | tuple[str, str] | None = None,
     padding: Tensor | None = None,
     source_padding: Tensor | None = None,
 ) -> Iterator[None]:
     """While open, these heads no longer say anything about their input.
 
-    `means` is for how="mean". `other` is for how="resample": which example of the batch each one borrows from (B,), the one
-    before it where nothing is given; or another run. `padding` (B, T), as the model takes it, is needed where texts are
-    padded and rows are told apart: means by position, and borrowing. A shorter text is borrowed from its start again.
+    mean:      their mean `on` some texts stands in: a text, a list of texts, a path, a Corpus; None: the embedded ones. It is
+               taken when the context opens, which reads all of them; `means=mean_activations(model, on)` are taken once.
+    zero:      nothing stands in
+    resample:  what they give on `other`: a text, a pair (source, text), a run (`record_z`), or for each example of the batch
+               the one it borrows from, (B,); None: the one before it. A shorter text is borrowed from its start again.
 
+    `padding` (B, T), as the model takes it, is needed where texts are padded and rows are told apart: means by position, and
+    borrowing.
+
+    >>> from dataclasses import replace
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
-    >>> model, ids = Transformer(preset("nano")), torch.tensor([[72, 105, 33]])
-    >>> with ablated(model, "5.1", "zero"), model.heads["3.*"].silenced():
+    >>> from headwise.text.make import byte_tokenizer
+    >>> model, ids = Transformer(replace(preset("nano"), vocab=257)), torch.tensor([[72, 105, 33]])
+    >>> model.tokenizer = byte_tokenizer()
+    >>> with ablated(model, "5.1", on=["Hello, you!", "To be or not to be"]):
     ...     model(ids).shape
-    torch.Size([1, 3, 256])
+    torch.Size([1, 3, 257])
+    >>> with ablated(model, "5.1", "zero"), ablated(model, "4.*", "resample", other="Ho!"):
+    ...     model(ids).shape
+    torch.Size([1, 3, 257])
     """
     sides = {"enc": source_padding}
+    if on is not None and (how != "mean" or means is not None):
+        raise HeadwiseError(
+            "on= says which texts means are taken over; leave it out with means=…, and where how is not 'mean'."
+        )
+    if how == "mean" and means is None:
+        means = _means_on(model, on, heads)
+    if not isinstance(other, Tensor | Run | None):
+        other = run_on(model, other, heads)  # pyright: ignore[reportArgumentType]
     with ExitStack() as stack:
         for site, chosen in chosen_sites(model, heads):
             real = sides.get(site.address.stack, padding)
@@ -62,22 +92,42 @@ def ablated(
 
 
 @contextmanager
-def patched(model: HasSites, heads: Pattern, run: Run, positions: Sequence[int] | None = None) -> Iterator[None]:
-    """While open, these heads give what they gave in another run: at all positions, or only at those named (columns).
+def patched(
+    model: HasSites,
+    heads: Pattern,
+    other: Run | str | tuple[str, str] | Sequence[int] | Tensor,
+    positions: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """While open, these heads give what they give on another text of as many tokens: at all positions, or at those named.
 
+    `other` is a text, token ids (T,) or (B, T), a pair (source, text), or a run that was kept (`record_z`).
+
+    >>> from dataclasses import replace
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
-    >>> model = Transformer(preset("nano"))
-    >>> run = record_z(model, torch.tensor([[72, 105, 33]]), "5.*")
-    >>> with patched(model, "5.1", run, positions=[-1]):
-    ...     model(torch.tensor([[72, 111, 33]])).shape
-    torch.Size([1, 3, 256])
+    >>> from headwise.text.make import byte_tokenizer
+    >>> model = Transformer(replace(preset("nano"), vocab=257))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> with patched(model, "5.1", "Hi!", positions=[-1]):
+    ...     model(torch.tensor([model.tokenizer.encode("Ho!")])).shape
+    torch.Size([1, 3, 257])
     """
+    run = run_on(model, other, heads)  # pyright: ignore[reportArgumentType]
     with ExitStack() as stack:
         for site, chosen in chosen_sites(model, heads):
             there = run.of(chosen)  # (B, n, T, e)
             stack.enter_context(site.replaced(_patch(site, chosen, there, positions)))
         yield
+
+
+def _means_on(model: Any, on: Any, heads: Pattern) -> Means:
+    """The means of some heads over texts; a model without texts is told what to do."""
+    if getattr(model, "tokenizer", None) is None:
+        raise HeadwiseError(
+            "mean ablation needs the means of heads over texts, and this model has no tokenizer to read them by; set "
+            "model.tokenizer, or give means=mean_of(record_z(model, ids) for ids in …), from headwise.look.runs."
+        )
+    return mean_activations(model, on, heads=heads)
 
 
 def stand_in(
@@ -93,7 +143,7 @@ def stand_in(
         return lambda z: z.new_zeros(1, 1, 1, 1)
     if how == "mean":
         if means is None:
-            raise HeadwiseError("mean ablation needs the means: means=mean_activations(model, corpus).")
+            raise HeadwiseError("mean ablation needs the means: means=mean_activations(model, on).")
         return lambda z: means.at(chosen, places_of(z, real))
     if how != "resample":
         raise HeadwiseError(f"there is no ablation {how!r}; {close_names(how, HOWS)}")

@@ -153,7 +153,7 @@ class Importance:
 
 def importance(
     model: AnyModel,
-    corpus: Any = None,
+    on: Any = None,
     *,
     by: By = "ablation",
     how: How = "mean",
@@ -165,18 +165,18 @@ def importance(
     check: int = 8,
     progress: Progress | None = None,
 ) -> Importance:
-    """What every head is worth on a corpus: by taking it away, or by slopes; the model stays as it is.
+    """What every head is worth `on` some texts: by taking it away, or by slopes; the model stays as it is.
 
     `metric` "loss" is the mean loss over all tokens (hidden ones for an encoder; 1 − cosine of the mean state for a model
     without output), "last" the last token of each text alone (of a pair that is its end). `how` says what stands in a
-    head's place; means not given are taken over this corpus, and with "resample" each text borrows from the next. `check`
+    head's place; means not given are taken over these texts, and with "resample" each text borrows from the next. `check`
     is how many heads an attribution is compared on. `longest` cuts plain text into units of so many tokens (None: 256, or
     the model's context); `tokens` is how many are run at once. An encoder-decoder is asked about pairs.
     """
     _check(by, how, tokens)
     check_askable(model, metric)
     with quiet(model):
-        units = list(read_asked(model, corpus, unit_length(model, longest)))
+        units = list(read_asked(model, on, unit_length(model, longest)))
         chosen = tuple(head for _, there in chosen_sites(model, heads) for head in there)
         how = "zero" if by == "gradient" else how  # a gate closes towards zero
         asks = _Asks(model, units, metric, how, means, max(1, tokens // TEXTS) if by == "ablation" else tokens)

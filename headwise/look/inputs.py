@@ -15,6 +15,7 @@ from headwise.text import Tokenizer
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus, Pair, Piece
 from headwise.text.documents import Document
+from headwise.text.little import VOCABULARY
 from headwise.text.tokenizer import trim
 
 LONGEST = 512  # tokens of a unit of plain text
@@ -73,11 +74,12 @@ class Batch:
 
 
 def read_units(model: AnyModel, corpus: Any, longest: int | None = None, asked: bool = False) -> Iterator[Unit]:
-    """Every text of a corpus; plain text in units of at most `longest` tokens, documents whole.
+    """Every text of a corpus (None: `documents_for` the model); plain text in units of at most `longest` tokens, documents
+    whole.
 
     What is `asked` of a model is judged by the text it should give: then an encoder-decoder reads pairs, and only those.
     """
-    tokenizer, corpus = tokenizer_of(model), Corpus.of(corpus)
+    tokenizer, corpus = tokenizer_of(model), documents_for(model) if corpus is None else Corpus.of(corpus)
     if asked or (corpus.paired and model.spec.kind != "encoder-decoder"):
         corpus.suits(model.spec.kind)
     elif corpus.paired:
@@ -172,6 +174,14 @@ def read(model: AnyModel, ids: Tensor, padding: Tensor | None = None, hidden: bo
     """One forward pass over texts, (B, T); an encoder-decoder reads each as its source and as its target."""
     both = {"source": ids, "source_padding": padding} if model.spec.kind == "encoder-decoder" else {}
     return model(ids, padding=padding, hidden=hidden, **both)
+
+
+def documents_for(model: AnyModel) -> Corpus:
+    """What a model reads where nothing is given: the little language, if it knows its words, or the probe set; of these the
+    documents that fit into its context, or, where none does, their texts, to be cut."""
+    words = set(tokenizer_of(model).backend.get_vocab())
+    corpus = Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+    return fitting(model, corpus)
 
 
 def tokenizer_of(model: AnyModel) -> Tokenizer:

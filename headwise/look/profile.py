@@ -14,7 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.causal import climb
 from headwise.look.classes import class_flags
 from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit, fitting, make_batches, read, read_units, run, tokenizer_of
+from headwise.look.inputs import Batch, Unit, documents_for, make_batches, read, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
 from headwise.look.repeats import Echo, make_repeats
 from headwise.look.result import OWN, Profile
@@ -26,7 +26,6 @@ from headwise.look.variability import Varying, sample
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
-from headwise.text.little import VOCABULARY
 from headwise.train.team import Team, gather
 
 Note = Callable[[str, int, int], object]  # what is done, how much of it, of how much
@@ -69,14 +68,6 @@ def profile(
     note = note or (lambda what, done, of: None)
     with quiet(model), torch.no_grad(), gather(model.device) as team:
         return _Pass(model, longest, tokens, every, detail, seed, control, note, team).run(corpus, relations, causal)
-
-
-def documents_for(model: AnyModel) -> Corpus:
-    """What a model reads where nothing is given: the little language, if it knows its words, or the probe set; of these the
-    documents that fit into its context, or, where none does, their texts, to be cut."""
-    words = set(tokenizer_of(model).backend.get_vocab())
-    corpus = Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
-    return fitting(model, corpus)
 
 
 class _Pass:

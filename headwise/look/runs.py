@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen, Site
-from headwise.look.inputs import make_batches, read_units
+from headwise.look.inputs import make_batch, make_batches, read_units, tokenizer_of
 from headwise.look.record import HasSites
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress, select
@@ -105,19 +105,20 @@ def record_z(
 
 def mean_activations(
     model: AnyModel,
-    corpus: Any = None,
+    on: Any = None,
     by: By = "global",
     *,
     heads: Pattern = "*",
     longest: int | None = None,
     tokens: int = 2048,
 ) -> Means:
-    """The mean z of every head over a corpus, one for all positions or one for each; padding never counts.
+    """The mean z of every head over texts, one for all positions or one for each; padding never counts.
 
+    `on` is a text, a list of texts, a path or a Corpus; None: the embedded probe set, or the little language for its models.
     `longest` cuts plain text into units of so many tokens (None: 256, or the model's context), `tokens` is how many are
     read at once.
     """
-    units = read_units(model, corpus, unit_length(model, longest), asked=True)
+    units = read_units(model, on, unit_length(model, longest), asked=True)
     batches = make_batches(units, tokens, device=model.device)
     return mean_of(
         (
@@ -133,6 +134,32 @@ def mean_activations(
         ),
         by,
     )
+
+
+def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
+    """z of some heads where the model reads a text, token ids (T,) or (B, T), or a pair (source, text); a run stays.
+
+    >>> from dataclasses import replace
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import preset
+    >>> from headwise.text.make import byte_tokenizer
+    >>> model = Transformer(replace(preset("nano"), vocab=257))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> [(str(site), tuple(z.shape)) for site, z in run_on(model, "Hi!", "5.1").z.items()]
+    [('5', (1, 1, 3, 64))]
+    """
+    if isinstance(given, Run):
+        return given
+    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, str) for part in given):
+        batch = make_batch(list(read_units(model, [given], asked=True)), device=model.device)
+        return record_z(model, batch.ids, heads, source=batch.source, source_padding=batch.source_padding)
+    ids = torch.as_tensor(tokenizer_of(model).encode(given) if isinstance(given, str) else given, device=model.device)
+    ids = ids[None] if ids.ndim == 1 else ids  # (B, T)
+    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+        raise HeadwiseError(
+            f"another run is a text, token ids (T,) or (B, T), or a pair (source, text); got {given!r:.80}."
+        )
+    return record_z(model, ids, heads)
 
 
 def unit_length(model: AnyModel, longest: int | None) -> int:

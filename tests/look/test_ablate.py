@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.look.ablate import ablated, mean_activations, mean_of, patched, record_z
 from headwise.model import Transformer
 from headwise.spec import SiteAddress
+from headwise.text.corpus import Corpus
+from headwise.text.make import byte_tokenizer
 from tests.contract.layers import MODELS, assert_equal, make_model, model_inputs, run, token_ids
 from tests.look.readers import TEXTS, encoded, reading
 
@@ -193,6 +196,38 @@ def test_gradients_pass_and_recording_leaves_the_mode_alone() -> None:
     assert float(grad[:, 2].abs().max()) > 0
 
 
+def test_the_plain_call_takes_means_over_the_embedded_texts() -> None:
+    model, ids = make_model(replace(MODELS["decoder"], vocab=257, context=512)), token_ids(2, 5)
+    model.tokenizer = tokenizer = byte_tokenizer()
+    embedded = [item.text for item in Corpus.probe().items()]
+    site = model.sites()[0]
+    for on, texts in ((TEXTS, TEXTS), (None, embedded)):
+        total, count = torch.zeros(6), 0
+        for text in texts:
+            z = listened(model, torch.tensor([tokenizer.encode(text)]))[site.address][0, 1]  # (T, e)
+            total, count = total + z.sum(0), count + len(z)
+        with hw.ablated(model, "0.1", on=on):
+            got = model(ids)
+        assert_equal(got, put(model, "0.1", total / count, ids))
+    assert not torch.equal(got, model(ids))
+
+
+def test_another_text_is_patched_in_by_its_words() -> None:
+    model = reading(MODELS["decoder"])
+    assert model.tokenizer is not None
+    here, there = (torch.tensor([model.tokenizer.encode(text)]) for text in ("the cat", "the mat"))
+    recorded = record_z(model, there)
+    with patched(model, "0.1,1.2", recorded, [4]):
+        want = model(here)
+    for other in ("the mat", there, there[0].tolist()):
+        with hw.patched(model, "0.1,1.2", other, [4]):
+            assert_equal(model(here), want)
+    with ablated(model, "0.1", "resample", other=recorded):
+        want = model(here)
+    with hw.ablated(model, "0.1", "resample", other="the mat"):
+        assert_equal(model(here), want)
+
+
 def test_means_merge() -> None:
     model = reading(MODELS["decoder"])
     for by in ("global", "position"):
@@ -214,6 +249,10 @@ def test_what_is_wrong_is_said() -> None:
 
     for context, given, message in (
         (ablated(model, "0.1", "mean"), ids, "needs the means"),
+        (ablated(model, "0.1", "zero", on=TEXTS), ids, "which texts means are taken over"),
+        (ablated(model, "0.1", on=TEXTS, means=short), ids, "which texts means are taken over"),
+        (patched(model, "0.1", "the cat"), ids, "no tokenizer"),
+        (patched(model, "0.1", []), ids, "another run is a text"),
         (ablated(model, "0.1", "some"), ids, "no ablation 'some'"),  # pyright: ignore
         (ablated(model, "0.9", "zero"), ids, "names no head"),
         (ablated(model, "0.1", "resample"), ids[:1], "a batch of one"),

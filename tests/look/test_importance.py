@@ -255,14 +255,14 @@ def test_what_is_wrong_is_said() -> None:
         (decoder, {"metric": "first"}, "the metric is"),
         (decoder, {"heads": "7.1"}, "names no head"),
         (decoder, {"tokens": 0}, "at least one token"),
-        (decoder, {"how": "resample", "corpus": "the cat"}, "only one"),
-        (decoder, {"corpus": "t"}, "two tokens"),
+        (decoder, {"how": "resample", "on": "the cat"}, "only one"),
+        (decoder, {"on": "t"}, "two tokens"),
         (encoder, {"metric": "last"}, "needs a decoder"),
         (encoder, {"by": "gradient"}, "the slope is 0"),
         (reading(MODELS["encoder-decoder"]), {}, "needs pairs"),
     ):
         with pytest.raises(HeadwiseError, match=message):
-            importance(model, **({"corpus": TEXTS} | options))  # pyright: ignore
+            importance(model, **({"on": TEXTS} | options))  # pyright: ignore
     with pytest.raises(HeadwiseError, match=r"head 0\.9 was not measured"):
         importance(decoder, TEXTS)["0.9"]
     with pytest.raises(HeadwiseError, match="measured alike"):
