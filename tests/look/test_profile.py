@@ -123,7 +123,9 @@ def test_what_a_profile_answers(made: Profile) -> None:
     assert made.by_layer("entropy") == pytest.approx(made.measure("entropy").reshape(2, 4).mean(1))
     assert made["1.2"].measures["entropy"] == pytest.approx(made.measure("entropy")[6])
     tokens = sum(len(item.words) for item in little().items() if isinstance(item, Document))
+    spec = make().spec
     assert made.about == {
+        "model": f"decoder of 2 layers with 4 heads, width {spec.width}, {spec.vocab} tokens",
         "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "layers": ["0", "1"], "control": None,
         "seed": 0, "detail": "full", "every": 1,
     }  # fmt: skip
