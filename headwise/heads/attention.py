@@ -1,6 +1,6 @@
 """Multi-head attention: Σ over heads of softmax(x W_Q (y W_K)ᵀ / √d + mask) · y W_V · W_O, plus a bias."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,24 @@ from headwise.heads.init import initialise
 from headwise.heads.projections import Read, Write
 from headwise.heads.site import Site, gated
 from headwise.heads.writes import PerHead
-from headwise.kernels import BACKENDS, Alibi, Angles, Choice, Mask, Terms, alibi_slopes, choose, make_terms, run, window
+from headwise.kernels import (
+    BACKENDS,
+    Alibi,
+    Angles,
+    Choice,
+    Mask,
+    Terms,
+    alibi_slopes,
+    choose,
+    make_terms,
+    maps,
+    run,
+    window,
+)
 from headwise.spec import AttentionSpec, SiteAddress
+
+if TYPE_CHECKING:
+    from headwise.heads.torch_like import TorchAttention
 
 
 class MultiHeadAttention(nn.Module):
@@ -57,14 +73,17 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Tensor,
         source: Tensor | None = None,
-        *,
+        *more: object,
         mask: Mask | None = None,
         bias: Tensor | None = None,
         gate: Tensor | None = None,
         positions: Tensor | Angles | None = None,
         cache: Cache | None = None,
+        **unknown: object,
     ) -> Tensor:
         """(B, T, D) → (B, T, D). `source` (B, S, ·) makes it cross-attention; `gate` (H,) or (B, H) scales heads."""
+        if more or unknown:
+            raise _other_call(len(more), unknown)
         z = self.attend(x, source, mask=mask, bias=bias, gate=gate, positions=positions, cache=cache)  # (B, H, T, e)
         return self.write(z)  # (B, T, D)
 
@@ -80,36 +99,50 @@ class MultiHeadAttention(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """What each head found, before W_O: z, (B, H, T, e)."""
-        self._check_input(x, source)
-        angles = self._angles(x, source, positions, cache)
-        if source is not None:
-            q, k, v = self._cross(x, source, cache)
-        else:
-            q, k, v = self.read(x)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
-            if angles is not None:
-                q, k = angles.turn(q), angles.turn(k)
-            if isinstance(cache, SourceCache):
-                raise HeadwiseError("a SourceCache is for cross-attention; self-attention takes one of the others.")
-            if isinstance(cache, SlidingCache):
-                mask = _both(
-                    mask, window(cache.size)
-                )  # what it will have forgotten is not seen in a long prompt either
-            if cache is not None:
-                k, v = cache.extend(k, v)  # (B, K, S, ·)
-        terms = self._terms(q, k, v, mask, bias)
-        z = run(q, k, v, terms, self.backend)  # (B, H, T, e)
-        if self.gate is not None:
-            z = gated(z, self.gate)
-        if gate is not None:
-            z = gated(z, gate)
-        z = self.head_dropout(z)
-        return self.site.passing(q, k, v, terms, z)
+        q, k, v, mask, bias = self._project(x, source, mask, bias, positions, cache)
+        return self._through(q, k, v, self._terms(q, k, v, mask, bias), gate)
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        positions: Tensor | Angles | None = None,
+    ) -> Tensor:
+        """Who looks at whom, head by head: (B, H, T, S). Rows sum to 1, but for a sink; dropout is left out.
+
+        >>> layer = MultiHeadAttention(width=8, heads=2)
+        >>> layer.attention_weights(torch.randn(3, 5, 8)).shape
+        torch.Size([3, 2, 5, 5])
+        """
+        q, k, v, mask, bias = self._project(x, source, mask, bias, positions, None)
+        return maps(q, k, self._terms(q, k, v, mask, bias))
 
     def per_head(
         self, x: Tensor, source: Tensor | None = None, *, mask: Mask | None = None, gate: Tensor | None = None
     ) -> PerHead:
         """The heads' outputs one by one: z, and what each writes; their sum plus b_O is the layer's output."""
         return PerHead(self.attend(x, source, mask=mask, gate=gate), self.write.slices, self.b_O)
+
+    @staticmethod
+    def like_torch(embed_dim: int, num_heads: int, *given: Any, **named: Any) -> "TorchAttention":
+        """A layer that is built, called and saved as `torch.nn.MultiheadAttention` is; its arguments are torch's.
+
+        >>> layer = MultiHeadAttention.like_torch(8, 2, batch_first=True)
+        >>> x = torch.randn(3, 5, 8)
+        >>> out, weights = layer(x, x, x, average_attn_weights=False)
+        >>> out.shape, weights.shape
+        (torch.Size([3, 5, 8]), torch.Size([3, 2, 5, 5]))
+        """
+        from headwise.heads.torch_like import TorchAttention  # which is a MultiHeadAttention itself
+
+        return TorchAttention(embed_dim, num_heads, *given, **named)
+
+    def sites(self) -> list[Site]:
+        """The one site, so that a layer alone can be recorded as a model is."""
+        return [self.site]
 
     @property
     def heads(self) -> Heads:
@@ -136,6 +169,43 @@ class MultiHeadAttention(nn.Module):
         q = torch.empty(B, H, T, spec.head_dim, device="meta")
         k = torch.empty(B, len(spec.kv_ids), S, spec.head_dim, device="meta")
         return choose(self._terms(q, k, k, mask, bias), B, H, T, S)
+
+    def _project(
+        self,
+        x: Tensor,
+        source: Tensor | None,
+        mask: Mask | None,
+        bias: Tensor | None,
+        positions: Tensor | Angles | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Tensor | None]:
+        """q, k and v, turned by their positions and with what a cache holds; and the mask and bias that go with them."""
+        self._check_input(x, source)
+        angles = self._angles(x, source, positions, cache)
+        if source is not None:
+            q, k, v = self._cross(x, source, cache)
+        else:
+            q, k, v = self.read(x)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
+            if angles is not None:
+                q, k = angles.turn(q), angles.turn(k)
+            if isinstance(cache, SourceCache):
+                raise HeadwiseError("a SourceCache is for cross-attention; self-attention takes one of the others.")
+            if isinstance(cache, SlidingCache):
+                mask = _both(
+                    mask, window(cache.size)
+                )  # what it will have forgotten is not seen in a long prompt either
+            if cache is not None:
+                k, v = cache.extend(k, v)  # (B, K, S, ·)
+        return q, k, v, mask, bias
+
+    def _through(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, gate: Tensor | None = None) -> Tensor:
+        """The kernel, gates, head dropout and the site: z, (B, H, T, e)."""
+        z = run(q, k, v, terms, self.backend)  # (B, H, T, e)
+        if self.gate is not None:
+            z = gated(z, self.gate)
+        if gate is not None:
+            z = gated(z, gate)
+        return self.site.passing(q, k, v, terms, self.head_dropout(z))
 
     def _terms(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None) -> Terms:
         spec = self.spec
@@ -211,6 +281,29 @@ def _both(mask: Mask | None, other: Mask) -> Mask:
     if not isinstance(mask, Mask):
         raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.allow(tensor).")
     return mask & other
+
+
+# What torch's layer is called with, and what to write here.
+TORCH_CALL = {
+    "key_padding_mask": "mask=hw.padding(~key_padding_mask)",
+    "attn_mask": "mask=hw.allow(~attn_mask), or bias=attn_mask[None, None] if it is added to scores",
+    "is_causal": "mask=hw.causal()",
+    "need_weights": "layer.attention_weights(x, mask=…), one map for each head",
+    "average_attn_weights": "layer.attention_weights(x, mask=…), one map for each head",
+    **dict.fromkeys(("query", "key", "value"), "layer(x) for self-attention, layer(x, source) for cross-attention"),
+}
+
+
+def _other_call(more: int, unknown: dict[str, object]) -> HeadwiseError:
+    ours = ("source", "mask", "bias", "gate", "positions", "cache")
+    told = [f"for {name}= write {TORCH_CALL[name]}" for name in unknown if name in TORCH_CALL]
+    told += [f"there is no argument {name!r}; {close_names(name, ours)}" for name in unknown if name not in TORCH_CALL]
+    if more:
+        told.append(f"{more + 2} tensors were given: write {TORCH_CALL['query']}")
+    return HeadwiseError(
+        f"this layer is called as layer(x, source, mask=…): {'; '.join(told)}. For a layer that is called as "
+        "torch.nn.MultiheadAttention is: hw.MultiHeadAttention.like_torch(embed_dim, num_heads)."
+    )
 
 
 # What other libraries call our settings.

@@ -19,9 +19,12 @@ STORAGES = ("qkv", "q,kv", "q,k,v")
 
 
 class Read(nn.Module):
-    """The q, k and v projections of a layer. `storage` says which letters share a weight: qkv, q,kv or q,k,v."""
+    """The q, k and v projections of a layer. `storage` says which letters share a weight: qkv, q,kv or q,k,v.
 
-    def __init__(self, spec: AttentionSpec, storage: str = "qkv") -> None:
+    `value_width` is that of what values are read from, where it is not what keys are read from.
+    """
+
+    def __init__(self, spec: AttentionSpec, storage: str = "qkv", value_width: int | None = None) -> None:
         super().__init__()
         if storage not in STORAGES:
             raise HeadwiseError(f"storage {storage!r} is unknown; use one of {' | '.join(STORAGES)}.")
@@ -31,7 +34,8 @@ class Read(nn.Module):
         self.spec, self.storage = spec, storage
         self.sizes = {"q": (heads, spec.head_dim), "k": (kv_heads, spec.head_dim), "v": (kv_heads, spec.value_dim)}
         share = spec.heads if spec.input == "slice" else 1
-        self.inputs = {"q": spec.width // share, "k": spec.kv_width // share, "v": spec.kv_width // share}
+        values = spec.kv_width if value_width is None else value_width
+        self.inputs = {"q": spec.width // share, "k": spec.kv_width // share, "v": values // share}
         for slab in storage.split(","):
             rows = sum(self._rows(letter) for letter in slab)
             self.register_parameter(f"{slab}_weight", nn.Parameter(torch.empty(rows, self.inputs[slab[0]])))

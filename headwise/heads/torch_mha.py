@@ -5,6 +5,7 @@ from torch import nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.attention import MultiHeadAttention
+from headwise.heads.torch_like import TorchAttention
 from headwise.spec import AttentionSpec
 
 
@@ -18,11 +19,13 @@ def from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
         raise HeadwiseError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(theirs).__name__}.")
     if theirs.bias_k is not None:
         raise HeadwiseError(
-            "add_bias_kv=True learns an extra key and value, which no layer of ours has; train without it."
+            "add_bias_kv=True learns an extra key and value, which a plain layer of ours has not; build one with "
+            "MultiHeadAttention.like_torch(…, add_bias_kv=True) and load_state_dict."
         )
     if theirs.kdim != theirs.vdim:
         raise HeadwiseError(
-            f"kdim {theirs.kdim} and vdim {theirs.vdim} differ; ours reads keys and values from one source."
+            f"kdim {theirs.kdim} and vdim {theirs.vdim} differ; ours reads keys and values from one source. Build one with "
+            "MultiHeadAttention.like_torch(…, kdim=…, vdim=…) and load_state_dict."
         )
     biased = theirs.in_proj_bias is not None
     spec = AttentionSpec(
@@ -48,6 +51,8 @@ def from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
 
 def to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
     """A `torch.nn.MultiheadAttention` (batch_first=True) with the same weights, where it can hold them."""
+    if isinstance(ours, TorchAttention):
+        return _as_it_was(ours)
     spec = ours.spec
     beyond = {
         "grouped key/value heads": spec.kv_heads != spec.heads,
@@ -88,6 +93,23 @@ def to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
             theirs.in_proj_bias.copy_(torch.cat([ours.read.bias(letter).flatten() for letter in "qkv"]))  # pyright: ignore
             theirs.out_proj.bias.copy_(ours.write.bias)  # pyright: ignore
         theirs.out_proj.weight.copy_(ours.write.weight)
+    return theirs.train(ours.training)
+
+
+def _as_it_was(ours: TorchAttention) -> nn.MultiheadAttention:
+    """A layer that has torch's face already: the same constructor, the same state."""
+    theirs = nn.MultiheadAttention(
+        ours.embed_dim,
+        ours.num_heads,
+        ours.dropout,
+        ours.spec.bias,
+        ours.bias_k is not None,
+        ours.add_zero_attn,
+        ours.kdim,
+        ours.vdim,
+        ours.batch_first,
+    ).to(ours.write.weight)
+    theirs.load_state_dict(ours.state_dict())
     return theirs.train(ours.training)
 
 
