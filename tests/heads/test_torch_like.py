@@ -13,7 +13,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.torch_like import TorchAttention
 
 D, H, B, T, S = 12, 3, 2, 5, 7
-SAME = {"atol": 1e-10, "rtol": 1e-10}  # float64
+SAME: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}  # float64
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no bias": {"bias": False},
