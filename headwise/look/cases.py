@@ -24,6 +24,7 @@ ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and token
 REACH = 128  # tokens are drawn among the first so many of a text
 SHOWN = 8  # cases told of a role
 ROW, ECHO = "", "repeats"  # the questions of tokens
+MARKS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
 MOST = {"arcs": ARCS, "rows": ROWS}
 NAMES = {"arcs": ("hit", "weight", "best", "most"), "rows": ("maps", "classes")}
 
@@ -44,6 +45,7 @@ class Example:
     attended: str
     most: float  # on what is looked at hardest
     text: str
+    parts: tuple[tuple[str, str], ...]  # the same text, (kind, text): "token", "attended", "meant" or ""
 
 
 @dataclass(frozen=True)
@@ -179,14 +181,12 @@ class Cases:
                 merged.arrays[name][(at, *(slice(size) for size in value.shape))] = value
         return merged
 
-    def examples(
-        self, measures: Sequence[str], half: np.ndarray, head: int, share: float | None
-    ) -> tuple[Example, ...]:
+    def examples(self, measure: str, half: np.ndarray, head: int, share: float | None) -> tuple[Example, ...]:
         """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are.
 
         `share` is how often it hits, where that is known; else it is how often it does at the places drawn.
         """
-        looks = list(self._looks(measures, half, head))
+        looks = list(self._looks(measure, half, head))
         if not looks:
             return ()
         share = float(np.mean([look.hit for look in looks])) if share is None else share
@@ -198,10 +198,10 @@ class Cases:
                 return tuple(_example(look) for look in looks if look in shown)
         return tuple(_example(look) for look in looks[:1])
 
-    def _looks(self, measures: Sequence[str], half: np.ndarray, head: int) -> Iterator["_Look"]:
+    def _looks(self, measure: str, half: np.ndarray, head: int) -> Iterator["_Look"]:
         arrays = self.arrays
         for number, place in enumerate(self.arcs):
-            if place.question in measures and arrays["met"][number] and half[place.bucket]:
+            if place.question == measure and arrays["met"][number] and half[place.bucket]:
                 hit, weight, best, most = (
                     float(arrays[name][number, head]) for name in ("hit", "weight", "best", "most")
                 )
@@ -211,7 +211,7 @@ class Cases:
                 continue
             weights = arrays["maps"][number, head, : len(place.names)]
             sees = len(place.names) if arrays["maps"][number, :, place.source + 1 :].any() else place.source + 1
-            targets = sorted({j for name in measures for j in _targets(name, place, arrays["classes"][number], sees)})
+            targets = list(_targets(measure, place, arrays["classes"][number], sees))
             if targets:
                 best, meant = int(weights.argmax()), targets[int(weights[targets].argmax())]
                 yield _Look(place, best in targets, float(weights[targets].sum()), best, float(weights[best]), meant)
@@ -237,7 +237,7 @@ class Cases:
 def echo_places(tokens: Sequence[Sequence[str]], start: int, length: int) -> list[Place]:
     """A token of the second copy in each sequence of repeated ones, those of 16 sequences alike: they are read together."""
     made = []
-    for number, names in enumerate(tokens):
+    for number, names in enumerate(tokens):  # none where there is no room to repeat anything
         row = start + length + 1 + (5 * (number // 16)) % (length - 1)
         made.append(Place(ECHO, number, number, number, row, tuple(names), (row - length + 1, row - length)))
     return made
@@ -251,18 +251,39 @@ def names_of(aligned: Alignment) -> tuple[str, ...]:
     )
 
 
-def marked(names: Sequence[str], marks: dict[int, str]) -> str:
-    """A text in which some words are marked, {place: "[{}]"}, cut to what is around them; a long middle is left out."""
+def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
+    """A text in parts, (kind, text): marked words with their kind, and what is around them; a long middle is left out.
+
+    >>> marked(("the", "cat", "sat"), {2: "token", 1: "attended"})
+    (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
+    """
     low, high = max(0, min(marks) - 6), min(max(marks) + 7, len(names))
-    shown = [(i, marks.get(i, "{}").format(names[i])) for i in range(low, high)]
-    if max(marks) - min(marks) > 30:
-        shown = [
-            (i, text) for i, text in shown if min(abs(i - place) for place in marks) < 4 or not low + 6 < i < high - 7
-        ]
-    pieces = []
-    for place, (i, text) in enumerate(shown):
-        pieces += ["…"] * (place > 0 and shown[place - 1][0] != i - 1) + [text]
-    return " ".join(pieces)
+    far = max(marks) - min(marks) > 30
+    parts: list[tuple[str, str]] = []
+    for i in range(low, high):
+        if far and min(abs(i - place) for place in marks) > 3:
+            if parts[-1][1] != " … ":
+                parts.append(("", " … "))
+            continue
+        if parts and parts[-1][1] != " … ":
+            parts.append(("", " "))
+        parts.append((marks.get(i, ""), names[i]))
+    joined: list[tuple[str, str]] = []
+    for kind, text in parts:
+        if joined and not kind and not joined[-1][0]:
+            joined[-1] = "", joined[-1][1] + text
+        else:
+            joined.append((kind, text))
+    return tuple(joined)
+
+
+def written(parts: Iterable[tuple[str, str]]) -> str:
+    """Parts as one text: [x] looks, *y* is looked at hardest, {z} is meant.
+
+    >>> written((("attended", "cat"), ("", " "), ("token", "sat")))
+    '*cat* [sat]'
+    """
+    return "".join(MARKS[kind].format(text) for kind, text in parts)
 
 
 class _Look(NamedTuple):
@@ -276,13 +297,9 @@ class _Look(NamedTuple):
 
 def _example(look: _Look) -> Example:
     place, meant = look.place, look.best if look.hit else look.meant
-    marks = {meant: "{{{}}}", look.best: "*{}*", place.source: "[{}]"}
-    if look.best == place.source:
-        marks[place.source] = "[*{}*]"
-    elif meant == place.source:
-        marks[place.source] = "[{{{}}}]"
+    parts = marked(place.names, {meant: "meant", look.best: "attended", place.source: "token"})
     token, named, attended = (place.names[i] for i in (place.source, meant, look.best))
-    return Example(look.hit, look.weight, token, named, attended, look.most, marked(place.names, marks))
+    return Example(look.hit, look.weight, token, named, attended, look.most, written(parts), parts)
 
 
 def _targets(measure: str, place: Place, classes: np.ndarray, sees: int) -> Iterable[int]:
@@ -294,6 +311,8 @@ def _targets(measure: str, place: Place, classes: np.ndarray, sees: int) -> Iter
         )
     if kind == "aimed":
         return [j for j in (place.source - int(number),) if 0 < j < sees]
+    if measure == "local":
+        return [j for j in range(max(1, place.source - 3), min(place.source + 4, sees)) if j != place.source]
     if measure == "long range":
         return [j for j in range(1, sees) if abs(place.source - j) >= WINDOW]
     if measure in CLASSES:

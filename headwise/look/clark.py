@@ -13,7 +13,7 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.inputs import read_units
-from headwise.look.relations import NEAREST, SETS
+from headwise.look.relations import NEAREST, NO_ROLE, SETS
 from headwise.look.result import Profile
 from headwise.look.statistics import bootstrap, bootstrap_difference, max_t
 from headwise.look.tally import BUCKETS, CHOOSING, REPORTING, in_half
@@ -45,7 +45,7 @@ def best_heads(profile: Profile, fewest: int = 40) -> list[Best]:
         raise HeadwiseError("this profile has no relations; make it on documents that have some.")
     rows, tests = [], []
     for name in dict.fromkeys(question.rsplit(" ", 1)[0] for question in relations.questions):
-        found = [_best_of(profile, f"{name} {way}") for way in "><" if name not in SETS]
+        found = [_best_of(profile, f"{name} {way}") for way in "><" if name not in SETS and name not in NO_ROLE]
         found = [one for one in found if one is not None and one[0].arcs >= fewest]
         if found:
             row, _, test = max(found, key=lambda one: one[1])

@@ -1,4 +1,4 @@
-"""Evidence: for every head the places where it looked hardest, kept as they stream by."""
+"""Where every head looked hardest, whatever for, kept as it streams by. What speaks for a role is in cases.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwise.look.cases import marked, names_of, written
 from headwise.look.inputs import Unit
 from headwise.look.rows import Block
-from headwise.text.align import Alignment
 from headwise.train.team import Team
 
 KEPT = 8  # contexts per head
@@ -93,17 +93,6 @@ class Evidence:
         ]
 
     def _context(self, weight: float, number: int, row: int, column: int) -> Context:
-        aligned = self.units[number].alignment
-        marks = {row: "[{}]", column: "*{}*"}  # who looks, and at whom
-        low, high = max(0, min(row, column) - 6), max(row, column) + 7
-        shown = [marks.get(i, "{}").format(_shown(aligned, i)) for i in range(low, min(high, len(aligned.ids)))]
-        if max(row, column) - min(row, column) > 30:  # far apart: the middle is left out
-            near = sorted((row - low, column - low))
-            shown = [*shown[: near[0] + 4], "…", *shown[near[1] - 3 :]]
-        return Context(_shown(aligned, row), _shown(aligned, column), weight, number, row, column, " ".join(shown))
-
-
-def _shown(aligned: Alignment, token: int) -> str:
-    """A token as a person would write it."""
-    start, end = aligned.spans[token]
-    return aligned.text[start:end].strip() or aligned.tokens[token]
+        names = names_of(self.units[number].alignment)
+        parts = marked(names, {column: "attended", row: "token"})
+        return Context(names[row], names[column], weight, number, row, column, written(parts))

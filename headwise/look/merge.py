@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from headwise.look.evidence import KEPT, Context
-from headwise.look.relations import SETS, Relations
+from headwise.look.relations import SETS, SHAPES, Relations
 from headwise.look.roles import Support
 from headwise.look.tally import BUCKETS, Tally
 
@@ -85,5 +85,6 @@ def _filled(tally: Tally) -> int:
 def _ordered(questions: set[str]) -> tuple[str, ...]:
     """In the order in which one pass would ask them."""
     names = {question.rsplit(" ", 1)[0] for question in questions}
-    ordered = (*sorted(names - {*SETS}), *(name for name in SETS if name in names))
+    derived, sets = sorted(names & {*SHAPES}), [name for name in SETS if name in names]
+    ordered = (*sorted(names - {*SETS, *SHAPES}), *derived, *sets)
     return tuple(f"{name} {way}" for name in ordered for way in "><")

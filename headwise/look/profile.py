@@ -5,18 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError
+from headwise.look.cases import Cases, echo_places
 from headwise.look.causal import climb
 from headwise.look.classes import class_flags
 from headwise.look.evidence import Evidence
 from headwise.look.inputs import Batch, Unit, documents_for, make_batches, read, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
-from headwise.look.repeats import Echo, make_repeats
+from headwise.look.repeats import Echo, Repeats, make_repeats
 from headwise.look.result import OWN, Profile
 from headwise.look.roles import Support
 from headwise.look.runs import mean_activations
@@ -92,27 +94,34 @@ class _Pass:
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
-        units = self._units(documents_for(self.model) if corpus is None else corpus)
-        own = arcs is None and any(unit.document for unit in units)
-        related = (
-            units if own else [] if arcs is False or (isinstance(arcs, list) and not arcs) else self._related(arcs)
-        )
+        read = Corpus.of(documents_for(self.model) if corpus is None else corpus)
+        units = self._units(read)
+        if arcs is None and any(unit.document for unit in units):
+            asked, related = read, units
+        elif arcs is False or (isinstance(arcs, list) and not arcs):
+            asked, related = None, []
+        else:  # documents that are not the texts themselves; where tokens are shuffled arcs mean nothing
+            asked = Corpus.of(documents_for(self.model) if arcs is None else arcs)
+            related = [unit for unit in self._units(asked) if unit.document is not None]
         for some, what in ((units, "texts"), (related, "documents with relations")):
             if 0 < len(some) < self.team.size:  # each needs one, to know what is counted
                 raise HeadwiseError(
                     f"{len(some)} {what} cannot be shared out over {self.team.size} processes; start fewer."
                 )
-        relations = self._read(units, related)
+        repeats = make_repeats(self.model, SEQUENCES, REPEATED, self.seed)
+        relations = Relations.of(self.tally, related, self.model.spec.kind != "encoder") if related else None
+        self.cases = self._draw(units, related, relations, repeats)
+        self._read(units, related, relations)
         self._share(relations, units)
-        self._repeats()
+        self._repeats(repeats)
         self._vary(units)
         about = {
             "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
             "relations": OWN if related is units else _digest(related), "layers": [str(s.address) for s in self.sites],
             "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
-            "every": self.every,
+            "every": self.every, "read": in_words(read), "asked": "" if asked is None else in_words(asked),
         }  # fmt: skip
-        made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), about)
+        made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), self.cases, about)
         if causal and self.model.spec.kind == "decoder" and self.model.output is not None:
             self._climb(made.supports, related, units)
         return made
@@ -120,11 +129,6 @@ class _Pass:
     def _units(self, corpus: Any) -> list[Unit]:
         units = list(read_units(self.model, corpus, self.longest))
         return [_shuffled(unit, self.seed) for unit in units] if self.control == "shuffled" else units
-
-    def _related(self, arcs: Any) -> list[Unit]:
-        """Documents with relations that are not the texts themselves; where tokens are shuffled arcs mean nothing."""
-        documents = documents_for(self.model) if arcs is None else Corpus.of(arcs)
-        return [unit for unit in self._units(documents) if unit.document is not None]
 
     @contextmanager
     def _listening(self, see: Callable[..., None], *arguments: Any, across: bool = True) -> Iterator[None]:
@@ -145,11 +149,22 @@ class _Pass:
             done += len(batch.units)
         self.note(what, len(mine), len(mine))
 
-    def _read(self, units: list[Unit], related: list[Unit]) -> Relations | None:
+    def _draw(self, units: list[Unit], related: list[Unit], relations: Relations | None, repeats: Repeats) -> Cases:
+        """The places that are shown for roles, before anything is measured."""
+        asked = () if relations is None else (one for unit in related for one in relations.rows_of(unit))
+        tokenizer = tokenizer_of(self.model)
+        shown = [
+            [tokenizer.decode([i], special=True).strip() or tokenizer.token(i) for i in ids]
+            for ids in repeats.twice.tolist()
+        ]
+        return Cases.draw(len(self.addresses), units, asked, echo_places(shown, repeats.start, repeats.length))
+
+    def _read(self, units: list[Unit], related: list[Unit], relations: Relations | None) -> None:
         """The texts, and the documents with relations: in one pass where they are the same."""
         flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
-        surface = Surface(self.tally, self.evidence, flags, self.every, self.detail)
-        relations = Relations.of(self.tally, related, self.model.spec.kind != "encoder") if related else None
+        surface = Surface(self.tally, self.evidence, flags, self.every, self.detail, self.cases)
+        if relations is not None:
+            relations.cases = self.cases
         together = relations is not None and related is units
         for batch in self._batches(units, "texts"):
             with ExitStack() as stack:
@@ -163,7 +178,6 @@ class _Pass:
                 relations.begin(batch)
                 with self._listening(relations.see, batch, across=False):
                     run(self.model, batch)
-        return relations
 
     def _share(self, relations: Relations | None, units: list[Unit]) -> None:
         """What every process counted, added up; the evidence of all."""
@@ -173,10 +187,10 @@ class _Pass:
             for name in sorted(arrays):
                 self.team.add_up(arrays[name])
         self.evidence.gather(self.team, units)
+        self.cases.gather(self.team)
 
-    def _repeats(self) -> None:
-        repeats = make_repeats(self.model, SEQUENCES, REPEATED, self.seed)
-        echo = Echo(self.tally, repeats)
+    def _repeats(self, repeats: Repeats) -> None:
+        echo = Echo(self.tally, repeats, self.cases)
         for some, ids, repeated in repeats.batches():
             self.note("repeats", some.start, len(repeats.twice))
             with self._listening(echo.see, some, repeated, across=False):
@@ -207,6 +221,17 @@ def _shape(model: AnyModel) -> str:
     return (
         f"{spec.kind} of {layers} layers with {spec.attention.heads} heads, width {spec.width}, {spec.vocab:,} tokens"
     )
+
+
+def in_words(corpus: Corpus) -> str:
+    """What a corpus is, as it is told beside the roles that were shown on it.
+
+    >>> in_words(Corpus.probe()), in_words(Corpus.of("A text."))
+    ('the probe set', 'the text')
+    """
+    if corpus.name.endswith(".tsv"):
+        return "names in GAP"  # the only files of this kind
+    return ", ".join(Path(part).name for part in corpus.name.split(", "))
 
 
 def random_twin(model: AnyModel, seed: int) -> AnyModel:

@@ -13,8 +13,9 @@ itself, and to no word that shares them; so an arc whose target has no other tok
 word without a token: such arcs are counted apart, as left out. Words that share a token are no rivals of each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -22,12 +23,24 @@ import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
+from headwise.look.cases import Ask, Cases
 from headwise.look.inputs import Batch, Unit
 from headwise.look.rows import fetched, walk
 from headwise.look.tally import BUCKETS, Tally
+from headwise.text.documents import Document
 
 NEAREST = range(-5, 6)  # the fixed offsets that are tried as a baseline
 SETS = ("same phrase", "same class")
+# Words that come in pairs: whoever follows the words, and not the pair, looks at these as well (docs/look.md).
+CONTROLS = {
+    "bracket": ("another's bracket", "comma to comma"), "quote": ("another's quote", "comma to comma"),
+    "if-then": ("unconditional",), "related": ("unrelated",),
+}  # fmt: skip
+NO_ROLE = {name for some in CONTROLS.values() for name in some}  # questions that are asked for the sake of others
+SHAPES = {
+    "another's bracket": {")": "(", "]": "[", "}": "{"},
+    "another's quote": {'"': '"', "'": "'", "”": "“", "’": "‘", "»": "«"}, "comma to comma": {",": ","},
+}  # fmt: skip
 # Of all rows; and, of those that can be compared, the weight on the targets, on other pairs like them, and the valued weight.
 ASKED, MATCHED = ("hits", "mass", "valued hits", "valued mass"), ("matched", "others", "valued matched")
 KINDS = (*ASKED, *MATCHED)
@@ -65,6 +78,11 @@ class Asked:
         fit = np.bincount(row[others == 0], minlength=len(rows)) == 0
         for name, value in (("row", row), ("asks", rows[:, 0]), ("others", others), ("fit", fit)):
             object.__setattr__(self, name, value)
+
+    def find(self, questions: Sequence[str], question: str, source: int) -> int | None:
+        """The row of a word under a question; None where it is not asked."""
+        rows = self.row[(self.question == questions.index(question)) & (self.source == source)]
+        return int(rows[0]) if len(rows) else None
 
     def near(self) -> np.ndarray:
         """Which rows each fixed offset hits, (R, offsets): the word there is a target, or shares a token with one."""
@@ -132,6 +150,7 @@ class Relations:
     left_out: np.ndarray = field(
         init=False
     )  # (buckets, questions): those whose words cannot be told apart by their tokens
+    cases: Cases | None = None  # takes down what heads do at some places
     _prepared: dict[int, Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,7 +169,19 @@ class Relations:
             for name, there in zip(SETS, ("phrases", "classes"), strict=True)
             if any(getattr(d, there) for d in documents)
         ]
-        return Relations(tally, tuple(f"{name} {way}" for name in (*names, *sets) for way in "><"), causal)
+        derived = sorted({control for name in names for control in CONTROLS.get(name, ()) if control in SHAPES})
+        return Relations(tally, tuple(f"{name} {way}" for name in (*names, *derived, *sets) for way in "><"), causal)
+
+    def rows_of(self, unit: Unit) -> Iterator[Ask]:
+        """What is asked about a text: each question, who looks, and the words it should look at."""
+        targets: dict[tuple[str, int], list[int]] = {}
+        for question in self.questions:
+            name, way = question.rsplit(" ", 1)
+            for s, t in sorted({*self._pairs_of(unit, name)}) if unit.document is not None else ():
+                s, t = (s, t) if way == ">" else (t, s)
+                if s != t and (t < s or not self.causal):
+                    targets.setdefault((question, s), []).append(t)
+        return ((question, unit, source, tuple(some)) for (question, source), some in targets.items())
 
     def begin(self, batch: Batch) -> None:
         """Count what does not depend on heads: the arcs, and the rows that lie at each offset."""
@@ -181,6 +212,9 @@ class Relations:
                 torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
             )
             counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(MATCHED))), 1).flatten()
+            if self.cases is not None:
+                find = partial(asked.find, self.questions)
+                self.cases.see_words(unit, find, made, plain[row], slice(first_head, first_head + H))
         self.tally.add(self.fields, slice(first_head, first_head + H), [u.bucket for u in batch.units], sums, counts)
 
     def _word_maps(self, seen: Seen, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -257,6 +291,8 @@ class Relations:
         if name == "same class":
             kinds = document.classes
             return [(i, j) for i in range(len(kinds)) for j in range(i + 1, len(kinds)) if kinds[i] == kinds[j]]
+        if name in SHAPES:
+            return _wrong_pairs(document, name)
         return [(arc.source, arc.target) for arc in document.relations if arc.name == name]
 
     def _stratum(self, source: np.ndarray, target: np.ndarray, words: int) -> np.ndarray:
@@ -285,3 +321,15 @@ class Relations:
 
 def _without_self(maps: list[Tensor], asked: list[Asked | None]) -> list[Tensor]:
     return [words if one is None else one.without_self(words) for words, one in zip(maps, asked, strict=True)]
+
+
+def _wrong_pairs(document: Document, control: str) -> list[tuple[int, int]]:
+    """Words that have the shape of a pair and are none, the later one first."""
+    shapes, words = SHAPES[control], document.words
+    pairs = {frozenset((arc.source, arc.target)) for arc in document.relations}
+    return [
+        (s, t)
+        for s, word in enumerate(words)
+        for t in range(s)
+        if shapes.get(word) == words[t] and frozenset((s, t)) not in pairs
+    ]

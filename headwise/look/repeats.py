@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
+from headwise.look.cases import Cases
 from headwise.look.classes import CLASSES, class_flags
 from headwise.look.inputs import tokenizer_of
 from headwise.look.rows import fetched, walk
@@ -68,14 +69,16 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
 class Echo:
     """Listens while repeats are read: the weight on the token behind the first copy (induction) and on it (duplicate)."""
 
-    def __init__(self, tally: Tally, repeats: Repeats) -> None:
-        self.tally, self.repeats = tally, repeats
+    def __init__(self, tally: Tally, repeats: Repeats, cases: Cases | None = None) -> None:
+        self.tally, self.repeats, self.cases = tally, repeats, cases
         tally.add(NAMES, slice(0, tally.heads), [], torch.zeros(0, tally.heads, len(NAMES)), torch.zeros(0, 1, 1))
 
     def see(self, seen: Seen, some: slice, repeated: bool, first_head: int) -> None:
         """One call at one site."""
         start, m = self.repeats.start, self.repeats.length
         B, H = seen.q.shape[:2]
+        if repeated and self.cases is not None:
+            self.cases.see_echoes(seen, some, first_head)
         norms = fetched(seen)  # (B, H, S)
         inputs = torch.stack((torch.ones_like(norms), norms), -1)  # (B, H, S, 2)
         sums = torch.zeros(B, H, len(NAMES), dtype=torch.float64)

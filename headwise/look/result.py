@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.look.cases import Cases, Example
 from headwise.look.evidence import Context
 from headwise.look.merge import keep_effect, merge_evidence, merge_relations, merge_tallies
 from headwise.look.relations import Relations
-from headwise.look.roles import Support, judge, make_cases, rest
-from headwise.look.tally import Tally
+from headwise.look.roles import Case, Support, judge, make_cases, rest
+from headwise.look.tally import REPORTING, Tally
 from headwise.spec import Address
 from headwise.weights.save import whole_file
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from headwise.model import AnyModel
     from headwise.show.figures.plot import Plot
 
-VERSION = 2
+VERSION = 3
+ECHOED = ("induction", "duplicate token")  # roles shown on tokens that are no text
 OWN = "own"  # relations are those of the texts themselves, not of documents apart
 SHOWN = ("entropy", "confidence", "distance", "first", "write share")
 
@@ -46,7 +48,12 @@ class HeadProfile:
     roles: tuple[Support, ...]  # all that stand, best first
     supports: tuple[Support, ...]  # the same and mere patterns, which random heads show too
     rest: tuple[str, ...]
-    evidence: tuple[Context, ...]
+    on: str  # the texts on which its role was shown
+    evidence: tuple[
+        Example, ...
+    ]  # cases of its role, from the half for reporting: hits and misses as often as they are
+    cases: dict[str, tuple[Example, ...]]  # the same for each of its roles
+    hardest: tuple[Context, ...]  # where it looked hardest, whatever for
     measures: dict[str, float]
 
     @property
@@ -71,7 +78,8 @@ class Profile:
     addresses: tuple[Address, ...]
     tally: Tally
     relations: Relations | None
-    evidence: list[list[Context]]
+    hardest: list[list[Context]]
+    cases: Cases
     supports: list[list[Support]]
     rests: list[tuple[str, ...]]
     family: int  # how many tests were made
@@ -82,14 +90,16 @@ class Profile:
         addresses: tuple[Address, ...],
         tally: Tally,
         relations: Relations | None,
-        evidence: list[list[Context]],
+        hardest: list[list[Context]],
+        cases: Cases,
         about: dict[str, Any],
     ) -> "Profile":
         """What follows from what was counted: roles, as far as they climb without ablations, and where heads rest."""
         found, family = judge(make_cases(tally, relations), len(addresses))
+        found = [[replace(one, on=_shown_on(one, about)) for one in supports] for supports in found]
         in_layer = Counter(address.site for address in addresses)
         per_layer = np.array([in_layer[address.site] for address in addresses])
-        return Profile(addresses, tally, relations, evidence, found, rest(tally, per_layer), family, about)
+        return Profile(addresses, tally, relations, hardest, cases, found, rest(tally, per_layer), family, about)
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -111,9 +121,34 @@ class Profile:
             best = roles[0]
             told = (best.role, best.rung, best.score, best.null, best.interval, best.detail, best.effect)
         measures = {name: float(values[place]) for name, values in self._measures.items()}
+        cases = {one.role: self._examples(one, place) for one in roles}
+        on, evidence = (roles[0].on, cases[roles[0].role]) if roles else ("", ())
         return HeadProfile(
-            address, *told, roles, tuple(supports), self.rests[place], tuple(self.evidence[place]), measures
+            address,
+            *told,
+            roles,
+            tuple(supports),
+            self.rests[place],
+            on,
+            evidence,
+            cases,
+            tuple(self.hardest[place]),
+            measures,
         )
+
+    def _examples(self, role: Support, head: int) -> tuple[Example, ...]:
+        """Cases of a role; how often a head hits is known where that is its score."""
+        case = self._asked.get((role.role, role.detail))
+        if case is None:  # it was not found here
+            return ()
+        return self.cases.examples(
+            case.role.measure, case.half(REPORTING), head, role.score if case.role.hits else None
+        )
+
+    @cached_property
+    def _asked(self) -> dict[tuple[str, str], Case]:
+        """What was asked for each role, by its name and detail."""
+        return {(case.role.name, case.role.detail): case for case in make_cases(self.tally, self.relations)}
 
     @cached_property
     def _measures(self) -> dict[str, np.ndarray]:
@@ -155,7 +190,7 @@ class Profile:
         return [
             {
                 "head": str(head.address), "role": head.role, "roles": "; ".join(one.role for one in head.roles),
-                "detail": head.detail, "rung": head.rung,
+                "detail": head.detail, "on": head.on, "rung": head.rung,
                 "score": head.score, "null": head.null, "low": (head.interval or (None, None))[0],
                 "high": (head.interval or (None, None))[1], "effect": head.effect, "rest": ", ".join(head.rest),
                 **{name: head.measures[name] for name in SHOWN},
@@ -192,9 +227,10 @@ class Profile:
             **self.about, "texts": texts + other.about["texts"], "tokens": self.about["tokens"] + other.about["tokens"],
             "documents": self.about["documents"] + (0 if same else other.about["documents"]),
             "relations": gold[0] if gold[0] == gold[1] else "+".join(gold),
+            **{name: _both(self.about[name], other.about[name]) for name in ("read", "asked")},
         }  # fmt: skip
-        evidence = [merge_evidence(a, b, texts) for a, b in zip(self.evidence, other.evidence, strict=True)]
-        made = Profile.of(self.addresses, tally, relations, evidence, about)
+        hardest = [merge_evidence(a, b, texts) for a, b in zip(self.hardest, other.hardest, strict=True)]
+        made = Profile.of(self.addresses, tally, relations, hardest, self.cases.merge(other.cases), about)
         for place, supports in enumerate(made.supports):
             supports[:1] = [keep_effect(s, self.supports[place] + other.supports[place]) for s in supports[:1]]
         return made
@@ -269,12 +305,13 @@ class Profile:
         told = {
             "version": VERSION, "about": self.about, "family": self.family, "heads": [str(a) for a in self.addresses],
             "fields": self.tally.fields, "rests": self.rests,
-            "evidence": [[asdict(c) for c in some] for some in self.evidence],
+            "hardest": [[asdict(c) for c in some] for some in self.hardest], "cases": self.cases.to_dict(),
             "supports": [[asdict(s) for s in some] for some in self.supports],
         }  # fmt: skip
         if self.relations is not None:
             told["questions"], told["causal"] = self.relations.questions, self.relations.causal
             arrays |= {f"relations/{name}": value for name, value in self.relations.arrays().items()}
+        arrays |= {f"cases/{name}": value for name, value in self.cases.arrays.items()}
         written = BytesIO()
         arrays["told"] = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
         np.savez_compressed(written, **arrays)  # pyright: ignore[reportArgumentType]
@@ -329,7 +366,8 @@ def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
         for name in relations.arrays():
             setattr(relations, name, arrays[f"relations/{name}"])
     return Profile(
-        addresses, tally, relations, [[Context(**c) for c in some] for some in told["evidence"]],
+        addresses, tally, relations, [[Context(**c) for c in some] for some in told["hardest"]],
+        Cases.of(len(addresses), told["cases"], {name[6:]: value for name, value in arrays.items() if name.startswith("cases/")}),
         [[_support(s) for s in some] for some in told["supports"]], [tuple(r) for r in told["rests"]],
         told["family"], told["about"],
     )  # fmt: skip
@@ -338,6 +376,18 @@ def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
 def _support(told: dict[str, Any]) -> Support:
     intervals = {name: tuple(told[name]) for name in ("interval", "effect_interval") if told[name] is not None}
     return Support(**{**told, **intervals})
+
+
+def _shown_on(one: Support, about: dict[str, Any]) -> str:
+    """The texts on which a role was shown, in words: its name claims no more."""
+    if one.role in ECHOED:
+        return "random tokens said twice"
+    return about["asked"] if one.relation else about["read"]
+
+
+def _both(one: str, other: str) -> str:
+    """The names of two corpora."""
+    return " and ".join(dict.fromkeys(name for both in (one, other) for name in both.split(" and ") if name))
 
 
 def _is_plain(name: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.look.diagonals import WINDOW
-from headwise.look.relations import NEAREST, SETS, Relations
+from headwise.look.relations import CONTROLS, NEAREST, NO_ROLE, SETS, SHAPES, Relations
 from headwise.look.statistics import FEWEST, bootstrap, max_t
 from headwise.look.tally import CHOOSING, REPORTING, Tally, in_half
 from headwise.text.documents import Document
@@ -33,6 +33,8 @@ class Role:
     threshold: float
     probe: str | None = None  # what is asked of the model when the head is taken away
     detail: str = ""  # told beside the role: an offset, a direction
+    relation: bool = False  # asked of gold arcs
+    hits: bool = False  # its score is how often a word looks hardest at the right one
 
 
 def offset_role(offset: int) -> Role:
@@ -57,6 +59,7 @@ TABLE = (
 REPEATED = ("induction", "duplicate")  # not of the texts: asked of every row there is
 ROOM = 0.8  # a role whose null is above this is not told: a little more would look like all there is
 RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
+CONTROLLED = 5  # buckets of texts, in each half, that a control needs to say anything
 EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
 # relation: where a model that follows it must show it
 PROBES = {
@@ -140,6 +143,8 @@ class Support:
     effect_interval: tuple[float, float] | None = None
     cost: float | None = None  # what it costs by itself
     bar: float | None = None  # and what that must be above for the head to be causal
+    relation: bool = False  # whether it was asked of gold arcs
+    on: str = ""  # the texts on which it was shown, in words
 
     def with_effect(self, found: Effect) -> "Support":
         """The same with what ablation showed."""
@@ -167,7 +172,7 @@ def role_names(documents: Iterable[Document]) -> set[str]:
     ['subject-verb']
     """
     names = {arc.name for document in documents for arc in document.relations} | {*SETS}
-    return {role.name for role in TABLE} | {TOLD.get(name, name) for name in names - {"unrelated"}}
+    return {role.name for role in TABLE} | {TOLD.get(name, name) for name in names - NO_ROLE}
 
 
 def make_cases(tally: Tally, relations: Relations | None, only: str | None = None) -> list[Case]:
@@ -215,6 +220,7 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
                     case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
                     (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
                     1.0 if case.coverage is None else float(case.coverage[head]), case.role.probe, int(rows[head]),
+                    relation=case.role.relation,
                 )
             )  # fmt: skip
     for supports in found:
@@ -266,9 +272,11 @@ def _twin(name: str, kind: str) -> str:
 def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
     for number, question in enumerate(relations.questions):
         name, way = question.rsplit(" ", 1)
-        if name == "unrelated" or relations.arcs[:, number].sum() == 0:
+        if name in NO_ROLE or relations.arcs[:, number].sum() == 0:
             continue
-        role = Role(TOLD.get(name, name), question, RELATION, PROBES.get(name), way)
+        role = Role(
+            TOLD.get(name, name), question, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
+        )
         matched, fit = tally.per_bucket(f"{question} matched")
         others = tally.per_bucket(f"{question} others")[0]
         hits, counts = tally.per_bucket(f"{question} hits")
@@ -277,13 +285,26 @@ def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
             yield Case(role, matched, others, tally.per_bucket(f"{question} valued matched")[0], fit, covered)
             continue
         nulls = _best_offset(relations, number)[:, None] * np.ones(tally.heads)
-        if f"unrelated {way}" in relations.questions and name == "related":
-            nulls = _larger(nulls, counts, *tally.per_bucket(f"unrelated {way} hits"))
+        for other, of in _controls(tally, relations, name, way):
+            nulls = _larger(nulls, counts, other, of)
         chosen = in_half(counts, CHOOSING)
         excess = _ratio(matched[chosen], fit[chosen]) - _ratio(others[chosen], fit[chosen])
         follows = np.nan_to_num(excess) >= EXCESS  # a hard positional head has exactly none
         valued = tally.per_bucket(f"{question} valued hits")[0]
         yield Case(role, hits * follows, nulls, valued * follows, counts, covered)
+
+
+def _controls(tally: Tally, relations: Relations, name: str, way: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """How often each head looks at the wrong words, for each control of a relation: hits, rows, (buckets, heads) each."""
+    ahead = relations.offsets[:, relations.questions.index(f"{name} {way}")].sum(0) @ np.sign(NEAREST) > 0
+    for control in CONTROLS.get(name, ()):
+        question = (
+            f"{control} {way if control not in SHAPES else '<' if ahead else '>'}"  # those made here look back by >
+        )
+        if question in relations.questions:
+            hits, rows = tally.per_bucket(f"{question} hits")
+            if min(in_half(rows, half).sum() for half in (CHOOSING, REPORTING)) >= CONTROLLED:
+                yield hits, rows
 
 
 def _covered(some: np.ndarray, of: np.ndarray) -> np.ndarray:
@@ -293,8 +314,8 @@ def _covered(some: np.ndarray, of: np.ndarray) -> np.ndarray:
 
 
 def _larger(nulls: np.ndarray, counts: np.ndarray, other: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """Of two baselines the one that is larger on the half for choosing, for each head: the best fixed offset, or how often
-    it looks at a word that has nothing to do, in the same frames. (buckets, heads)"""
+    """Of two baselines the one that is larger on the half for choosing, for each head: the one so far, such as the best fixed
+    offset, or how often it looks at the words of a control. (buckets, heads)"""
     halves = [(in_half(counts, half), in_half(of, half)) for half in (CHOOSING, REPORTING)]
     rates = [np.nan_to_num(_ratio(other[theirs], of[theirs])) for _, theirs in halves]  # (heads,) each
     chosen = halves[CHOOSING][0]

@@ -11,6 +11,7 @@ from headwise.heads.site import Seen, Site
 from headwise.heads.writes import gram, lengths
 from headwise.look import diagonals
 from headwise.look.classes import CLASSES
+from headwise.look.cases import Cases
 from headwise.look.evidence import Evidence
 from headwise.look.gather import Full, Rows, See, gather
 from headwise.look.inputs import Batch
@@ -41,9 +42,16 @@ class Surface:
     """
 
     def __init__(
-        self, tally: Tally, evidence: Evidence | None, flags: Tensor, every: int = 1, detail: str = "full"
+        self,
+        tally: Tally,
+        evidence: Evidence | None,
+        flags: Tensor,
+        every: int = 1,
+        detail: str = "full",
+        cases: Cases | None = None,
     ) -> None:
         self.tally, self.evidence, self.flags, self.every, self.detail = tally, evidence, flags, every, detail
+        self.cases = cases
         self._grams: dict[Site, tuple[tuple[int, int], Tensor]] = {}
 
     def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
@@ -64,6 +72,8 @@ class Surface:
         if not seen.q.shape[1]:
             return
         flags = self._flags(batch)
+        if self.cases is not None:
+            self.cases.see_tokens(seen, batch, flags, first_head)
         inputs, norms = _features(seen, batch, flags, own)
         rows = None
         if self.detail == "full":

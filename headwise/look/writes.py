@@ -98,7 +98,7 @@ def vocabulary(
 
 def promoted(model: AnyModel, head: HeadProfile, k: int = 6, *, tokens: int = 3) -> list[Promoted]:
     """The same for the first tokens of the words it was seen looking at hardest, so many of them; none if none was seen."""
-    words = dict.fromkeys(one.attended for one in head.evidence)
+    words = dict.fromkeys(one.attended for one in head.hardest)
     first = (tokenizer_of(model).encode(f" {word}", special=False)[:1] for word in words)
     ids = list(dict.fromkeys(i for some in first for i in some))[:tokens]
     return vocabulary(model, head.address, ids, k) if ids else []

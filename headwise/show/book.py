@@ -9,6 +9,7 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.look.between_maps import js_sums, look, sample
+from headwise.look.cases import Example
 from headwise.look.clark import Best, best_heads
 from headwise.look.evidence import Context
 from headwise.look.result import HeadProfile, Profile
@@ -110,26 +111,21 @@ def _head(head: HeadProfile) -> dict[str, Any]:
         "supports": [_support(one) for one in head.roles[: RUNNERS_UP + 1]],
         "measures": {name: _short(measures[name]) for name in shown},
         "offsets": [[offset, _short(measures[f"offset {offset}"])] for offset in offsets if f"offset {offset}" in measures],
-        "evidence": [_context(one) for one in head.evidence[:CONTEXTS]],
+        "on": head.on, "roles": [one.role for one in head.roles],
+        "cases": [{"role": one.role, "detail": one.detail, "on": one.on, "examples": _examples(head.cases[one.role])} for one in head.roles],
+        "hardest": [_context(one) for one in head.hardest[:CONTEXTS]],
     }  # fmt: skip
+
+
+def _examples(cases: Sequence[Example]) -> list[dict[str, Any]]:
+    names = ("hit", "weight", "attended", "most", "parts")
+    return [{name: getattr(one, name) for name in names} for one in cases]
 
 
 def _support(one: Support) -> dict[str, Any]:
     names = (
-        "role",
-        "detail",
-        "rung",
-        "score",
-        "null",
-        "interval",
-        "p",
-        "rows",
-        "coverage",
-        "probe",
-        "effect",
-        "cost",
-        "bar",
-    )
+        "role", "detail", "on", "rung", "score", "null", "interval", "p", "rows", "coverage", "probe", "effect", "cost", "bar",
+    )  # fmt: skip
     return {name: getattr(one, name) for name in names}
 
 

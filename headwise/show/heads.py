@@ -1,8 +1,11 @@
 """Heads in the terminal: the grid of all heads in colour, the best of each role with its evidence, one head's whole story."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
+from headwise.look.cases import Example
 from headwise.look.result import HeadProfile, Profile
 from headwise.look.roles import Support
 from headwise.show.tables import make_table
@@ -37,17 +40,20 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
             strongest[role] = head, next(one for one in head.roles if one.role == role), len(there)
     rows = [
         [
-            *(_sign(role)[0], role, heads, str(head.address), one.detail, one.rung, one.score, one.null),
+            *(_sign(role)[0], role, one.on, heads, str(head.address), one.detail, one.rung, one.score, one.null),
             *(_interval(one.interval), _effect(one), "" if head.role == role and len(head.roles) == 1 else head.told),
         ]
         for role, (head, one, heads) in strongest.items()
     ]
-    columns = ["", "role", "heads", "best", "", "rung", "score", "null", "95 %", "effect", "told as"]
+    columns = ["", "role", "shown on", "heads", "best", "", "rung", "score", "null", "95 %", "effect", "told as"]
     console.print(make_table("The strongest head of each role", columns, rows))
     for role, (head, _, _) in strongest.items():
-        if head.evidence:
-            seen = head.evidence[0]
-            console.print(Text.assemble((f"{role} {head.address}", "bold"), f"  {seen.weight:.2f}  {seen.text}"))
+        cases = head.cases[role]
+        if cases:
+            console.print(Text.assemble((f"{role} {head.address}", "bold"), f"  {_hits(cases)}"))
+            kinds = {one.hit: one for one in reversed(cases)}  # the first of each kind
+            for hit in sorted(kinds, reverse=True):
+                console.print(_case(kinds[hit]))
 
 
 def grid(profile: Profile, wanted: set[str]) -> Text:
@@ -75,7 +81,9 @@ def grid(profile: Profile, wanted: set[str]) -> Text:
 def show_head(profile: Profile, head: HeadProfile, console: Console | None = None) -> None:
     """Print one head's full story."""
     console = console or Console()
-    console.print(Text.assemble((f"head {head.address}", "bold"), f"  {head.told}  ({head.rung})"))
+    console.print(
+        Text.assemble((f"head {head.address}", "bold"), f"  {head.told}{', ' * bool(head.on)}{head.on}  ({head.rung})")
+    )
     if head.rest:
         console.print(f"rests: {', '.join(head.rest)}", highlight=False)
     rows = [
@@ -101,8 +109,28 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
     console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in shape]))
     near = [(offset, head.measures[f"offset {offset}"]) for offset in range(8) if f"offset {offset}" in head.measures]
     console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)
-    for seen in head.evidence:
-        console.print(Text(f"{seen.weight:.2f}  {seen.text}"))
+    for one in head.roles:
+        if head.cases[one.role]:
+            told = f"{one.role} {one.detail}".strip()
+            console.print(Text.assemble((f"{told}, {one.on}", "bold"), f"  {_hits(head.cases[one.role])}"))
+            for case in head.cases[one.role]:
+                console.print(_case(case))
+    if head.hardest:
+        console.print(Text("looked hardest", "bold"))
+    for seen in head.hardest:
+        console.print(Text(f"  {seen.weight:.2f}  {seen.text}"))
+
+
+def _hits(cases: Sequence[Example]) -> str:
+    return f"hits {sum(one.hit for one in cases)} of {len(cases)} shown, as often as on the texts held out"
+
+
+def _case(one: Example) -> Text:
+    """One case: whether it is hit, the weight on what the role means, the text; of a miss, how hard it looks elsewhere."""
+    miss = "" if one.hit else f"  (*{one.attended}* {one.most:.2f})"
+    return Text.assemble(
+        ("  hit   " if one.hit else "  miss  ", "green" if one.hit else "red"), f"{one.weight:.2f}  {one.text}{miss}"
+    )
 
 
 def _sign(role: str) -> tuple[str, str]:

@@ -21,16 +21,18 @@ def profile_html(profile: Profile) -> str:
     for layer in profile.about["layers"]:
         cells = "".join(_cell(profile[head]) for head in profile.addresses if str(head.site) == layer)
         rows.append(f'<tr><th style="font:11px sans-serif;color:{FAINT}">{layer}</th>{cells}</tr>')
-    best = [profile[heads[0]] for heads in profile.roles().values()]
-    lines = [
-        [str(head.address), head.told, head.rung, _number(head.score), _number(head.null),
-         head.evidence[0].text if head.evidence else ""]
-        for head in best
-    ]  # fmt: skip
+    lines = []
+    for role, heads in profile.roles().items():
+        head = profile[heads[0]]
+        one, cases = next(one for one in head.roles if one.role == role), head.cases[role]
+        told = f"{role} {one.detail}".strip() + f", {one.on}"
+        lines.append(
+            [str(head.address), told, one.rung, _number(one.score), _number(one.null), cases[0].text if cases else ""]
+        )
     about = profile.about
     told = f"{len(profile)} heads on {about['texts']:,} texts, {about['tokens']:,} tokens"
     grid = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
-    return f"<p>{told}</p>{grid}{_table(['best', 'role', 'rung', 'score', 'null', 'where it looked hardest'], lines)}"
+    return f"<p>{told}</p>{grid}{_table(['best', 'role', 'rung', 'score', 'null', 'a case of it'], lines)}"
 
 
 def head_html(head: Head) -> str:

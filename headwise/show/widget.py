@@ -35,7 +35,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
                 "head": str(head.address), "layer": str(head.address.site), "letters": letters, "colour": colour,
                 "strength": strength, "role": head.told, "rung": head.rung, "score": head.score,
                 "null": head.null, "rest": list(head.rest),
-                "evidence": [[round(seen.weight, 2), seen.text] for seen in head.evidence[:4]],
+                "evidence": [[round(seen.weight, 2), seen.text] for seen in (head.evidence or head.hardest)[:4]],
             }
         )  # fmt: skip
     return {"kind": "profile", "layers": list(profile.about["layers"]), "heads": heads}

@@ -217,7 +217,7 @@ def test_the_story_of_a_head_tells_what_it_promotes(name: str, tmp_path: Path) -
     if name == "roberta":  # an encoder promotes nothing
         assert told["promotes"] is None
     else:
-        theirs, looked_at = hw.attach(*build(name)), {one["attended"] for one in told["evidence"]}
+        theirs, looked_at = hw.attach(*build(name)), {one["attended"] for one in told["hardest"]}
         ids = {i for word in looked_at for i in theirs.tokenizer.encode(word, special=False)[:1]}
         assert told["promotes"]
         for one in told["promotes"]:

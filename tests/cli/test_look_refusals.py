@@ -98,7 +98,19 @@ def test_heads(folder: str, text: str, headwise: Headwise, tmp_path: Path) -> No
     told = strict(done.out)
     assert told["about"]["tokens"] == len(Path(text).read_text().split())
     for head in told["heads"]:
-        assert {"address", "role", "rung", "supports", "rest", "evidence", "measures"} <= set(head)
+        assert {
+            "address",
+            "role",
+            "rung",
+            "supports",
+            "rest",
+            "roles",
+            "on",
+            "evidence",
+            "cases",
+            "hardest",
+            "measures",
+        } <= set(head)
         assert 0 <= head["measures"]["confidence"] <= 1
         assert head["role"] == "unclear", "it has learned nothing"
     assert strict(json.dumps(Profile.load(saved).to_dict()))["heads"] == told["heads"]

@@ -67,7 +67,7 @@ def test_head(folder: str, texts: str) -> None:
     told = json.loads(headwise("head", folder, "0.3", texts, "--json"))
     assert told["address"] == "0.3"
     assert -1 <= told["copying"] <= 1
-    assert told["evidence"]
+    assert told["hardest"]
     with pytest.raises(HeadwiseError, match=r"7\.0"):
         headwise("head", folder, "7.0", texts)
 

@@ -54,7 +54,7 @@ def assert_same(merged: Profile, whole: Profile, apart: tuple[str, ...] = ()) ->
         ]
         for a, b in zip(mine, theirs, strict=True):
             assert (a.score, a.null, *a.interval) == pytest.approx((b.score, b.null, *b.interval), abs=1e-5)
-    weights = [[[context.weight for context in some] for some in made.evidence] for made in (merged, whole)]
+    weights = [[[context.weight for context in some] for some in made.hardest] for made in (merged, whole)]
     assert weights[0] == [pytest.approx(some, abs=1e-5) for some in weights[1]]
 
 
@@ -75,7 +75,7 @@ def test_of_two_corpora_comes_what_both_give(at: int, whole: Profile) -> None:
 def test_evidence_tells_the_text_by_its_number_in_both() -> None:
     texts = [document for document in Corpus.little(documents=20, seed=2).items() if isinstance(document, Document)]
     first, second = (profile(untrained(), some, causal=False) for some in (texts[:10], texts[10:]))
-    found = [context for some in first.merge(second).evidence for context in some]
+    found = [context for some in first.merge(second).hardest for context in some]
     assert {context.unit < 10 for context in found} == {True, False}
     for context in found:
         words = texts[context.unit].words

@@ -130,7 +130,7 @@ def test_what_a_profile_answers(made: Profile) -> None:
         "seed": 0, "detail": "full", "every": 1,
     }  # fmt: skip
     assert made.family > 8
-    assert all(len(head.evidence) for head in made)
+    assert all(len(head.hardest) for head in made)
     assert made.roles() == {}
     assert made.best("induction") is None
     json.dumps(made.to_dict(), allow_nan=False)

@@ -137,7 +137,7 @@ def test_saved_and_loaded(made: Profile, tmp_path: Path) -> None:
     assert again.table() == made.table()
     assert again.rests == made.rests
     assert again.supports == made.supports
-    assert again.evidence == made.evidence
+    assert again.hardest == made.hardest
     assert_same(again.tally, made.tally)
     assert again.relations is not None
     assert made.relations is not None
@@ -237,7 +237,7 @@ def test_evidence_shows_what_was_read(control: str | None) -> None:
     """Also where tokens were shuffled: the token told is the one that looked, and the other the one before it."""
     model = decoder()
     read = {u.number: (_shuffled(u, 0) if control else u).ids for u in read_units(model, documents(12))}
-    evidence = profile(model, documents(12), control=control, causal=False)["0.0"].evidence
+    evidence = profile(model, documents(12), control=control, causal=False)["0.0"].hardest
     assert len(evidence) == 8
     for context in evidence:
         looked, at = (word(model, read[context.unit][place]) for place in (context.row, context.column))

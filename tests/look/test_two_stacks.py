@@ -130,7 +130,7 @@ def test_a_cross_head_that_looks_at_full_stops_is_said_to() -> None:
     found = seen["cross.1.2"]
     assert (found.rung, found.rest) == ("effective", ())
     assert found.score == pytest.approx(1.0, abs=1e-3)
-    assert all(context.attended == "." for context in found.evidence)
+    assert all(context.attended == "." for context in found.hardest)
     assert seen["cross.1.3"].rest == ("broad", "idle")
 
 

@@ -88,15 +88,19 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
     kind = (layer + head) % len(ROLES)
     score = None if ROLES[kind] == "unclear" else (layer + head / 100) / (layers + 1)
     support = {
-        "role": ROLES[kind], "detail": ">", "rung": RUNGS[kind], "score": score or 0.25, "null": 0.0625,
-        "interval": [0.21875, 0.71875], "p": 0.0004997501249375312, "rows": 314, "coverage": 0.875, "probe": "repeats",
-        "effect": 0.123456789, "cost": 0.23456789, "bar": 0.0123456789,
+        "role": ROLES[kind], "detail": ">", "on": "the probe set", "rung": RUNGS[kind], "score": score or 0.25,
+        "null": 0.0625, "interval": [0.21875, 0.71875], "p": 0.0004997501249375312, "rows": 314, "coverage": 0.875,
+        "probe": "repeats", "effect": 0.123456789, "cost": 0.23456789, "bar": 0.0123456789,
     }  # fmt: skip
     context = {
         "token": "ship", "attended": "painter", "weight": 0.8079661130905151, "unit": 429,
         "parts": [
             ["", "the old"], ["attended", " painter "], ["", " ".join(TEXT[3:7])], ["token", " <b>ship</b> "], ["", "left"],
         ],
+    }  # fmt: skip
+    example = {
+        "hit": True, "weight": 0.7079661130905151, "attended": "painter", "most": 0.8,
+        "parts": [["", "the old "], ["attended", "painter"], ["", " sees the "], ["meant", "<i>sea</i>"], ["", " "], ["token", "ship"]],
     }  # fmt: skip
     names = ["entropy", "confidence", "distance", "first", "write share", *(f"measure number {i}" for i in range(15))]
     place = addresses.index(address)
@@ -107,7 +111,12 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
         "supports": [support] * 5,
         "measures": {name: round(0.123456 + i + place / 4096, 6) for i, name in enumerate(names)},
         "offsets": [[offset, round(0.5 / (offset + 1), 6)] for offset in range(31, -1, -1)],
-        "evidence": [context] * 5,
+        "roles": [] if score is None else [ROLES[kind], "possessive"], "on": "" if score is None else "the probe set",
+        "cases": [] if score is None else [
+            {"role": role, "detail": ">", "on": "the probe set", "examples": [{**example, "hit": i != 3} for i in range(4)]}
+            for role in (ROLES[kind], "possessive")
+        ],
+        "hardest": [context] * 5,
         "writes": {
             "copying": 0.345678901, "spread": 0.0234,
             "words": [

@@ -147,7 +147,8 @@ def test_the_book_says_what_the_profile_says(model, profile):
         )
         assert told["measures"]["entropy"] == pytest.approx(head.measures["entropy"], rel=1e-5)
         assert dict(map(tuple, told["offsets"]))[1] == pytest.approx(head.measures["offset 1"], rel=1e-5, abs=1e-12)
-        assert [one["weight"] for one in told["evidence"]] == [one.weight for one in head.evidence[:5]]
+        assert [one["weight"] for one in told["hardest"]] == [one.weight for one in head.hardest[:5]]
+        assert [one["role"] for one in told["cases"]] == told["roles"] == [one.role for one in head.roles]
         assert len(told["nearest"]) == 5
         assert told["address"] not in dict(told["nearest"])
     best = {row.relation: row for row in best_heads(profile, 20)}

@@ -95,7 +95,7 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
     for address in ("5.1", "0.0", "3.11", "4.0"):
         head = next(one for one in book["heads"] if one["address"] == address)
         show(page, report, f"view=card&head={address}")
-        assert page.text_content('[data-fact="role"]') == head["role"]
+        assert page.text_content('[data-fact="role"]') == head["role"] + (" +1" if head["roles"] else "")
         assert page.text_content('[data-fact="evidence"]') == head["rung"]
         if head["score"] is not None:
             assert float(page.get_attribute('[data-fact="score"]', "data-value")) == head["score"]
@@ -105,7 +105,19 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
             "all => all.map(one => Number(one.dataset.value))"
         )
         assert cells == list(head["measures"].values())
-        assert page.text_content("section .context mark.token").strip() == "<b>ship</b>"  # text stays text
+        hardest = page.locator('section[aria-label="Where it looked hardest"]')
+        assert hardest.locator(".context mark.token").first.text_content().strip() == "<b>ship</b>"  # text stays text
+        cases = page.locator('section[aria-label="Cases of its roles"]')
+        assert cases.count() == bool(head["roles"])
+        if head["roles"]:
+            assert page.text_content('[data-fact="shown on"]') == "the probe set"
+            assert "possessive > " in page.text_content('[data-fact="roles"]')
+            assert cases.locator("h3").first.text_content() == (
+                f"{head['role']} >, the probe set: 3 of 4 shown are hits"
+            )
+            assert (cases.locator(".hit").count(), cases.locator(".miss").count()) == (6, 2)
+            assert cases.locator(".miss mark.meant").first.text_content() == "<i>sea</i>"
+            assert cases.locator(".miss .weight").first.text_content() == "✗ 0.71"
     assert page.text_content("#model-name") == "a <i>made</i> book"
 
 
@@ -131,7 +143,7 @@ def test_the_grid_is_a_grid_to_a_screen_reader(page, report):
     assert page.locator('[role="grid"] [role="row"]').count() == LAYERS
     assert page.locator('[role="grid"] [role="gridcell"]').count() == LAYERS * HEADS
     label = page.get_attribute('[data-head="1.4"]', "aria-label")
-    assert label == "head 1.4: induction, causal, 0.15 against 0.06 by chance"  # (1 + 4/100) / 7
+    assert label == "head 1.4: induction +1, the probe set, causal, 0.15 against 0.06 by chance"  # (1 + 4/100) / 7
     nameless = page.evaluate(
         """[...document.querySelectorAll('button, select, input, canvas[tabindex]')].filter((one) =>
         !(one.textContent.trim() || one.getAttribute('aria-label') || one.closest('label'))).length"""
@@ -140,6 +152,9 @@ def test_the_grid_is_a_grid_to_a_screen_reader(page, report):
 
 
 def test_roles_filter_and_words_find(page, report, book):
+    show(page, report, "role=possessive")  # nobody's first role
+    lit = page.locator(".cell:not(.dim)").evaluate_all("all => all.map(one => one.dataset.head)")
+    assert lit == [head["address"] for head in book["heads"] if "possessive" in head["roles"]] != []
     show(page, report, "role=induction")
     lit = page.locator(".cell:not(.dim)").evaluate_all("all => all.map(one => one.dataset.head)")
     assert lit == [head["address"] for head in book["heads"] if head["role"] == "induction"]

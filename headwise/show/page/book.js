@@ -12,8 +12,17 @@ export async function openBook() {
   if (inside) store.book = JSON.parse(inside.textContent);
   else store.book = await ask("api/book");
   store.book.claims ??= []; // books of before had none
+  store.book.heads.forEach(fill);
   store.heads = new Map(store.book.heads.map((head) => [head.address, head]));
   store.sentences = store.book.sentences.map((given) => ({ given, sight: null }));
+}
+
+// Books of before told one role a head, without cases.
+function fill(head) {
+  head.roles ??= head.role === "unclear" ? [] : [head.role];
+  head.hardest ??= head.evidence ?? [];
+  head.cases ??= [];
+  head.on ??= "";
 }
 
 // Ask the live server; what it refuses is told as it says it.
@@ -52,6 +61,7 @@ export async function openOther(file) {
   }
   const book = JSON.parse(data);
   if (!Array.isArray(book.heads) || book.heads.length === 0) throw new Error(`${file.name} holds no heads`);
+  book.heads.forEach(fill);
   store.other = { name: book.model?.name || file.name, heads: new Map(book.heads.map((head) => [head.address, head])) };
 }
 
@@ -63,9 +73,14 @@ export function bestHeads(count) {
   return [...new Set([...firsts, ...ordered])].slice(0, count).map((head) => head.address);
 }
 
+// Its first role, and how many more it has: possessive > +4.
+export function describeRole(head) {
+  return [head.role, head.detail, head.roles.length > 1 ? `+${head.roles.length - 1}` : ""].filter(Boolean).join(" ");
+}
+
 // What a head is, in a few words.
 export function describe(head) {
-  const role = head.detail ? `${head.role} ${head.detail}` : head.role;
+  const role = describeRole(head) + (head.on ? `, ${head.on}` : "");
   const score = head.score === null ? "" : `, ${head.score.toFixed(2)} against ${head.null.toFixed(2)} by chance`;
   const rests = head.rest.length ? `; rests: ${head.rest.join(", ")}` : "";
   return `${role}, ${head.rung}${score}${rests}`;

@@ -2,7 +2,7 @@
 
 import { el, section, choice, press, grid, number, signed } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, openSentence, bestHeads } from "./book.js";
+import { store, openSentence, bestHeads, describeRole } from "./book.js";
 import { roleColour } from "./colour.js";
 import { offsetChart, lineChart } from "./chart.js";
 import { heatMap } from "./heat.js";
@@ -16,7 +16,7 @@ export async function card(root) {
       press("On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
       press("Compare", () => change({ view: "compare", head: head.address })),
       store.live && silenceButton(head.address)),
-    el("div", { class: "cards" }, [role(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
+    el("div", { class: "cards" }, [role(head), cases(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
 }
 
 // An input that takes an address: shorter than a list of a thousand heads.
@@ -32,13 +32,14 @@ function neighbours(head) {
 
 function role(head) {
   const facts = [
-    ["evidence", head.rung], ["score", head.score], ["by chance", head.null],
+    ["shown on", head.on || null], ["evidence", head.rung], ["score", head.score], ["by chance", head.null],
     ["95 % interval", head.interval && `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}`],
     ["without it, its probe loses", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
     ["rests", head.rest.join(", ") || "no"],
   ].filter(([, value]) => value !== null && value !== undefined);
   return section(`Head ${head.address}`,
-    el("p", { class: "big", "data-fact": "role", style: { color: roleColour(head.role) } }, `${head.role} ${head.detail}`.trim()),
+    el("p", { class: "big", "data-fact": "role", style: { color: roleColour(head.role) } }, describeRole(head)),
+    head.roles?.length > 1 && el("p", { "data-fact": "roles" }, `Also: ${head.supports.filter((one) => one.role !== head.role && head.roles.includes(one.role)).map((one) => `${one.role} ${one.detail} ${number(one.score, 2)}`).join(", ")}.`),
     el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name),
       typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, value)])),
     head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above chance, on text it was not chosen on."));
@@ -48,10 +49,22 @@ function distances(head) {
   return section("Weight by distance", offsetChart(head.offsets));
 }
 
+const parts = (given) => given.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text));
+
+// Cases drawn for each role, from the half for reporting: hits and misses as often as they are.
+function cases(head) {
+  if (!head.cases?.length) return null;
+  const told = head.cases.flatMap((one) => [
+    el("h3", {}, `${one.role} ${one.detail}`.trim(), el("small", {}, `, ${one.on}: ${one.examples.filter((x) => x.hit).length} of ${one.examples.length} shown are hits`)),
+    ...one.examples.map((x) => el("p", { class: `context ${x.hit ? "hit" : "miss"}` }, el("span", { class: "weight" }, `${x.hit ? "✓" : "✗"} ${number(x.weight, 2)}`), parts(x.parts))),
+  ]);
+  return section("Cases of its roles", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), ", ", el("mark", { class: "attended" }, "what it looks at hardest"), ", ",
+    el("mark", { class: "meant" }, "what it should look at"), "; the number is the weight on what it should. Drawn by chance from texts the role was not chosen on."), told);
+}
+
 function looking(head) {
-  const shown = head.evidence.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight, 2)),
-    seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))));
-  return section("Where it looked hardest", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), " and ", el("mark", { class: "attended" }, "who is looked at")),
+  const shown = head.hardest.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight, 2)), parts(seen.parts)));
+  return section("Where it looked hardest", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), " and ", el("mark", { class: "attended" }, "who is looked at"), ", whatever for"),
     shown.length ? shown : el("p", { class: "note" }, "It only rested."));
 }
 
@@ -107,6 +120,6 @@ function measures(head) {
 function runnersUp(head) {
   if (!head.supports.length) return null;
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
-    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "rung", "score", "by chance", "95 %", "p", "rows", "coverage", "effect"],
-      head.supports.map((one) => [one.role, one.detail, one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], one.effect === null ? "" : [one.effect, 3]])));
+    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "shown on", "rung", "score", "by chance", "95 %", "p", "rows", "coverage", "effect"],
+      head.supports.map((one) => [one.role, one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], one.effect === null ? "" : [one.effect, 3]])));
 }

@@ -2,7 +2,7 @@
 
 import { el, section, choice, grid, number, signed, say, brief } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, openSentence, openOther, bestHeads } from "./book.js";
+import { store, openSentence, openOther, bestHeads, describeRole } from "./book.js";
 import { headChoice } from "./card.js";
 import { heatMap } from "./heat.js";
 import { offsetChart } from "./chart.js";
@@ -39,7 +39,7 @@ async function read(event) {
 function said(one, two, names) {
   const line = (name, tell) => [name, tell(one), tell(two)];
   return section("What they do", grid("Roles", ["", ...names], [
-    line("role", (head) => `${head.role} ${head.detail}`), line("evidence", (head) => head.rung), line("score", (head) => [head.score, 3]), line("by chance", (head) => [head.null, 3]),
+    line("role", describeRole), line("shown on", (head) => head.on), line("evidence", (head) => head.rung), line("score", (head) => [head.score, 3]), line("by chance", (head) => [head.null, 3]),
     line("interval", (head) => (head.interval ? `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}` : "–")), line("rests", (head) => head.rest.join(", ") || "no"),
     line("worth", (head) => [head.importance?.worth ?? null, 4]),
   ]));

@@ -2,7 +2,7 @@
 
 import { el, section, choice, press, canvas, number, brief } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, describe, openSentence, RUNGS } from "./book.js";
+import { store, describe, describeRole, openSentence, RUNGS } from "./book.js";
 import { roleColour, strength, ramp, ink } from "./colour.js";
 
 const SORTS = [["layer", "layers × heads"], ["score", "score"], ["rung", "evidence"], ["role", "role"], ["importance", "importance"],
@@ -40,7 +40,7 @@ function picture(sight) {
 // Roles with how many heads have each, the most frequent first.
 function roles() {
   const counts = new Map();
-  for (const head of store.book.heads) counts.set(head.role, (counts.get(head.role) ?? 0) + 1);
+  for (const head of store.book.heads) for (const role of head.roles.length ? head.roles : [head.role]) counts.set(role, (counts.get(role) ?? 0) + 1);
   return [...counts].sort((a, b) => (a[0] === "unclear") - (b[0] === "unclear") || b[1] - a[1]);
 }
 
@@ -48,7 +48,7 @@ function roles() {
 function rows() {
   if (state.sort === "layer")
     return store.book.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
-  const shown = store.book.heads.filter((head) => !state.role || head.role === state.role);
+  const shown = store.book.heads.filter((head) => !state.role || has(head, state.role));
   const key = {
     score: (head) => -(head.score ?? -1), rung: (head) => -RUNGS.indexOf(head.rung) - (head.score ?? 0) / 10,
     importance: (head) => -(head.importance?.worth ?? -Infinity),
@@ -165,13 +165,18 @@ function listen(board, peek) {
   });
 }
 
+// Whether a head has a role, be it its first or not.
+function has(head, role) {
+  return head.role === role || head.roles.includes(role);
+}
+
 // What does not match steps back; nothing is drawn anew.
 function mark(board) {
   const wanted = state.search.trim().toLowerCase();
   for (const cell of board.querySelectorAll(".cell")) {
     const head = store.heads.get(cell.dataset.head);
     const words = [head.address, head.role, head.detail, head.rung, ...head.rest, ...head.supports.map((one) => one.role)].join(" ").toLowerCase();
-    const fits = (!state.role || head.role === state.role) && (!wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : words.includes(wanted)));
+    const fits = (!state.role || has(head, state.role)) && (!wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : words.includes(wanted)));
     cell.classList.toggle("dim", !fits);
     cell.classList.toggle("here", head.address === state.head);
   }
@@ -179,9 +184,10 @@ function mark(board) {
 
 function tell(peek, head) {
   if (head === null) return peek.replaceChildren(el("p", { class: "note" }, "Point at a head, or walk through the grid with the arrow keys. Enter opens its card."));
-  const seen = head.evidence[0];
+  const [first] = head.cases, examples = first?.examples ?? [], seen = examples.find((one) => one.hit) ?? examples[0] ?? head.hardest[0];
   peek.replaceChildren(...[
-    el("h2", {}, `${head.address} `, el("span", { class: "role", style: { color: roleColour(head.role) } }, `${head.role} ${head.detail}`)),
+    el("h2", {}, `${head.address} `, el("span", { class: "role", style: { color: roleColour(head.role) } }, describeRole(head))),
+    head.on && el("p", {}, `shown on ${head.on}`),
     el("p", {}, `${head.rung}${head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.null, 2)} by chance`}`),
     head.rest.length > 0 && el("p", {}, `rests: ${head.rest.join(", ")}`),
     head.importance && el("p", {}, `worth ${number(head.importance.worth, 4)}`),

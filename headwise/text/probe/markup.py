@@ -20,6 +20,7 @@ MARKS = {
     "bracket": "bracket",
     "quote": "quote",
     "cond": "if-then",
+    "uncond": "unconditional",
     "answer": "question-answer",
 }
 
