@@ -230,7 +230,7 @@ class Cases:
             for kind in ("arcs", "rows")
         )
         made = Cases(heads, arcs, rows)
-        made.arrays = {name: arrays[name] for name in made.arrays}
+        made.arrays = {name: arrays[f"cases/{name}"] for name in made.arrays}
         return made
 
 
@@ -257,11 +257,12 @@ def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str]
     >>> marked(("the", "cat", "sat"), {2: "token", 1: "attended"})
     (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
     """
-    low, high = max(0, min(marks) - 6), min(max(marks) + 7, len(names))
     far = max(marks) - min(marks) > 30
+    around = 3 if far else 6
+    low, high = max(0, min(marks) - around), min(max(marks) + around + 1, len(names))
     parts: list[tuple[str, str]] = []
     for i in range(low, high):
-        if far and min(abs(i - place) for place in marks) > 3:
+        if far and min(abs(i - place) for place in marks) > around:
             if parts[-1][1] != " … ":
                 parts.append(("", " … "))
             continue

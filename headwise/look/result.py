@@ -367,7 +367,7 @@ def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
             setattr(relations, name, arrays[f"relations/{name}"])
     return Profile(
         addresses, tally, relations, [[Context(**c) for c in some] for some in told["hardest"]],
-        Cases.of(len(addresses), told["cases"], {name[6:]: value for name, value in arrays.items() if name.startswith("cases/")}),
+        Cases.of(len(addresses), told["cases"], {name: value for name, value in arrays.items() if "cases/" in name}),
         [[_support(s) for s in some] for some in told["supports"]], [tuple(r) for r in told["rests"]],
         told["family"], told["about"],
     )  # fmt: skip

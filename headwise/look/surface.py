@@ -10,8 +10,8 @@ from torch import Tensor
 from headwise.heads.site import Seen, Site
 from headwise.heads.writes import gram, lengths
 from headwise.look import diagonals
-from headwise.look.classes import CLASSES
 from headwise.look.cases import Cases
+from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.gather import Full, Rows, See, gather
 from headwise.look.inputs import Batch

@@ -112,14 +112,15 @@ def _head(head: HeadProfile) -> dict[str, Any]:
         "measures": {name: _short(measures[name]) for name in shown},
         "offsets": [[offset, _short(measures[f"offset {offset}"])] for offset in offsets if f"offset {offset}" in measures],
         "on": head.on, "roles": [one.role for one in head.roles],
-        "cases": [{"role": one.role, "detail": one.detail, "on": one.on, "examples": _examples(head.cases[one.role])} for one in head.roles],
+        "cases": [_cases(one, head.cases[one.role]) for one in head.roles],
         "hardest": [_context(one) for one in head.hardest[:CONTEXTS]],
     }  # fmt: skip
 
 
-def _examples(cases: Sequence[Example]) -> list[dict[str, Any]]:
+def _cases(role: Support, cases: Sequence[Example]) -> dict[str, Any]:
     names = ("hit", "weight", "attended", "most", "parts")
-    return [{name: getattr(one, name) for name in names} for one in cases]
+    examples = [{name: getattr(one, name) for name in names} for one in cases]
+    return {"role": role.role, "detail": role.detail, "on": role.on, "examples": examples}
 
 
 def _support(one: Support) -> dict[str, Any]:

@@ -100,7 +100,10 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
     }  # fmt: skip
     example = {
         "hit": True, "weight": 0.7079661130905151, "attended": "painter", "most": 0.8,
-        "parts": [["", "the old "], ["attended", "painter"], ["", " sees the "], ["meant", "<i>sea</i>"], ["", " "], ["token", "ship"]],
+        "parts": [
+            ["", "the old "], ["attended", "painter"], ["", " sees the "], ["meant", "<i>sea</i>"], ["", " "],
+            ["token", "ship"],
+        ],
     }  # fmt: skip
     names = ["entropy", "confidence", "distance", "first", "write share", *(f"measure number {i}" for i in range(15))]
     place = addresses.index(address)
