@@ -1,54 +1,149 @@
-"""headwise demo: train, look, cut, and see what was lost."""
+"""headwise demo: real models first, then heads being born."""
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headwise.cli.shell.words import Json
 
 if TYPE_CHECKING:
-    from headwise.show.demo import Demo
+    from rich.console import Console
+
+    from headwise.show.demo_training import Training
+
+MINUTES = 4  # of the training, on two idle cores
 
 
 def run(
     out: Annotated[Path, typer.Option(help="The folder to write into.")] = Path("headwise-demo"),
-    model: Annotated[str | None, typer.Option(help="Look at and cut this one, smollm2 or minilm; train none.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="In seconds: too small a model to learn anything.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Only the second half: train, and watch heads being born.")] = (
+        False
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Little of everything: to see that it runs.")] = False,
     seed: Annotated[int, typer.Option(help="The seed of the training.", min=0, max=2**31 - 1)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a small decoder on a language made for it, say what each head does, cut those that do nothing: a few minutes."""
-    from headwise.show.demo import demo
-    from headwise.show.progress import noting
-
-    if model is None and not as_json:
-        print("A decoder of four layers with eight heads each learns a small language; a few minutes on two cores.")
-    with noting() as note:
-        made = demo(out, model, quick=quick, seed=seed, note=note)
-    if as_json:
-        print(json.dumps(made.to_dict(), indent=2))
-    else:
-        _show(made)
-
-
-def _show(made: "Demo") -> None:
+    """See real models write, look and lose heads, three minutes; then train one and watch its heads being born."""
     from rich.console import Console
 
+    console, told = Console(quiet=as_json), {}
+    if not train:
+        told |= _real(console, out, quick)
+    try:
+        told |= _training(console, out, quick, seed)
+    except KeyboardInterrupt:
+        console.print("The training was left out; nothing else is lost. Later: headwise demo --train", highlight=False)
+        told |= {"training": None}
+    if as_json:
+        print(json.dumps(told, indent=2))
+
+
+def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
+    """SmolLM2 writes on and is seen doing it; MiniLM's heads; heads cut from SmolLM2."""
+    from headwise.show.demo import PROMPT, READS, SENTENCE, TOLD, WORD, Demo
+    from headwise.show.heads import show_profile
+    from headwise.show.progress import noting
+    from headwise.show.prune import show_plan, show_report
+    from headwise.show.story import story
+    from headwise.show.tables import make_table
+
+    demo, told = Demo(out, quick), {}
+    clock = _Clock(console)
+    clock.head(1, f"{READS}, a model of 135 million parameters, writes on from {PROMPT!r}")
+    told["text"] = demo.write_on(
+        lambda piece: console.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
+    )
+    console.print()
+    clock.head(2, f"where {WORD!r} looks in: {SENTENCE}")
+    looks = demo.look().strongest(6, WORD)
+    rows = [(look.head, look.attended, look.weight) for look in looks]
+    console.print(make_table("Of 270 heads, those that look hardest", ["head", "looks at", "weight"], rows))
+    told["looks"] = [look._asdict() for look in looks]
+    clock.head(3, f"what each of the heads of {TOLD} does, and how sure that is")
+    with noting() as note:
+        seen, most = demo.heads(note)
+    show_profile(seen, {str(address) for address in seen.addresses}, console)
+    for sentence in story(seen, most):
+        console.print(sentence, highlight=False, markup=False)
+    report = demo.folder / TOLD / "report.html"
+    console.print(f"The report, to open in a browser: {report}", highlight=False, soft_wrap=True)
+    _open(report)
+    told |= {
+        "roles": {role: [str(head) for head in heads] for role, heads in seen.roles().items()},
+        "report": str(report),
+    }
+    clock.head(4, f"heads cut from {READS}: those that are worth least, beside as many drawn by chance; then healed")
+    with noting() as note:
+        cut = demo.cut(note)
+    show_plan(cut.plan, console)
+    show_report(cut.report, console)
+    console.print(f"The plan is in {cut.saved}: headwise prune {READS} --apply {cut.saved} --out smaller", highlight=False,
+                  soft_wrap=True)  # fmt: skip
+    return told | {"cut": list(cut.plan.heads), "cost": cut.report.to_dict(), "seconds": clock.passed()}
+
+
+def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """The second half."""
+    from headwise.show.demo_training import training
+    from headwise.show.progress import noting
+
+    console.print()
+    console.print(
+        f"Next: a decoder of four layers learns a small language while its heads are watched; about {MINUTES} minutes. "
+        "Ctrl-C leaves it out, and nothing is lost.",
+        highlight=False,
+    )
+    with noting() as note:
+        made = training(out / "trained", quick=quick, seed=seed, note=note, progress=True)
+    _show_training(console, made)
+    return {"training": made.to_dict()}
+
+
+def _show_training(console: "Console", made: "Training") -> None:
     from headwise.show.heads import show_profile
     from headwise.show.prune import show_plan, show_report
     from headwise.show.tables import make_table
 
-    console = Console()
-    if made.trained is not None:
-        told = f"Trained {made.trained.step:,} steps in {made.trained.seconds:.0f} s; what it knows of held-out texts:"
-        console.print(make_table(told, ["quiz", "questions", "right", "chance", "bigram"], made.marks))
+    told = f"Trained {made.trained.step:,} steps in {made.trained.seconds:.0f} s; what it knows of held-out texts:"
+    console.print(make_table(told, ["quiz", "questions", "right", "chance", "bigram"], made.marks))
+    console.print(make_table("Heads being born", ["step", "head", "what it does", "share"], made.births()))
     show_profile(made.profile, {str(address) for address in made.profile.addresses}, console)
     show_plan(made.plan, console)
     show_report(made.report, console)
-    console.print(f"Written: {', '.join(made.files)}", highlight=False, soft_wrap=True)
-    console.print(f"Open {made.folder / 'report.html'} in a browser.", highlight=False, soft_wrap=True)
-    what = made.folder / "model" if made.trained is not None else made.name
-    live = f"headwise view {what} --profile {made.folder / 'profile.npz'}"
-    console.print(f"To type sentences and switch heads off: {live}", highlight=False, soft_wrap=True)
+    folder = made.folder
+    for line in (
+        f"Written: {', '.join(made.files)}", f"Open {folder / 'report.html'} in a browser.",
+        f"To type sentences and switch heads off: headwise view {folder / 'model'} --profile {folder / 'profile.npz'}",
+    ):  # fmt: skip
+        console.print(line, highlight=False, soft_wrap=True)
+    _open(folder / "report.html")
+
+
+class _Clock:
+    """Headings with the time that has passed."""
+
+    def __init__(self, console: "Console") -> None:
+        self.console, self.start = console, time.monotonic()
+
+    def passed(self) -> float:
+        return time.monotonic() - self.start
+
+    def head(self, number: int, title: str) -> None:
+        """What comes now."""
+        self.console.print(
+            f"\n{number} of 4, after {self.passed():.0f} s: {title}", style="bold", highlight=False, markup=False
+        )
+
+
+def _open(page: Path) -> None:
+    """Show a page to a person who sits in front of this machine."""
+    shown = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if shown and sys.stdout.isatty():
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())

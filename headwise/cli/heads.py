@@ -44,12 +44,21 @@ def run(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, a record per head.")] = False,
 ) -> None:
-    """Say what every head of a model does, how sure that is, and what shows it."""
+    """Say what every head of a model does, how sure that is, and what shows it. MODEL may be a saved profile, .npz."""
+    from headwise.errors import HeadwiseError
     from headwise.look.profile import profile
+    from headwise.look.result import Profile
     from headwise.show.progress import noting
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
+    if model.endswith(".npz") and Path(model).is_file():
+        if text or treebank or probe or control or length or save or report:
+            raise HeadwiseError(
+                f"{model} is a profile that was made before; it is shown as it is, with --layers and --role."
+            )
+        _tell(Profile.load(model), layers, role, as_csv, as_json)
+        return
     loaded = load(model)
     corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
     relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
@@ -70,6 +79,11 @@ def run(
 
         shown = () if loaded.spec.kind == "encoder-decoder" else SENTENCES  # the page shows one text at a time
         made.report(report, loaded, name=Path(model).name, sentences=shown)
+    _tell(made, layers, role, as_csv, as_json)
+
+
+def _tell(made: "Profile", layers: str | None, role: str | None, as_csv: bool, as_json: bool) -> None:
+    """Print some heads of a profile, or all."""
     wanted = chosen(made, layers, role)
     if as_json:
         heads = [head.to_dict() for head in made if str(head.address) in wanted]
@@ -80,9 +94,9 @@ def run(
         writer.writeheader()
         writer.writerows(rows)
     else:
-        from headwise.show.heads import show_profile
+        from headwise.show.heads import show_profile, show_role
 
-        show_profile(made, wanted)
+        show_profile(made, wanted) if role is None else show_role(made, role, wanted)
 
 
 def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:

@@ -1,192 +1,136 @@
-"""The demo: a small decoder is trained, every head is looked at, those that do nothing are cut, and what was lost is shown.
+"""The demo's first half, on real models: one writes on and is seen doing it, the other's heads are told, heads are cut.
 
-With a model's name the same is done to a real one, without the training.
+Each stage is a method that gives what is to be shown, so that a person reads one while the next is at work.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
-
-from headwise.change.curve import Curve, curve
+from headwise.change.heal import heal
 from headwise.change.plan import Plan
-from headwise.change.rank import Scores
 from headwise.change.report import Report, report
 from headwise.change.trial import halves, read_texts
-from headwise.errors import HeadwiseError
-from headwise.look.attend import attend
-from headwise.look.biography import Biography
-from headwise.look.importance import Importance, importance
-from headwise.look.profile import Note, documents_for, profile
-from headwise.look.result import Profile
+from headwise.look.attend import Attended, attend
+from headwise.look.profile import Note, profile
+from headwise.look.result import HeadProfile, Profile
 from headwise.model import AnyModel
 from headwise.show.book import make_book
-from headwise.show.figures.lives import draw_lives
-from headwise.show.figures.sentence import MOST, arcs
-from headwise.show.figures.tradeoff import draw_pruning
-from headwise.show.report import write_report
-from headwise.spec import ModelSpec, preset
+from headwise.show.figures.sentence import arcs, hardest
+from headwise.show.report import SENTENCES, write_report
 from headwise.text.corpus import Corpus
-from headwise.train import Recipe, Trained, train
-from headwise.train.exam import Mark, exam
-from headwise.train.little import LITTLE, little_texts
 from headwise.weights import load
 from headwise.weights.save import whole_folder
 
 FOLDER = Path("headwise-demo")
+PROMPT = "The capital of France is"
 SENTENCE = "The teacher gave the students their homework because they had asked for it."
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-ALLOWED = 0.01  # of the full model's loss, that a cut may cost where heads are chosen
+WORD = "their"
+READS, TOLD = "smollm2", "minilm"  # a decoder that writes, and an encoder whose heads are told
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is done: what is trained, and how many texts are read."""
+class Amount:
+    """How much is done."""
 
-    spec: ModelSpec
-    recipe: Recipe
-    looks: int  # at the heads while training
-    documents: int | None  # of the little language that are profiled; None: as `profile` would
+    written: int  # tokens that are written
+    documents: int | None  # of the probe set that are profiled; None: all
     texts: int  # to choose heads on and to judge the choice by, together
-    questions: int  # documents of the exam
+    keep: float  # the share of heads that stays
+    steps: int  # of healing, of `rows` rows of 64 tokens each
+    rows: int
+    seeds: int  # random cuts to compare with
 
 
-FULL = Size(preset("little"), replace(LITTLE, steps=1500), 15, None, 128, 300)
-QUICK = Size(
-    preset("little").resized(layers=2, width=32, heads=4), replace(LITTLE, steps=24, batch=4, warmup=4), 3, 40, 12, 20
-)
+FULL = Amount(24, None, 32, 0.8, 6, 4, 2)
+QUICK = Amount(4, 60, 4, 0.9, 1, 1, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Demo:
-    """What was made, measured and written."""
+class Cut(NamedTuple):
+    """What was cut and what came of it."""
 
-    name: str
-    trained: Trained | None
-    marks: tuple[Mark, ...]  # what the trained model knows
-    profile: Profile
     plan: Plan
-    report: Report  # what cutting brought and cost, on texts that heads were not chosen on
-    folder: Path
-    files: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {
-            "name": self.name, "seconds": None if self.trained is None else self.trained.seconds,
-            "exam": [mark._asdict() for mark in self.marks],
-            "roles": {role: [str(head) for head in heads] for role, heads in self.profile.roles().items()},
-            "cut": list(self.plan.heads), "report": self.report.to_dict(), "folder": str(self.folder),
-            "files": list(self.files),
-        }  # fmt: skip
+    report: Report
+    saved: Path
 
 
-def demo(
-    folder: str | Path = FOLDER, model: str | None = None, *, quick: bool = False, seed: int = 0,
-    note: Note | None = None, progress: bool = True,
-) -> Demo:  # fmt: skip
-    """Train (or load `model`), look, cut, and write it all into a folder, which takes its place only when all is there."""
-    size, folder = (QUICK if quick else FULL), Path(folder)
-    with whole_folder(folder, ("report.html",)) as new:  # a folder that cannot be written is told before the work
-        little, biography = model is None, Biography()
-        trained = None
-        if model is None:
-            trained = _train(size, seed, biography, progress)
-            read = trained.model
-        else:
-            read = load(model)
-        documents = Corpus.little("held-out", documents=size.documents, seed=1) if little and size.documents else None
-        seen = profile(read, documents, causal=little and not quick, note=note)
-        texts = read_texts(read, _judges(read, little, size.texts), size.texts)
-        choosing, judging = halves(texts)
-        worth = _worth(read, choosing, note)
-        scores = dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
-        plan = Plan.make(read, keep=_share(read, scores, choosing, note), by=worth.by, on=choosing, note=note)
-        small = plan.apply(read)
-        drawn = curve(
-            read,
-            choosing,
-            judging,
-            keeps=SHARES,
-            bys=(worth.by, "random"),
-            seeds=2,
-            scores={worth.by: scores},
-            note=note,
-        )
-        cost = report(read, small, judging, folded_on=choosing, seeds=2, turns=3, note=note)
-        sentence = SENTENCE if not little else min(texts, key=len)
-        _pictures(new, read, seen, drawn, sentence, biography if little else None)
-        if little:
-            read.save(new / "model")
-            small.save(new / "small")
-        plan.save(new / "plan.json")
-        seen.save(new / "profile.npz")
-        book = make_book(
-            seen, read, name=model or "the demo's decoder", sentences=[sentence, *judging[:2]], importance=worth,
-            biography=biography if little else None, curve=drawn,
+class Demo:
+    """Real models, stage by stage; what is written lies in `folder`."""
+
+    def __init__(self, folder: str | Path = FOLDER, quick: bool = False) -> None:
+        self.folder, self.amount = Path(folder), QUICK if quick else FULL
+        self._writer: AnyModel | None = None
+
+    @property
+    def writer(self) -> AnyModel:
+        """The decoder, loaded once."""
+        if self._writer is None:
+            self._writer = load(READS)
+        return self._writer
+
+    def write_on(self, tell: Callable[[str], object]) -> str:
+        """Let the decoder continue a sentence; each piece is told as it comes."""
+        tokenizer = self.writer.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.encode(PROMPT)
+        shown = text = tokenizer.decode(ids)
+        tell(shown)
+        for step in self.writer.stream(PROMPT, self.amount.written):
+            ids.append(int(step[0]))
+            text = tokenizer.decode(ids)
+            if not text.endswith("\ufffd"):  # a character may take several tokens
+                tell(text[len(shown) :])
+                shown = text
+        return text
+
+    def look(self) -> Attended:
+        """One sentence, as every head of the decoder sees it."""
+        return attend(self.writer, SENTENCE)
+
+    def heads(self, note: Note | None = None) -> tuple[Profile, HeadProfile]:
+        """Every head of the encoder, and one of those that do most; the report and pictures are written."""
+        model = load(TOLD)
+        items = islice(Corpus.probe().items(), self.amount.documents)
+        seen = profile(model, Corpus.of(list(items)), note=note)
+        most = max(seen, key=lambda head: (len(head.roles), head.score or 0.0))
+        with whole_folder(self.folder / TOLD, ("report.html",)) as new:
+            seen.save(new / "profile.npz")
+            seen.plot.roles().save(new / "roles.png")
+            sight = self.look()
+            arcs(sight, hardest(sight, WORD), source=WORD).save(new / "sentence.png")
+            write_report(make_book(seen, model, name=TOLD, sentences=SENTENCES), new / "report.html")
+        return seen, most
+
+    def cut(self, note: Note | None = None) -> Cut:
+        """Heads of the decoder cut by what they are worth, healed, and set beside random cuts and the whole model alike."""
+        amount, model = self.amount, self.writer
+        choosing, judging = halves(read_texts(model, Corpus.probe(), amount.texts))
+        plan = Plan.make(model, keep=amount.keep, by="gradient", on=choosing, note=note)
+        mend = partial(_mend, texts=choosing, amount=amount, note=_counting(note, "healing", 2 + amount.seeds))
+        cost = report(
+            model, plan.apply(model), judging, folded_on=choosing, seeds=amount.seeds, heal=mend, turns=3, note=note
         )  # fmt: skip
-        write_report(book, new / "report.html")
-        files = tuple(sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()))
-    marks = () if trained is None else exam(trained.model, documents=size.questions)
-    return Demo(model or "a decoder trained just now", trained, marks, seen, plan, cost, folder, files)
+        with whole_folder(self.folder / "cut", ("plan.json",)) as new:
+            plan.save(new / "plan.json")
+        return Cut(plan, cost, self.folder / "cut" / "plan.json")
 
 
-def _train(size: Size, seed: int, biography: Biography, progress: bool) -> Trained:
-    recipe = replace(size.recipe, seed=seed)
-    texts, valid = little_texts(recipe)
-    every = max(1, recipe.steps // size.looks)
-    made = train(size.spec, texts, recipe, valid=valid, call=biography, every=every, progress=progress)
-    if made.stopped == "interrupted":
-        raise HeadwiseError(f"the training was stopped at step {made.step} of {recipe.steps}; nothing was written.")
-    return made
+def _mend(model: AnyModel, texts: list[str], amount: Amount, note: Callable[[], object]) -> None:
+    heal(model, texts, steps=amount.steps, batch=amount.rows, context=64, holdout=0.0, progress=False)
+    note()
 
 
-def _judges(model: AnyModel, little: bool, count: int) -> Corpus:
-    """Texts to choose and to judge by; those of the little language are none of those that were profiled."""
-    return Corpus.little("held-out", documents=count, seed=2) if little else documents_for(model)
+def _counting(note: Note | None, what: str, of: int) -> Callable[[], object]:
+    """Called once for each piece of work that is done."""
+    done = 0
 
-
-def _worth(model: AnyModel, texts: Sequence[str], note: Note | None) -> Importance:
-    """What each head is worth: by really taking it away; where that would take long, by a slope."""
-
-    def hear(done: int, of: int) -> None:
+    def tick() -> None:
+        nonlocal done
+        done += 1
         if note is not None:
-            note("what heads are worth", done, of)
+            note(what, done, of)
 
-    dear = model.spec.parameters > 20_000_000 and model.output is not None
-    return importance(model, texts, by="gradient" if dear else "ablation", progress=hear)
-
-
-def _share(model: AnyModel, scores: Scores, texts: Sequence[str], note: Note | None) -> float:
-    """The least share of heads that stays before the loss on these texts rises by a hundredth; at least one head goes.
-
-    Each of some heads may be spared and all together not, so every cut is tried as a whole.
-    """
-    tried: Curve = curve(model, texts, keeps=SHARES, bys=("ranked",), scores={"ranked": scores}, note=note)
-    full = (
-        tried.full.mean if tried.full.mean > 0 else 1.0
-    )  # without an output the full model loses nothing; of a cosine's 1
-    fine = [point.kept for point in tried.points if point.more.mean <= ALLOWED * full]
-    return min(fine, default=1 - 1 / len(model.spec.addresses))
-
-
-def _pictures(
-    folder: Path, model: AnyModel, seen: Profile, drawn: Curve, sentence: str, biography: Biography | None
-) -> None:
-    seen.plot.roles().save(folder / "roles.png")
-    seen.plot.depth().save(folder / "depth.png")
-    draw_pruning(drawn).save(folder / "pruning.png")
-    best = [str(heads[0]) for heads in seen.roles().values()][: MOST // 3] or [str(seen.addresses[0])]
-    arcs(attend(model, sentence, ",".join(best))).save(folder / "sentence.png")
-    if biography is not None:
-        draw_lives(biography, _most_learned(biography)).save(folder / "lives.png")
-
-
-def _most_learned(biography: Biography) -> str:
-    """The measure in which some head rose most from the first look to the last: a share of arcs hit, or induction."""
-    names = [name for name in biography.names if name.endswith("hits") or name == "induction"]
-    rose = biography.values[-1] - biography.values[0]  # (heads, measures)
-    most = np.nan_to_num(rose, nan=-1.0).max(0)
-    return max(names, key=lambda name: most[biography.names.index(name)])
+    return tick

@@ -8,18 +8,10 @@ from rich.text import Text
 from headwise.look.cases import Example
 from headwise.look.result import HeadProfile, Profile
 from headwise.look.roles import Support
+from headwise.show.grid import LEGEND, grid
+from headwise.show.signs import sign
 from headwise.show.tables import make_table
 
-# role: two letters and a colour; roles that are not here are relations
-SIGNS = {
-    "previous token": ("pr", "cyan"), "next token": ("nx", "cyan"), "fixed offset": ("of", "cyan"), "self": ("se", "cyan"),
-    "local": ("lo", "cyan"), "induction": ("in", "magenta"), "duplicate token": ("du", "magenta"), "copy": ("co", "magenta"),
-    "delimiter": ("de", "yellow"), "capitalised": ("ca", "yellow"), "digit": ("di", "yellow"),
-    "long range": ("lr", "blue"), "same phrase": ("ph", "blue"), "part of speech": ("ps", "blue"),
-    "semantic": ("sm", "green"), "coreference": ("cf", "green"), "possessive": ("po", "green"), "bracket": ("br", "red"),
-    "quote": ("qu", "red"),
-}  # fmt: skip
-STRONG = {"selective": "", "effective": "bold ", "causal": "bold reverse "}
 
 
 def show_profile(profile: Profile, wanted: set[str], console: Console | None = None) -> None:
@@ -31,7 +23,8 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
         f"with relations; {profile.family:,} tests",
         highlight=False,
     )
-    console.print(grid(profile, wanted))
+    console.print(grid(profile, wanted, console.width))
+    console.print(Text(LEGEND, "dim"))
     strongest = {}
     for role, heads in profile.roles().items():
         there = [address for address in heads if str(address) in wanted]
@@ -40,12 +33,13 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
             strongest[role] = head, next(one for one in head.roles if one.role == role), len(there)
     rows = [
         [
-            *(_sign(role)[0], role, one.on, heads, str(head.address), one.detail, one.rung, one.score, one.null),
-            *(_interval(one.interval), _effect(one), "" if head.role == role and len(head.roles) == 1 else head.told),
+            *(role, Text(*sign(role)), heads, str(head.address), one.detail, one.rung, one.score, one.null),
+            *(_interval(one.interval), _effect(one), one.on),
+            "" if head.role == role and len(head.roles) == 1 else head.told,
         ]
         for role, (head, one, heads) in strongest.items()
     ]
-    columns = ["", "role", "shown on", "heads", "best", "", "rung", "score", "null", "95 %", "effect", "told as"]
+    columns = ["role", "", "heads", "best", "", "rung", "score", "baseline", "95 % CI", "effect", "shown on", "told as"]
     console.print(make_table("The strongest head of each role", columns, rows))
     for role, (head, _, _) in strongest.items():
         cases = head.cases[role]
@@ -56,26 +50,21 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
                 console.print(_case(kinds[hit]))
 
 
-def grid(profile: Profile, wanted: set[str]) -> Text:
-    """Layers × heads: two letters for a role, brighter the higher the rung; · is unclear, lower-case grey a resting state."""
-    drawn = Text()
-    for layer in profile.about["layers"]:
-        there = [address for address in profile.addresses if str(address.site) == layer]
-        here = [address for address in there if str(address) in wanted]
-        if there and not here:
-            continue
-        drawn.append(f"{layer:>7} ", "dim")
-        if not there:
-            drawn.append(" no heads", "dim")
-        for address in here:
-            head = profile[address]
-            if head.role == "unclear":
-                drawn.append(f" {_resting(head)} ", "dim")
-            else:
-                letters, colour = _sign(head.role)
-                drawn.append(f" {letters} ", STRONG[head.rung] + colour)
-        drawn.append("\n")
-    return drawn
+def show_role(profile: Profile, role: str, wanted: set[str], console: Console | None = None) -> None:
+    """Print every head that has a role, best first: how well it does, against what, and how sure that is."""
+    console = console or Console()
+    found = [(head, next(one for one in profile[head].roles if one.role == role)) for head in profile.roles()[role]]
+    rows = [
+        [
+            *(str(head), one.detail, one.score, one.null, _interval(one.interval), f"{one.p:.4f}", one.rows, one.rung),
+            *(_effect(one), one.on),
+        ]
+        for head, one in found
+        if str(head) in wanted
+    ]
+    columns = ["head", "", "score", "baseline", "95 % CI", "p", "cases", "rung", "effect", "shown on"]
+    title = f"{len(rows)} of {len(profile)} heads have the role {role}; p is corrected for {profile.family:,} tests"
+    console.print(make_table(title, columns, rows))
 
 
 def show_head(profile: Profile, head: HeadProfile, console: Console | None = None) -> None:
@@ -102,7 +91,7 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
         for s in head.roles
     ]
     if rows:
-        columns = ["role", "", "rung", "score", "null", "95 %", "p", "rows", "coverage", "effect", "cost", "bar"]
+        columns = ["role", "", "rung", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "bar"]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
     more = ("relative entropy", "signed distance", "write share", "long range")
     shape = [name for name in head.measures if " " not in name or name in more]
@@ -130,18 +119,6 @@ def _case(one: Example) -> Text:
     miss = "" if one.hit else f"  (*{one.attended}* {one.most:.2f})"
     return Text.assemble(
         ("  hit   " if one.hit else "  miss  ", "green" if one.hit else "red"), f"{one.weight:.2f}  {one.text}{miss}"
-    )
-
-
-def _sign(role: str) -> tuple[str, str]:
-    return SIGNS.get(role, (role[:2], "green"))
-
-
-def _resting(head: HeadProfile) -> str:
-    return (
-        {"sink": "‥", "special token": "‥", "broad": "~~", "idle": "__"}.get(head.rest[0], "··").ljust(2, "‥")
-        if head.rest
-        else "··"
     )
 
 

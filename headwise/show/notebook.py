@@ -7,7 +7,8 @@ from headwise.heads.head import Head
 from headwise.look.attend import Attended
 from headwise.look.result import HeadProfile, Profile
 from headwise.show.figures.drawing import COLOURS, FAINT, INK
-from headwise.show.figures.roles import EMPTY, STRENGTH, sign
+from headwise.show.figures.roles import EMPTY, STRENGTH
+from headwise.show.signs import sign
 
 SIDE_BY_SIDE = 4  # heads of a sentence that are drawn, those with the hardest looks
 LINE, COLUMN = 18, 150  # pixels: from word to word, and between the two columns of words

@@ -8,7 +8,8 @@ from rich.console import Console
 from headwise.look.profile import profile
 from headwise.look.result import Profile
 from headwise.look.roles import TABLE, Support, role_names
-from headwise.show.heads import grid, show_profile
+from headwise.show.grid import grid
+from headwise.show.heads import show_profile
 from headwise.text.documents import Document, Relation
 from tests.look.test_profile_invariance import LITTLE, little
 
@@ -20,12 +21,15 @@ def test_a_layer_without_heads_is_there_and_empty(tmp_path) -> None:
     expected = [entropy[:2].mean(), np.nan, entropy[2]]
     np.testing.assert_allclose(made.by_layer("entropy"), expected, rtol=1e-12)
     shown = grid(made, {str(address) for address in made.addresses}).plain.splitlines()
-    assert [line.split()[0] for line in shown] == ["0", "1", "2"]
-    assert shown[1].split()[1:] == ["no", "heads"]
-    assert len(shown[0].split()) == 3
-    assert len(grid(made, {"2.1"}).plain.splitlines()) == 2, (
+    assert shown == [
+        "   head   0  1  2  3", "      0  ··       ··", "      1  no heads", "      2     ~~      ",
+    ], "columns have numbers, and a head that was cut leaves a gap"  # fmt: skip
+    assert len(grid(made, {"2.1"}).plain.splitlines()) == 3, (
         "a layer nobody asked for is left out; an empty one is told"
     )
+    assert [line[:8] for line in grid(made, {"2.1"}, width=14).plain.splitlines()] == [
+        "   head ", "      1 ", "      2 ", "   head ", "      1 ", "      2 ",
+    ], "wide grids go on below"  # fmt: skip
     back = Profile.load(made.save(tmp_path / "made.npz"))
     np.testing.assert_array_equal(back.by_layer("entropy"), made.by_layer("entropy"))
 
@@ -78,6 +82,6 @@ def test_the_strongest_head_of_a_role_need_not_have_it_first() -> None:
     console = Console(file=StringIO(), width=200)
     show_profile(made, {str(address) for address in made.addresses}, console)
     lines = [line.split() for line in console.file.getvalue().splitlines()]  # pyright: ignore[reportAttributeAccessIssue]
-    told = {words[1]: words for words in lines if len(words) > 5 and words[1] in ranked}
+    told = {words[0]: words for words in lines if len(words) > 5 and words[0] in ranked}
     assert told["obj"][2:7] == ["2", "0.3", ">", "effective", "0.700"]
     assert "0.800" in told["det"], "it is nobody's first role"

@@ -17,9 +17,10 @@ from headwise.look.biography import MEASURES, Biography
 from headwise.look.result import Profile
 from headwise.show.figures.diagram import draw_diagram
 from headwise.show.figures.lives import draw_lives
-from headwise.show.figures.roles import EMPTY, STRENGTH, sign
+from headwise.show.figures.roles import EMPTY, STRENGTH
 from headwise.show.figures.sentence import arcs, heat_map
 from headwise.show.figures.tradeoff import draw_pruning, draw_tradeoff
+from headwise.show.signs import sign
 from tests.look.built import DECODER, decoder, documents, encoder
 
 

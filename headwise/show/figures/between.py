@@ -9,7 +9,7 @@ from scipy.spatial.distance import pdist, squareform
 from headwise.look.between import Between
 from headwise.look.result import Profile
 from headwise.show.figures.drawing import FAINT, INK, Drawing, make_figure, tidy
-from headwise.show.figures.roles import sign
+from headwise.show.signs import sign
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

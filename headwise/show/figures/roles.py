@@ -5,18 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.look.result import HeadProfile, Profile
 from headwise.show.figures.drawing import FAINT, INK, Drawing, make_figure
-from headwise.show.heads import SIGNS
+from headwise.show.signs import sign
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The colours of the terminal, on paper.
-HUES = {
-    "cyan": "#1a8a9c", "magenta": "#a3468f", "yellow": "#b8860b", "blue": "#1f6fb4", "green": "#2f8a4d", "red": "#b5402f",
-}  # fmt: skip
 STRENGTH = {"selective": 0.35, "effective": 0.7, "causal": 1.0}
 RESTS = {"sink": "first token", "special token": "special token", "broad": "everywhere alike", "idle": "writes nothing"}
 EMPTY = "#f0f2f4"
+RUNGS = "#1f6fb4"  # of the legend alone
 CELL = 0.31  # inches
 
 
@@ -54,12 +51,6 @@ def rows_of(profile: Profile) -> list[dict[str, Any]]:
     return [{name: row[name] for name in wanted} for row in profile.table()]
 
 
-def sign(role: str) -> tuple[str, str]:
-    """A role's two letters and its colour."""
-    letters, hue = SIGNS.get(role, (role[:2], "green"))
-    return letters, HUES[hue]
-
-
 def _cell(panel: "Axes", head: HeadProfile, column: int) -> None:
     from matplotlib.patches import FancyBboxPatch
 
@@ -85,9 +76,7 @@ def _legend(figure: Any, found: Counter[str], columns: int) -> None:
     lines = [(sign(role)[1], f"{sign(role)[0]}  {role} ({count})") for role, count in sorted(found.items())]
     lines += [(EMPTY, "no role;  ‥ rests on a token, ~ on all")]
     patches = [Patch(facecolor=colour, label=label) for colour, label in lines]
-    patches += [
-        Patch(facecolor=HUES["blue"], alpha=strength, label=f"rung: {rung}") for rung, strength in STRENGTH.items()
-    ]
+    patches += [Patch(facecolor=RUNGS, alpha=strength, label=f"rung: {rung}") for rung, strength in STRENGTH.items()]
     figure.legend(
         handles=patches, loc="outside lower left", ncols=columns, fontsize=7, frameon=False, labelcolor=INK,
         handlelength=1.0, handleheight=1.0, columnspacing=1.2,
