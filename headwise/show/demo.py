@@ -26,7 +26,7 @@ from headwise.weights import load
 from headwise.weights.save import whole_folder
 
 FOLDER = Path("headwise-demo")
-PROMPT = "The capital of France is"
+PROMPT = "Once upon a time, a teacher and her students"
 SENTENCE = "The teacher gave the students their homework because they had asked for it."
 WORD = "their"
 READS, TOLD = "smollm2", "minilm"  # a decoder that writes, and an encoder whose heads are told

@@ -13,7 +13,6 @@ from headwise.show.signs import sign
 from headwise.show.tables import make_table
 
 
-
 def show_profile(profile: Profile, wanted: set[str], console: Console | None = None) -> None:
     """Print the grid, then the strongest head of each role with evidence."""
     console = console or Console()

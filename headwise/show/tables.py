@@ -78,12 +78,14 @@ class Sheet:
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Sheet:
     """A table whose numbers stand right-aligned; floats with three places (– where not known), whole numbers with commas.
 
-    A cell is printed as it is; give a rich Text for one in colour.
+    A cell is printed as it is; give a rich Text for one in colour. A column without anything in it is left out.
 
     >>> make_table("Heads", ["head", "role"], [["5.1", "induction"]]).parts(80)  # one part, two columns and their widths
     [{0: 4, 1: 9}]
     """
-    return Sheet(title, tuple(columns), tuple(tuple(row) for row in rows))
+    filled = [tuple(row) for row in rows]
+    kept = [i for i in range(len(columns)) if i == 0 or not filled or any(str(row[i]) for row in filled)]
+    return Sheet(title, tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in filled))
 
 
 def as_text(value: object) -> Text:

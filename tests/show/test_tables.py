@@ -60,6 +60,11 @@ def test_what_fits_is_one_table_without_wrapping_and_uses_the_width() -> None:
     assert lengths[2] > 100
 
 
+def test_a_column_without_anything_in_it_is_left_out() -> None:
+    assert make_table("", ["a", "b", "c"], [["", "", 1], ["", "", 2]]).columns == ("a", "c"), "the first names the rows"
+    assert make_table("", ["a", "b"], []).columns == ("a", "b")
+
+
 def test_cells_are_printed_as_they_are_and_text_keeps_its_colour() -> None:
     sheet = make_table("[red]t[/red]", ["[b]", "x"], [["[/b]", Text("holds", "green")], ["a", 0.12345]])
     said = printed(sheet, 80)
