@@ -129,6 +129,8 @@ def run(
     for thing, show in ((made, show_plan), (measured, show_report), (drawn, show_curve)):
         if thing is not None:
             show(thing)  # pyright: ignore[reportArgumentType]
+    if out is not None:
+        print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise heads {out}")
 
 
 def _texts(

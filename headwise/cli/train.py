@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -117,7 +117,7 @@ def run(
     if as_json:
         told = {**result, "recipe": asdict(made.recipe), "exam": [mark._asdict() for mark in marks]}
         if watched is not None:
-            told |= {"heads": [dict(zip(("measure", "head", "value", "half_at"), life, strict=True)) for life in lives]}
+            told |= {"heads": [life._asdict() for life in lives]}
         print(json.dumps(told, indent=2))
     else:
         report(result, marks, lives)
@@ -141,14 +141,25 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def summarise(watched: "Biography") -> list[tuple[str, str, float, int | None]]:
+class Life(NamedTuple):
+    """What became of one measure: the head with most of it, beside the most any head had at the first look."""
+
+    measure: str
+    head: str
+    value: float
+    baseline: float  # the most of any head at the first look
+    cases: int  # rows or arcs it is a mean over
+    half_at: int | None  # the step at which that head first had half of it
+
+
+def summarise(watched: "Biography") -> list[Life]:
     """For each measure the head with most of it, how much, and the step at which it first had half of that."""
-    rows = []
-    for measure in watched.names if watched.steps else ():
+    lives = []
+    for measure, cases in zip(watched.names, watched.counts, strict=True) if watched.steps else ():
         head, value = watched.best(measure)
         half = watched.born(measure, value / 2).get(head) if value > 0 else None  # half of nothing is no news
-        rows.append((measure, head, value, half))
-    return rows
+        lives.append(Life(measure, head, value, watched.baseline(measure), cases, half))
+    return lives
 
 
 def _begin(path: Path) -> "Biography":
@@ -158,7 +169,7 @@ def _begin(path: Path) -> "Biography":
     return Biography.load(path) if path.is_file() else Biography()
 
 
-def report(result: dict[str, Any], marks: tuple, lives: list[tuple[str, str, float, int | None]]) -> None:
+def report(result: dict[str, Any], marks: tuple, lives: list[Life]) -> None:
     """What came of it, for a person."""
     from rich.console import Console
 
@@ -175,10 +186,9 @@ def report(result: dict[str, Any], marks: tuple, lives: list[tuple[str, str, flo
         columns = ["quiz", "questions", "right", "chance", "bigram"]
         console.print(make_table("The right word is the first choice, on held-out documents", columns, marks))
     if lives:
-        rows = [(*life[:3], "–" if life[3] is None else life[3]) for life in lives]
-        console.print(
-            make_table("The best head of each measure", ["measure", "head", "value", "half of it at step"], rows)
-        )
+        rows = [(*life[:5], "" if life.half_at is None else life.half_at) for life in lives]
+        title = "The best head of each measure; the baseline is the best of any head before the first step"
+        console.print(make_table(title, ["measure", "head", "value", "baseline", "cases", "half of it at step"], rows))
     again = result["stopped"] == "interrupted"
     run = Path(result["model"]).parent
     told = (

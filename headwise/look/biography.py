@@ -56,6 +56,7 @@ class Biography:
         self.steps: list[int] = []
         self.addresses: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
+        self.counts: tuple[int, ...] = ()  # rows or arcs each measure is a mean over
         self._rows: list[np.ndarray] = []  # for each step (heads, measures)
         self._digest = ""  # of the texts, so that two sets of them never share a curve
         self._probe: tuple[list[Unit], Repeats] | None = None
@@ -72,12 +73,12 @@ class Biography:
             )
         with quiet(model), torch.no_grad():
             units, repeats = self._read(model)
-            names, row = _look(model, len(addresses), units, repeats, self.relations)
+            names, counts, row = _look(model, len(addresses), units, repeats, self.relations)
         if self.names and names != self.names:
             raise HeadwiseError(
                 f"this biography keeps {len(self.names)} measures, this look gave {len(names)}; begin another."
             )
-        self.addresses, self.names = addresses, names
+        self.addresses, self.names, self.counts = addresses, names, counts
         self._keep(step, row)
 
     @property
@@ -110,10 +111,16 @@ class Biography:
         head = int(np.nanargmax(last))
         return self.addresses[head], float(last[head])
 
+    def baseline(self, measure: str) -> float:
+        """The most any head had of a measure at the first look: of a new model, what one sees that has learned nothing."""
+        first = self._rows[0][:, self._place(measure)]
+        return float("nan") if np.isnan(first).all() else float(np.nanmax(first))
+
     def save(self, path: str | Path) -> Path:
         """Write one compressed file; `Biography.load` brings it back."""
         told = {
             "version": VERSION, "steps": self.steps, "heads": self.addresses, "names": self.names,
+            "counts": self.counts,
             "relations": self.relations, "texts": self._digest,
         }  # fmt: skip
         written = BytesIO()
@@ -173,8 +180,8 @@ def _default(model: Transformer) -> Corpus:
 
 def _look(
     model: Transformer, heads: int, units: list[Unit], repeats: Repeats, ask: bool
-) -> tuple[tuple[str, ...], np.ndarray]:
-    """One look: the names of the measures, and (heads, measures)."""
+) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
+    """One look: the names of the measures, what they are means over, and (heads, measures)."""
     tally = Tally(heads)
     surface = Surface(tally, None, class_flags(tokenizer_of(model), model.spec.vocab))
     asked = ask and any(unit.document is not None for unit in units)
@@ -196,7 +203,8 @@ def _look(
     if relations is not None:
         there = relations.arcs.sum(0) > 0  # a decoder is never asked about words to come
         names += tuple(f"{one} hits" for one, some in zip(relations.questions, there, strict=True) if some)
-    return names, np.stack([tally.mean(name) for name in names], 1).astype(np.float32)
+    counts = tuple(int(tally.per_bucket(name)[1].sum(0).max()) for name in names)
+    return names, counts, np.stack([tally.mean(name) for name in names], 1).astype(np.float32)
 
 
 @contextmanager
@@ -214,6 +222,7 @@ def _restored(values: np.ndarray, told: dict[str, Any], corpus: Any) -> Biograph
     made.steps = [int(step) for step in told["steps"]]
     made.addresses = tuple(str(Address.parse(head)) for head in told["heads"])
     made.names, made._digest = tuple(map(str, told["names"])), str(told["texts"])
+    made.counts = tuple(map(int, told["counts"]))
     shape = (len(made.steps), len(made.addresses), len(made.names))
     if values.shape != shape or values.dtype != np.float32 or made.steps != sorted(set(made.steps)):
         raise HeadwiseError(f"its numbers are {values.dtype} {values.shape}, not float32 {shape} in the order of steps")

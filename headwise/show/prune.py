@@ -7,16 +7,34 @@ from headwise.change.plan import Plan
 from headwise.change.report import Report
 from headwise.show.tables import make_table
 
+# by what heads were ranked: what their scores are
+SCORES = {
+    "ablation": "what the loss gains without it, nats", "gradient": "how steeply the loss falls with it",
+    "gates": "how far its gate was left open",
+}  # fmt: skip
+STAY = 3  # heads told that stay, to see how near they were
+
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print which heads go."""
-    (console or Console()).print(str(plan), highlight=False)
+    """Print which heads go, and what each of them is worth, the cheapest first."""
+    console = console or Console()
+    console.print(str(plan), highlight=False)
+    if plan.by not in SCORES or not plan.scores:
+        return
+    goes = set(plan.heads)
+    ranked = sorted(((str(head), score) for head, score in plan.worth.items()), key=lambda one: one[1])
+    console.print(f"Cheapest first, a head and its score ({SCORES[plan.by]}):", highlight=False)
+    console.print("  ".join(_scored(one) for one in ranked if one[0] in goes), highlight=False)
+    stay = [one for one in ranked if one[0] not in goes][:STAY]
+    console.print(f"The cheapest that stay: {'  '.join(map(_scored, stay))}", highlight=False)
 
 
 def show_report(report: Report, console: Console | None = None) -> None:
     """Print sizes and speed, then losses; all of them once more after healing."""
     console = console or Console()
-    rows = [[name, _number(a), _number(b), f"{share:.3f}" if a else "", ""] for name, a, b, share in report.rows()]
+    rows = [
+        [name, _number(a), _number(b), f"{share:.3f}" if a else "", ""] for name, a, b, share in report.rows() if a or b
+    ]
     rows[-1][-1] = str(report.time)
     console.print(make_table("What cutting brought", ["", "before", "after", "share", "quartiles"], rows))
     title = f"What it cost: loss, {report.metric}, {report.texts} texts, with 95 % intervals"
@@ -35,3 +53,8 @@ def _number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"  # seconds: so that their share can be checked
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _scored(one: tuple[str, float]) -> str:
+    """A head and its score, never torn apart at the end of a line."""
+    return f"{one[0]}\u00a0{one[1]:.4f}"
