@@ -70,6 +70,9 @@ class ModelCache:
         self.real = None if self.real is None else self.real.index_select(0, rows)
         self.memory = None if self.memory is None else self.memory.index_select(0, rows)
         self.memory_real = None if self.memory_real is None else self.memory_real.index_select(0, rows)
+        for cache in self.layers.values():
+            if isinstance(cache, SourceCache) and cache.held is not None:
+                cache.source = self.memory  # its keys are of the same rows in the same order
 
     @property
     def bytes(self) -> int:

@@ -103,6 +103,18 @@ def test_rows_of_a_models_cache_are_reordered() -> None:
     assert_equal(got, model(ids, padding=real)[rows, 6:])
 
 
+@torch.no_grad()
+def test_rows_of_an_encoder_decoders_cache_are_reordered_with_their_sources() -> None:
+    model = make_lively_model(next(spec for spec in MODELS.values() if spec.kind == "encoder-decoder"))
+    ids, source, rows = token_ids(3, 7), token_ids(3, 5), torch.tensor([2, 0, 2])
+    there = torch.arange(5) < torch.tensor([[5], [3], [4]])
+    cache = model.cache()
+    model(ids[:, :6], source=source, source_padding=there, cache=cache)
+    cache.reorder(rows)
+    got = model(ids[rows, 6:], cache=cache)
+    assert_equal(got, model(ids[rows], source=source[rows], source_padding=there[rows])[:, 6:])
+
+
 def test_a_cache_holds_as_much_as_it_says() -> None:
     model = make_lively_model(MODELS["decoder, windows"])  # two key/value heads of 6 + 6 channels; windows none and 3
     cache = model.cache("fixed", 10)
