@@ -1,5 +1,6 @@
 """What a change costs: the same texts asked of the full model and of smaller ones, text by text, with intervals."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -117,13 +118,17 @@ def read_texts(model: AnyModel, corpus: Any, limit: int, longest: int | None = N
 
 
 def halves(texts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Texts dealt out in turn: some to choose heads on, some to judge the choice by.
+    """Some texts to choose heads on, some to judge the choice by: dealt in turn, in the order of a hash of them.
 
-    What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice.
+    What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice. The order they
+    stand in decides nothing: in a file of pairs every other line may be of one kind. A text that comes twice stays together.
     """
-    if len(texts) < 2:
+    keys = [hashlib.sha256(repr(text).encode()).digest() for text in texts]
+    places = {key: place for place, key in enumerate(sorted(set(keys)))}
+    if len(places) < 2:
         raise HeadwiseError("a single text cannot both choose heads and judge the choice; give more text.")
-    return list(texts[::2]), list(texts[1::2])
+    dealt = [[text for text, key in zip(texts, keys, strict=True) if places[key] % 2 == half] for half in (0, 1)]
+    return dealt[0], dealt[1]
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,16 +21,16 @@ def run(
     how: Annotated[str, typer.Option(help="What stands in for a head: mean, zero or resample.")] = "mean",
     metric: Annotated[str, typer.Option(help="loss (all tokens) or last (the last one).")] = "loss",
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many texts.")] = 32,
+    limit: Annotated[int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")] = 32,
     most: Annotated[int, typer.Option(help="How many heads to show.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Take heads away one by one and say what the model loses, with intervals."""
     from dataclasses import fields
-    from itertools import islice
 
     from rich.console import Console
 
+    from headwise.change.trial import read_texts
     from headwise.look.importance import Worth, importance
     from headwise.show.progress import noting
     from headwise.show.tables import make_table
@@ -38,8 +38,7 @@ def run(
     from headwise.weights import load
 
     loaded = load(model)
-    corpus = Corpus.named(text, source)
-    texts: list[Any] = [item if corpus.paired else item.text for item in islice(corpus.items(), limit)]
+    texts = read_texts(loaded, Corpus.named(text, source), limit, length)
     with noting() as note:
         worth = importance(
             loaded, texts, by=by, how=how, heads=heads, metric=metric, longest=length,  # pyright: ignore[reportArgumentType]

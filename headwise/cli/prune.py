@@ -39,7 +39,7 @@ def run(
     plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
     test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
     test_source: Annotated[Path | None, typer.Option(help="What belongs to --test, for an encoder-decoder.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many texts.")] = 64,
+    limit: Annotated[int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")] = 64,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
     seeds: Annotated[int, typer.Option(help="So many random cuts to compare with.")] = 3,
     curve: Annotated[bool, typer.Option("--curve", help="Also cut at every share, by several ways.")] = False,

@@ -125,7 +125,8 @@ def _cases(role: Support, cases: Sequence[Example]) -> dict[str, Any]:
 
 def _support(one: Support) -> dict[str, Any]:
     names = (
-        "role", "detail", "on", "rung", "score", "null", "interval", "p", "rows", "coverage", "probe", "effect", "cost", "bar",
+        "role", "detail", "on", "rung", "score", "null", "interval", "p", "rows", "coverage", "probe", "effect", "cost",
+        "bar",
     )  # fmt: skip
     return {name: getattr(one, name) for name in names}
 

@@ -90,7 +90,20 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
         for s in head.roles
     ]
     if rows:
-        columns = ["role", "", "rung", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "bar"]
+        columns = [
+            "role",
+            "",
+            "rung",
+            "score",
+            "baseline",
+            "95 % CI",
+            "p",
+            "cases",
+            "coverage",
+            "effect",
+            "cost",
+            "bar",
+        ]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
     more = ("relative entropy", "signed distance", "write share", "long range")
     shape = [name for name in head.measures if " " not in name or name in more]

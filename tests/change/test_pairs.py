@@ -84,7 +84,9 @@ def test_pairs_are_dealt_out_whole(tmp_path: Path) -> None:
     model = reading(SPECS["plain"])
     assert read_texts(model, PAIRS, 3) == PAIRS[:3]
     assert read_texts(model, PAIRS, 99, longest=4) == PAIRS, "pairs are never cut"
-    assert halves(read_texts(model, PAIRS, 5)) == (PAIRS[::2], PAIRS[1::2])
+    some, others = halves(read_texts(model, PAIRS, 5))
+    assert abs(len(some) - len(others)) <= 1
+    assert sorted([*some, *others]) == sorted(PAIRS[:5])
     assert list(Corpus.of(read_texts(model, Corpus.pairs(["a"], ["mat"]), 5)).items()) == [("a", "mat")]
 
 

@@ -296,7 +296,17 @@ def test_what_cannot_be_reported() -> None:
 def test_texts_are_dealt_out_in_turn() -> None:
     model = reading(MODELS["decoder"])
     assert read_texts(model, TEXTS, 3) == TEXTS[:3]
-    assert halves(read_texts(model, TEXTS, 9)) == (TEXTS[::2], TEXTS[1::2])
+    some, others = halves(read_texts(model, TEXTS, 9))
+    assert abs(len(some) - len(others)) <= 1
+    assert sorted([*some, *others]) == sorted(TEXTS)
+    assert halves(TEXTS[::-1]) == (some[::-1], others[::-1]), "wherever a text stands, it is in the same half"
+    pairs = [f"{kind} {number}" for number in range(100) for kind in ("question", "answer")]
+    asked = sum(text.startswith("question") for text in halves(pairs)[0])
+    assert 30 < asked < 70, "a file of alternating pairs is not split along the pair"
+    twice = halves(["a b", "c d", "a b", "e f"])
+    assert ["a b" in half for half in twice].count(True) == 1, (
+        "a text that comes twice is chosen on or judged by, not both"
+    )
     assert read_texts(model, "the cat sat " * 30, 10, longest=12) == ["the cat sat "] * 10
     with pytest.raises(HeadwiseError, match="a single text"):
         halves(["the cat"])

@@ -25,8 +25,8 @@ GAINS = (0.0, 1.0, 4.0)  # as models begin; at unit gain; at unit gain with quer
 
 @cache
 def pieces() -> Tokenizer:
-    """As SentencePiece numbers tokens: special ones, then merges in the order in which they were learned, and single characters
-    and punctuation last."""
+    """As SentencePiece numbers tokens: special ones, then merges in the order in which they were learned; single
+    characters and punctuation last."""
     texts = [document.text for document in Corpus.probe().items() if isinstance(document, Document)]
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
