@@ -38,9 +38,7 @@ def run(
     heads: Annotated[str | None, typer.Option(help="offsets, map, clusters: these heads only, 5.1 or 0-3.*")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="depth, lives: this measure; may be given again.")] = None,
     causal: Annotated[bool, typer.Option(help="Climb the last rung, by ablations, when a profile is made.")] = False,
-    limit: Annotated[
-        int, typer.Option(help="pruning: at most so many texts; each piece of a long one counts.")
-    ] = 64,
+    limit: Annotated[int, typer.Option(help="pruning: at most so many texts; each piece of a long one counts.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figure's numbers as JSON.")] = False,
 ) -> None:
     """Draw a figure and write it to a file."""

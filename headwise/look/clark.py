@@ -81,7 +81,8 @@ def _best_of(profile: Profile, question: str) -> tuple[Best, float, list[np.ndar
         float(low[0]), float(high[0]), NEAREST[offset], float(fixed[reporting, offset].sum() / arcs.sum()),
         float(excess), float(fit / arcs.sum()), float("nan"),
     )  # fmt: skip
-    return row, float(accuracy[head]), [told, fixed[reporting, offset], arcs]
+    whole = (hits[:, head], fixed[:, offset], counts[:, head])  # relations have halves of their own
+    return row, float(accuracy[head]), [values * reporting for values in whole]  # (buckets,): the other half is empty
 
 
 class Coreference(NamedTuple):

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.look.clark import coreference
+from headwise.look.clark import best_heads, coreference
+from headwise.look.profile import profile
+from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from headwise.text.treebank import Pronoun, read_gap
 from tests.look.built import FILLERS, Built, blank
+from tests.look.test_profile_invariance import little
 
 DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
 
@@ -61,3 +64,11 @@ def test_the_figure_in_the_docs() -> None:
     assert found.accuracy == pytest.approx(0.725, abs=0.02)
     assert found.nearer == pytest.approx(0.525, abs=0.02)
     assert found.difference[0] > 0.1
+
+
+def test_relations_that_fill_different_texts_are_one_family() -> None:
+    """Halves follow the texts a relation has; together they are tested all the same, over all texts."""
+    made = profile(little(layers=1), list(Corpus.little("held-out", documents=60, seed=3).items()), causal=False)
+    found = best_heads(made, fewest=5)
+    assert len(found) > 3
+    assert all(0 < row.p <= 1 for row in found)
