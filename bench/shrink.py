@@ -1,0 +1,148 @@
+"""The rule by which any architecture of transformers is made tiny: known sizes of its configuration become small ones.
+
+Nothing here knows an architecture. A field is known by its name; what it says is replaced, in the configuration and in those
+inside it. What transformers cannot build or run then is told, with its own words, and counted as not built.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+LAYERS, HEADS, KEYS, WIDTH, HEAD_DIM, VOCAB = 2, 4, 2, 32, 8, 99
+
+# Fields that become one small number where they hold a larger one.
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+MANY = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (LAYERS, (
+        *COUNTS, "depth", "encoder_layers", "decoder_layers",
+        "num_encoder_layers", "num_decoder_layers", "vision_layers", "text_layers", "num_hidden_layers_per_stage",
+        "resampler_depth", "num_global_layers", "decoder_num_hidden_layers", "encoder_num_hidden_layers", "attention_layers",
+        "num_local_layers", "num_blocks", "perceiver_depth", "resampler_n_layers", "num_mem_blocks", "d_layers",
+        "num_prediction_layers", "num_adapter_layers", "mtp_num_hidden_layers", "num_experts_per_tok", "moe_topk", "moe_k",
+        "top_k_experts", "topk_group", "num_selected_experts", "num_shared_experts", "n_shared_experts",
+        "num_blocks_per_group",
+    )),
+    (HEADS, (
+        *MANY, "attention_heads", "encoder_attention_heads",
+        "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads", "resampler_n_heads",
+        "decoder_num_attention_heads", "vision_attention_heads", "cross_attention_heads",
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_group", "linear_num_value_heads",
+        "index_n_heads", "text_attention_heads", "num_attention_heads_per_stage", "num_routed_experts",
+    )),
+    (KEYS, (
+        "num_key_value_heads", "num_kv_heads", "n_kv_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads",
+        "multi_query_group_num", "linear_num_key_heads", "num_query_groups",
+    )),
+    (WIDTH, (
+        "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "encoder_hidden_size",
+        "decoder_hidden_size", "out_hidden_size", "projection_dim", "word_embed_proj_dim", "text_hidden_size",
+        "vision_hidden_size", "encoder_embed_dim", "text_embed_dim", "vision_embed_dim", "proj_dim", "emb_dim",
+        "output_hidden_size", "hidden_dim", "output_dim", "pooler_output_size", "text_embed_size", "backbone_hidden_size",
+        "llm_hidden_size", "kv_lora_rank", "q_lora_rank", "audio_hidden_size", "hidden_size_per_layer_input",
+    )),
+    (64, (
+        "intermediate_size", "ffn_dim", "d_ff", "mlp_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "inner_dim",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "encoder_intermediate_size", "ff_dim", "ffn_hidden_size",
+        "decoder_intermediate_size", "feed_forward_proj_dim", "intermediate_size_mlp", "expert_intermediate_size",
+        "moe_shared_expert_intermediate_size", "shared_intermediate_size", "block_ff_dim", "feedforward_dim",
+        "encoder_feedforward_dim", "dim_feedforward", "qformer_intermediate_size",
+        "max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "max_seq_len",
+        "image_size", "pretrain_image_size", "input_size", "n_ctx",
+    )),
+    (HEAD_DIM, (
+        "head_dim", "attention_head_size", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
+        "dim_head", "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "index_head_dim", "global_head_dim",
+        "attention_dim_head", "patch_size", "mamba_d_state", "head_size", "attention_key_size", "linear_head_dim", "d_head",
+        "mamba_n_heads", "mamba_num_heads",
+    )),
+    (VOCAB, ("vocab_size", "text_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")),
+    (16, ("num_mel_bins", "num_conv_pos_embeddings", "num_queries", "context_size", "codebook_size", "chunk_size")),
+    (5, ("sliding_window", "local_attention")),
+)  # fmt: skip
+SMALL = {name: size for size, names in SIZES for name in names}
+# Fields with an entry for every layer: as many as there are layers now, those first that are of a kind not seen before.
+PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attn_type_list", "no_rope_layers", "indexer_types",
+             "hybrid_override_pattern")  # fmt: skip
+# Numbers of layers: those that there are no more are left out.
+LAYER_NUMBERS = ("cross_attention_layers", "mlp_only_layers", "global_attn_indexes", "fullatt_block_indexes",
+                 "deepstack_visual_indexes", "attn_layer_indices", "global_attention_layers", "hybrid_layer_ids",
+                 "full_attn_idxs", "intermediate_layers_indices")  # fmt: skip
+MADE_AGAIN = ("out_indices", "out_features", "stage_names")  # from the layers there are
+ROTARY = ("rope_parameters", "rope_scaling")
+
+
+def tiny(kind: type[Any], model: type[Any]) -> Any:
+    """A configuration of this class with small sizes, for a model class."""
+    fields = shrunk(kind().to_dict())
+    if "mrope_section" in inspect.getsource(sys.modules[model.__module__]):
+        _share_out(fields)
+    return kind.from_dict(fields)
+
+
+def _share_out(fields: dict[str, Any]) -> None:
+    """Where positions have three axes, channels are shared out among them, though the configuration may not say so."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            if name == "rope_parameters" and "rope_theta" in value:
+                value["mrope_section"] = [2, 1, 1]
+            else:
+                _share_out(value)
+
+
+def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration, and of those inside it, with small sizes."""
+    kinds = next((fields[name] for name in PER_LAYER if isinstance(fields.get(name), list | tuple)), ())
+    few = _few(kinds)
+    many = {len(kinds)} | {fields[name] for name in COUNTS if isinstance(fields.get(name), int)}  # layers there were
+    few = few or list(range(LAYERS))
+    made = {name: _field(name, value) for name, value in fields.items() if name not in MADE_AGAIN}
+    made |= {name: len(few) for name in COUNTS if isinstance(fields.get(name), int)}
+    for name, value in fields.items():
+        if isinstance(value, list | tuple) and (name in PER_LAYER or (len(value) in many and len(value) > 6)):
+            made[name] = [made[name][i] for i in few if i < len(value)]
+    if isinstance(fields.get("per_layer_config"), dict):
+        told = fields["per_layer_config"]
+        made["per_layer_config"] = {i: shrunk(told[n]) for i, n in enumerate(few) if n in told}
+    for name in ("num_key_value_heads", "num_kv_heads"):  # keys that were not shared stay so
+        heads = next((fields[many] for many in MANY if isinstance(fields.get(many), int)), None)
+        if heads is not None and fields.get(name) == heads:
+            made[name] = HEADS
+    return made
+
+
+def _few(kinds: Any) -> list[int]:
+    """Two layers, or one of every kind."""
+    firsts = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values()) if kinds else []
+    if len(firsts) == 1 and len(kinds) > 1:
+        firsts.append(1)
+    return firsts
+
+
+def _field(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        if name in ROTARY:
+            return _rotary(value)
+        return value if name in ("id2label", "label2id") else shrunk(value)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        if "token_id" in name or name.endswith("token_index"):
+            return value if value < VOCAB else VOCAB - 1 - sum(map(ord, name)) % 40
+        return min(value, SMALL.get(name, value))
+    if isinstance(value, list | tuple):
+        if name in LAYER_NUMBERS:
+            return [number for number in value if isinstance(number, int) and number < LAYERS]
+        if "token_id" in name and all(isinstance(one, int) for one in value):
+            return [one if one < VOCAB else 2 for one in value]
+        if name in SMALL and all(isinstance(one, int) for one in value):
+            return type(value)(min(one, SMALL[name]) for one in value)
+    return value
+
+
+def _rotary(told: dict[str, Any]) -> dict[str, Any]:
+    """Positions as they were, but sections that share out channels share out fewer."""
+    made = {name: _rotary(value) if isinstance(value, dict) else value for name, value in told.items()}
+    if "mrope_section" in made:
+        made["mrope_section"] = [2, 1, 1]
+    return made
