@@ -29,7 +29,7 @@ PREFERRED = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM
 def architectures() -> dict[str, str]:
     """Every architecture that has a model class, and that class, by its name."""
     from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore
 
     names = [f"MODEL_FOR_{name}_MAPPING_NAMES" for name in PREFERRED] + ["MODEL_MAPPING_NAMES"]
     names += [name for name in dir(modeling_auto) if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")]
@@ -74,6 +74,7 @@ def run_all(names: list[str], file: Path) -> None:
     made, spawn = architectures(), multiprocessing.get_context("spawn")
     for start in range(0, len(left), PIECE):
         process: Any = None
+        door: Any = None
         for name in left[start : start + PIECE]:
             if process is None:
                 door, inner = spawn.Pipe()

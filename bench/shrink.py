@@ -68,7 +68,7 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attn_type_l
 LAYER_NUMBERS = ("cross_attention_layers", "mlp_only_layers", "global_attn_indexes", "fullatt_block_indexes",
                  "deepstack_visual_indexes", "attn_layer_indices", "global_attention_layers", "hybrid_layer_ids",
                  "full_attn_idxs", "intermediate_layers_indices")  # fmt: skip
-MADE_AGAIN = ("out_indices", "out_features", "stage_names")  # from the layers there are
+MADE_AGAIN = ("out_indices", "out_features", "stage_names", "mamba_headdim", "attention_head_dim")  # from other sizes
 ROTARY = ("rope_parameters", "rope_scaling")
 
 

@@ -11,19 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 
 import headwise as hw
-from bench.shrink import VOCAB, tiny
+from bench.shrink import tiny
+from bench.tried_with import (
+    CLOSE,
+    Wrong,
+    calm_down,
+    check_alike,
+    check_same,
+    make_tokenizer,
+    other_inputs,
+    outputs,
+    reads_text,
+    recorded_of,
+    slopes_of,
+    some_heads,
+    state_of,
+)  # fmt: skip
 from headwise.attach.sample import samples
-
-CLOSE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
-WORDS = [f"w{number}" for number in range(50)]
-
-
-class Wrong(Exception):  # noqa: N818 (a finding, not an error)
-    """A number that is not what another way to it gives."""
 
 
 @dataclass
@@ -69,7 +76,7 @@ def build(kind: Any, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
                 noise = torch.randn_like(weight)
                 weight.add_(noise * 0.1) if weight.ndim < 2 else weight.copy_(noise * weight.shape[-1] ** -0.5)
     given, out = _first_that_runs(model)
-    again = _call(model, given)
+    again = outputs(model, given)
     if not out or any(not bool(x.isfinite().all()) for x in out):
         raise ValueError("its numbers are not finite")
     if any(not torch.equal(a, b) for a, b in zip(out, again, strict=True)):
@@ -81,21 +88,12 @@ def _first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     first: Exception = ValueError("what it reads is not known")
     for number, given in enumerate(samples(model)):
         try:
-            out = _call(model, given)
+            out = outputs(model, given)
             if out:
                 return given, out
         except Exception as error:
             first = error if number == 0 else first
     raise first
-
-
-def tensors(made: Any) -> list[Tensor]:
-    """Every floating tensor an output holds, in order; caches are left out."""
-    if isinstance(made, Tensor):
-        return [made] if made.is_floating_point() else []
-    if isinstance(made, dict):
-        made = list(made.values())
-    return [x for one in made for x in tensors(one)] if isinstance(made, list | tuple) else []
 
 
 def _follow(made: Tried, model: Any, given: dict[str, Tensor], words: str) -> Tried:
@@ -111,7 +109,7 @@ def _follow(made: Tried, model: Any, given: dict[str, Tensor], words: str) -> Tr
         made.told["advice"] = f"{type(error).__name__}: {_short(error)}"
         return made
     with hw.attach(part) as theirs, hw.record(theirs, what="z") as recording:
-        _call(model, given)
+        outputs(model, given)
     if not any(one.calls for one in recording):
         made.told["advice"] = f"{advice[1]} attaches; a call without pictures or sounds does not reach it"
         return made
@@ -154,17 +152,16 @@ def _check_all(made: Tried, model: Any, part: Any, given: dict[str, Tensor]) -> 
 
 
 def _bitwise(model: Any, part: Any, given: dict[str, Tensor]) -> None:
-    state, before = _state(part), _call(model, given)
-    theirs = hw.attach(part)
-    attached = _call(model, given)
-    with hw.record(theirs, what=("q", "k", "v", "z")) as recording:
-        looked = _call(model, given)
-    theirs.detach()
-    after = _call(model, given)
+    state, before = state_of(part), outputs(model, given)
+    with hw.attach(part) as theirs:
+        attached = outputs(model, given)
+        with hw.record(theirs, what=("q", "k", "v", "z")) as recording:
+            looked = outputs(model, given)
+    after = outputs(model, given)
     for name, other in (("attached", attached), ("looked at", looked), ("detached", after)):
         if any(not torch.equal(a, b) for a, b in zip(before, other, strict=True)):
             raise Wrong(f"{name}, its numbers differ")
-    if _state(part) != state:
+    if state_of(part) != state:
         raise Wrong("detached, it is not what it was")
     if not any(one.calls for one in recording):
         raise Wrong("nothing was recorded")
@@ -173,7 +170,7 @@ def _bitwise(model: Any, part: Any, given: dict[str, Tensor]) -> None:
 def _maps(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     """Maps times values are what attention found: z, where nothing comes between it and W_O."""
     with hw.attach(part) as theirs, hw.record(theirs, what=("map", "q", "k", "v", "z")) as recording:
-        _call(model, given)
+        outputs(model, given)
         for layer in theirs.attention_layers():
             for address in layer.site.addresses[:2]:
                 for call in recording[address].calls[:2]:
@@ -181,7 +178,7 @@ def _maps(model: Any, part: Any, given: dict[str, Tensor]) -> None:
                     if not bool(found.isfinite().all()):
                         raise Wrong(f"maps of {address} are not finite")
                     if not _gated(layer):
-                        _same(found, call.z, f"maps of {address} times v, beside z")
+                        check_same(found, call.z, f"maps of {address} times v, beside z")
 
 
 def _gated(layer: Any) -> bool:
@@ -190,11 +187,11 @@ def _gated(layer: Any) -> bool:
 
 
 def _silence(model: Any, part: Any, given: dict[str, Tensor]) -> None:
-    whole = _call(model, given)
+    whole = outputs(model, given)
     with hw.attach(part) as theirs:
-        for head in _some(theirs):
+        for head in some_heads(theirs):
             with head.silenced():
-                silent = _call(model, given)
+                silent = outputs(model, given)
             try:
                 W_O = head.W_O
             except hw.HeadwiseError:
@@ -202,10 +199,10 @@ def _silence(model: Any, part: Any, given: dict[str, Tensor]) -> None:
             kept = W_O.detach().clone()
             with torch.no_grad():
                 W_O.zero_()
-                zeroed = _call(model, given)
+                zeroed = outputs(model, given)
                 W_O.copy_(kept)
             for a, b in zip(silent, zeroed, strict=True):
-                _same(a, b, f"silence of {head.address}, beside zeroed rows of W_O")
+                check_same(a, b, f"silence of {head.address}, beside zeroed rows of W_O")
             changed = any(not torch.equal(a, b) for a, b in zip(whole, zeroed, strict=True))
             if changed and all(torch.equal(a, b) for a, b in zip(whole, silent, strict=True)):
                 raise Wrong(f"silencing {head.address} does nothing")
@@ -225,7 +222,7 @@ def _writes(model: Any, part: Any, given: dict[str, Tensor]) -> None:
             for layer in layers
         ]
         with hw.record(theirs, what=("z", "write")) as recording:
-            _call(model, given)
+            outputs(model, given)
         for hook in hooks:
             hook.remove()
         for layer in layers:
@@ -233,18 +230,18 @@ def _writes(model: Any, part: Any, given: dict[str, Tensor]) -> None:
             for number, (entered, left) in enumerate(there):
                 calls = [recording[address].calls[number] for address in layer.site.addresses]
                 z = torch.stack([call.z for call in calls], 2)  # (B, T, H, e)
-                _same(z.reshape(entered.shape), entered, f"z of {layer.site.address}, beside what enters W_O")
+                check_same(z.reshape(entered.shape), entered, f"z of {layer.site.address}, beside what enters W_O")
                 total = torch.stack([call.write for call in calls]).sum(0)  # (B, T, D)
                 total = total if layer.b_O is None else total + layer.b_O
-                _same(total.reshape(left.shape), left, f"writes of {layer.site.address}, beside what leaves W_O")
+                check_same(total.reshape(left.shape), left, f"writes of {layer.site.address}, beside what leaves W_O")
 
 
 def _reads(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     """A head whose W_Q and b_Q are 0 has a q that no input changes, and so for k and v; other heads keep theirs."""
     refused: hw.HeadwiseError | None = None
-    other = _other(given)
+    other = other_inputs(given)
     with hw.attach(part) as theirs:
-        for head in _some(theirs):
+        for head in some_heads(theirs):
             for letter in "QKV":
                 try:
                     views = [getattr(head, f"W_{letter}"), getattr(head, f"b_{letter}")]
@@ -253,11 +250,11 @@ def _reads(model: Any, part: Any, given: dict[str, Tensor]) -> None:
                     continue
                 views = [view for view in views if view is not None]
                 kept = [view.detach().clone() for view in views]
-                before = _recorded(model, theirs, given, head, letter)
+                before = recorded_of(model, theirs, given, head, letter)
                 with torch.no_grad():
                     for view in views:
                         view.zero_()
-                    zeroed, moved = (_recorded(model, theirs, x, head, letter) for x in (given, other))
+                    zeroed, moved = (recorded_of(model, theirs, x, head, letter) for x in (given, other))
                     for view, was in zip(views, kept, strict=True):
                         view.copy_(was)
                 index = head.index if letter == "Q" else head.kv_index
@@ -280,9 +277,9 @@ def _reads(model: Any, part: Any, given: dict[str, Tensor]) -> None:
 def _gradients(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     """Slopes with a head at half are those with its rows of W_O at half; and the same where blocks are checkpointed."""
     with hw.attach(part) as theirs:
-        head = _some(theirs)[0]
+        head = some_heads(theirs)[0]
         with head.scaled(0.5):
-            scaled = _slopes(model, given)
+            scaled = slopes_of(model, given)
         try:
             W_O = head.W_O
         except hw.HeadwiseError:
@@ -290,10 +287,10 @@ def _gradients(model: Any, part: Any, given: dict[str, Tensor]) -> None:
         with torch.no_grad():
             kept = W_O.detach().clone()
             W_O.mul_(0.5)
-        halved = _slopes(model, given, skip=W_O)
+        halved = slopes_of(model, given)
         with torch.no_grad():
             W_O.copy_(kept)
-        _alike(scaled, halved, f"slopes with {head.address} at half, beside its W_O at half", W_O)
+        check_alike(scaled, halved, f"slopes with {head.address} at half, beside its W_O at half")
 
 
 def _checkpointing(model: Any, part: Any, given: dict[str, Tensor]) -> None:
@@ -301,26 +298,26 @@ def _checkpointing(model: Any, part: Any, given: dict[str, Tensor]) -> None:
         return
     was = [(module, module.training) for module in model.modules()]
     with hw.attach(part) as theirs:
-        head = _some(theirs)[0]
+        head = some_heads(theirs)[0]
         try:
             model.train()
             for module in model.modules():
-                _calm(module)
+                calm_down(module)
             try:
-                plain = _slopes(model, given)
+                plain = slopes_of(model, given)
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-                unscaled = _slopes(model, given)
+                unscaled = slopes_of(model, given)
             except Exception:
                 return  # transformers cannot train it so
             repeated = all((plain[n] - unscaled[n]).abs().max() <= CLOSE * plain[n].abs().max() for n in plain)
             if not repeated:
                 return  # its own checkpointing changes its slopes
             with head.scaled(0.5):
-                again = _slopes(model, given)
+                again = slopes_of(model, given)
             model.gradient_checkpointing_disable()
             with head.scaled(0.5):
-                scaled = _slopes(model, given)
-            _alike(again, scaled, f"checkpointed slopes with {head.address} at half", None)
+                scaled = slopes_of(model, given)
+            check_alike(again, scaled, f"checkpointed slopes with {head.address} at half")
         finally:
             model.gradient_checkpointing_disable()
             for module, training in was:
@@ -329,47 +326,47 @@ def _checkpointing(model: Any, part: Any, given: dict[str, Tensor]) -> None:
 
 def _importance(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     """What taking a head away costs is not 0 where silencing it changes the output."""
-    if not _reads_text(part):
+    if not reads_text(part):
         return
-    with hw.attach(part, _tokenizer()) as theirs:
+    with hw.attach(part, make_tokenizer()) as theirs:
         texts = ["w1 w5 w3 w9 w20", "w7 w2 w33 w4"]
         corpus: Any = texts if theirs.spec.kind != "encoder-decoder" else hw.Corpus.of([(a, a) for a in texts])
-        made = hw.importance(theirs, corpus, by="ablation", how="zero", heads=[h.address for h in _some(theirs)])
-        slopes = hw.importance(theirs, corpus, by="gradient", heads=[h.address for h in _some(theirs)])
+        made = hw.importance(theirs, corpus, by="ablation", how="zero", heads=[h.address for h in some_heads(theirs)])
+        slopes = hw.importance(theirs, corpus, by="gradient", heads=[h.address for h in some_heads(theirs)])
         for figures in (made.mean, slopes.mean):
             if not all(abs(float(x)) < float("inf") for x in figures):
                 raise Wrong("what a head is worth is not finite")
         if all(float(x) == 0 for x in made.mean):
-            with _some(theirs)[0].silenced():
-                silent = _call(model, given)
-            if any(not torch.equal(a, b) for a, b in zip(silent, _call(model, given), strict=True)):
+            with some_heads(theirs)[0].silenced():
+                silent = outputs(model, given)
+            if any(not torch.equal(a, b) for a, b in zip(silent, outputs(model, given), strict=True)):
                 raise Wrong("every head is worth 0")
 
 
 def _between(model: Any, part: Any, given: dict[str, Tensor]) -> None:
-    if not _reads_text(part):
+    if not reads_text(part):
         return
-    with hw.attach(part, _tokenizer()) as theirs:
+    with hw.attach(part, make_tokenizer()) as theirs:
         hw.between(theirs, ["w1 w5 w3 w9 w20 w7", "w7 w2 w33 w4 w1"], rows=6, longest=16)
 
 
 def _switching(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     """Another choice of attention either leaves silence at work, or the next call says so."""
-    whole = _call(model, given)
+    whole = outputs(model, given)
     with hw.attach(part) as theirs:
-        head = _some(theirs)[0]
+        head = some_heads(theirs)[0]
         with head.silenced():
-            if all(torch.equal(a, b) for a, b in zip(whole, _call(model, given), strict=True)):
+            if all(torch.equal(a, b) for a, b in zip(whole, outputs(model, given), strict=True)):
                 return  # a head that does not matter here
             part.set_attn_implementation("sdpa")
-            if all(torch.equal(a, b) for a, b in zip(whole, _call(model, given), strict=True)):
+            if all(torch.equal(a, b) for a, b in zip(whole, outputs(model, given), strict=True)):
                 raise Wrong('after set_attn_implementation("sdpa") silence does nothing')
             try:
                 part.set_attn_implementation("eager")
             except Exception:
                 return  # it has no other
             try:
-                _call(model, given)
+                outputs(model, given)
             except hw.HeadwiseError:
                 pass
             else:
@@ -382,20 +379,20 @@ def _copying(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     """A copy of the model is free; a copy of the handle is attached, and each has heads of its own."""
     if part is not model:
         return
-    whole = _call(model, given)
+    whole = outputs(model, given)
     with hw.attach(model) as theirs:
-        head = _some(theirs)[0]
+        head = some_heads(theirs)[0]
         with head.silenced():
-            silent = _call(model, given)
+            silent = outputs(model, given)
             free = copy.deepcopy(model)
-            if any(not torch.equal(a, b) for a, b in zip(whole, _call(free, given), strict=True)):
+            if any(not torch.equal(a, b) for a, b in zip(whole, outputs(free, given), strict=True)):
                 raise Wrong("a copy of the model is silenced with it")
         hw.attach(free).detach()
         twin = copy.deepcopy(theirs)
         with twin.heads.select([head.address]).silenced():
-            if any(not torch.equal(a, b) for a, b in zip(silent, _call(twin.model, given), strict=True)):
+            if any(not torch.equal(a, b) for a, b in zip(silent, outputs(twin.model, given), strict=True)):
                 raise Wrong("silence of a copied handle is another")
-            if any(not torch.equal(a, b) for a, b in zip(whole, _call(model, given), strict=True)):
+            if any(not torch.equal(a, b) for a, b in zip(whole, outputs(model, given), strict=True)):
                 raise Wrong("silence of a copied handle reaches the first model")
         twin.detach()
 
@@ -405,96 +402,3 @@ CHECKS: dict[str, Callable[[Any, Any, dict[str, Tensor]], None]] = {
     "checkpointing": _checkpointing, "importance": _importance, "between": _between, "switching": _switching,
     "copying": _copying,
 }  # fmt: skip
-
-
-# What the checks stand on.
-
-
-def _call(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
-    with torch.no_grad():
-        return tensors(model(**given))
-
-
-def _some(theirs: Any) -> list[hw.Head]:
-    """Of every stack the first layer's second head and the last layer's last."""
-    by_stack: dict[str, list[Any]] = {}
-    for address in theirs.heads.addresses:
-        by_stack.setdefault(address.stack, []).append(address)
-    chosen = []
-    for there in by_stack.values():
-        chosen += [there[min(1, len(there) - 1)], there[-1]]
-    return [theirs.heads[address] for address in dict.fromkeys(chosen)]
-
-
-def _same(one: Tensor, other: Tensor, what: str) -> None:
-    size = float(other.abs().max()) if other.numel() else 0.0
-    away = float((one - other).abs().max()) if other.numel() else 0.0
-    if not away <= CLOSE * size + 1e-6:
-        raise Wrong(f"{what}: off by {away / (size or 1):.0%}")
-
-
-def _alike(one: dict[str, Tensor], other: dict[str, Tensor], what: str, but: Tensor | None) -> None:
-    shared = one.keys() & other.keys()
-    size = max((float(other[name].abs().max()) for name in shared), default=0.0)
-    away = max((float((one[name] - other[name]).abs().max()) for name in shared), default=0.0)
-    if not away <= 5 * CLOSE * size + 1e-6:
-        raise Wrong(f"{what}: off by {away / (size or 1):.0%}")
-
-
-def _slopes(model: Any, given: dict[str, Tensor], skip: Tensor | None = None) -> dict[str, Tensor]:
-    """The slope of a fixed sum of outputs in some weights: not W_O itself, whose own slope is halved."""
-    chosen = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.ndim == 1}
-    if not chosen:
-        chosen = dict(list(model.named_parameters())[:1])
-    out = tensors(model(**given))
-    loss = sum((x.float() * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).sum() for x in out if x.requires_grad)
-    if not isinstance(loss, Tensor):
-        return {}
-    found = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True)
-    return {name: slope for name, slope in zip(chosen, found, strict=True) if slope is not None}
-
-
-def _calm(module: nn.Module) -> None:
-    """No dropout, so that two passes are alike."""
-    if isinstance(module, nn.Dropout):
-        module.p = 0.0
-    for name, value in vars(module).items():
-        if ("drop" in name or name == "p") and isinstance(value, float):
-            setattr(module, name, 0.0)
-
-
-def _recorded(model: Any, theirs: Any, given: dict[str, Tensor], head: hw.Head, letter: str) -> Tensor:
-    """q, k or v of a layer in its first call, (B, heads, T, d)."""
-    kept: list[Tensor] = []
-    with head.layer.site.listen(lambda seen: kept.append(getattr(seen, letter.lower()).clone())):
-        _call(model, given)
-    return kept[0]
-
-
-def _other(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Other inputs of the same shapes."""
-    return {name: value.flip(0) if value.ndim > 1 else value for name, value in given.items()}
-
-
-def _reads_text(part: Any) -> bool:
-    return getattr(part, "main_input_name", "") == "input_ids"
-
-
-def _tokenizer() -> Any:
-    backend = Tokenizer(
-        models.WordLevel({word: 3 + i for i, word in enumerate(WORDS)} | {"[UNK]": 1}, unk_token="[UNK]")
-    )
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return hw.Tokenizer(backend, {"mask": 2, "unk": 1})
-
-
-def _state(model: Any) -> Any:
-    """Everything a model is besides its numbers: what its parts hold, their hooks, which attention runs."""
-    parts = [
-        (name, sorted(part.__dict__), len(part._forward_pre_hooks), len(part._forward_hooks))
-        for name, part in model.named_modules()
-    ]
-    return parts, str(model.config._attn_implementation), str(model.config.to_dict()), model.training
-
-
-assert len(WORDS) + 3 < VOCAB

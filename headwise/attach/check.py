@@ -1,17 +1,20 @@
 """What can be attached to, and what is refused with its reason; and the guards that stand at the model's door meanwhile."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.attach.find import find
-from headwise.attach.interface import MARK, NAME
+from headwise.attach.hooks import Hook
+from headwise.attach.interface import MARKED, NAME, is_replaced
+from headwise.attach.layer import Layer
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Site, edits_now, repeated
+from headwise.heads.site import edits_now, repeated
 
 OURS = ("gpt2", "gpt_neo", "bert", "llama", "mistral", "qwen2")  # families that our own loader maps
 
@@ -28,8 +31,11 @@ def check_model(model: Any) -> None:
         )
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel):
+        base = getattr(model, "get_base_model", None)
+        if callable(base) and isinstance(base(), transformers.PreTrainedModel):
+            raise HeadwiseError(f"{name} holds a model with adapters; attach that: hw.attach(model.get_base_model()).")
         raise HeadwiseError(f"attach takes a transformers model; got {name}. Our own models have .heads as they are.")
-    if any(MARK in part.__dict__ for part in model.modules()):
+    if any(part in MARKED for part in model.modules()):
         raise HeadwiseError(f"this {name} is attached already; use the handle you have, or detach it first.")
     kind = getattr(model.config, "model_type", "")
     if not find(model):
@@ -37,18 +43,23 @@ def check_model(model: Any) -> None:
         raise HeadwiseError(
             f"{name} is not on transformers' attention interface: its attention cannot be reached from outside.{instead}"
         )
-    for part in {id(module): module for module in (one.module for one in find(model))}.values():
+    modules = [one.module for one in find(model)]
+    for part in modules:
         _check_sums(name, part)
-    for config in configs_of(model):
+    for config in configs_of(model, modules):
         _check_backend(name, config._attn_implementation)
+    if is_replaced():
+        raise HeadwiseError(
+            f"somebody has registered a function of their own as {NAME!r}; attaching keeps a model's numbers, and ours are "
+            f"those of transformers' SDPA."
+        )
 
 
-def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration that says which attention runs: the model's, its parts', and those inside them."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        found |= {id(config): config for config in inside_config(getattr(module, "config", None))}
-    return list(found.values())
+def configs_of(model: Any, modules: Iterable[nn.Module]) -> list[Any]:
+    """Every configuration that says which attention these modules run."""
+    found = [getattr(module, "config", None) for module in modules]
+    found = [one if hasattr(one, "_attn_implementation_internal") else model.config for one in found] or [model.config]
+    return list({id(config): config for config in found}.values())
 
 
 def inside_config(config: Any) -> list[Any]:
@@ -78,13 +89,8 @@ def _check_sums(name: str, module: nn.Module) -> None:
 
 
 def _check_backend(name: str, backend: str | None) -> None:
-    if backend == "sdpa":
-        return
     if backend == NAME:
-        raise HeadwiseError(
-            f"the configuration of this {name} belongs to another model that is attached; detach that one first, or give "
-            f"each model a configuration of its own."
-        )
+        return
     if backend == "eager":
         raise HeadwiseError(
             f"{name} runs on the eager path; attaching keeps a model's numbers, and ours are SDPA's. Load it with "
@@ -95,48 +101,69 @@ def _check_backend(name: str, backend: str | None) -> None:
     )
 
 
-def guard(model: nn.Module, sites: Callable[[], list[Site]]) -> list[Any]:
-    """Hooks before every call of the model and of its parts that can be called alone; each has `.remove()`."""
-    from transformers import PreTrainedModel
+class Guard:
+    """Stands at the doors of an attached model: the model itself, and those parts of it that can be called alone."""
 
-    entered = partial(_enter, sites=sites)
-    doors = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [door.register_forward_pre_hook(entered, with_kwargs=True) for door in doors]
+    def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
+        self._model, self._layers = model, layers
+        self._configs = configs_of(model, [layer.module for layer in layers])
+        self._wrapped: list[tuple[Any, Any]] = []  # blocks, and how they are checkpointed when we are not there
+        self._outermost: nn.Module | None = None
 
+    def hooks(self) -> list[Any]:
+        """Before and behind every call; each has `.remove()`."""
+        from transformers import PreTrainedModel
 
-def _enter(model: nn.Module, arguments: Any, kwargs: dict[str, Any], sites: Callable[[], list[Site]]) -> None:
-    config: Any = model.config
-    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
-        raise HeadwiseError(
-            "output_attentions=True asks for every map at once, which the fused path never makes; look at heads with "
-            "hw.attend or hw.record, or detach first."
-        )
-    if model.training and torch.is_grad_enabled() and any(site.is_open for site in sites()):
-        for layer in _checkpointed(model):
-            layer._gradient_checkpointing_func = _remembering(layer._gradient_checkpointing_func, sites)
+        doors = [part for part in self._model.modules() if isinstance(part, PreTrainedModel)]
+        before = [door.register_forward_pre_hook(Hook(self._enter), with_kwargs=True) for door in doors]
+        return before + [door.register_forward_hook(Hook(self._leave), always_call=True) for door in doors]
 
+    def _enter(self, door: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> None:
+        config: Any = door.config
+        if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+            raise HeadwiseError(
+                "output_attentions=True asks for every map at once, which the fused path never makes; look at heads with "
+                "hw.attend or hw.record, or detach first."
+            )
+        for one in self._configs:
+            if one._attn_implementation != NAME:
+                raise HeadwiseError(
+                    f"{type(self._model).__name__} was attached while it ran on SDPA and runs on "
+                    f"{one._attn_implementation!r} now, where heads can be neither seen nor silenced; detach it first, or "
+                    f'call model.set_attn_implementation("{NAME}").'
+                )
+        if door.training and torch.is_grad_enabled() and any(layer.site.is_open for layer in self._layers):
+            self._wrap(door)
 
-def _checkpointed(model: nn.Module) -> Iterator[Any]:
-    for layer in model.modules():
-        run = layer.__dict__.get("_gradient_checkpointing_func")
-        if run is not None and getattr(run, "func", None) is not _run_and_repeat:
-            yield layer
+    def _wrap(self, door: nn.Module) -> None:
+        """For this call alone, blocks that are checkpointed remember with which edits they were run."""
+        if self._outermost is not None:
+            return
+        self._outermost = door
+        for block in self._model.modules():
+            run = block.__dict__.get("_gradient_checkpointing_func")
+            if run is not None:
+                self._wrapped.append((block, run))
+                block._gradient_checkpointing_func = partial(_run_and_repeat, run, self._layers)
 
-
-def _remembering(run: Callable[..., Any], sites: Callable[[], list[Site]]) -> Callable[..., Any]:
-    return partial(_run_and_repeat, run, sites)
+    def _leave(self, door: nn.Module, arguments: Any, made: Any) -> None:
+        if door is not self._outermost:
+            return
+        for block, run in self._wrapped:
+            block._gradient_checkpointing_func = run
+        self._wrapped, self._outermost = [], None
 
 
 def _run_and_repeat(
-    run: Callable[..., Any], sites: Callable[[], list[Site]], block: Callable[..., Any], *arguments: Any
+    run: Callable[..., Any], layers: Sequence[Layer], block: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """A checkpointed block is run again in the backward pass: with the edits of the first time, and unheard."""
-    edits, times = edits_now(sites()), iter(range(2**62))
+    edits, times = edits_now(layer.site for layer in layers), count()
 
-    def either(*again: Any) -> Any:
+    def either(*again: Any, **more: Any) -> Any:
         if next(times) == 0:
-            return block(*again)
+            return block(*again, **more)
         with repeated(edits):
-            return block(*again)
+            return block(*again, **more)
 
-    return run(either, *arguments)
+    return run(either, *arguments, **named)

@@ -175,15 +175,26 @@ def _writes(module: nn.Module, parent: nn.Module, heads: int) -> Iterator[nn.Mod
 
 
 def _is_matrix(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
     return isinstance(module, nn.Module) and isinstance(weight, Tensor) and weight.ndim == 2
 
 
 def is_turned(module: nn.Module) -> bool:
     """Whether a projection keeps its weight as (in, out), as transformers' Conv1D does."""
-    return type(module).__name__ == "Conv1D"
+    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"
 
 
 def in_size(module: nn.Module) -> int:
     """How many numbers a projection takes."""
-    return int(module.weight.shape[0 if is_turned(module) else 1])  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    return _sizes(module)[1]
+
+
+def out_size(module: nn.Module) -> int:
+    """How many numbers a projection gives."""
+    return _sizes(module)[0]
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    weight: Any = getattr(module, "base_layer", module).weight  # pyright: ignore[reportAttributeAccessIssue]
+    rows, columns = weight.shape
+    return (int(columns), int(rows)) if is_turned(module) else (int(rows), int(columns))

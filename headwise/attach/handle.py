@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attach.body import Output, hidden_states, takes_ids
-from headwise.attach.check import check_model, configs_of, guard, own_config
+from headwise.attach.check import Guard, check_model, own_config
 from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.describe import describe, has_output
 from headwise.attach.families import norm_before
-from headwise.attach.interface import MARK, NAME, register
+from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
 from headwise.attach.speak import TOKENS, check_speaker, speak, speak_whole
 from headwise.attach.store import PLANS, keep_note, make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
+from headwise.attach.trial import try_layers
 from headwise.attach.wiring import find_wiring
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
@@ -51,7 +52,7 @@ def attach(model: Any, tokenizer: Any = None) -> "Attached":
     True
     """
     check_model(model)
-    return Attached(model, make_layers(model), wrap_tokenizer(tokenizer))
+    return Attached(model, make_layers(model), wrap_tokenizer(tokenizer)).tried()
 
 
 def load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> "Attached":
@@ -59,7 +60,7 @@ def load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device 
     model, layers = read(folder, dtype, device)
     check_model(model)
     there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-    return Attached(model, layers, Tokenizer.load(folder) if there else None)
+    return Attached(model, layers, Tokenizer.load(folder) if there else None).tried()
 
 
 class Attached(nn.Module):
@@ -75,13 +76,19 @@ class Attached(nn.Module):
         self._layers = layers
         self._spec: ModelSpec | None = None
         self._wiring: Wiring | None = None
-        register()
-        self._before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
-        for config, _ in self._before:
-            config._attn_implementation_internal = NAME
-        self._hooks = guard(model, self.sites)
+        register(self)
+        self._hooks: list[Any] = []
         self._mark()
+        self._watch()
         self.attached = True
+
+    def tried(self) -> Self:
+        """Find out, by one call on a few tokens, which of what is derived from heads holds here; the rest is withheld."""
+        for hook in self._hooks:
+            hook.remove()
+        try_layers(self.model, self._layers)
+        self._watch()
+        return self
 
     def forward(
         self,
@@ -132,6 +139,9 @@ class Attached(nn.Module):
             self._layers = cut_layers(self._layers, gone.addresses, folded)
         finally:
             self._mark()
+            for hook in self._hooks:
+                hook.remove()
+            self._watch()
         if len(gone):
             keep_note(self.model)
         self._spec = self._wiring = None
@@ -236,7 +246,7 @@ class Attached(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = type(self.model)(own_config(self.model)).to(self.device).eval()
-        made = Attached(model, make_layers(model), self.tokenizer)
+        made = self._alike(model)
         gone = set(made.heads.addresses) - set(self.heads.addresses)
         return made.cut(tuple(gone)) if gone else made
 
@@ -310,10 +320,9 @@ class Attached(nn.Module):
         for layer in self._layers:
             if layer.uneven and layer.spec.head_ids:
                 even_out(layer)
-        for config, before in self._before:
-            config._attn_implementation_internal = before
         for hook in self._hooks:
             hook.remove()
+        unregister(self)
         self.attached = False
         return self.model
 
@@ -329,11 +338,30 @@ class Attached(nn.Module):
 
     def _mark(self) -> None:
         for layer in self._layers:
-            layer.module.__dict__[MARK] = layer
+            MARKED[layer.module] = layer
 
     def _unmark(self) -> None:
         for layer in self._layers:
-            layer.module.__dict__.pop(MARK, None)
+            MARKED.pop(layer.module, None)
+
+    def _watch(self) -> None:
+        """Stand at the model's doors, and where z enters W_O if it is another there than attention gave."""
+        doors = Guard(self.model, self._layers).hooks()
+        self._hooks = [*doors, *(hook for layer in self._layers for hook in layer.watch_entry())]
+
+    def _alike(self, model: Any) -> "Attached":
+        """A handle of another model that is built alike."""
+        layers = make_layers(model)
+        known = {layer.site.address: layer for layer in self._layers}
+        for layer in layers:
+            if layer.site.address in known:
+                layer.learned_of(known[layer.site.address])
+        return Attached(model, layers, self.tokenizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Attached":
+        """A copy of the model, attached, with sites of its own."""
+        self._check_attached()
+        return self._alike(copy.deepcopy(self.model, memo))
 
     def _check_attached(self) -> None:
         if not self.attached:

@@ -1,10 +1,14 @@
 """The function that transformers calls for every attention: the same SDPA as before, and then the site.
 
-Where nobody looks, it adds one look into a dictionary. Where somebody does, what the call was made of is told as `Terms`;
-whatever it carries that SDPA would drop is refused, so that no number is ever wrong.
+It stands under SDPA's own name while any model is attached, so that no configuration is touched: models that ask for the name
+find it, and `set_attn_implementation("sdpa")` changes nothing. Where nobody looks, it adds one look into a dictionary. Where
+somebody does, what the call was made of is told as `Terms`; whatever it carries that SDPA would drop is refused, so that no
+number is ever wrong.
 """
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +16,14 @@ from torch import Tensor, nn
 from headwise.attach.layer import Layer
 from headwise.attach.masks import lowest
 from headwise.errors import HeadwiseError
+from headwise.heads.site import is_repeated
 from headwise.kernels.masks import Causal, Mask
 from headwise.kernels.terms import Terms, spread
 
-NAME = "headwise"
-MARK = "_headwise_layer"  # where a module keeps the layer that looks at it
+NAME = "sdpa"
+# The layer that looks at a module: beside the module, so that copies of it, and what is saved of it, know nothing of it.
+MARKED: "WeakKeyDictionary[nn.Module, Layer]" = WeakKeyDictionary()
+_handles: "WeakSet[Any]" = WeakSet()  # whoever is attached now
 # What may come with a call: SDPA heeds it, or it changes nothing about which key is weighed how.
 HEEDED = {"dropout", "scaling", "is_causal", "position_bias"}
 HARMLESS = {
@@ -33,34 +40,63 @@ REFUSED = {
 }
 
 
-def register() -> None:
-    """Make our function known to transformers, with SDPA's masks; once is enough, and again does no harm."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+def register(handle: Any) -> None:
+    """Put our function in SDPA's place, for as long as this handle or another is attached."""
+    from transformers import AttentionInterface
 
+    _handles.add(handle)
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def unregister(handle: Any) -> None:
+    """Leave the place, if nobody is attached any more."""
+    from transformers import AttentionInterface
+
+    _handles.discard(handle)
+    if not _handles:
+        AttentionInterface.register(NAME, _sdpa())
+
+
+def is_replaced() -> bool:
+    """Whether somebody else has put a function in SDPA's place."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[NAME] not in (attend, _sdpa())
+
+
+def _sdpa() -> Callable[..., Any]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, T, H, e), and no maps."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    layer: Layer | None = module.__dict__.get(MARK)
-    if layer is None:  # another model that shares the configuration of one that is attached
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    layer = MARKED.get(module)
+    if layer is None:  # a model that is not attached
+        return _sdpa()(module, query, key, value, attention_mask, **kwargs)
     _refuse(layer, kwargs)
     own = _own_keys(layer, query, key)
     keys, values = (key, value) if own is None else (spread(key, own), spread(value, own))
-    out, maps = sdpa_attention_forward(module, query, keys, values, attention_mask, **kwargs)  # (B, T, H, e)
+    out, maps = _sdpa()(module, query, keys, values, attention_mask, **kwargs)  # (B, T, H, e)
+    if layer.trial is not None:
+        return layer.trial.attention(
+            query, key, value, out, lambda: _terms(layer, query, key, attention_mask, kwargs)
+        ), maps
+    if in_backward() and not is_repeated():
+        layer.check_repeated(query)  # a checkpoint of somebody's own is run again: unheard, and as it was
+        return out, maps
     if not layer.site.is_open:
         return out, maps
-    z = out.transpose(1, 2)  # (B, H, T, e)
     terms = _terms(layer, query, key, attention_mask, kwargs)
-    changed = layer.site.passing(query, key, value, terms, z)
-    return (out if changed is z else changed.transpose(1, 2).contiguous()), maps
+    return layer.passing(query, key, value, terms, out), maps
+
+
+def in_backward() -> bool:
+    """Whether gradients are being computed now: then a forward pass is one that a checkpoint repeats."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refuse(layer: Layer, kwargs: dict[str, Any]) -> None:

@@ -1,18 +1,31 @@
 """One attention layer of somebody else's model, with the face of our own: its site, its sizes, live views of its weights."""
 
+from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.find import Found, is_turned
+from headwise.attach.find import Found, is_turned, out_size
+from headwise.attach.hooks import Hook
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Site
+from headwise.heads.site import Site, is_repeated
+from headwise.kernels.terms import Terms
 from headwise.spec import AttentionSpec, Rotary
 
 if TYPE_CHECKING:
     from headwise.attach.masks import Masks
+    from headwise.attach.trial import Trial
+
+# What stands between attention and W_O. plain: nothing, z enters it. gated: a gate of the call, so z is taken behind it.
+# coupled: heads meet before W_O, in a norm say. unknown: W_O is not known here. unseen: no call could be tried.
+Passes = Literal["plain", "gated", "coupled", "unknown", "unseen"]
+COUPLED = (
+    "heads meet between attention and W_O (a norm over all of them, or another mix), so what one head writes, or the model "
+    "without it, is not to be told; what heads look at can be seen"
+)
+REMEMBERED = 512  # edited calls whose queries are known again
 
 
 class Layer:
@@ -23,21 +36,32 @@ class Layer:
     def __init__(self, found: Found, masks: "Masks") -> None:
         self.found, self.masks = found, masks
         self.module = found.module
-        width = 0 if found.writes is None else matrix(found.writes).shape[0]
+        width = 0 if found.writes is None else out_size(found.writes)
         self.spec = AttentionSpec(
             width=width or found.heads * found.head_dim, heads=found.heads, head_dim=found.head_dim,
             value_dim=found.value_dim, kv_heads=found.kv_heads, kept=found.kept, rotary=Rotary() if found.rotary else None,
             window=found.window,
         )  # fmt: skip
         self.read, self.write = Reads(self), Writes(self)
-        self.site = Site(found.address, self.spec.head_ids, self.write, found.window)
+        self.site = GuardedSite(self, found.window)
         heads, keys = len(self.spec.head_ids), len(self.spec.kv_ids)
         even = tuple(head * keys // heads for head in range(heads)) if heads and heads % keys == 0 else ()
         self.uneven = self.spec.kv_of_head != even  # whether groups differ in size, as cutting may leave them
+        self.passes: Passes = "plain"
+        self.withheld: dict[str, str] = {}  # by letter, q, k, v or o: why its weights are not shown
+        self.layouts: dict[str, str] = dict.fromkeys("qkv", "" if found.reads is None else found.reads[0])
+        self.trial: Trial | None = None  # while it is found out how the layer is put together
+        self._waiting: tuple[Tensor, Tensor, Tensor, Terms, Tensor] | None = None
+        self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
 
     def without(self, gone: set[int]) -> AttentionSpec:
         """The sizes of this layer when some heads, by number, are gone."""
         return replace(self.spec, kept=tuple(number for number in self.spec.head_ids if number not in gone))
+
+    def learned_of(self, other: "Layer") -> None:
+        """Take over what was found out about another layer that is built alike."""
+        self.passes, self.withheld, self.layouts = other.passes, dict(other.withheld), dict(other.layouts)
+        self.site.window = other.site.window
 
     def register_forward_pre_hook(self, hook: Any) -> Any:
         """Show what the layer reads, (B, T, D), before it does: the first argument of what projects q."""
@@ -46,7 +70,74 @@ class Layer:
     @property
     def b_O(self) -> Tensor | None:
         """The output bias, (D,)."""
-        return None if self.found.writes is None else self.found.writes.bias  # pyright: ignore[reportReturnType]
+        return None if self.found.writes is None else bias_of(self.found.writes)
+
+    # What passes.
+
+    def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor) -> Tensor:
+        """Show a call to the site where z is what enters W_O: here, or where W_O is called. (B, T, H, e) → (B, T, H, e)"""
+        if self.site.is_edited and not is_repeated():
+            self._edited.append(_known_by(q))
+        if self.passes in ("gated", "unseen") and self.found.writes is not None:
+            self._waiting = q, k, v, terms, out
+            return out
+        z = out.transpose(1, 2)  # (B, H, T, e)
+        changed = self.site.passing(q, k, v, terms, z)
+        return out if changed is z else changed.transpose(1, 2).contiguous()
+
+    def watch_entry(self) -> list[Any]:
+        """Hooks before W_O where z is what enters it and not what attention gave; each has `.remove()`."""
+        if self.passes not in ("gated", "unseen") or self.found.writes is None:
+            return []
+        return [self.found.writes.register_forward_pre_hook(Hook(self._entering))]
+
+    def _entering(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._waiting is None:
+            return None
+        (q, k, v, terms, out), self._waiting = self._waiting, None
+        entered = given[0]
+        if self.passes == "unseen" and not (
+            entered.numel() == out.numel() and torch.equal(entered.reshape(out.shape), out)
+        ):
+            if self.site.is_edited:
+                raise HeadwiseError(
+                    f"z of {self.found.name} is not what enters W_O, and no call could be tried to find out why; its heads "
+                    f"can be looked at, not silenced."
+                )
+            self.site.passing(q, k, v, terms, out.transpose(1, 2))
+            return None
+        z = entered.reshape(out.shape).transpose(1, 2)  # (B, H, T, e)
+        changed = self.site.passing(q, k, v, terms, z)
+        return None if changed is z else (changed.transpose(1, 2).reshape(entered.shape), *given[1:])
+
+    def check_repeated(self, q: Tensor) -> None:
+        """Refuse to repeat a call that was edited: with which edits is known of the model's own checkpoints alone."""
+        if not self._edited:
+            return
+        shape, sums = _known_by(q)
+        if any(shape == there and abs(sums - was) <= 1e-6 * abs(was) for there, was in self._edited):
+            raise HeadwiseError(
+                f"a checkpoint of your own repeats {self.found.name}, whose heads were scaled or replaced the first time; it "
+                f"cannot be known how. Use model.gradient_checkpointing_enable(), or no checkpoint around edited heads."
+            )
+
+
+def _known_by(q: Tensor) -> tuple[torch.Size, float]:
+    """By what the queries of a call are known again."""
+    return q.shape, float(q.detach().double().abs().sum())
+
+
+class GuardedSite(Site):
+    """A site of somebody else's layer: where heads are coupled behind attention, z can be seen and not changed."""
+
+    def __init__(self, layer: Layer, window: int | None) -> None:
+        super().__init__(layer.found.address, layer.spec.head_ids, layer.write, window)
+        self._layer = layer
+
+    def check_edit(self) -> None:
+        """Refuse an edit that would not be what it says."""
+        if self._layer.passes == "coupled":
+            raise HeadwiseError(f"heads of {self._layer.found.name} cannot be silenced or replaced: {COUPLED}.")
 
 
 class Writes:
@@ -57,19 +148,26 @@ class Writes:
 
     @property
     def weight(self) -> Tensor:
-        """Any tensor of the layer's dtype and device."""
-        out = self._layer.found.writes
-        return next(self._layer.module.parameters()) if out is None else out.weight  # pyright: ignore[reportReturnType]
+        """Any tensor of the layer's dtype and device, where numbers are computed."""
+        for weight in self._layer.module.parameters():
+            if weight.is_floating_point() and weight.device.type != "meta":
+                return weight
+        return torch.zeros((), dtype=torch.get_default_dtype())  # packed or elsewhere: whoever uses it looks at z
 
     @property
     def slices(self) -> Tensor:
         """A live view of every head's own W_O: (H, e, D)."""
         layer = self._layer
+        if "o" in layer.withheld:
+            raise HeadwiseError(f"W_O of {layer.found.name} cannot be shown: {layer.withheld['o']}.")
+        if layer.passes == "coupled":
+            raise HeadwiseError(f"W_O of {layer.found.name} cannot be shared out among heads: {COUPLED}.")
         if layer.found.writes is None:
             raise HeadwiseError(
                 f"which part of {layer.found.name} writes is not known for {type(layer.module).__name__}, so its W_O cannot "
                 f"be shown; what heads look at can be, and they can be silenced."
             )
+        _check_here(layer.found.writes, layer.found.name)
         heads = (len(layer.spec.head_ids), layer.spec.value_dim)
         return matrix(layer.found.writes).unflatten(1, heads).permute(1, 2, 0)
 
@@ -82,37 +180,76 @@ class Reads:
 
     def weight(self, letter: str) -> Tensor:
         """(heads, channels, width)"""
-        return self._part(letter, "weight")
+        return self.shared_out(letter, matrix(self.module(letter)))
 
     def bias(self, letter: str) -> Tensor | None:
         """(heads, channels)"""
-        one = self._layer.found.read(0) if self._layer.found.reads is not None else None
-        return None if one is None or getattr(one, "bias", None) is None else self._part(letter, "bias")
+        bias = bias_of(self.module(letter))
+        return None if bias is None else self.shared_out(letter, bias)
 
-    def _part(self, letter: str, kind: str) -> Tensor:
-        found, spec = self._layer.found, self._layer.spec
+    def module(self, letter: str) -> nn.Module:
+        """What projects a letter."""
+        layer, found = self._layer, self._layer.found
+        if letter in layer.withheld:
+            raise HeadwiseError(f"W_{letter.upper()} of {found.name} cannot be shown: {layer.withheld[letter]}.")
         if found.reads is None:
             raise HeadwiseError(
                 f"how {type(found.module).__name__} keeps its q, k and v is not known, so {found.name} cannot show them; "
                 f"what heads look at can be seen, and they can be silenced."
             )
-        layout, place = found.reads[0], "qkv".index(letter)
+        made = found.read("qkv".index(letter) if len(found.reads[1]) == 3 else 0)
+        _check_here(made, found.name)
+        return made
+
+    def shared_out(self, letter: str, whole: Tensor, layout: str | None = None) -> Tensor:
+        """The rows of a letter, by head: (rows, …) → (heads, channels, …)."""
+        spec, place = self._layer.spec, "qkv".index(letter)
         heads, keys = len(spec.head_ids), len(spec.kv_ids)
         sizes = [(heads, spec.head_dim), (keys, spec.head_dim), (keys, spec.value_dim)]
-        whole = _rows(found.read(place if layout == "apart" else 0), kind)  # (rows, …)
+        layout = self._layer.layouts[letter] if layout is None else layout
         if layout == "by head":
             return whole.unflatten(0, (heads, 3, spec.head_dim))[:, place]
         if layout == "joined":
             whole = whole.split([a * b for a, b in sizes])[place]
+        if layout == "wide":  # behind each head's own rows stand others, those of a gate say
+            return whole.unflatten(0, (sizes[place][0], -1))[:, : sizes[place][1]]
+        if layout == "first":  # and here behind those of all heads
+            whole = whole[: sizes[place][0] * sizes[place][1]]
         return whole.unflatten(0, sizes[place])
 
 
 def matrix(module: nn.Module) -> Tensor:
-    """A live view of a projection's weight as (out, in)."""
-    return _rows(module, "weight")
+    """A projection's weight as (out, in): a live view; of one with adapters, a copy with those that are active."""
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not _is_plain(weight):
+        raise HeadwiseError(f"{type(module).__name__} keeps its weights packed, so they cannot be shown.")
+    for more in _adapters(module):
+        weight = weight + more
+    return weight.mT if is_turned(module) else weight
 
 
-def _rows(module: nn.Module, kind: str) -> Tensor:
-    value = getattr(module, kind)
-    assert isinstance(value, torch.Tensor)
-    return value.mT if kind == "weight" and is_turned(module) else value
+def _check_here(module: nn.Module, name: str) -> None:
+    """Refuse weights that are brought from another device, or a disk, for each call."""
+    if getattr(getattr(module, "_hf_hook", None), "offload", False):
+        raise HeadwiseError(
+            f"weights of {name} are offloaded and there only while it is called, so they cannot be shown; what heads look at "
+            f"can be seen, and they can be silenced."
+        )
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """A projection's bias, (out,)."""
+    bias = getattr(getattr(module, "base_layer", module), "bias", None)
+    return bias if isinstance(bias, Tensor) else None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+
+
+def _adapters(module: Any) -> list[Tensor]:
+    """What active adapters add to a weight, (out, in) each; nothing where they are merged into it already."""
+    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+        return []
+    there = [name for name in module.active_adapters if name in getattr(module, "lora_A", {})]
+    return [module.get_delta_weight(name) for name in there]

@@ -85,6 +85,12 @@ class Site:
         """Whether somebody listens or edits here now, or did so in the pass that is being repeated."""
         return bool(self._listeners or self._edits or _repeating.get())
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether what passes is changed now, or was in the pass that is being repeated."""
+        first_time = _repeating.get()
+        return bool(self._edits) if first_time is None else bool(first_time.get(self))
+
     def index(self, head: Address) -> int:
         """Where a head stands on the head axis of this site's tensors."""
         if head not in self.addresses:
@@ -101,14 +107,19 @@ class Site:
     @contextmanager
     def scaled(self, gate: Tensor) -> Iterator[None]:
         """Scale each head's z: (H,) or (B, H)."""
+        self.check_edit()
         with _within(self._edits, lambda z: gated(z, gate)):
             yield
 
     @contextmanager
     def replaced(self, value: Tensor | Edit) -> Iterator[None]:
         """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of z."""
+        self.check_edit()
         with _within(self._edits, value if callable(value) else lambda z: _expanded(value, z)):
             yield
+
+    def check_edit(self) -> None:
+        """Refuse an edit that would not do what it says; here every edit does."""
 
     def __deepcopy__(self, memo: dict) -> "Site":
         """A copied model has sites of its own; contexts that are open belong to the original."""
@@ -167,6 +178,11 @@ def repeated(edits: Edits) -> Iterator[None]:
         yield
     finally:
         _repeating.reset(token)
+
+
+def is_repeated() -> bool:
+    """Whether a forward pass is being repeated, and it is known with which edits."""
+    return _repeating.get() is not None
 
 
 def edits_now(sites: Iterable[Site]) -> Edits:

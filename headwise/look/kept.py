@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
 from headwise.kernels.positions import Alibi
 from headwise.kernels.terms import Terms
@@ -65,7 +66,7 @@ class SiteCall:
 
     sizes: tuple[int, int]  # T, S
     terms: Terms  # of all heads of the layer
-    W_O: Tensor  # (H, e, D): the weights themselves, not a copy
+    W_O: Tensor | HeadwiseError  # (H, e, D): the weights themselves, not a copy; or why they cannot be shown
     weights_were: int | None  # their version when the call was made
     q: Tensor | None  # (B, h, T, d)
     k: Columns | None  # (B, k, S, d)
@@ -90,7 +91,10 @@ class SiteRecord:
             q = self._rows(seen.q, "q")
             z = self._rows(seen.z, "z")
             k, v = self._columns(seen.k, "k", seen, T), self._columns(seen.v, "v", seen, T)
-        W_O = seen.site.W_O.detach()
+        try:
+            W_O = seen.site.W_O.detach()
+        except HeadwiseError as why:  # only what heads write needs it
+            W_O = why
         self.calls.append(SiteCall((T, S), _kept_terms(seen.terms), W_O, version(W_O), q, k, v, z))
 
     def _rows(self, x: Tensor, letter: str) -> Tensor | None:
@@ -122,6 +126,6 @@ def _kept_terms(terms: Terms) -> Terms:
     return replace(terms, bias=bias, sink=None if terms.sink is None else terms.sink.detach().clone())
 
 
-def version(weight: Tensor) -> int | None:
+def version(weight: Tensor | HeadwiseError) -> int | None:
     """How often a tensor was written into, as far as torch counts."""
-    return None if weight.is_inference() else weight._version
+    return None if isinstance(weight, HeadwiseError) or weight.is_inference() else weight._version

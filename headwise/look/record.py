@@ -64,11 +64,14 @@ class HeadCall:
     @property
     def write(self) -> Tensor:
         """(B, T, D): what the head added to the stream, z W_O[h]."""
-        if version(self._call.W_O) != self._call.weights_were:
+        W_O = self._call.W_O
+        if isinstance(W_O, HeadwiseError):
+            raise W_O
+        if version(W_O) != self._call.weights_were:
             raise HeadwiseError(
                 f"W_O of {self.address} has changed since the call was recorded; take .write before the weights change."
             )
-        return _there(self._call.z, "write")[:, self._place] @ self._call.W_O[self._index]
+        return _there(self._call.z, "write")[:, self._place] @ W_O[self._index]
 
     def map(self, rows: Which = None, cols: Which = None) -> Tensor:
         """Who looked at whom, (B, R, C): all queries and keys, or those asked for. No other row is rebuilt.

@@ -7,6 +7,7 @@ blocks, padding or processes were.
 import torch
 from torch import Tensor
 
+from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
 from headwise.heads.writes import gram, lengths
 from headwise.look import diagonals
@@ -67,7 +68,7 @@ class Surface:
                 sums, counts = sums * told, counts * told
             self.tally.add(names, heads, buckets, sums, counts)
 
-        own = self._gram(seen.site)
+        own = self._gram(seen)
         add(WRITES, *_writes(seen, batch, own))
         if not seen.q.shape[1]:
             return
@@ -105,11 +106,17 @@ class Surface:
 
         return see
 
-    def _gram(self, site: Site) -> Tensor:
-        """W_O W_Oᵀ, (H, e, e), until the weights change."""
-        state = (site.W_O.data_ptr(), site.W_O._version)
+    def _gram(self, seen: Seen) -> Tensor:
+        """W_O W_Oᵀ, (H, e, e), until the weights change; NaN, and so what is made of it, where W_O cannot be shown."""
+        site = seen.site
+        try:
+            W_O = site.W_O
+        except HeadwiseError:
+            e = seen.z.shape[-1]
+            return seen.z.new_full((seen.z.shape[1], e, e), torch.nan)
+        state = (W_O.data_ptr(), W_O._version)
         if self._grams.get(site, (None,))[0] != state:
-            self._grams[site] = state, gram(site.W_O)
+            self._grams[site] = state, gram(W_O)
         return self._grams[site][1]
 
     def _flags(self, batch: Batch) -> Tensor:

@@ -1,0 +1,116 @@
+"""What checks of an architecture stand on: calls, heads to ask, numbers beside numbers."""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+
+import headwise as hw
+from bench.shrink import VOCAB
+
+CLOSE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
+WORDS = [f"w{number}" for number in range(50)]
+
+
+class Wrong(Exception):  # noqa: N818 (a finding, not an error)
+    """A number that is not what another way to it gives."""
+
+
+def tensors(made: Any) -> list[Tensor]:
+    """Every floating tensor an output holds, in order; caches are left out."""
+    if isinstance(made, Tensor):
+        return [made] if made.is_floating_point() else []
+    if isinstance(made, dict):
+        made = list(made.values())
+    return [x for one in made for x in tensors(one)] if isinstance(made, list | tuple) else []
+
+
+def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return tensors(model(**given))
+
+
+def some_heads(theirs: Any) -> list[hw.Head]:
+    """Of every stack the first layer's second head and the last layer's last."""
+    by_stack: dict[str, list[Any]] = {}
+    for address in theirs.heads.addresses:
+        by_stack.setdefault(address.stack, []).append(address)
+    chosen = []
+    for there in by_stack.values():
+        chosen += [there[min(1, len(there) - 1)], there[-1]]
+    return [theirs.heads[address] for address in dict.fromkeys(chosen)]
+
+
+def check_same(one: Tensor, other: Tensor, what: str) -> None:
+    size = float(other.abs().max()) if other.numel() else 0.0
+    away = float((one - other).abs().max()) if other.numel() else 0.0
+    if not away <= CLOSE * size + 1e-6:
+        raise Wrong(f"{what}: off by {away / (size or 1):.0%}")
+
+
+def check_alike(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
+    shared = one.keys() & other.keys()
+    size = max((float(other[name].abs().max()) for name in shared), default=0.0)
+    away = max((float((one[name] - other[name]).abs().max()) for name in shared), default=0.0)
+    if not away <= 5 * CLOSE * size + 1e-6:
+        raise Wrong(f"{what}: off by {away / (size or 1):.0%}")
+
+
+def slopes_of(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The slope of a fixed sum of outputs in some weights: not W_O itself, whose own slope is halved."""
+    chosen = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.ndim == 1}
+    if not chosen:
+        chosen = dict(list(model.named_parameters())[:1])
+    out = tensors(model(**given))
+    loss = sum((x.float() * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).sum() for x in out if x.requires_grad)
+    if not isinstance(loss, Tensor):
+        return {}
+    found = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True)
+    return {name: slope for name, slope in zip(chosen, found, strict=True) if slope is not None}
+
+
+def calm_down(module: nn.Module) -> None:
+    """No dropout, so that two passes are alike."""
+    if isinstance(module, nn.Dropout):
+        module.p = 0.0
+    for name, value in vars(module).items():
+        if ("drop" in name or name == "p") and isinstance(value, float):
+            setattr(module, name, 0.0)
+
+
+def recorded_of(model: Any, theirs: Any, given: dict[str, Tensor], head: hw.Head, letter: str) -> Tensor:
+    """q, k or v of a layer in its first call, (B, heads, T, d)."""
+    kept: list[Tensor] = []
+    with head.layer.site.listen(lambda seen: kept.append(getattr(seen, letter.lower()).clone())):
+        outputs(model, given)
+    return kept[0]
+
+
+def other_inputs(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Other inputs of the same shapes."""
+    return {name: value.flip(0) if value.ndim > 1 else value for name, value in given.items()}
+
+
+def reads_text(part: Any) -> bool:
+    return getattr(part, "main_input_name", "") == "input_ids"
+
+
+def make_tokenizer() -> Any:
+    backend = Tokenizer(
+        models.WordLevel({word: 3 + i for i, word in enumerate(WORDS)} | {"[UNK]": 1}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hw.Tokenizer(backend, {"mask": 2, "unk": 1})
+
+
+def state_of(model: Any) -> Any:
+    """Everything a model is besides its numbers: what its parts hold, their hooks, which attention runs."""
+    parts = [
+        (name, sorted(part.__dict__), len(part._forward_pre_hooks), len(part._forward_hooks))
+        for name, part in model.named_modules()
+    ]
+    return parts, str(model.config._attn_implementation), str(model.config.to_dict()), model.training
+
+
+assert len(WORDS) + 3 < VOCAB
