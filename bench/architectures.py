@@ -20,7 +20,7 @@ VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")
 RESULTS = Path(".lab/architectures.jsonl")
 PAGE = Path(__file__).parent.parent / "docs" / "attach.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-SECONDS = 90  # for one architecture
+SECONDS = 400  # for one architecture
 PIECE = 24  # architectures of one process
 # Which class stands for an architecture: with an output over words where there is one.
 PREFERRED = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")

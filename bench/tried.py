@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from bench.shrink import tiny
 from bench.tried_with import (
     CLOSE,
     Wrong,
+    build,
     calm_down,
     check_alike,
     check_same,
+    is_reached,
     make_tokenizer,
     other_inputs,
     outputs,
@@ -30,7 +31,6 @@ from bench.tried_with import (
     some_heads,
     state_of,
 )  # fmt: skip
-from headwise.attach.sample import samples
 
 
 @dataclass
@@ -62,62 +62,31 @@ def try_out(name: str, kind: Any, config_class: Any) -> Tried:
     return _check_all(made, model, model, given)
 
 
-def build(kind: Any, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny model with weights large enough to matter, and what it is called with: two texts."""
-    torch.manual_seed(7)
-    config = tiny(config_class, kind)
-    model = kind(config).eval()
-    size = sum(weight.numel() for weight in model.parameters())
-    if size > 1e8:
-        raise ValueError(f"{size} weights after shrinking are too many for a tiny model")
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                noise = torch.randn_like(weight)
-                weight.add_(noise * 0.1) if weight.ndim < 2 else weight.copy_(noise * weight.shape[-1] ** -0.5)
-    given, out = _first_that_runs(model)
-    again = outputs(model, given)
-    if not out or any(not bool(x.isfinite().all()) for x in out):
-        raise ValueError("its numbers are not finite")
-    if any(not torch.equal(a, b) for a, b in zip(out, again, strict=True)):
-        raise ValueError("it gives other numbers when called twice")
-    return model, given
-
-
-def _first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
-    first: Exception = ValueError("what it reads is not known")
-    for number, given in enumerate(samples(model)):
-        try:
-            out = outputs(model, given)
-            if out:
-                return given, out
-        except Exception as error:
-            first = error if number == 0 else first
-    raise first
-
-
 def _follow(made: Tried, model: Any, given: dict[str, Tensor], words: str) -> Tried:
     """Take a refusal by its word: what it says to attach instead must attach, and be right."""
-    advice = re.search(r"hw\.attach\(model\.([\w.]+)\)", words)
-    if advice is None:
-        return made
+    for advice in re.finditer(r"hw\.attach\(model\.([\w.]+)\)", words):
+        made = _follow_one(made, model, given, advice)
+    return made
+
+
+def _follow_one(made: Tried, model: Any, given: dict[str, Tensor], advice: re.Match[str]) -> Tried:
     try:
         part = model.get_submodule(advice[1])
         hw.attach(part).detach()
     except Exception as error:
         made.verdict = "wrong"
-        made.told["advice"] = f"{type(error).__name__}: {_short(error)}"
+        made.told[f"advice {advice[1]}"] = f"{type(error).__name__}: {_short(error)}"
         return made
-    with hw.attach(part) as theirs, hw.record(theirs, what="z") as recording:
-        outputs(model, given)
-    if not any(one.calls for one in recording):
-        made.told["advice"] = f"{advice[1]} attaches; a call without pictures or sounds does not reach it"
+    with hw.attach(part) as theirs:
+        reached = is_reached(theirs, model, given)
+    if not reached:
+        made.told[f"advice {advice[1]}"] = f"{advice[1]} attaches; a call without pictures or sounds does not reach it"
         return made
     inner = _check_all(Tried(made.name, made.model), model, part, given)
     made.told |= {f"{advice[1]}: {check}": what for check, what in inner.told.items()}
     if inner.verdict in ("wrong", "crash"):
         made.verdict = inner.verdict
-    made.told["advice"] = f"{advice[1]} is {inner.verdict}"
+    made.told[f"advice {advice[1]}"] = f"{advice[1]} is {inner.verdict}"
     return made
 
 

@@ -1,5 +1,6 @@
 """What checks of an architecture stand on: calls, heads to ask, numbers beside numbers."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -7,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 import headwise as hw
-from bench.shrink import VOCAB
+from bench.shrink import VOCAB, tiny
+from headwise.attach.sample import samples
 
 CLOSE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
 WORDS = [f"w{number}" for number in range(50)]
@@ -15,6 +17,40 @@ WORDS = [f"w{number}" for number in range(50)]
 
 class Wrong(Exception):  # noqa: N818 (a finding, not an error)
     """A number that is not what another way to it gives."""
+
+
+def build(kind: Any, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny model with weights large enough to matter, and what it is called with: two texts."""
+    torch.manual_seed(7)
+    config = tiny(config_class, kind)
+    model = kind(config).eval()
+    size = sum(weight.numel() for weight in model.parameters())
+    if size > 1e8:
+        raise ValueError(f"{size} weights after shrinking are too many for a tiny model")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                noise = torch.randn_like(weight)
+                weight.add_(noise * 0.1) if weight.ndim < 2 else weight.copy_(noise * weight.shape[-1] ** -0.5)
+    given, out = _first_that_runs(model)
+    again = outputs(model, given)
+    if not out or any(not bool(x.isfinite().all()) for x in out):
+        raise ValueError("its numbers are not finite")
+    if any(not torch.equal(a, b) for a, b in zip(out, again, strict=True)):
+        raise ValueError("it gives other numbers when called twice")
+    return model, given
+
+
+def _first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    first: Exception = ValueError("what it reads is not known")
+    for number, given in enumerate(samples(model)):
+        try:
+            out = outputs(model, given)
+            if out:
+                return given, out
+        except Exception as error:
+            first = error if number == 0 else first
+    raise first
 
 
 def tensors(made: Any) -> list[Tensor]:
@@ -29,6 +65,16 @@ def tensors(made: Any) -> list[Tensor]:
 def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     with torch.no_grad():
         return tensors(model(**given))
+
+
+def is_reached(theirs: Any, model: Any, given: dict[str, Tensor]) -> bool:
+    """Whether a call of the whole model reaches what is attached."""
+    calls: list[Any] = []
+    with ExitStack() as listening:
+        for site in theirs.sites():
+            listening.enter_context(site.listen(calls.append))
+        outputs(model, given)
+    return bool(calls)
 
 
 def some_heads(theirs: Any) -> list[hw.Head]:

@@ -11,11 +11,6 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.spec import ModelSpec
 
-PASSED_ON = (  # what heads hand on from the body's answer: chosen experts, and what an encoder gave
-    "router_logits", "encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions", "decoder_hidden_states",
-    "decoder_attentions",
-)  # fmt: skip
-
 
 def takes_ids(model: Any, ids: Any, padding: Tensor | None) -> None:
     """Refuse what is not a batch of token ids, and models that read something else."""
@@ -58,7 +53,12 @@ def hidden_states(
     given["position_ids"] = _positions(body, spec, padding)
     given |= {"use_cache": False} if spec.kind == "decoder" else {}
     made = body(**_said(given))
-    return made.last_hidden_state if hidden else made.logits
+    if not hidden:
+        return made.logits
+    states = made.last_hidden_state if hasattr(made, "last_hidden_state") else made[0]
+    if not isinstance(states, Tensor) or states.shape[:2] != ids.shape:
+        raise HeadwiseError(f"{type(body).__name__} gives no hidden state for every token; call the model itself.")
+    return states
 
 
 class Output:
@@ -85,9 +85,14 @@ def _stands_for(model: nn.Module, states: Tensor) -> Iterator[None]:
     """While open, the body of a model is not run, whichever part of it the head calls: these states are what it gives."""
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-    given = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)  # pyright: ignore[reportArgumentType]
-    for passed_on in PASSED_ON:
-        given.__dict__[passed_on] = None
+    class Given(BaseModelOutputWithPoolingAndCrossAttentions):
+        """What a body gave, as far as a head reads it: states, and nothing besides."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    given = Given(last_hidden_state=states)  # pyright: ignore[reportArgumentType]
     bodies = _bodies(model)
     before = [body.__dict__.get("forward") for body in bodies]
     for body in bodies:

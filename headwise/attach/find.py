@@ -71,14 +71,12 @@ def find(model: nn.Module) -> list[Found]:
     stacks = {_stack(name) for name, _ in there}
     two = _two_stacks(stacks)
     if len(stacks) > 1 and not two:
-        towers = sorted(stack.split(".")[0] for stack in stacks)
-        raise HeadwiseError(
-            f"{type(model).__name__} has {len(stacks)} towers ({', '.join(sorted(stacks))}); attach one of them, e.g. "
-            f"hw.attach(model.{towers[0]})."
-        )
+        parts = " or ".join(f"hw.attach(model.{part})" for stack in sorted(stacks) for part in _part_of(model, stack))
+        instead = f"attach one of them: {parts}." if parts else "none of them can be attached by itself."
+        raise HeadwiseError(f"{type(model).__name__} has {len(stacks)} towers ({', '.join(sorted(stacks))}); {instead}")
     found: dict[SiteAddress, Found] = {}
     for name, module in there:
-        one = module.__dict__.get(CUT) or _found(model, name, module, _address(name, module, two))
+        one = module.__dict__.get(CUT) or _found(model, name, module, _address(model, name, module, two))
         if one.address in found:
             raise HeadwiseError(
                 f"{name} and {found[one.address].name} both are attention of layer {one.address}; "
@@ -104,18 +102,36 @@ def _stack(name: str) -> str:
     return re.split(r"\.\d+(?:\.|$)", f".{name}", maxsplit=1)[0].removeprefix(".")
 
 
+def _part_of(model: nn.Module, stack: str) -> list[str]:
+    """The largest part of a model that holds one tower and can be attached, by its path; none where there is none."""
+    from transformers import PreTrainedModel
+
+    names = stack.split(".")
+    for end in range(1, len(names) + 1):
+        path = ".".join(names[:end])
+        part = model.get_submodule(path)
+        if isinstance(part, PreTrainedModel):
+            try:
+                if find(part):
+                    return [path]
+            except HeadwiseError:
+                continue
+    return []
+
+
 def _two_stacks(stacks: set[str]) -> bool:
     sides = sorted("enc" if "encoder" in s.split(".") else "dec" if "decoder" in s.split(".") else s for s in stacks)
     return sides == ["dec", "enc"]
 
 
-def _address(name: str, module: nn.Module, two: bool) -> SiteAddress:
+def _address(model: nn.Module, name: str, module: nn.Module, two: bool) -> SiteAddress:
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")
     layer = int(numbers[0]) if numbers else 0
     crosses = any(part in CROSS for part in name.split(".")) or getattr(module, "is_cross_attention", False)
     if crosses and not two:
         raise HeadwiseError(
-            f"{name} is cross-attention, but the model has no encoder of its own; attach the whole model."
+            f"{name} is cross-attention, but {type(model).__name__} holds no encoder that it could read; only a model that "
+            f"holds both stacks can be attached."
         )
     if not two:
         return SiteAddress("", layer)

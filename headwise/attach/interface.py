@@ -116,6 +116,7 @@ def _own_keys(layer: Layer, query: Tensor, key: Tensor) -> tuple[int, ...] | Non
     return groups if layer.uneven and len(groups) == H and len(layer.spec.kv_ids) == K else None
 
 
+@torch.no_grad()  # what is told saves nothing for a backward pass, so that a checkpoint may repeat a call unheard
 def _terms(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Terms:
     """What decided the scores of this call."""
     (H, T, d), (K, S) = query.shape[1:], key.shape[1:3]

@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.look.inputs import tokenizer_of
-from headwise.look.record import Recording, pick, record
+from headwise.look.record import HeadCall, Recording, pick, record
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.text import Tokenizer
@@ -102,6 +102,7 @@ class Attended:
     _parts: Parts
     _source_parts: Parts | None
     _recording: Recording
+    _call: int | None = None  # which one, where a layer is called several times in a pass
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ class Attended:
     def map(self, head: str | Address | None = None) -> Tensor:
         """Who looks at whom, (words, words): row i says where word i looks."""
         looking, seen = self.sides(head)
-        weights = self._recording[self._head(head)].map()[0].float()  # (T, S)
+        weights = self._seen(self._head(head)).map()[0].float()  # (T, S)
         return looking.means(weights) @ (weights @ seen.sums(weights))
 
     def row(self, word: Word, head: str | Address | None = None) -> list[tuple[str, float]]:
@@ -195,10 +196,20 @@ class Attended:
 
         return widget_bundle(self)
 
+    def _seen(self, head: Address) -> HeadCall:
+        """The call of a head that was asked for, or the only one."""
+        there = self._recording[head]
+        if self._call is None and len(there.calls) > 1:
+            raise HeadwiseError(
+                f"{head} is called {len(there.calls)} times in one pass of this model; say which: attend(…, call=0), "
+                f"call=-1 for the last."
+            )
+        return there.only if self._call is None else there.call(self._call)
+
     def _row(self, part: int, head: Address) -> Tensor:
         """Where one part looks, (words,): no other row of the map is made."""
         looking, seen = self.sides(head)
-        weights = self._recording[head].map(rows=looking.tokens[part])[0].float()  # (its tokens, S)
+        weights = self._seen(head).map(rows=looking.tokens[part])[0].float()  # (its tokens, S)
         return weights.mean(0) @ seen.sums(weights)
 
     def _resting(self, head: Address, rows: Sequence[int]) -> Tensor:
@@ -206,7 +217,7 @@ class Attended:
         looking, seen = self.sides(head)
         rests = torch.tensor([place == 0 or special for place, special in enumerate(seen.special)])
         itself = torch.tensor(rows)[:, None] == torch.arange(len(seen.labels))
-        device = self._recording[head].q.device
+        device = self._seen(head).q.device
         return (rests | itself if looking is seen else rests.expand_as(itself)).to(device)
 
     def _head(self, head: str | Address | None) -> Address:
@@ -218,11 +229,18 @@ class Attended:
 
 
 def attend(
-    model: AnyModel, text: str, heads: Pattern = "*", *, words: bool = True, source: str | None = None
+    model: AnyModel,
+    text: str,
+    heads: Pattern = "*",
+    *,
+    words: bool = True,
+    source: str | None = None,
+    call: int | None = None,
 ) -> Attended:
     """Run a model once on a text and keep where its heads looked; words=False keeps tokens apart.
 
-    An encoder-decoder reads `source` and writes `text`; its maps have the words of one or both.
+    An encoder-decoder reads `source` and writes `text`; its maps have the words of one or both. Where a layer is called
+    several times in a pass, as ALBERT's one layer is, `call` says which is meant, from 0.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -242,7 +260,7 @@ def attend(
     with quiet(model), torch.no_grad(), record(model, heads, what="map") as recording:
         model(ids, source=source_ids, hidden=True)
     parts = None if aligned_source is None else Parts.of(aligned_source, words)
-    return Attended(text, source, Parts.of(aligned, words), parts, recording)
+    return Attended(text, source, Parts.of(aligned, words), parts, recording, call)
 
 
 def _aligned(tokenizer: Tokenizer, text: str, what: str) -> Alignment:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Seen
+from headwise.heads.site import Seen, Site
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
 from headwise.look.between_weights import product_norms, square_norms
 from headwise.look.inputs import Unit, make_batch, read_units, run
@@ -66,9 +66,16 @@ def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Addr
     """One pass over a group of texts, these rows alone kept. Listeners see it as it is; nothing is changed."""
     batch = make_batch(units, device=model.device)
     maps, v, z = [], [], []
+    called: set[Site] = set()
 
     def listener(seen: Seen) -> None:
         here = [i for i, address in enumerate(seen.site.addresses) if address in wanted]
+        if here and seen.site in called:
+            raise HeadwiseError(
+                f"layer {seen.site.address} is called several times in one pass, so its heads have no one map to compare; "
+                f"record them, and take a call: hw.record(model), recording[…].call(0)."
+            )
+        called.add(seen.site)
         if here:
             maps.append(_by_head(rows_of(seen, places)[:, here]))
             v.append(_by_head(spread(seen.v, seen.terms.groups)[:, here][:, :, places]))
