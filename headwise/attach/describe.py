@@ -25,6 +25,9 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
         stack: 1 + max(layer.site.address.layer for layer in layers if layer.site.address.stack == stack)
         for stack in stacks
     }
+    told = getattr(config, "num_hidden_layers", None)
+    if "" in count and isinstance(told, int):  # layers without attention may follow
+        count[""] = max(count[""], told)
     largest = max((layer.spec for layer in layers), key=lambda spec: spec.heads)
     known = family_of(layers[0].found)
     outputs = {"decoder": "lm", "encoder": "mlm", "encoder-decoder": "lm"}
@@ -43,7 +46,7 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
         kind=kind,
         windows=_windows(layers, count),
         positions="learned" if has_learned_positions(model) else "none",
-        output=outputs[kind] if kind == "encoder-decoder" or has_output(model) else "none",  # pyright: ignore
+        output=outputs[kind] if has_output(model) else "none",  # pyright: ignore
         kept=_kept(layers, kind, count),
     )  # fmt: skip
 

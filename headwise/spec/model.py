@@ -92,8 +92,8 @@ class ModelSpec(Wire):
             raise HeadwiseError(f"encoder_layers={self.encoder_layers} is for an encoder-decoder; use layers.")
         if self.kind == "decoder" and (self.pooler or self.output == "mlm"):
             raise HeadwiseError("a pooler and the mlm output belong to encoders; a decoder has output lm or none.")
-        if self.kind == "encoder-decoder" and (self.pooler or self.token_types or self.output != "lm"):
-            raise HeadwiseError("an encoder-decoder has the lm output, no pooler and no token types.")
+        if self.kind == "encoder-decoder" and (self.pooler or self.token_types or self.output == "mlm"):
+            raise HeadwiseError("an encoder-decoder has output lm or none, no pooler and no token types.")
         if self.attention.kv_width != self.width:
             raise HeadwiseError(f"in a model kv_width must equal width {self.width}, got {self.attention.kv_width}.")
 

@@ -128,9 +128,8 @@ REFUSED_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "decoder mlm": ({"output": "mlm"}, "a pooler and the mlm output belong to encoders"),
     "both with types": (
         {"kind": "encoder-decoder", "token_types": 2},
-        "an encoder-decoder has the lm output, no pooler",
+        "an encoder-decoder has output lm or none, no pooler",
     ),
-    "both headless": ({"kind": "encoder-decoder", "output": "none"}, "an encoder-decoder has the lm output, no pooler"),
     "kv_width": ({"attention": replace(HEADS, kv_width=5)}, "in a model kv_width must equal width 12, got 5"),
     "kept nowhere": ({"kept": {"2": (0,)}}, "kept names layer '2', which this model does not have; 2 layers"),
     "kept beyond": ({"kept": {"1": (0, 4)}}, r"kept heads must lie in 0-3, got \[0, 4\]"),
