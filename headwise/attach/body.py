@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,13 +49,22 @@ def hidden_states(
     if source is not None:
         raise HeadwiseError(f"this model is of kind {spec.kind} and reads no source; leave source out.")
     body = model.base_model if hidden else model
+    inside = hidden and body is model and model.get_output_embeddings() is not None  # its body has no name of its own
     given = {"input_ids": _padded(model, ids, padding), "attention_mask": _mask(padding)}
     given["position_ids"] = _positions(body, spec, padding)
     given |= {"use_cache": False} if spec.kind == "decoder" else {}
-    made = body(**_said(given))
+    with _read_by(model.get_output_embeddings()) if inside else nullcontext([]) as read:
+        try:
+            made = body(**_said(given))
+        except (TypeError, ValueError) as error:  # it needs more than ids, or other ones
+            words = " ".join(str(error).split())
+            raise HeadwiseError(
+                f"{type(body).__name__} cannot be called with token ids alone ({words}); call the model itself, inside "
+                f"hw.record(theirs) or theirs.heads[…].silenced()."
+            ) from error
     if not hidden:
         return made.logits
-    states = made.last_hidden_state if hasattr(made, "last_hidden_state") else made[0]
+    states = read[-1] if read else made.last_hidden_state if hasattr(made, "last_hidden_state") else made[0]
     if not isinstance(states, Tensor) or states.shape[:2] != ids.shape:
         raise HeadwiseError(f"{type(body).__name__} gives no hidden state for every token; call the model itself.")
     return states
@@ -118,6 +127,17 @@ def _heard(part: nn.Module) -> Iterator[list[Tensor]]:
     """What a part of the model gave, call by call."""
     states: list[Tensor] = []
     hook = part.register_forward_hook(lambda module, given, made: states.append(made[0]))
+    try:
+        yield states
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _read_by(part: nn.Module) -> Iterator[list[Tensor]]:
+    """What a part of the model was given, call by call."""
+    states: list[Tensor] = []
+    hook = part.register_forward_pre_hook(lambda module, given: states.append(given[0]))
     try:
         yield states
     finally:

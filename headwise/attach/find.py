@@ -22,13 +22,17 @@ READS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("apart", ("query", "key", "value")),
     ("apart", ("q_lin", "k_lin", "v_lin")),
     ("apart", ("q", "k", "v")),
+    ("apart", ("linear_q", "linear_k", "linear_v")),
+    ("apart", ("Wq", "Wk", "Wv")),
     ("joined", ("c_attn",)),
+    ("joined", ("qkv",)),
     ("joined", ("qkv_proj",)),
     ("joined", ("Wqkv",)),
     ("by head", ("query_key_value",)),
 )
 # What writes: inside the module, or beside it, as seen from the parent.
-WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj")
+WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj", "projection_layer", "projection", "out",
+          "linear_out")  # fmt: skip
 BESIDE = ("output.dense",)
 CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
 CUT = "_headwise_cut"  # where a module keeps what it was found to be when heads were cut from it

@@ -91,7 +91,7 @@ def test_coupled_heads_can_be_looked_at_and_nothing_else() -> None:
         lambda: heads.silenced().__enter__(),
         lambda: theirs.sites()[0].replaced(lambda z: z).__enter__(),
         lambda: theirs(given["input_ids"], gates={"1.2": 0.0}),
-        lambda: theirs.heads["1.2"].W_O,
+        lambda: theirs.heads["1.2"].W_O,  # pyright: ignore
         lambda: recording["1.2"].write,
     ):
         with pytest.raises(hw.HeadwiseError, match="heads meet between attention and W_O"):
@@ -302,7 +302,7 @@ def test_offloaded_weights_are_not_shown_and_heads_are_silenced_all_the_same() -
     with theirs.heads["1.1"].silenced():
         assert not torch.equal(model(**given).logits, before)
     with pytest.raises(hw.HeadwiseError, match="offloaded"):
-        theirs.heads["1.1"].W_O
+        theirs.heads["1.1"].W_O  # pyright: ignore
 
 
 def test_one_layer_that_is_called_many_times() -> None:
