@@ -31,8 +31,8 @@ READS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("by head", ("query_key_value",)),
 )
 # What writes: inside the module, or beside it, as seen from the parent.
-WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj", "projection_layer", "projection", "out",
-          "linear_out")  # fmt: skip
+WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj", "projection_layer", "projection",
+          "out", "linear_out")  # fmt: skip
 BESIDE = ("output.dense",)
 CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
 CUT = "_headwise_cut"  # where a module keeps what it was found to be when heads were cut from it
