@@ -29,7 +29,7 @@ HEEDED = {"dropout", "scaling", "is_causal", "position_bias"}
 HARMLESS = {
     *("sliding_window", "position_ids", "cache_position", "use_cache", "position_embeddings", "deterministic"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx", "num_items_in_batch"),
-    *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+    *("input_ids", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
 }
 REFUSED = {
     "s_aux": "learned sinks",
