@@ -23,7 +23,7 @@ from headwise.show.sentence import make_sentence
 __all__ = ["make_book", "make_sentence", "page_files"]
 
 BACK = 32  # offsets shown, each way
-CONTEXTS, RUNNERS_UP, NEAREST = 5, 4, 5  # of each head
+CONTEXTS, NEAREST = 5, 5  # of each head
 FEWEST = 20  # arcs on the half for reporting, below which a relation is not told
 SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 
@@ -108,7 +108,7 @@ def _head(head: HeadProfile) -> dict[str, Any]:
         "address": str(head.address), "layer": str(head.address.site), "head": head.address.head,
         "role": head.role, "detail": head.detail, "rung": head.rung, "score": head.score, "null": head.null,
         "interval": head.interval, "effect": head.effect, "rest": list(head.rest),
-        "supports": [_support(one) for one in head.roles[: RUNNERS_UP + 1]],
+        "supports": [_support(one) for one in head.roles],
         "measures": {name: _short(measures[name]) for name in shown},
         "offsets": [[offset, _short(measures[f"offset {offset}"])] for offset in offsets if f"offset {offset}" in measures],
         "on": head.on, "roles": [one.role for one in head.roles],

@@ -111,7 +111,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
         "address": address, "layer": str(layer), "head": head, "role": ROLES[kind], "detail": "", "rung": RUNGS[kind],
         "score": score, "null": None if score is None else 0.0625, "interval": None if score is None else [0.21875, 0.71875],
         "effect": 0.123456789 if RUNGS[kind] == "causal" else None, "rest": ["sink"] if head % 2 else [],
-        "supports": [support] * 5,
+        "supports": [support, {**support, "role": "possessive"}, *[support] * 3],
         "measures": {name: round(0.123456 + i + place / 4096, 6) for i, name in enumerate(names)},
         "offsets": [[offset, round(0.5 / (offset + 1), 6)] for offset in range(31, -1, -1)],
         "roles": [] if score is None else [ROLES[kind], "possessive"], "on": "" if score is None else "the probe set",

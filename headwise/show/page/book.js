@@ -12,13 +12,13 @@ export async function openBook() {
   if (inside) store.book = JSON.parse(inside.textContent);
   else store.book = await ask("api/book");
   store.book.claims ??= []; // books of before had none
-  store.book.heads.forEach(fill);
+  store.book.heads.forEach(completed);
   store.heads = new Map(store.book.heads.map((head) => [head.address, head]));
   store.sentences = store.book.sentences.map((given) => ({ given, sight: null }));
 }
 
 // Books of before told one role a head, without cases.
-function fill(head) {
+function completed(head) {
   head.roles ??= head.role === "unclear" ? [] : [head.role];
   head.hardest ??= head.evidence ?? [];
   head.cases ??= [];
@@ -61,7 +61,7 @@ export async function openOther(file) {
   }
   const book = JSON.parse(data);
   if (!Array.isArray(book.heads) || book.heads.length === 0) throw new Error(`${file.name} holds no heads`);
-  book.heads.forEach(fill);
+  book.heads.forEach(completed);
   store.other = { name: book.model?.name || file.name, heads: new Map(book.heads.map((head) => [head.address, head])) };
 }
 

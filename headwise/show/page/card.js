@@ -16,7 +16,7 @@ export async function card(root) {
       press("On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
       press("Compare", () => change({ view: "compare", head: head.address })),
       store.live && silenceButton(head.address)),
-    el("div", { class: "cards" }, [role(head), cases(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
+    el("div", { class: "cards" }, [role(head), casesOf(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
 }
 
 // An input that takes an address: shorter than a list of a thousand heads.
@@ -49,21 +49,21 @@ function distances(head) {
   return section("Weight by distance", offsetChart(head.offsets));
 }
 
-const parts = (given) => given.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text));
+const markedText = (given) => given.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text));
 
 // Cases drawn for each role, from the half for reporting: hits and misses as often as they are.
-function cases(head) {
+function casesOf(head) {
   if (!head.cases?.length) return null;
   const told = head.cases.flatMap((one) => [
     el("h3", {}, `${one.role} ${one.detail}`.trim(), el("small", {}, `, ${one.on}: ${one.examples.filter((x) => x.hit).length} of ${one.examples.length} shown are hits`)),
-    ...one.examples.map((x) => el("p", { class: `context ${x.hit ? "hit" : "miss"}` }, el("span", { class: "weight" }, `${x.hit ? "✓" : "✗"} ${number(x.weight, 2)}`), parts(x.parts))),
+    ...one.examples.map((x) => el("p", { class: `context ${x.hit ? "hit" : "miss"}` }, el("span", { class: "weight" }, `${x.hit ? "✓" : "✗"} ${number(x.weight, 2)}`), markedText(x.parts))),
   ]);
   return section("Cases of its roles", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), ", ", el("mark", { class: "attended" }, "what it looks at hardest"), ", ",
     el("mark", { class: "meant" }, "what it should look at"), "; the number is the weight on what it should. Drawn by chance from texts the role was not chosen on."), told);
 }
 
 function looking(head) {
-  const shown = head.hardest.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight, 2)), parts(seen.parts)));
+  const shown = head.hardest.map((seen) => el("p", { class: "context" }, el("span", { class: "weight" }, number(seen.weight, 2)), markedText(seen.parts)));
   return section("Where it looked hardest", el("p", { class: "note" }, el("mark", { class: "token" }, "who looks"), " and ", el("mark", { class: "attended" }, "who is looked at"), ", whatever for"),
     shown.length ? shown : el("p", { class: "note" }, "It only rested."));
 }

@@ -48,7 +48,7 @@ function roles() {
 function rows() {
   if (state.sort === "layer")
     return store.book.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
-  const shown = store.book.heads.filter((head) => !state.role || has(head, state.role));
+  const shown = store.book.heads.filter((head) => !state.role || hasRole(head, state.role));
   const key = {
     score: (head) => -(head.score ?? -1), rung: (head) => -RUNGS.indexOf(head.rung) - (head.score ?? 0) / 10,
     importance: (head) => -(head.importance?.worth ?? -Infinity),
@@ -166,7 +166,7 @@ function listen(board, peek) {
 }
 
 // Whether a head has a role, be it its first or not.
-function has(head, role) {
+function hasRole(head, role) {
   return head.role === role || head.roles.includes(role);
 }
 
@@ -176,7 +176,7 @@ function mark(board) {
   for (const cell of board.querySelectorAll(".cell")) {
     const head = store.heads.get(cell.dataset.head);
     const words = [head.address, head.role, head.detail, head.rung, ...head.rest, ...head.supports.map((one) => one.role)].join(" ").toLowerCase();
-    const fits = (!state.role || has(head, state.role)) && (!wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : words.includes(wanted)));
+    const fits = (!state.role || hasRole(head, state.role)) && (!wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : words.includes(wanted)));
     cell.classList.toggle("dim", !fits);
     cell.classList.toggle("here", head.address === state.head);
   }
