@@ -116,7 +116,7 @@ def table(results: list[dict[str, Any]]) -> str:
     import transformers
 
     rows = [
-        f"transformers {transformers.__version__}, {len(results)} architectures:",
+        f"transformers {transformers.__version__}, {len(results)} of {len(architectures())} architectures tried:",
         "",
         "| | architectures |",
         "|---|---|",

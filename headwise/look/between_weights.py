@@ -63,7 +63,15 @@ def folded_heads(model: AnyModel, addresses: Sequence[Address]) -> list[HeadWeig
     at_once = model.spec.form == "parallel"
     groups: Groups = {}
     every = model.heads
-    return [_folded(every[address], *norms[str(address.site)], at_once, groups) for address in addresses]
+    made = [_folded(every[address], *norms[str(address.site)], at_once, groups) for address in addresses]
+    sizes = {letter: {tuple(head.weights[letter].shape) for head in made} for letter in "qkvo"}
+    widths = {shape[letter == "o"] for letter, shapes in sizes.items() for shape in shapes}
+    if len(widths) > 1 or any(len(shapes) > 1 for shapes in sizes.values()):
+        raise HeadwiseError(
+            f"heads of different sizes, or that read and write streams of different widths, are not compared; got "
+            f"{', '.join(f'W_{letter.upper()} {sorted(shapes)}' for letter, shapes in sizes.items())}."
+        )
+    return made
 
 
 def known_norms(model: AnyModel) -> dict[str, tuple[nn.Module | None, nn.Module | None]] | None:

@@ -10,9 +10,24 @@ QUICK = {
     "bert": "right", "gpt2": "right", "llama": "right", "qwen3": "right", "qwen3_next": "right", "bitnet": "looking only",
     "t5": "right", "albert": "right", "vit": "right", "clip": "refused", "gpt_bigcode": "right", "opt": "right",
 }  # fmt: skip
+MORE = {
+    "afmoe": "right", "bart": "right", "beit": "right", "cohere_asr": "right", "ctrl": "right",
+    "deepseek_v3": "right", "diffllama": "looking only", "dinov3_vit": "right", "doge": "right", "dpr": "right",
+    "esmc": "right", "gemma2": "refused", "gemma3_text": "right", "gemma4": "right", "glm5_next_text": "right",
+    "gpt_neox": "right", "gpt_oss": "refused", "gte": "right", "inkling_text": "right", "internvl_vision": "right",
+    "jetmoe": "looking only", "llava": "refused", "mistral": "right", "mllama": "right", "mobilebert": "right",
+    "modernbert": "right", "nemotron_h": "right", "olmo2": "right",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_quick(name: str) -> None:
     told = run_one(name)
     assert told["verdict"] == QUICK[name], told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more(name: str) -> None:
+    told = run_one(name)
+    assert told["verdict"] == MORE[name], told
