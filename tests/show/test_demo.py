@@ -1,19 +1,22 @@
-"""The demo, in small: what it says it wrote is there, and is what it measured."""
+"""The demo's two halves, in small: what they say they wrote is there, and is what was measured."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import headwise as hw
-from headwise.show.demo import ALLOWED, Demo, demo
+from headwise.show.demo import Demo
+from headwise.show.demo_training import ALLOWED, Training, training
+from headwise.show.story import story
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return demo(tmp_path_factory.mktemp("show") / "demo", quick=True, progress=False)
+def made(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return training(tmp_path_factory.mktemp("show") / "demo", quick=True, progress=False)
 
 
-def test_everything_is_written(made: Demo) -> None:
+def test_everything_is_written(made: Training) -> None:
     there = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*") if path.is_file()}
     assert there == set(made.files)
     pictures = {"roles.png", "depth.png", "pruning.png", "sentence.png", "lives.png"}
@@ -22,7 +25,7 @@ def test_everything_is_written(made: Demo) -> None:
     assert b'id="book"' in (made.folder / "report.html").read_bytes()
 
 
-def test_the_models_are_the_ones_that_were_measured(made: Demo) -> None:
+def test_the_models_are_the_ones_that_were_measured(made: Training) -> None:
     model, small = (hw.load(made.folder / name) for name in ("model", "small"))
     gone = set(model.spec.addresses) - set(small.spec.addresses)
     assert {str(head) for head in gone} == set(made.plan.heads)
@@ -33,13 +36,46 @@ def test_the_models_are_the_ones_that_were_measured(made: Demo) -> None:
     assert made.report.more.mean < 10 * ALLOWED * made.report.loss_before.mean, "heads of a model that knows nothing"
 
 
-def test_the_result_is_plain_data(made: Demo) -> None:
+def test_the_result_is_plain_data(made: Training) -> None:
     told = json.loads(json.dumps(made.to_dict()))
     assert told["cut"] == list(made.plan.heads)
     assert {mark["quiz"] for mark in told["exam"]} == {"bracket", "surname", "agreement", "referent"}
 
 
-def test_it_can_be_run_again_into_the_same_folder(made: Demo) -> None:
-    again = demo(made.folder, quick=True, progress=False)
+def test_it_can_be_run_again_into_the_same_folder(made: Training) -> None:
+    again = training(made.folder, quick=True, progress=False)
     assert again.plan.heads == made.plan.heads
     assert again.report.loss_after == made.report.loss_after
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*given: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headwise.show.demo_training.train", stop)
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path / "demo", quick=True, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_births_are_of_what_random_heads_do_not_do(made: Training) -> None:
+    for step, head, what, share in made.births():
+        first = made.history.of(head, what if what == "induction" else f"{what} hits")
+        assert step > 0
+        assert first[0] < 0.5 <= max(first)
+        assert share == first[-1]
+
+
+def test_real_models_stage_by_stage(tmp_path: Path) -> None:
+    demo, pieces = Demo(tmp_path / "demo", quick=True), []
+    text = demo.write_on(pieces.append)
+    assert "".join(pieces) == text
+    assert len(text.split()) > 8
+    assert demo.look().strongest(3, "their")[0].word == "their"
+    seen, most = demo.heads()
+    assert (tmp_path / "demo" / "minilm" / "report.html").is_file()
+    assert str(most.address) in story(seen, most)[0]
+    cut = demo.cut()
+    assert len(cut.plan.heads) == 27, "a tenth of 270"
+    assert cut.report.healed is not None
+    assert hw.Plan.load(cut.saved).heads == cut.plan.heads
