@@ -46,7 +46,7 @@ class Amount:
 
 
 FULL = Amount(24, None, 32, 0.8, 6, 4, 2)
-QUICK = Amount(4, 60, 4, 0.9, 1, 1, 1)
+QUICK = Amount(4, 60, 12, 0.9, 1, 1, 1)
 
 
 class Cut(NamedTuple):

@@ -75,7 +75,11 @@ def test_real_models_stage_by_stage(tmp_path: Path) -> None:
     seen, most = demo.heads()
     assert (tmp_path / "demo" / "minilm" / "report.html").is_file()
     assert str(most.address) in story(seen, most)[0]
-    cut = demo.cut()
+
+
+@pytest.mark.slow
+def test_heads_of_a_real_model_are_cut_and_healed(tmp_path: Path) -> None:
+    cut = Demo(tmp_path / "demo", quick=True).cut()
     assert len(cut.plan.heads) == 27, "a tenth of 270"
     assert cut.report.healed is not None
     assert hw.Plan.load(cut.saved).heads == cut.plan.heads

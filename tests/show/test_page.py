@@ -16,7 +16,6 @@ from tests.show import books
 from tests.show.browser import find_browser
 
 LAYERS, HEADS, TOKENS = 6, 12, 20
-WATCH = "() => { if (document.documentElement?.dataset.ready) { window.readyAt ??= performance.now(); } }"
 VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "claims")
 
 
@@ -393,15 +392,7 @@ def test_the_served_form_asks_the_server(browser, book):
 
 
 @pytest.mark.slow
-def test_1024_heads_at_512_tokens_are_there_in_two_seconds(browser, tmp_path):
-    big = write_report(books.make_book(32, 32, [books.make_sentence(32, 32, 512)]), tmp_path / "big.html")
-    times = []
-    for _ in range(5):
-        with opened(browser) as page:
-            page.add_init_script(
-                f"new MutationObserver({WATCH}).observe(document, {{ subtree: true, attributes: true }})"
-            )
-            show(page, big)
-            times.append(page.evaluate("window.readyAt"))
-            assert page.evaluate("document.querySelectorAll('*').length") <= 10_000
-    assert min(times) < 2_000
+def test_1024_heads_at_512_tokens_are_few_nodes(page, tmp_path):
+    """How long it takes is measured by bench.view."""
+    show(page, write_report(books.make_book(32, 32, [books.make_sentence(32, 32, 512)]), tmp_path / "big.html"))
+    assert page.evaluate("document.querySelectorAll('*').length") <= 10_000
