@@ -12,8 +12,8 @@ from headwise.errors import HeadwiseError
 from headwise.spec import ModelSpec
 
 
-def takes_ids(model: Any, ids: Any, padding: Tensor | None) -> None:
-    """Refuse what is not a batch of token ids, and models that read something else."""
+def takes_ids(model: Any, ids: Any, padding: Tensor | None) -> Tensor:
+    """Token ids as they are; refuse what is not a batch of token ids, and models that read something else."""
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise HeadwiseError(
             f"{type(model).__name__} reads {model.main_input_name}, not token ids; call the model itself, inside "
@@ -24,6 +24,7 @@ def takes_ids(model: Any, ids: Any, padding: Tensor | None) -> None:
         raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")
     if padding is not None and padding.shape != ids.shape:
         raise HeadwiseError(f"padding is {tuple(padding.shape)} but ids are {tuple(ids.shape)}; True at real tokens.")
+    return ids
 
 
 def hidden_states(
@@ -68,6 +69,32 @@ def hidden_states(
     if not isinstance(states, Tensor) or states.shape[:2] != ids.shape:
         raise HeadwiseError(f"{type(body).__name__} gives no hidden state for every token; call the model itself.")
     return states
+
+
+def own_output(
+    model: Any,
+    ids: Tensor | None,
+    padding: Tensor | None,
+    source: Tensor | None,
+    source_padding: Tensor | None,
+    hidden: bool,
+    theirs: dict[str, Any],
+) -> Any:
+    """One pass by what the model itself takes: its own output, whatever that is. Our words stand for theirs."""
+    if hidden:
+        raise HeadwiseError(
+            f"hidden=True gives states and {', '.join(theirs)} the model's own output; leave one of them out, or ask for "
+            f"output_hidden_states=True."
+        )
+    reads = getattr(model, "main_input_name", "input_ids")
+    ours = {reads: ids, "attention_mask": _mask(padding)}
+    if source is not None:
+        ours = {reads: source, "attention_mask": _mask(source_padding), "decoder_input_ids": ids}
+        ours["decoder_attention_mask"] = _mask(padding)
+    ours = _said(ours)
+    for name in ours.keys() & theirs.keys():
+        raise HeadwiseError(f"{name} is given twice, in our words and in the model's; say it once.")
+    return model(**ours, **theirs)
 
 
 class Output:

@@ -1,6 +1,7 @@
 """`attach`: the heads of a transformers model, with the same numbers."""
 
 import copy
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.body import Output, hidden_states, takes_ids
+from headwise.attach.body import Output, hidden_states, own_output, takes_ids
 from headwise.attach.check import Guard, check_model, own_config
 from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.describe import describe, has_output
@@ -17,7 +18,7 @@ from headwise.attach.families import norm_before
 from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
 from headwise.attach.speak import TOKENS, check_speaker, speak, speak_whole
-from headwise.attach.store import PLANS, keep_note, make_layers, read, write
+from headwise.attach.store import PLANS, is_cut, keep_note, make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
 from headwise.attach.trial import try_layers
 from headwise.attach.wiring import find_wiring
@@ -76,6 +77,7 @@ class Attached(nn.Module):
         self._layers = layers
         self._spec: ModelSpec | None = None
         self._wiring: Wiring | None = None
+        self._said = False  # what saving a cut model means for others
         register(self)
         self._hooks: list[Any] = []
         self._mark()
@@ -92,21 +94,25 @@ class Attached(nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
+        ids: Tensor | None = None,
         *,
         padding: Tensor | None = None,
         source: Tensor | None = None,
         source_padding: Tensor | None = None,
         gates: Gates | None = None,
         hidden: bool = False,
-    ) -> Tensor:
+        **theirs: Any,
+    ) -> Any:
         """Token ids (B, T) → logits (B, T, V), or hidden states (B, T, D), as our own models do it.
 
-        `padding` (B, T) is True at real tokens, left or right; `source` is what an encoder-decoder reads. For all else call
-        the model itself: it stays attached.
+        `padding` (B, T) is True at real tokens, left or right; `source` is what an encoder-decoder reads. Whatever else is
+        said (`labels`, `attention_mask`, …) the model is told, and its own output comes back.
         """
         self._check_attached()
-        takes_ids(self.model, ids, padding)
+        if theirs:
+            with self._gated(gates):
+                return own_output(self.model, ids, padding, source, source_padding, hidden, theirs)
+        ids = takes_ids(self.model, ids, padding)
         states = hidden or not has_output(self.model)
         with self._gated(gates):
             return hidden_states(self.model, self.spec, ids, padding, source, source_padding, states)
@@ -302,9 +308,18 @@ class Attached(nn.Module):
     def save_pretrained(self, folder: str | Path, *, whole: bool = False) -> Path:
         """Write the model, whole or not at all; `hw.load(folder)` brings it back, cut or not.
 
-        With `whole` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`.
+        With `whole` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`. Without,
+        plain transformers refuses a cut one: that is said on standard error, once.
         """
-        return write(self.model, self._layers, self.tokenizer, folder, whole)
+        written = write(self.model, self._layers, self.tokenizer, folder, whole)
+        if is_cut(self._layers) and not whole and not self._said:
+            self._said = True
+            print(
+                f"heads were cut from this {type(self.model).__name__}: hw.load(folder) loads what is written, plain "
+                f"transformers does not; hw.export(model, folder) writes a folder for both, zeros in place of heads.",
+                file=sys.stderr,
+            )
+        return written
 
     save = save_pretrained
 

@@ -1,6 +1,7 @@
 """What holds for every architecture: the same bits, silence that is W_O without the head, maps that are the eager path's."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.attach.models import SIDES, Case, each_case, first, results
+from tests.attach.models import BY_NAME, SIDES, Case, each_case, first, results, transformers
 
 
 @each_case
@@ -170,3 +171,69 @@ def _state(model: Any) -> Any:
         for name, part in model.named_modules()
     ]
     return parts, model.config._attn_implementation, model.config.to_dict(), model.training
+
+
+# What the model itself takes.
+
+
+def test_a_handle_takes_what_the_model_takes() -> None:
+    case = BY_NAME["llama"]
+    model, given = case.build(), case.inputs("right")
+    ids, mask = given["input_ids"], given["attention_mask"]
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        plain = model(ids, attention_mask=mask, labels=labels)
+        with hw.attach(model) as theirs:
+            for told in (
+                theirs(ids, attention_mask=mask, labels=labels),
+                theirs(ids, padding=mask > 0, labels=labels),
+                theirs(**given, labels=labels),
+            ):
+                assert type(told) is type(plain)
+                assert torch.equal(told.loss, plain.loss)
+                assert torch.equal(told.logits, plain.logits)
+            half = theirs(ids, attention_mask=mask, labels=labels, gates={"*.*": 0.5})
+            assert float(half.loss) != float(plain.loss)
+            assert isinstance(theirs(ids, padding=mask > 0), torch.Tensor)
+            with pytest.raises(hw.HeadwiseError, match="attention_mask is given twice"):
+                theirs(ids, padding=mask > 0, attention_mask=mask)
+            with pytest.raises(hw.HeadwiseError, match="output_hidden_states"):
+                theirs(ids, labels=labels, hidden=True)
+
+
+def test_an_encoder_decoder_takes_labels_with_its_source() -> None:
+    case = BY_NAME["bart"]
+    model, given = case.build(), case.inputs("right")
+    ids, source, mask = given["decoder_input_ids"], given["input_ids"], given["attention_mask"]
+    with torch.no_grad(), hw.attach(model) as theirs:
+        told = theirs(ids, source=source, source_padding=mask > 0, labels=ids)
+        alone = theirs(source, attention_mask=mask, labels=ids)  # as the model itself is called: it writes labels
+    with torch.no_grad():
+        assert torch.equal(told.loss, model(**given, labels=ids).loss)
+        assert torch.equal(alone.loss, model(source, attention_mask=mask, labels=ids).loss)
+
+
+def test_what_is_not_token_ids_goes_to_the_model_by_its_name() -> None:
+    case = BY_NAME["vit"]
+    model, given = case.build(), case.inputs()
+    with torch.no_grad(), hw.attach(model) as theirs:
+        assert torch.equal(theirs(**given).last_hidden_state, model(**given).last_hidden_state)
+
+
+def test_saving_a_cut_model_says_who_can_load_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = BY_NAME["llama"].build()
+    theirs = hw.attach(model)
+    theirs.save(tmp_path / "uncut")
+    assert "heads were cut" not in capsys.readouterr().err
+    theirs.cut("1.4")
+    theirs.save(tmp_path / "cut")
+    assert "hw.load(folder) loads what is written, plain transformers does not" in capsys.readouterr().err
+    with pytest.raises(RuntimeError):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
+    capsys.readouterr()
+    hw.export(theirs, tmp_path / "whole")
+    assert "heads were cut" not in capsys.readouterr().err
+    given = BY_NAME["llama"].inputs()
+    with torch.no_grad():
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(**given).logits
+        assert (whole - model(**given).logits).abs().max() < 1e-5
