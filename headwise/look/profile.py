@@ -1,6 +1,7 @@
 """A profile: every head of a model, measured over a corpus in one streaming pass."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -226,12 +227,13 @@ def _shape(model: AnyModel) -> str:
 def in_words(corpus: Corpus) -> str:
     """What a corpus is, as it is told beside the roles that were shown on it.
 
-    >>> in_words(Corpus.probe()), in_words(Corpus.of("A text."))
-    ('the probe set', 'the text')
+    >>> in_words(Corpus.probe()), in_words(Corpus.of(["A text."]))
+    ('the probe set', 'the texts given')
     """
     if corpus.name.endswith(".tsv"):
         return "names in GAP"  # the only files of this kind
-    return ", ".join(Path(part).name for part in corpus.name.split(", "))
+    listed = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # how many there are is told elsewhere
+    return f"the {listed[1]} given" if listed else ", ".join(Path(part).name for part in corpus.name.split(", "))
 
 
 def random_twin(model: AnyModel, seed: int) -> AnyModel:

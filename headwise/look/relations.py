@@ -324,7 +324,10 @@ def _without_self(maps: list[Tensor], asked: list[Asked | None]) -> list[Tensor]
 
 
 def _wrong_pairs(document: Document, control: str) -> list[tuple[int, int]]:
-    """Words that have the shape of a pair and are none, the later one first."""
+    """Words that have the shape of a pair and are none, the later one first; in texts that have such a pair, so that what is
+    asked of a text does not depend on what else is read."""
+    if not any(control in CONTROLS.get(arc.name, ()) for arc in document.relations):
+        return []
     shapes, words = SHAPES[control], document.words
     pairs = {frozenset((arc.source, arc.target)) for arc in document.relations}
     return [

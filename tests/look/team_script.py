@@ -28,7 +28,9 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     made = make(which)
     made.save(Path(folder) / f"{rank}.npz")
-    sys.stdout.write(json.dumps({"rank": rank, "told": made.to_dict()}) + "\n")
+    (Path(folder) / f"{rank}.json").write_text(
+        json.dumps(made.to_dict()), encoding="utf-8"
+    )  # a pipe of two would mix them
 
 
 if __name__ == "__main__":

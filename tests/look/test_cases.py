@@ -57,7 +57,7 @@ def test_cases_of_offsets_classes_and_repeats() -> None:
         words = one.text.replace("…", "").split()
         assert words[words.index(f"*{one.attended}*") - 1] == one.token
     assert found["1.0"].on == "random tokens said twice"
-    assert found["0.0"].on == found["0.3"].on == "a list of 60 documents"
+    assert found["0.0"].on == found["0.3"].on == "the documents given"
     assert found["0.1"].evidence == ()
     assert found["0.0"].hardest
 

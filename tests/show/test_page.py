@@ -100,23 +100,18 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
             assert float(page.get_attribute('[data-fact="score"]', "data-value")) == head["score"]
             assert page.text_content('[data-fact="score"]') == f"{head['score']:.3f}"
             assert float(page.get_attribute('[data-fact="by chance"]', "data-value")) == head["null"]
-        cells = page.locator('section[aria-label="Measures"] tbody td').evaluate_all(
-            "all => all.map(one => Number(one.dataset.value))"
-        )
-        assert cells == list(head["measures"].values())
-        hardest = page.locator('section[aria-label="Where it looked hardest"]')
-        assert hardest.locator(".context mark.token").first.text_content().strip() == "<b>ship</b>"  # text stays text
+        cells = page.locator('section[aria-label="Measures"] tbody td')
+        assert cells.evaluate_all("all => all.map(x => Number(x.dataset.value))") == list(head["measures"].values())
+        looked = page.locator('section[aria-label="Where it looked hardest"] mark.token').first
+        assert looked.text_content().strip() == "<b>ship</b>"  # text stays text
         cases = page.locator('section[aria-label="Cases of its roles"]')
-        assert cases.count() == bool(head["roles"])
+        counts = cases.count(), cases.locator(".hit").count(), cases.locator(".miss").count()
+        assert counts == ((1, 6, 2) if head["roles"] else (0, 0, 0))
         if head["roles"]:
             assert page.text_content('[data-fact="shown on"]') == "the probe set"
-            assert "possessive > " in page.text_content('[data-fact="roles"]')
-            assert cases.locator("h3").first.text_content() == (
-                f"{head['role']} >, the probe set: 3 of 4 shown are hits"
-            )
-            assert (cases.locator(".hit").count(), cases.locator(".miss").count()) == (6, 2)
-            assert cases.locator(".miss mark.meant").first.text_content() == "<i>sea</i>"
-            assert cases.locator(".miss .weight").first.text_content() == "✗ 0.71"
+            assert f"{head['role']} >, the probe set: 3 of 4 shown are hits" in cases.text_content()
+            assert "Also: possessive > " in page.text_content('[data-fact="roles"]')
+            assert cases.locator(".miss").first.text_content() == "✗ 0.71the old painter sees the <i>sea</i> ship"
     assert page.text_content("#model-name") == "a <i>made</i> book"
 
 
@@ -152,8 +147,7 @@ def test_the_grid_is_a_grid_to_a_screen_reader(page, report):
 
 def test_roles_filter_and_words_find(page, report, book):
     show(page, report, "role=possessive")  # nobody's first role
-    lit = page.locator(".cell:not(.dim)").evaluate_all("all => all.map(one => one.dataset.head)")
-    assert lit == [head["address"] for head in book["heads"] if "possessive" in head["roles"]] != []
+    assert page.locator(".cell:not(.dim)").count() == sum("possessive" in head["roles"] for head in book["heads"]) > 0
     show(page, report, "role=induction")
     lit = page.locator(".cell:not(.dim)").evaluate_all("all => all.map(one => one.dataset.head)")
     assert lit == [head["address"] for head in book["heads"] if head["role"] == "induction"]
@@ -175,9 +169,8 @@ def test_nothing_live_stands_in_a_report(page, report):
 
 def test_claims_show_what_the_book_holds(page, report, book):
     show(page, report, "view=claims")
-    assert page.text_content('[data-fact="summary"]') == (
-        "1 holds, 1 does not hold, 1 depends on something, 1 is true by construction."
-    )
+    summary = "1 holds, 1 does not hold, 1 depends on something, 1 is true by construction."
+    assert page.text_content('[data-fact="summary"]') == summary
     for claim in book["claims"]:
         part = page.locator(f"#claim-{claim['name']}")
         assert part.locator("h2").text_content() == f"{claim['number']}. {claim['says']}"  # text stays text
