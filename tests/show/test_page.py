@@ -102,7 +102,7 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
             assert float(page.get_attribute('[data-fact="by chance"]', "data-value")) == head["null"]
         cells = page.locator('section[aria-label="Measures"] tbody td')
         assert cells.evaluate_all("all => all.map(x => Number(x.dataset.value))") == list(head["measures"].values())
-        looked = page.locator('section[aria-label="Where it looked hardest"] mark.token').first
+        looked = page.locator('section[aria-label="Where it looked hardest"] .context mark.token').first
         assert looked.text_content().strip() == "<b>ship</b>"  # text stays text
         cases = page.locator('section[aria-label="Cases of its roles"]')
         counts = cases.count(), cases.locator(".hit").count(), cases.locator(".miss").count()
