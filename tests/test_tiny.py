@@ -8,11 +8,11 @@ import torch
 
 import headwise as hw
 from headwise.change.cut import cut
-from headwise.cli import main
 from headwise.lab.figure import Figures
 from headwise.text.corpus import Corpus
 from headwise.text.make import make_tokenizer
 from headwise.train.loss import LanguageLoss
+from tests.runner import headwise
 
 TEXT = "the dog sees the cat . the cat sees the dog . " * 8
 
@@ -47,9 +47,7 @@ def test_kernels_agree() -> None:
     assert all(torch.allclose(out, outs[0], atol=1e-12) for out in outs)
 
 
-def test_a_model_learns_is_saved_looked_at_and_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_learns_is_saved_looked_at_and_cut(tmp_path: Path) -> None:
     """text, train, weights, look, change; cli and show tell of it. By parts: an optimizer and scipy are slow to import."""
     tokenizer = make_tokenizer("word", Corpus.of([TEXT]))
     attention = hw.AttentionSpec(width=12, heads=3, rotary=hw.Rotary())
@@ -77,10 +75,7 @@ def test_a_model_learns_is_saved_looked_at_and_cut(
     with model.heads["1.2,0.0"].silenced():
         torch.testing.assert_close(small(ids), model(ids))
     small.save(tmp_path / "small")
-    monkeypatch.setattr("sys.argv", ["headwise", "info", str(tmp_path / "small")])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert re.search(r"(?m)^ *heads +4 *$", capsys.readouterr().out)
+    assert re.search(r"(?m)^ *heads +4 *$", headwise("info", tmp_path / "small").told)
 
 
 def test_figures() -> None:

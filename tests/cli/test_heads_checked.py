@@ -1,16 +1,15 @@
 """headwise heads: what cannot be shown is refused before the work begins, and what was not found is told."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from headwise.cli import main
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
+from tests.runner import headwise
 
 GOLD = '{"words": ["the", "dog", "runs"], "relations": [["pulls", 2, 1]]}\n' * 12
 
@@ -26,15 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model.save(at / "little").parent
 
 
-def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    monkeypatch.setattr(
-        sys, "argv", ["headwise", "heads", str(folder / "little"), "--treebank", str(folder / "gold.jsonl"), *options]
-    )
-    with pytest.raises(SystemExit) as left:
-        main()
-    said = capsys.readouterr()
-    assert (left.value.code, said.out) == (2, "")
-    return said.err.splitlines()[-1]
+def refused(folder: Path, *options: str) -> str:
+    return headwise("heads", folder / "little", "--treebank", folder / "gold.jsonl", *options).refused
 
 
 @pytest.mark.parametrize(
@@ -53,15 +45,14 @@ def test_before_the_work_begins(
     said: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def begun(*_: object, **__: object) -> None:
         raise AssertionError("the work has begun")
 
     monkeypatch.setattr("headwise.look.profile.profile", begun)
-    assert said in refused(folder, monkeypatch, capsys, *options)
+    assert said in refused(folder, *options)
 
 
-def test_a_role_nobody_has(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(folder, monkeypatch, capsys, "--no-causal", "--role", "pulls")
+def test_a_role_nobody_has(folder: Path) -> None:
+    said = refused(folder, "--no-causal", "--role", "pulls")
     assert said == "headwise: no head here has the role 'pulls'; no head here has any role."

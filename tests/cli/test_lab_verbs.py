@@ -1,32 +1,23 @@
 """headwise sweep and headwise claims, as a person and a program use them."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from headwise.cli import main
+from tests.runner import headwise
 
 TINY = ("--width", "16", "--steps", "8", "--batch", "4", "--seeds", "1", "--processes", "1")
 
 
-def call(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["headwise", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    said = capsys.readouterr()
-    return int(left.value.code or 0), said.out, said.err
-
-
-def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
+def test_a_sweep_as_table_picture_and_json(tmp_path):
     asked = ("sweep", "--heads", "1,width", *TINY, "--cache", str(tmp_path / "cache"))
-    code, out, _ = call(monkeypatch, capsys, *asked, "--plot", str(tmp_path / "sweep.svg"))
+    code, out, _ = headwise(*asked, "--plot", tmp_path / "sweep.svg", columns=80)
     assert code == 0
     assert "constant heads × head_dim" in " ".join(out.split())
     assert "…" not in out  # every figure can be read in 80 columns
     assert (tmp_path / "sweep.svg").read_text().startswith("<?xml")
-    code, out, _ = call(monkeypatch, capsys, *asked, "--json")
+    code, out, _ = headwise(*asked, "--json")
     rows = json.loads(out)["rows"]
     assert [(row["heads"], row["head_dim"]) for row in rows] == [(1, 16), (16, 1)]
     assert {"loss", "marks", "diversity", "speed", "memory", "parameters"} <= set(rows[0])
@@ -54,27 +45,27 @@ def test_a_sweep_as_table_picture_and_json(monkeypatch, capsys, tmp_path):
         (("claims", "hill", "--on", "minilm"), "hill cannot be tried on a given model"),
     ],
 )
-def test_what_cannot_be_done_is_said(monkeypatch, capsys, tmp_path, words, said):
+def test_what_cannot_be_done_is_said(monkeypatch, tmp_path, words, said):
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(monkeypatch, capsys, *words)
+    code, out, err = headwise(*words)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
 
 
-def test_the_list(monkeypatch, capsys):
-    code, out, _ = call(monkeypatch, capsys, "claims", "--list", "--json")
+def test_the_list():
+    code, out, _ = headwise("claims", "--list", "--json")
     told = json.loads(out)
     assert code == 0
     assert [claim["number"] for claim in told] == list(range(1, 26))
-    code, out, _ = call(monkeypatch, capsys, "claims", "--list")
+    code, out, _ = headwise("claims", "--list")
     assert all(claim["name"] in out for claim in told)
 
 
-def test_claims_with_their_page(monkeypatch, capsys, tmp_path: Path):
+def test_claims_with_their_page(tmp_path: Path):
     out = tmp_path / "claims"
     asked = ("claims", "same-numbers", "parameters", "--cache", str(tmp_path / "cache"), "--processes", "1")
-    code, said, _ = call(monkeypatch, capsys, *asked, "--out", str(out))
+    code, said, _ = headwise(*asked, "--out", out, columns=80)
     assert code == 0
     assert "one seed (0): indicative" in said
     assert "true by construction: a plain layer has four matrices" in " ".join(said.replace("│", " ").split())
@@ -85,10 +76,10 @@ def test_claims_with_their_page(monkeypatch, capsys, tmp_path: Path):
     told = json.loads((out / "claims.json").read_text())
     assert [claim["verdict"] for claim in told] == ["holds", "depends"]
     assert "headwise claims parameters" in (out / "claims.md").read_text()
-    code, said, _ = call(monkeypatch, capsys, *asked, "--json")
+    code, said, _ = headwise(*asked, "--json")
     assert json.loads(said) == told
     assert [(claim["seeds"], claim["seen"]) for claim in told] == [([0], True)] * 2
     assert told[1]["identity"].startswith("a plain layer has four matrices")
-    code, said, _ = call(monkeypatch, capsys, *asked, "--seeds", "2", "--first-seed", "40")
+    code, said, _ = headwise(*asked, "--seeds", "2", "--first-seed", "40")
     assert "2 seeds (40 to 41)" in said
     assert "looked at" not in said

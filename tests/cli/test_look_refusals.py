@@ -2,32 +2,20 @@
 
 import csv
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from headwise.cli import main
 from headwise.look.result import Profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Headwise = Callable[..., Done]
+from tests.runner import alone, headwise
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +44,6 @@ def gold(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture
-def headwise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Headwise:
-    """The command line, without the price of starting Python each time."""
-
-    def called(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["headwise", *arguments])
-        monkeypatch.setenv("COLUMNS", "140")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        return Done(int(left.value.code or 0), said.out, said.err)
-
-    return called
-
-
 def strict(text: str) -> Any:
     """JSON as other programs read it: there is no NaN in it."""
 
@@ -82,16 +54,11 @@ def strict(text: str) -> Any:
 
 
 def test_as_a_program_of_its_own(folder: str, text: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headwise", "heads", folder, text, "--length", "50", "--no-causal", "--json"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [head["address"] for head in strict(done.stdout)["heads"]] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    done = alone("heads", folder, text, "--length", "50", "--no-causal", "--json")
+    assert [head["address"] for head in strict(done.told)["heads"]] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
 
 
-def test_heads(folder: str, text: str, headwise: Headwise, tmp_path: Path) -> None:
+def test_heads(folder: str, text: str, tmp_path: Path) -> None:
     saved = tmp_path / "made.npz"
     done = headwise("heads", folder, text, "--length", "50", "--json", "--save", str(saved))
     assert done.code == 0, done.err
@@ -122,7 +89,7 @@ def test_heads(folder: str, text: str, headwise: Headwise, tmp_path: Path) -> No
     assert "entropy" in shown
 
 
-def test_a_table_for_people_and_one_for_sheets(folder: str, text: str, gold: str, headwise: Headwise) -> None:
+def test_a_table_for_people_and_one_for_sheets(folder: str, text: str, gold: str) -> None:
     options = ("heads", folder, text, "--treebank", gold, "--length", "60", "--no-causal", "--layers", "1")
     shown = headwise(*options)
     assert shown.code == 0, shown.err
@@ -133,7 +100,7 @@ def test_a_table_for_people_and_one_for_sheets(folder: str, text: str, gold: str
     assert float(rows[0]["entropy"]) > 0
 
 
-def test_treebanks_and_controls(folder: str, gold: str, headwise: Headwise) -> None:
+def test_treebanks_and_controls(folder: str, gold: str) -> None:
     done = headwise("heads", folder, "--treebank", gold, "--no-causal", "--json")
     assert done.code == 0, done.err
     told = strict(done.out)
@@ -144,12 +111,12 @@ def test_treebanks_and_controls(folder: str, gold: str, headwise: Headwise) -> N
         assert len(strict(headwise("heads", folder, *options).out)["heads"]) == 6
 
 
-def test_where_nobody_watches_there_is_no_progress(folder: str, gold: str, headwise: Headwise) -> None:
+def test_where_nobody_watches_there_is_no_progress(folder: str, gold: str) -> None:
     assert headwise("heads", folder, "--treebank", gold, "--no-causal", "--json").err == ""
     assert headwise("ablate", folder, "the dog runs", "--heads", "0.1", "--json").err == ""
 
 
-def test_one_head(folder: str, text: str, headwise: Headwise) -> None:
+def test_one_head(folder: str, text: str) -> None:
     done = headwise("head", folder, "0.1", text, "--json")
     assert done.code == 0, done.err
     told = strict(done.out)
@@ -158,7 +125,7 @@ def test_one_head(folder: str, text: str, headwise: Headwise) -> None:
 
 
 @pytest.mark.parametrize("by", ["ablation", "gradient", "attribution"])
-def test_ablate(by: str, folder: str, text: str, headwise: Headwise) -> None:
+def test_ablate(by: str, folder: str, text: str) -> None:
     options = ("ablate", folder, text, "--by", by, "--length", "40", "--heads", "0.*,1.2")
     done = headwise(*options, "--json")
     assert done.code == 0, done.err
@@ -189,9 +156,7 @@ def test_ablate(by: str, folder: str, text: str, headwise: Headwise) -> None:
         (("ablate", "{}", "the dog runs", "--limit", "0"), "text"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    arguments: tuple[str, ...], said: str, folder: str, gold: str, headwise: Headwise
-) -> None:
+def test_what_cannot_be_done_is_one_line(arguments: tuple[str, ...], said: str, folder: str, gold: str) -> None:
     done = headwise(*(argument.format(folder, gold=gold) for argument in arguments))
     assert done.code == 2
     assert done.out == ""
@@ -200,7 +165,7 @@ def test_what_cannot_be_done_is_one_line(
     assert said in last
 
 
-def test_a_damaged_profile_is_refused(headwise: Headwise, tmp_path: Path) -> None:
+def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 and then nothing")
     done = headwise("head", str(tmp_path / "a.npz"), "0.0")
     assert (done.code, done.out) == (2, "")

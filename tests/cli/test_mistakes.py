@@ -5,14 +5,14 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.cli import VERBS, app
+from headwise.cli import VERBS
 from headwise.cli.shell.complete import heads, models, roles
 from headwise.cli.shell.examples import EXAMPLES, first_steps
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
+from tests.runner import headwise
 
 
 def model() -> hw.Transformer:
@@ -59,16 +59,16 @@ def test_gpt2_is_told_of_the_hub_and_the_preset() -> None:
 
 
 def test_headwise_alone_and_verbs_without_what_they_need_say_what_to_try() -> None:
-    alone = CliRunner().invoke(app, [])
-    assert alone.exit_code == 0
-    assert alone.stdout.strip() == first_steps()
+    alone = headwise()
+    assert alone.code == 0
+    assert alone.out.strip() == first_steps()
     names = {verb.__name__.rpartition(".")[2] for verb in VERBS}
     assert names == set(EXAMPLES)
     for name in ("info", "generate", "heads", "head", "attend", "ablate", "prune", "diff", "export", "plot", "view"):
-        done = CliRunner().invoke(app, [name])
-        assert done.exit_code == 2, name
-        assert EXAMPLES[name] in done.stderr, name
-        assert EXAMPLES[name] in CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).stdout
+        done = headwise(name)
+        assert done.code == 2, name
+        assert EXAMPLES[name] in done.err, name
+        assert EXAMPLES[name] in headwise(name, "--help", columns=200).told
 
 
 def test_completion_offers_models_heads_and_roles(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

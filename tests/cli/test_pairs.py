@@ -1,8 +1,6 @@
 """The verbs on pairs of files: an encoder-decoder is trained, writes, is asked about, cut, judged and healed."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,22 +8,16 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.cli import main
 from headwise.look.ablate import mean_activations
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.make import character_tokenizer
 from tests.look.paired import mean_loss
+from tests.runner import headwise
 from tests.train.test_pairs import reversals
 
 PAIRS, OTHERS = reversals(300, 0), reversals(20, 1)
 SIZES = ("--layers", 1, "--heads", 2, "--width", 16, "--context", 12, "--batch", 16, "--warmup", 5, "--rate", 0.01)
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 class Files(NamedTuple):
@@ -33,29 +25,6 @@ class Files(NamedTuple):
     texts: Path
     other_sources: Path
     other_texts: Path
-
-
-Headwise = Callable[..., Done]
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "120")
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-@pytest.fixture
-def headwise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Headwise:
-    def run(*arguments: object) -> Done:
-        code = call(monkeypatch, *arguments)
-        said = capsys.readouterr()
-        return Done(code, said.out, said.err)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +41,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def folder(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model trained by the verb itself, with a held-out pair of files."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        code = call(
-            patch, "train", files.texts, "--source", files.sources, "--valid", files.other_texts, "--valid-source",
-            files.other_sources, "--preset", "transformer-base", *SIZES, "--steps", 60, "--tokenizer", "character",
-            "--out", out,
-        )  # fmt: skip
-    assert code == 0
+    done = headwise(
+        "train", files.texts, "--source", files.sources, "--valid", files.other_texts, "--valid-source",
+        files.other_sources, "--preset", "transformer-base", *SIZES, "--steps", 60, "--tokenizer", "character",
+        "--out", out,
+    )  # fmt: skip
+    assert done.code == 0, done.err
     return out / "model"
 
 
@@ -98,7 +66,7 @@ def test_a_model_is_trained_on_two_files(folder: Path) -> None:
     assert rows[-1]["valid_loss"] < rows[0]["loss"]
 
 
-def test_without_held_out_files_the_end_is_held_out(headwise: Headwise, files: Files, tmp_path: Path) -> None:
+def test_without_held_out_files_the_end_is_held_out(files: Files, tmp_path: Path) -> None:
     done = headwise(
         "train", files.texts, "--source", files.sources, "--preset", "transformer-base", *SIZES, "--steps", 2, "--out",
         tmp_path / "run", "--json",
@@ -122,7 +90,7 @@ def size(pairs: list[tuple[str, str]]) -> int:
     return sum(len(source) + len(text) + 2 for source, text in pairs)
 
 
-def test_a_text_is_read_and_another_written(headwise: Headwise, folder: Path) -> None:
+def test_a_text_is_read_and_another_written(folder: Path) -> None:
     model = loaded(folder)
     told = json.loads(headwise("generate", folder, "abcde", "--tokens", 9, "--json").out)
     want = model.generate("abcde", 9)
@@ -138,7 +106,7 @@ def test_a_text_is_read_and_another_written(headwise: Headwise, folder: Path) ->
     assert silent["ids"] == other["ids"], "without its cross heads it writes the same, whatever it reads"
 
 
-def test_what_heads_are_worth_on_two_files(headwise: Headwise, folder: Path, files: Files) -> None:
+def test_what_heads_are_worth_on_two_files(folder: Path, files: Files) -> None:
     model = loaded(folder)
     asked = ("ablate", folder, files.other_texts, "--source", files.other_sources)
     told = json.loads(headwise(*asked, "--how", "zero", "--limit", 7, "--json").out)
@@ -155,7 +123,7 @@ def test_what_heads_are_worth_on_two_files(headwise: Headwise, folder: Path, fil
     assert "enc.0.1" not in table.out
 
 
-def test_a_model_is_cut_healed_saved_and_judged(headwise: Headwise, folder: Path, files: Files, tmp_path: Path) -> None:
+def test_a_model_is_cut_healed_saved_and_judged(folder: Path, files: Files, tmp_path: Path) -> None:
     asked = ("prune", folder, files.texts, "--source", files.sources, "--limit", 40, "--seeds", 1)
     done = headwise(*asked, "--keep", 0.5, "--out", tmp_path / "small", "--plan", tmp_path / "plan.json", "--json")
     assert done.code == 0, done.err
@@ -184,7 +152,7 @@ def test_a_model_is_cut_healed_saved_and_judged(headwise: Headwise, folder: Path
     assert mean_loss(healed, OTHERS) != mean_loss(small, OTHERS)
 
 
-def test_a_curve(headwise: Headwise, folder: Path, files: Files) -> None:
+def test_a_curve(folder: Path, files: Files) -> None:
     asked = ("prune", folder, files.texts, "--source", files.sources, "--limit", 8, "--seeds", 1)
     done = headwise(*asked, "--curve", "--shares", "0.5", "--json")
     assert done.code == 0, done.err
@@ -206,7 +174,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trouble_is_one_line(
-    headwise: Headwise, folder: Path, decoder: Path, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, decoder: Path, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a run without --out would begin here
     short = tmp_path / "short.txt"
@@ -254,7 +222,7 @@ def test_trouble_is_one_line(
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["gap.txt", "short.txt"]
 
 
-def test_heads_are_cut_by_name_without_pairs(headwise: Headwise, folder: Path, files: Files, tmp_path: Path) -> None:
+def test_heads_are_cut_by_name_without_pairs(folder: Path, files: Files, tmp_path: Path) -> None:
     done = headwise("prune", folder, "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "small", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["report"] is None

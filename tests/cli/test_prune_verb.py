@@ -3,9 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,22 +12,13 @@ import headwise as hw
 from headwise.change.cut import cut
 from headwise.change.plan import Plan
 from headwise.change.trial import Trial, read_texts
-from headwise.cli import main
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
+from tests.runner import Done, headwise
 from tests.train.tiny import same_weights
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Headwise = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +41,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture
-def headwise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Headwise:
-    def call(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["headwise", "prune", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "120")
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        said = capsys.readouterr()
-        return Done(code, said.out, said.err)
-
-    return call
+def prune(*arguments: object) -> Done:
+    return headwise("prune", *arguments)
 
 
-def test_a_model_is_cut_saved_and_reported(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:
+def test_a_model_is_cut_saved_and_reported(folder: str, texts: str, tmp_path: Path) -> None:
     out, plan = tmp_path / "half", tmp_path / "plan.json"
-    done = headwise(folder, texts, "--keep", 0.5, "--length", 20, "--limit", 16, "--out", out, "--plan", plan, "--json")
+    done = prune(folder, texts, "--keep", 0.5, "--length", 20, "--limit", 16, "--out", out, "--plan", plan, "--json")
     assert (done.code, done.err) == (0, "")
     told = json.loads(done.out)
     assert told["out"] == str(out)
@@ -85,29 +62,29 @@ def test_a_model_is_cut_saved_and_reported(headwise: Headwise, folder: str, text
         str(head) for head in small.spec.addresses
     ]
     assert same_weights(small, Plan.load(plan).apply(full))
-    assert "\n" in headwise(folder, "the cat saw the dog", "--apply", plan, "--seeds", 0).out
-    again = json.loads(headwise(folder, texts, "--apply", plan, "--length", 20, "--limit", 16, "--json").out)
+    assert "\n" in prune(folder, "the cat saw the dog", "--apply", plan, "--seeds", 0).out
+    again = json.loads(prune(folder, texts, "--apply", plan, "--length", 20, "--limit", 16, "--json").out)
     assert again["plan"] == told["plan"]
     assert again["report"]["loss_after"] == told["report"]["loss_after"]
     assert again["report"]["random"] == told["report"]["random"]
 
 
-def test_named_heads_need_no_second_text(headwise: Headwise, folder: str, tmp_path: Path) -> None:
-    done = headwise(folder, "the cat saw the dog", "--heads", "1.*", "--no-fold", "--out", tmp_path / "m", "--seeds", 0)
+def test_named_heads_need_no_second_text(folder: str, tmp_path: Path) -> None:
+    done = prune(folder, "the cat saw the dog", "--heads", "1.*", "--no-fold", "--out", tmp_path / "m", "--seeds", 0)
     assert done.code == 0, done.err
     assert "4 of 8 heads are cut, named by hand; nothing is folded." in done.out
     assert "layer 1 loses 0 1 2 3, all it had" in done.out
     assert "cache bytes per token" in done.out
     assert same_weights(hw.load(tmp_path / "m"), cut(hw.load(folder), "1.*"))
-    done = headwise(folder, "the cat saw the dog", "--heads", "1.*")
+    done = prune(folder, "the cat saw the dog", "--heads", "1.*")
     assert (done.code, done.out) == (2, "")
     assert "a single text cannot both choose" in done.err
 
 
-def test_a_curve_with_its_picture(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:
+def test_a_curve_with_its_picture(folder: str, texts: str, tmp_path: Path) -> None:
     asked = (folder, texts, "--length", 20, "--limit", 8, "--shares", "0.75,0.25", "--seeds", 2)
     for name in ("curve.svg", "curve.png"):
-        done = headwise(*asked, "--plot", tmp_path / name, "--json")
+        done = prune(*asked, "--plot", tmp_path / name, "--json")
         assert done.code == 0, done.err
         assert (tmp_path / name).stat().st_size > 5000
     told = json.loads(done.out)
@@ -117,29 +94,29 @@ def test_a_curve_with_its_picture(headwise: Headwise, folder: str, texts: str, t
     ]
     svg = (tmp_path / "curve.svg").read_text()
     assert all(f"<!-- {words} -->" in svg for words in ("ablation", "gradient", "random", "share of heads kept"))
-    done = headwise(*asked, "--keep", 0.75, "--by", "gates", "--steps", 3, "--curve")
+    done = prune(*asked, "--keep", 0.75, "--by", "gates", "--steps", 3, "--curve")
     assert "gates" in done.out
     assert "more than full" in done.out
     assert "What it cost" in done.out
 
 
-def test_judged_by_another_text(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:
+def test_judged_by_another_text(folder: str, texts: str, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("the cat saw the dog")
-    done = headwise(folder, texts, "--keep", 0.5, "--test", other, "--length", 20, "--limit", 6, "--json")
+    done = prune(folder, texts, "--keep", 0.5, "--test", other, "--length", 20, "--limit", 6, "--json")
     assert json.loads(done.out)["report"]["texts"] == 1
 
 
-def test_an_encoder_decoder_is_cut_without_a_word(headwise: Headwise, tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_cut_without_a_word(tmp_path: Path) -> None:
     spec = ModelSpec(vocab=11, context=8, layers=1, attention=AttentionSpec(width=8, heads=2), kind="encoder-decoder")
     Transformer(spec).save(tmp_path / "full")
-    done = headwise(tmp_path / "full", "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "small")
+    done = prune(tmp_path / "full", "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "small")
     assert done.code == 0, done.err
     assert [str(head) for head in hw.load(tmp_path / "small").spec.addresses if head.stack == "cross"] == ["cross.0.0"]
-    assert "needs pairs: give TEXT and --source" in headwise(tmp_path / "full", "--keep", 0.5).err
+    assert "needs pairs: give TEXT and --source" in prune(tmp_path / "full", "--keep", 0.5).err
 
 
-def test_trouble_is_one_line(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:
+def test_trouble_is_one_line(folder: str, texts: str, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "empty.txt").write_text("")
@@ -165,7 +142,7 @@ def test_trouble_is_one_line(headwise: Headwise, folder: str, texts: str, tmp_pa
         ((folder, texts, "--keep", 0.5, "--limit", 0), "a limit of 0"),
         ((tmp_path / "nowhere", texts, "--keep", 0.5), "nowhere"),
     ):
-        done = headwise(*arguments, "--length", 20, *(() if "--limit" in arguments else ("--limit", 4)))
+        done = prune(*arguments, "--length", 20, *(() if "--limit" in arguments else ("--limit", 4)))
         assert (done.code, done.out) == (2, ""), arguments
         assert done.err.count("\n") == 1
         assert message in done.err
@@ -192,10 +169,10 @@ def test_breaking_off_leaves_nothing_behind(folder: str, texts: str, tmp_path: P
     assert all(torch.equal(value, before[name]) for name, value in hw.load(folder).state_dict().items())
 
 
-def test_a_cut_model_is_healed_before_it_is_saved(headwise: Headwise, folder: str, texts: str, tmp_path: Path) -> None:
+def test_a_cut_model_is_healed_before_it_is_saved(folder: str, texts: str, tmp_path: Path) -> None:
     out = tmp_path / "healed"
     plan = tmp_path / "plan.json"
-    done = headwise(
+    done = prune(
         folder,
         texts,
         "--keep",
@@ -226,6 +203,6 @@ def test_a_cut_model_is_healed_before_it_is_saved(headwise: Headwise, folder: st
     assert told["time"]["share"] == told["time"]["after"] / told["time"]["before"]
 
 
-def test_what_cannot_be_healed(headwise: Headwise, folder: str, texts: str) -> None:
-    assert "--heal trains a model that was cut" in headwise(folder, texts, "--curve", "--heal", 5).err
-    assert "cannot be asked for tokens" in headwise("minilm", texts, "--keep", 0.5, "--heal", 5).err
+def test_what_cannot_be_healed(folder: str, texts: str) -> None:
+    assert "--heal trains a model that was cut" in prune(folder, texts, "--curve", "--heal", 5).err
+    assert "cannot be asked for tokens" in prune("minilm", texts, "--keep", 0.5, "--heal", 5).err

@@ -1,27 +1,16 @@
 """headwise train as a person or a program uses it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headwise as hw
+from tests.runner import alone, headwise
 
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--batch", "4", "--warmup", "2"]
 TEXT = "the dog saw the cat, and the cat ran to the tree.\n" * 20
-
-
-def headwise(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headwise", "train", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.fixture
@@ -33,9 +22,9 @@ def text(tmp_path: Path) -> Path:
 
 def test_json_is_all_that_comes_out(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = headwise(text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
+    done = headwise("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
+    assert done.code == 0, done.err
+    told: dict[str, Any] = json.loads(done.out)
     assert told["steps"] == told["recipe"]["steps"] == 5
     assert told["tokens"] == 5 * 4 * 8
     assert told["stopped"] == "finished"
@@ -43,22 +32,24 @@ def test_json_is_all_that_comes_out(text: Path, tmp_path: Path) -> None:
     assert told["model"] == str(out / "model")
     assert 0 < told["loss"] < 7
     assert 0 < told["valid_loss"] < 7
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["step 2", "step 4", "step 5"]
+    assert [line.split(":")[0] for line in done.err.splitlines()] == ["step 2", "step 4", "step 5"]
     model = hw.load(out / "model")
     assert told["parameters"] == sum(value.numel() for value in model.parameters())
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1] == {"step": 5, "valid_loss": told["valid_loss"]}
 
-    again = headwise(text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
-    assert json.loads(again.stdout) | {"seconds": 0} == told | {"seconds": 0}
-    assert again.stderr == "going on from step 5 of 5\n"
+    again = headwise("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
+    assert json.loads(again.out) | {"seconds": 0} == told | {"seconds": 0}
+    assert again.err == "going on from step 5 of 5\n"
 
 
 def test_for_a_person(text: Path, tmp_path: Path) -> None:
-    done = headwise(text, *SIZES, "--steps", "3", "--out", tmp_path / "run", "--masked", "--tokenizer", "character")
-    assert done.returncode == 0, done.stderr
-    assert "finished at step 3, 96 tokens" in done.stdout
-    assert f"headwise generate {tmp_path / 'run'} ..." in done.stdout
+    done = headwise(
+        "train", text, *SIZES, "--steps", "3", "--out", tmp_path / "run", "--masked", "--tokenizer", "character"
+    )
+    assert done.code == 0, done.err
+    assert "finished at step 3, 96 tokens" in done.out
+    assert f"headwise generate {tmp_path / 'run'} ..." in done.out
     model = hw.load(tmp_path / "run" / "model")
     assert model.spec.kind == "encoder"
     assert model.spec.vocab == len(set(TEXT)) + 3  # with unknown, end and mask
@@ -94,65 +85,48 @@ def bad(tmp_path: Path) -> dict[str, list[str | Path]]:
     }
 
 
-def in_process(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    from headwise.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["headwise", "train", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return stopped.value.code or 0, capsys.readouterr()
-
-
-def test_what_cannot_be_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for message, arguments in bad(tmp_path).items():
         asked = [*SIZES, "--steps", "2", *map(str, arguments)]
-        code, said = in_process(asked, monkeypatch, capsys)
-        assert code == 2, message
-        assert said.out == ""
-        assert message in said.err
-        assert said.err.count("\n") == 1, said.err
-        assert said.err.startswith("headwise: ")
+        done = headwise("train", *asked)
+        assert done.code == 2, message
+        assert done.out == ""
+        assert message in done.err
+        assert done.err.count("\n") == 1, done.err
+        assert done.err.startswith("headwise: ")
 
 
 def test_an_error_of_a_process_is_no_traceback(tmp_path: Path) -> None:
-    done = headwise(tmp_path / "nowhere.txt", "--json")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == f"headwise: there is no file or folder {tmp_path / 'nowhere.txt'}.\n"
+    done = alone("train", tmp_path / "nowhere.txt", "--json")
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err == f"headwise: there is no file or folder {tmp_path / 'nowhere.txt'}.\n"
 
 
-def test_a_mistake_put_right_goes_through(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_put_right_goes_through(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that never began has no claim on its folder."""
     asked = [str(text), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
-    assert in_process([*asked, "--tokenizer", "letters"], monkeypatch, capsys)[0] == 2
-    code, said = in_process([*asked, "--tokenizer", "character"], monkeypatch, capsys)
-    assert code == 0, said.err
+    assert headwise("train", *asked, "--tokenizer", "letters").code == 2
+    done = headwise("train", *asked, "--tokenizer", "character")
+    assert done.code == 0, done.err
 
 
-def test_a_text_put_right_goes_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_put_right_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "words.txt"
     asked = [str(path), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
     for wrong in (b"caf\xe9 " * 200, b"abc"):
         path.write_bytes(wrong)
-        assert in_process(asked, monkeypatch, capsys)[0] == 2
+        assert headwise("train", *asked).code == 2
     path.write_text(TEXT)
-    code, said = in_process(asked, monkeypatch, capsys)
-    assert code == 0, said.err
+    done = headwise("train", *asked)
+    assert done.code == 0, done.err
 
 
-def test_a_text_to_evaluate_on_is_not_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_to_evaluate_on_is_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a text it is the little language that is read; an own text to evaluate on is then used, or refused."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text("")  # empty: whoever reads it, must complain
-    code, said = in_process(["--valid", "other.txt", *SIZES, "--steps", "1"], monkeypatch, capsys)
-    assert code == 2
-    assert "other.txt" in said.err or "--valid" in said.err
+    done = headwise("train", "--valid", "other.txt", *SIZES, "--steps", "1")
+    assert done.code == 2
+    assert "other.txt" in done.err or "--valid" in done.err

@@ -1,21 +1,16 @@
 """The command line as a person uses it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import headwise as hw
-
-
-def headwise(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "headwise", *arguments], capture_output=True, text=True)
+from tests.runner import alone, headwise
 
 
 def test_the_second_half_of_the_demo_trains_looks_cuts_and_writes(tmp_path: Path) -> None:
     done = headwise("demo", "--train", "--quick", "--out", str(tmp_path / "demo"))
-    assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split())
+    assert done.code == 0, done.err
+    told = " ".join(done.out.split())
     for said in (
         "Ctrl-C leaves it out, and nothing is lost",
         "Trained 24 steps",
@@ -32,21 +27,21 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "mine.txt").write_text("mine")
     done = headwise("demo", "--train", "--quick", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"headwise: {tmp_path / 'trained'} is there already and holds something else")
+    assert done.code == 2
+    assert done.err.startswith(f"headwise: {tmp_path / 'trained'} is there already and holds something else")
     assert [path.name for path in (tmp_path / "trained").iterdir()] == ["mine.txt"]
 
 
 def test_presets_lists_all() -> None:
-    listed = json.loads(headwise("presets", "--json").stdout)
+    listed = json.loads(headwise("presets", "--json").out)
     assert [row["preset"] for row in listed] == list(hw.presets())
     assert {row["preset"]: row["parameters"] for row in listed}["gpt2"] == 124_439_808
-    table = headwise("presets").stdout
+    table = headwise("presets").out
     assert all(name in table for name in hw.presets())
     assert "124,439,808" in table
 
 
 def test_an_unknown_verb_is_refused() -> None:
-    done = headwise("heds")
-    assert done.returncode == 2
-    assert "No such command" in done.stderr
+    done = alone("heds")
+    assert done.code == 2
+    assert "No such command" in done.err

@@ -1,12 +1,9 @@
 """info, generate and export as a person uses them."""
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,45 +11,21 @@ import torch
 import transformers
 
 import headwise as hw
-from headwise.cli import main
 from tests.parity.quiet import quiet_transformers
 from tests.parity.real import smollm2_folder
+from tests.runner import Done, headwise
 from tests.weights.checkpoints import make_llama
 
 quiet_transformers()
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def headwise(*arguments: str) -> Done:
-    """The command line in this process: starting torch anew for every call would take minutes."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        patch.setattr(sys, "argv", ["headwise", *arguments])
-        patch.setenv("COLUMNS", "120")
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-    return Done(code, out.getvalue(), err.getvalue())
-
-
 def one_line(done: Done, *said: str) -> None:
     """An error a person can put right: one line on standard error, nothing on standard output, exit code 2."""
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("headwise: ")
-    assert done.stderr.count("\n") == 1
-    assert all(part in done.stderr for part in said), done.stderr
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert done.err.startswith("headwise: ")
+    assert done.err.count("\n") == 1
+    assert all(part in done.err for part in said), done.err
 
 
 @pytest.fixture
@@ -75,7 +48,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_info_of_a_bundle() -> None:
-    facts = json.loads(headwise("info", "smollm2", "--json").stdout)
+    facts = json.loads(headwise("info", "smollm2", "--json").out)
     assert facts["source"] == "smollm2"
     assert (facts["family"], facts["kind"], facts["layers"]) == ("llama", "decoder", 30)
     assert (facts["heads"], facts["heads_by_layer"], facts["kv_heads"]) == (270, "9", 90)
@@ -88,24 +61,24 @@ def test_info_of_a_bundle() -> None:
 
 def test_info_as_a_table() -> None:
     done = headwise("info", "minilm")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.code == 0, done.err
+    assert done.err == ""
     for part in ("bert", "encoder", "384", "30,522 tokens", "22,713,216"):
-        assert part in done.stdout, part
+        assert part in done.out, part
 
 
 def test_info_of_a_folder_and_of_a_pruned_model(folder: Path, tmp_path: Path) -> None:
-    facts = json.loads(headwise("info", str(folder), "--json").stdout)
+    facts = json.loads(headwise("info", str(folder), "--json").out)
     loaded = hw.load(folder)
     assert facts["parameters"] == sum(parameter.numel() for parameter in loaded.parameters())
     assert facts["tokenizer"] == "none"
     hw.Transformer(loaded.spec.without("0.1,1.0-1")).save(tmp_path / "pruned")
-    facts = json.loads(headwise("info", str(tmp_path / "pruned"), "--json").stdout)
+    facts = json.loads(headwise("info", str(tmp_path / "pruned"), "--json").out)
     assert (facts["family"], facts["heads"], facts["heads_by_layer"], facts["kv_heads"]) == ("headwise", 9, "4 to 5", 5)
 
 
 def test_info_of_a_preset() -> None:
-    facts = json.loads(headwise("info", "gpt2", "--json").stdout)
+    facts = json.loads(headwise("info", "gpt2", "--json").out)
     assert (facts["family"], facts["parameters"]) == ("preset", 124_439_808)
     assert facts["tokenizer"].startswith("none")
 
@@ -123,7 +96,7 @@ def test_info_does_not_read_weights(folder: Path) -> None:
         name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(folder / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors")
-    assert headwise("info", str(folder)).returncode == 0
+    assert headwise("info", str(folder)).code == 0
     one_line(headwise("generate", str(folder), "hi"), "NaN or infinite")
 
 
@@ -153,7 +126,7 @@ def test_generate_appears_as_it_is_written() -> None:
 def test_generate_with_heads_silenced() -> None:
     folder = str(smollm2_folder())  # as transformers writes it: quicker to load than the bundle
     done = headwise("generate", folder, "One two three", "--tokens", "5", "--json", "--silence", "0-9.*")
-    silenced = json.loads(done.stdout)
+    silenced = json.loads(done.out)
     model = hw.load(folder)
     with model.heads["0-9.*"].silenced():
         assert silenced["text"] == model.generate("One two three", 5)
@@ -162,8 +135,8 @@ def test_generate_with_heads_silenced() -> None:
 
 def test_generate_as_json(talker: str) -> None:
     done = headwise("generate", talker, "ba de", "--tokens", "5", "--json")
-    assert done.stderr == ""
-    told = json.loads(done.stdout)
+    assert done.err == ""
+    told = json.loads(done.out)
     model = hw.load(talker)
     assert model.tokenizer is not None
     assert set(told) == {"prompt", "text", "ids", "new_tokens", "seconds"}
@@ -171,19 +144,19 @@ def test_generate_as_json(talker: str) -> None:
     assert told["ids"][:-5] == model.tokenizer.encode("ba de")
     assert told["text"] == model.tokenizer.decode(told["ids"]) == model.generate("ba de", 5)
     assert told["seconds"] > 0
-    assert headwise("generate", talker, "ba de", "--tokens", "5").stdout == told["text"] + "\n"
+    assert headwise("generate", talker, "ba de", "--tokens", "5").out == told["text"] + "\n"
 
 
 def test_generate_with_a_seed_is_repeatable(talker: str) -> None:
     draw = ("generate", talker, "ba", "--tokens", "9", "--temperature", "1.2", "--top-k", "50", "--json")
-    first, again, other = (json.loads(headwise(*draw, "--seed", seed).stdout)["ids"] for seed in ("1", "1", "2"))
+    first, again, other = (json.loads(headwise(*draw, "--seed", seed).out)["ids"] for seed in ("1", "1", "2"))
     assert first == again
     assert first != other
 
 
 def test_generate_nothing(talker: str) -> None:
     done = headwise("generate", talker, "ba", "--tokens", "0")
-    assert (done.returncode, done.stdout) == (0, "ba\n")
+    assert (done.code, done.out) == (0, "ba\n")
 
 
 @pytest.mark.parametrize(
@@ -198,9 +171,9 @@ def test_generate_nothing(talker: str) -> None:
 )
 def test_generate_that_cannot_be(arguments: tuple[str, ...], said: str, talker: str) -> None:
     done = headwise("generate", talker, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.code == 2, done.err
+    assert said in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_generate_with_a_model_that_cannot() -> None:
@@ -218,8 +191,8 @@ def test_generate_without_a_tokenizer(folder: Path) -> None:
 
 def test_export_of_a_folder(folder: Path, tmp_path: Path) -> None:
     done = headwise("export", str(folder), str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'out'}: config.json, model.safetensors\n"
+    assert done.code == 0, done.err
+    assert done.out == f"{tmp_path / 'out'}: config.json, model.safetensors\n"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
@@ -228,7 +201,7 @@ def test_export_of_a_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_export_as_json_of_a_bundle(tmp_path: Path) -> None:
     done = headwise("export", "minilm", str(tmp_path / "out"), "--family", "bert", "--json")
-    told = json.loads(done.stdout)
+    told = json.loads(done.out)
     assert told["folder"] == str(tmp_path / "out")
     assert told["files"] == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("Hello").input_ids == [101, 7592, 102]

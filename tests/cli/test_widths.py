@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.cli import VERBS, app
+from headwise.cli import VERBS
 from headwise.look.profile import profile
 from headwise.look.roles import Support
 from headwise.show.heads import show_head, show_profile, show_role
@@ -16,6 +15,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
+from tests.runner import headwise
 from tests.show.test_tables import assert_whole, printed
 
 TEXT = "the dog near the tree sees the cat"
@@ -85,9 +85,8 @@ def test_all_verbs_are_here() -> None:
 @pytest.mark.parametrize("verb", verbs(Path()))
 def test_every_table_of_a_verb_is_whole(verb: str, place: Path, made: list[Sheet]) -> None:
     for arguments in verbs(place)[verb]:
-        done = CliRunner().invoke(app, [verb, *arguments], env={"COLUMNS": "80"})
-        assert done.exception is None, (done.exception, done.stderr)
-        assert "…" not in done.stdout, "what is left out is marked [...]"
+        done = headwise(verb, *arguments, columns=80)
+        assert "…" not in done.told, "what is left out is marked [...]"
     assert made, "there is a table"
     for sheet in made:
         for width in (80, 100, 120):

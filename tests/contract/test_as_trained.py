@@ -38,6 +38,7 @@ from headwise.text.make import add_frame, add_mask, byte_tokenizer, word_tokeniz
 from headwise.train import Recipe, train
 from headwise.train.exam import exam
 from headwise.weights import load
+from tests.runner import headwise
 from tests.train.tiny import broken, run, same_weights
 
 SPEC = ModelSpec(vocab=1, context=128, layers=2, attention=AttentionSpec(width=16, heads=2))
@@ -140,13 +141,11 @@ def test_every_verb_reads_texts_behind_what_stood_before_them_in_training(verb: 
     assert not [pair for pair in began if pair[1:] == (end,)], "and it stands there once"
 
 
-def test_the_command_line_writes_on_behind_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from headwise.cli.generate import run as generate
-
+def test_the_command_line_writes_on_behind_it(folder: Path) -> None:
     with heard() as began:
-        generate(str(folder), "", 3, 0.0, None, None, None, None, True)
+        done = headwise("generate", folder, "", "--tokens", 3, "--json")
     assert began == {(Tokenizer.load(folder).eos,)}
-    assert '"new_tokens"' in capsys.readouterr().out
+    assert '"new_tokens"' in done.told
 
 
 def test_an_encoder_reads_a_text_as_it_learned_to() -> None:

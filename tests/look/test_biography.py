@@ -1,7 +1,6 @@
 """Biographies: the same numbers as maps give, a run that is not disturbed, files that come back or are refused."""
 
 import json
-import sys
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +17,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document, Relation
 from headwise.text.little import VOCABULARY
 from headwise.text.make import byte_tokenizer, word_tokenizer
+from tests.runner import headwise
 from tests.train import tiny
 
 SPEC = ModelSpec(vocab=257, context=48, layers=2, attention=AttentionSpec(width=24, heads=6, kv_heads=3, head_dim=4))
@@ -258,20 +258,14 @@ def test_the_texts_it_chooses() -> None:
     assert "pronoun-antecedent > hits" in own.names
 
 
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from headwise.cli import main
-
+def test_the_command_line(tmp_path: Path) -> None:
     text, out = tmp_path / "words.txt", tmp_path / "run"
     text.write_text("the dog saw the cat, and the cat ran to the tree.\n" * 20)
     sizes = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "32", "--batch", "2", "--warmup", "2"]
     sizes += ["--steps", "5", "--evaluate-every", "2"]
 
     def run(*more: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["headwise", "train", str(text), *sizes, "--out", str(out), *more])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        return capsys.readouterr().out
+        return headwise("train", str(text), *sizes, "--out", str(out), *more).told
 
     assert "half of it at step" in run("--watch-heads")
     kept = Biography.load(out / "heads.npz")

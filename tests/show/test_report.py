@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.cli import heads
 from headwise.errors import HeadwiseError
 from headwise.show.book import page_files
 from headwise.show.report import joined, make_report, write_report
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.make import byte_tokenizer
+from tests.runner import headwise
 from tests.show import books
 
 MB = 1_000_000
@@ -67,15 +67,17 @@ def test_a_report_that_cannot_be_written_leaves_what_was_there(tmp_path):
     assert (tmp_path / "taken" / "file").read_text() == "mine"
 
 
-def test_a_verb_writes_the_report_of_a_model(tmp_path, capsys):
+def test_a_verb_writes_the_report_of_a_model(tmp_path):
     torch.manual_seed(0)
     model = hw.Transformer(
         ModelSpec(vocab=300, context=128, layers=2, attention=AttentionSpec(width=12, heads=3, head_dim=4))
     )
     model.tokenizer = byte_tokenizer()
     folder = model.save(tmp_path / "small")
-    heads.run(str(folder), ["It was soft. It sat."], no_causal=True, report=tmp_path / "heads.html", as_json=True)
-    told = json.loads(capsys.readouterr().out)["heads"]
+    done = headwise(
+        "heads", folder, "It was soft. It sat.", "--no-causal", "--report", tmp_path / "heads.html", "--json"
+    )
+    told = json.loads(done.told)["heads"]
     (data,) = re.findall(r'id="book">(.*?)</script>', (tmp_path / "heads.html").read_text(), re.DOTALL)
     book = json.loads(data)
     assert (book["model"]["name"], len(book["sentences"])) == ("small", 4)

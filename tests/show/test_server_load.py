@@ -4,7 +4,6 @@ import http.client
 import json
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.cli import main
 from headwise.show.live import Live
+from tests.runner import headwise
 from tests.show.live_model import TEXT, View, make_folder, viewing
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -199,9 +198,7 @@ def test_nothing_is_done_for_those_who_left(folder: Path, tmp_path: Path) -> Non
         assert len((tmp_path / "count").read_text()) < 5
 
 
-def test_a_port_that_is_taken_and_other_trouble(
-    folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_that_is_taken_and_other_trouble(folder: Path, view: View) -> None:
     for arguments, message in (
         ((folder / "small", "--port", view.port), "cannot listen at 127.0.0.1 port"),
         ((folder / "small", "--host", "999.1.1.1", "--port", 0), "is no address of this machine"),
@@ -209,13 +206,9 @@ def test_a_port_that_is_taken_and_other_trouble(
         ((folder / "small", "--profile", folder / "small", "--port", 0), "small"),
         (("minilm", "--profile", folder / "profile", "--port", 0), "8 heads that are not this model's"),
     ):
-        monkeypatch.setattr(sys, "argv", ["headwise", "view", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        assert (end.value.code, said.out) == (2, "")
-        assert message in said.err
-        assert said.err.count("\n") == 1
+        done = headwise("view", *arguments)
+        assert message in done.refused
+        assert done.err.count("\n") == 1
 
 
 def test_elsewhere_than_on_this_machine_a_token_is_asked_for(folder: Path) -> None:

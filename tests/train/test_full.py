@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import headwise as hw
-from headwise.cli import main
 from headwise.train.checkpoint import Checkpoints
+from tests.runner import Done, headwise
 from tests.train.tiny import TEXT, checkpoint, same_file, same_weights, there
 
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--batch", "4", "--warmup", "2"]
@@ -42,32 +42,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Headwise = Callable[..., Said]
-
-
-@pytest.fixture
-def headwise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Headwise:
-    """The command line, run here."""
-
-    def call(*arguments: Any) -> Said:
-        monkeypatch.setattr(sys, "argv", command(*arguments)[2:])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        said = capsys.readouterr()
-        return Said(code, said.out, said.err)
-
-    return call
-
-
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
     """No file may grow beyond so many bytes: as on a disk that is full, but for this process alone."""
@@ -88,34 +62,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def one_line(said: Said) -> str:
-    """It failed as it should: exit code 2, nothing on standard output, no traceback, a line of advice at the end."""
-    assert said.code == 2, said.err
-    assert said.out == ""
-    assert "Traceback" not in said.err
-    last = said.err.splitlines()[-1]
-    assert last.startswith("headwise: ")
-    return last
+def run(*arguments: Any) -> Done:
+    return headwise(*command(*arguments)[3:])
 
 
 # Too little room for the optimizer's file, for the weights, for the tokenizer, for the very first record.
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors", "tokenizer.json", "spec.json"])
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
-    name: str, text: Path, whole: Path, tmp_path: Path, headwise: Headwise
+    name: str, text: Path, whole: Path, tmp_path: Path
 ) -> None:
     size, out = (checkpoint(whole, 12) / name).stat().st_size, tmp_path / "run"
     with room_for(size - 100):
-        said = headwise(text, out, 12, "--save-every", "3")
-    assert "could not be written" in one_line(said)
+        said = run(text, out, 12, "--save-every", "3")
+    assert "could not be written" in said.refused
     assert not (out / "model").exists()
     assert [path for path in out.rglob(".*") if path.is_dir()] == []  # nothing half-written stays
-    said = headwise(text, out, 12, "--save-every", "3")
+    said = run(text, out, 12, "--save-every", "3")
     assert said.code == 0, said.err
     assert same_weights(hw.load(out / "model"), hw.load(whole / "model"))
 
 
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(
-    text: Path, whole: Path, tmp_path: Path, headwise: Headwise, monkeypatch: pytest.MonkeyPatch
+    text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, count, out = Checkpoints.save, 0, tmp_path / "run"
 
@@ -126,7 +94,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(
             saved(*arguments)
 
     monkeypatch.setattr(Checkpoints, "save", save)
-    assert "could not be written" in one_line(headwise(text, out, 12, "--save-every", "3"))
+    assert "could not be written" in run(text, out, 12, "--save-every", "3").refused
     monkeypatch.undo()
     assert there(out) == [3, 6]
     assert not list((out / "checkpoints").glob(".*"))

@@ -1,0 +1,57 @@
+"""The command line as a person or a program uses it: what it said, and how it ended."""
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+
+import pytest
+
+from headwise.cli import main
+
+
+class Done(NamedTuple):
+    """How a call of the command line ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def told(self) -> str:
+        """The result of a call that went well."""
+        assert self.code == 0, self.err
+        return self.out
+
+    @property
+    def refused(self) -> str:
+        """What a call says that could not be answered: in one line at the end, without a result or a traceback."""
+        assert (self.code, self.out) == (2, ""), self.err
+        assert "Traceback" not in self.err
+        last = self.err.splitlines()[-1]
+        assert last.startswith("headwise: ")
+        return last
+
+
+def headwise(*arguments: object, columns: int = 120) -> Done:
+    """In this process: starting torch anew for every call would take minutes."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
+        patch.setenv("COLUMNS", str(columns))
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def alone(*arguments: object) -> Done:
+    """In a process of its own, with one thread."""
+    asked = [sys.executable, "-m", "headwise", *map(str, arguments)]
+    done = subprocess.run(
+        asked, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
