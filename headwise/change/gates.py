@@ -24,7 +24,7 @@ from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress
 from headwise.train.batches import IGNORE, Windows
 from headwise.train.loss import cross_entropy
-from headwise.train.optimise import make_optimizer
+from headwise.train.optimise import make_optimizer, trainable
 from headwise.train.recipe import Recipe
 
 BETA, GAMMA, ZETA = 0.33, -0.1, 1.1  # how soft a gate is, and how far it is stretched below 0 and above 1
@@ -61,7 +61,7 @@ def learn_gates(
         gates = Gates({site.address: len(site.head_ids) for site in model.sites()}).to(model.device)
         clean = copy.deepcopy(model).eval() if weights and model.output is None else model
         optimizers = [torch.optim.Adam(gates.parameters(), lr=rate)]
-        optimizers += [make_optimizer(model, BESIDE)] if weights else []  # pyright: ignore[reportArgumentType]
+        optimizers += [make_optimizer(dict(trainable(model)), BESIDE)] if weights else []  # pyright: ignore[reportArgumentType]
         first = gates.open_share().item()
         for step in range(steps):
             rows = order.rows(step * batch, batch)[:, 0]  # (B,)

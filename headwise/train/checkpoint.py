@@ -1,7 +1,8 @@
 """Checkpoints: written whole or not at all, with checksums; a damaged one is noticed and the one before it used.
 
 A checkpoint is a model folder, so `headwise.load` reads it, with three files more: optimizer.safetensors, training.json (the
-step, and what the loop knows) and checksums.json. Random numbers need no file: they follow from the seed and the step.
+step, and what the loop knows) and checksums.json; and loss.safetensors where the loss has
+parameters of its own. Random numbers need no file: they follow from the seed and the step.
 """
 
 import hashlib
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from headwise.attach import Attached
 from headwise.errors import HeadwiseError
-from headwise.model import Transformer
+from headwise.train.loss import Loss
 from headwise.train.optimise import optimizer_state, restore_optimizer
 from headwise.weights.aligned import read_tensors, write_tensors
 from headwise.weights.save import whole_folder
@@ -38,13 +40,14 @@ class Checkpoints:
         """Steps that have a checkpoint, oldest first."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-" + "[0-9]" * 8))
 
-    def save(
-        self, model: Transformer, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best: int
-    ) -> None:
+    def save(self, loss: Loss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best: int) -> None:
         """Write one, then drop those that are neither among the newest nor the best."""
         with whole_folder(self.path(step), ("training.json", CHECKSUMS)) as new:
-            model.save(new)
-            write_tensors(optimizer_state(model, optimizer), new / "optimizer.safetensors")
+            loss.model.save(new)  # pyright: ignore[reportAttributeAccessIssue]
+            learning = loss.learning()
+            write_tensors(optimizer_state(learning, optimizer), new / "optimizer.safetensors")
+            if own := _own(learning):
+                write_tensors(own, new / "loss.safetensors")
             (new / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
             sums = {path.name: _digest(path) for path in sorted(new.iterdir())}
             (new / CHECKSUMS).write_text(json.dumps(sums, indent=2), encoding="utf-8")
@@ -71,10 +74,10 @@ class Checkpoints:
             raise HeadwiseError(f"every checkpoint in {self.folder} is damaged; begin anew in another folder.")
         return None
 
-    def restore(self, step: int, model: Transformer, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Put a model and its optimizer back to where they were; returns what the loop knew."""
-        folder = self.path(step)
-        theirs = model.model if isinstance(model, Attached) else model  # a folder of theirs has their names
+    def restore(self, step: int, loss: Loss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Put a model, its loss and its optimizer back to where they were; returns what the loop knew."""
+        folder, model, learning = self.path(step), loss.model, loss.learning()
+        theirs: Any = model.model if isinstance(model, Attached) else model  # a folder of theirs has their names
         _, unknown = theirs.load_state_dict(
             load_file(folder / "model.safetensors"), strict=False
         )  # tied ones are once there
@@ -83,8 +86,19 @@ class Checkpoints:
                 f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."
             )
         if optimizer is not None:
-            restore_optimizer(model, optimizer, read_tensors(folder / "optimizer.safetensors"))
+            restore_optimizer(learning, optimizer, read_tensors(folder / "optimizer.safetensors"))
+        own = _own(learning)
+        kept = read_tensors(folder / "loss.safetensors") if (folder / "loss.safetensors").is_file() else {}
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in kept.items()}:
+            raise HeadwiseError(f"the checkpoint {folder} is of another loss; give the one this run began with.")
+        for name, value in kept.items():
+            own[name].copy_(value)
         return json.loads((folder / "training.json").read_text(encoding="utf-8"))
+
+
+def _own(learning: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What learns and belongs to the loss, not to the model."""
+    return {name: value.detach() for name, value in learning.items() if name.startswith("loss.")}
 
 
 def check(folder: Path) -> str | None:

@@ -18,12 +18,12 @@ from headwise.model import Transformer, quiet
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
-from headwise.train.batches import Anywhere, Hide, Pairs, Rows, Texts, Windows, in_order, make_rows, masked
+from headwise.train.batches import Hide, Rows, in_order, make_rows, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
-from headwise.train.loss import LanguageLoss
-from headwise.train.optimise import make_optimizer, trainable
-from headwise.train.prepare import Prepared, prepare, recall
+from headwise.train.loss import LanguageLoss, Losses, MakeLoss
+from headwise.train.optimise import make_optimizer
+from headwise.train.prepare import Prepared, cutter, prepare, recall
 from headwise.train.progress import Clock, Watch
 from headwise.train.recipe import Recipe
 from headwise.train.run import Metrics, note
@@ -62,6 +62,7 @@ def train(
     out: str | Path | None = None,
     valid: Any = None,
     tokenizer: Tokenizer | str | None = None,
+    loss: MakeLoss = LanguageLoss,
     device: str | torch.device | None = None,
     call: Call | None = None,
     every: int = 100,
@@ -72,7 +73,8 @@ def train(
     `corpus` is a text, a list of texts, a path or a Corpus; none is the little language. `out` is a folder for checkpoints,
     metrics and the model: run the same again and a stopped run goes on, to the same bits. `tokenizer` is one that was
     loaded or made, or "byte", "character", "word" (the little language), "bpe:4096"; a new model's vocabulary is set to it.
-    `call(model, step)` is called before the first step, after every `every` steps and after the last.
+    `call(model, step)` is called before the first step, after every `every` steps and after the last. `loss` makes of the
+    model what it learns from (`headwise.train.loss.Loss`); what is held out is always judged by its text alone.
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -91,13 +93,14 @@ def train(
         folder = Path(scratch) if out is None else Path(out)
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
-        start = prepare(model, texts, held_out, recipe, tokenizer, folder, team)
+        start = prepare(model, texts, held_out, recipe, tokenizer, loss, folder, team)
         return _run(start, recipe, team, folder, out is not None, call, every, progress)
 
 
 def resume(
     folder: str | Path,
     *,
+    loss: MakeLoss = LanguageLoss,
     device: str | torch.device | None = None,
     call: Call | None = None,
     every: int = 100,
@@ -114,7 +117,7 @@ def resume(
     """
     folder = Path(folder)
     with gather(device) as team, torch.random.fork_rng():
-        start, recipe = recall(folder, team)
+        start, recipe = recall(folder, loss, team)
         return _run(start, recipe, team, folder, True, call, every, progress)
 
 
@@ -143,13 +146,14 @@ class Loop:
         self.recipe, self.team, self.folder = recipe, team, folder
         self.model, self.tokens, self.context = start.model, start.tokens, start.context
         self.mask = start.tokenizer.mask if start.objective == "masked" else None
-        self.cut = _cutter(start, recipe)
+        self.cut = cutter(start, recipe)
         self.windows = self.cut(self.tokens.train)
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
             raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
-        self.optimizer = make_optimizer(self.model, recipe)
-        self.trained = [value for _, value in trainable(self.model)]
+        self.learns_from, learning = start.loss, start.loss.learning()
+        self.optimizer, self.trained = make_optimizer(learning, recipe), list(learning.values())
         self.step, self.seen, self.loss, self.valid_loss = 0, 0, float("nan"), None  # seen: tokens
+        self.parts: dict[str, float] = {}  # of the loss, where it has several
         self.best, self.best_step, self.worse = float("inf"), 0, 0
         self.stopped = "finished"
         self.precision = precision_of(recipe, team.device)
@@ -166,10 +170,9 @@ class Loop:
         recipe, clock = self.recipe, Clock()
         self.model.train()
         self.model.checkpointing, before = recipe.checkpointing, self.model.checkpointing
-        made: nn.Module = LanguageLoss(self.model)
         if recipe.compile:
-            made.compile()
-        module = self.team.wrap(made, unused=self.model.pooler is not None)
+            self.learns_from.compile()
+        module = self.team.wrap(self.learns_from, unused=self.model.pooler is not None)
         try:
             with interruptible() as interrupted:
                 if call is not None and self.step == 0:
@@ -209,16 +212,15 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
         read = self._read(step)
-        parts, loss = recipe.accumulate, torch.zeros((), device=team.device)
+        parts, losses = recipe.accumulate, Losses(team)
         rows, asked = recipe.batch // parts // team.size, read.asked
         for part in range(parts):
             mine = slice((part * team.size + team.rank) * rows, (part * team.size + team.rank + 1) * rows)
             alone = part < parts - 1 and team.size > 1
             with module.no_sync() if alone else nullcontext():  # pyright: ignore[reportCallIssue]
                 with torch.autocast(team.device.type, self.precision, enabled=self.precision != torch.float32):
-                    made = module(*read.part(mine, team.device), total=asked) * team.size  # the team takes the mean
+                    made = losses.add(module(*read.part(mine, team.device), total=asked))
                 self.scaler.scale(made).backward()
-            loss += made.detach()
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.get_total_norm([value.grad for value in self.trained if value.grad is not None])
         length = float(norm)
@@ -233,8 +235,7 @@ class Loop:
         self.scaler.update()
         self.step += 1
         if self.step % recipe.log_every == 0 or self.step == recipe.steps:
-            (total,) = team.total(float(loss))
-            self.loss = total / team.size
+            self.loss, self.parts = losses.mean()
         return length
 
     def _read(self, step: int) -> Rows:
@@ -257,6 +258,7 @@ class Loop:
             row = {
                 "step": self.step, "tokens": self.seen, "loss": self.loss,
                 "rate": self.recipe.rate_at(self.step - 1), "gradient": norm, "tokens_per_second": round(speed),
+                **{f"loss {name}": value for name, value in self.parts.items()},
             }  # fmt: skip
             self.metrics.add({name: value for name, value in row.items() if math.isfinite(value)})
             self.watch.step(self.step, self.loss, speed)
@@ -311,7 +313,7 @@ class Loop:
                 "best": finite(self.best), "best_step": self.best_step, "worse": self.worse,
                 "scaler": self.scaler.state_dict(), "threads": torch.get_num_threads(),
             }  # fmt: skip
-            self.checkpoints.save(self.model, self.optimizer, state, self.step, self.best_step)
+            self.checkpoints.save(self.learns_from, self.optimizer, state, self.step, self.best_step)
         self.team.wait()
 
     def _resume(self, say: Callable[[str], None]) -> None:
@@ -321,7 +323,7 @@ class Loop:
         found = int(self.team.total(float(newest or 0))[0])
         if not found:
             return
-        state = self.checkpoints.restore(found, self.model, self.optimizer)
+        state = self.checkpoints.restore(found, self.learns_from, self.optimizer)
         self.step, self.seen, self.valid_loss = state["step"], state["seen"], state["valid_loss"]
         self.loss = float("nan") if state["loss"] is None else state["loss"]
         self.best = float("inf") if state["best"] is None else state["best"]
@@ -345,29 +347,12 @@ class Loop:
                         f"the best checkpoint, of step {self.best_step}, is damaged ({wrong}); the newest is "
                         f"{self.checkpoints.path(self.step)}."
                     )
-                self.checkpoints.restore(self.best_step, self.model, None)
+                self.checkpoints.restore(self.best_step, self.learns_from, None)
             elif self.best_weights is not None:
                 self.model.load_state_dict(self.best_weights)
         if self.folder is not None and self.stopped != "interrupted" and self.team.leads:
             self.model.save(self.folder / "model")
         self.team.wait()
-
-
-def _cutter(start: Prepared, recipe: Recipe) -> Callable[[np.ndarray], Any]:
-    """How tokens become the rows of a step: pairs for an encoder-decoder, else as the recipe says."""
-    tokenizer, paired = start.tokenizer, start.model.spec.kind == "encoder-decoder"
-    how = {"context": start.context, "seed": recipe.seed}
-    if not paired and recipe.rows != "texts":
-        return partial(Anywhere if recipe.rows == "random" else Windows, **how)
-    if tokenizer.end is None:
-        instead = "use another tokenizer" if paired else "use rows='windows'"
-        raise HeadwiseError(f"the tokenizer has no end token to tell texts apart; {instead}.")
-    if paired:
-        return partial(Pairs, **how, end=tokenizer.end, dress=partial(tokenizer.pair, start=start.model.start))
-    before, behind = tokenizer.around
-    # A decoder learns to end a text; an encoder, which is not asked for what comes next, reads it as everybody does.
-    behind = (*behind, -1) if start.objective == "masked" else tokenizer.closing
-    return partial(Texts, **how, end=tokenizer.end, before=before, behind=behind)
 
 
 def finite(number: float) -> float | None:

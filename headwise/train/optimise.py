@@ -1,6 +1,6 @@
 """AdamW (https://arxiv.org/abs/1711.05101), and how its state goes to a file and back without pickle."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,9 @@ from headwise.errors import HeadwiseError
 from headwise.train.recipe import Recipe
 
 
-def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(learning: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
     """Matrices and tables decay, biases, norms and gates do not."""
-    trained = [value for _, value in trainable(model)]
+    trained = list(learning.values())
     if not trained:
         raise HeadwiseError("no parameter of this model is to be trained; set requires_grad on some.")
     groups = [
@@ -27,19 +27,20 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, value) for name, value in model.named_parameters() if value.requires_grad)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(learning: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What the optimizer remembers, by the name of what and of which parameter."""
     return {
         f"{what}/{name}": value.contiguous()
-        for name, parameter in trainable(model)
+        for name, parameter in learning.items()
         for what, value in optimizer.state[parameter].items()
     }
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+def restore_optimizer(
+    learning: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: dict[str, Tensor]
+) -> None:
     """Give the optimizer back what it remembered."""
-    named = dict(trainable(model))
     for key, value in state.items():
         what, name = key.split("/", 1)
         # the count of steps stays where fused AdamW wants it: beside its parameter
-        optimizer.state[named[name]][what] = value.to(named[name].device)
+        optimizer.state[learning[name]][what] = value.to(learning[name].device)

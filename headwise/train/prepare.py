@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError
@@ -14,6 +17,8 @@ from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.make import add_frame, add_mask, make_tokenizer
+from headwise.train.batches import Anywhere, Pairs, Texts, Windows
+from headwise.train.loss import Loss, MakeLoss
 from headwise.train.recipe import Recipe
 from headwise.train.run import asked_before, is_same
 from headwise.train.team import Team
@@ -25,12 +30,17 @@ from headwise.weights.aligned import aligned
 class Prepared:
     """All that a run starts from."""
 
-    model: Transformer
+    loss: Loss  # with its model
     tokenizer: Tokenizer
     tokens: Tokens
     context: int
     objective: str
     asked: dict[str, Any]  # what was asked for, as it is noted in the folder
+
+    @property
+    def model(self) -> Transformer:
+        """What is trained."""
+        return self.loss.model  # pyright: ignore[reportReturnType]
 
 
 def prepare(
@@ -39,6 +49,7 @@ def prepare(
     valid: Corpus | None,
     recipe: Recipe,
     tokenizer: Tokenizer | str | None,
+    make_loss: MakeLoss,
     folder: Path,
     team: Team,
 ) -> Prepared:
@@ -87,11 +98,14 @@ def prepare(
             write_tokens(folder / "tokens", corpus, valid, made, recipe.holdout)
     team.wait()
     made = Tokenizer.load(folder / "tokens")
-    model = _model(given, made, recipe.seed)
-    return Prepared(model.to(team.device), made, read_tokens(folder / "tokens"), context, objective, asked)
+    loss = _loss(make_loss, _model(given, made, recipe.seed), recipe, team)
+    asked["loss"] = loss.name or None
+    if team.leads:
+        is_same(folder, asked)
+    return Prepared(loss, made, read_tokens(folder / "tokens"), context, objective, asked)
 
 
-def recall(folder: Path, team: Team) -> tuple[Prepared, Recipe]:
+def recall(folder: Path, make_loss: MakeLoss, team: Team) -> tuple[Prepared, Recipe]:
     """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
     asked = asked_before(folder)
     spec, recipe = ModelSpec.from_json(json.dumps(asked["spec"])), Recipe.from_json(json.dumps(asked["recipe"]))
@@ -103,8 +117,26 @@ def recall(folder: Path, team: Team) -> tuple[Prepared, Recipe]:
     else:
         raise HeadwiseError(f"{folder} went on from a model that was given and has no checkpoint yet; start it again.")
     context, objective = recipe.context or spec.context, _objective(spec, recipe)
-    tokens = read_tokens(folder / "tokens")
-    return Prepared(model.to(team.device), tokenizer, tokens, context, objective, asked), recipe
+    tokens, loss = read_tokens(folder / "tokens"), _loss(make_loss, model, recipe, team)
+    is_same(folder, {**asked, "loss": loss.name or None})
+    return Prepared(loss, tokenizer, tokens, context, objective, asked), recipe
+
+
+def cutter(start: Prepared, recipe: Recipe) -> Callable[[np.ndarray], Any]:
+    """How tokens become the rows of a step: pairs for an encoder-decoder, else as the recipe says."""
+    tokenizer, paired = start.tokenizer, start.model.spec.kind == "encoder-decoder"
+    how = {"context": start.context, "seed": recipe.seed}
+    if not paired and recipe.rows != "texts":
+        return partial(Anywhere if recipe.rows == "random" else Windows, **how)
+    if tokenizer.end is None:
+        instead = "use another tokenizer" if paired else "use rows='windows'"
+        raise HeadwiseError(f"the tokenizer has no end token to tell texts apart; {instead}.")
+    if paired:
+        return partial(Pairs, **how, end=tokenizer.end, dress=partial(tokenizer.pair, start=start.model.start))
+    before, behind = tokenizer.around
+    # A decoder learns to end a text; an encoder, which is not asked for what comes next, reads it as everybody does.
+    behind = (*behind, -1) if start.objective == "masked" else tokenizer.closing
+    return partial(Texts, **how, end=tokenizer.end, before=before, behind=behind)
 
 
 def _objective(spec: ModelSpec, recipe: Recipe) -> str:
@@ -134,6 +166,16 @@ def _model(given: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> T
         parameter.data = aligned(parameter.data)
     given.tokenizer = tokenizer
     return given
+
+
+def _loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, team: Team) -> Loss:
+    """The model with what it learns from; what the loss draws for itself follows from the seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        loss = make_loss(model)
+    if not isinstance(loss, Loss) or loss.model is not model:
+        raise HeadwiseError(f"loss takes a model and gives a Loss of it, as LanguageLoss does; got {loss!r}.")
+    return loss.to(team.device)
 
 
 def _weights(model: Transformer) -> str:

@@ -16,7 +16,7 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.train import Recipe
 from headwise.train.batches import Windows
-from headwise.train.optimise import make_optimizer, optimizer_state, restore_optimizer
+from headwise.train.optimise import make_optimizer, optimizer_state, restore_optimizer, trainable
 from tests.train.tiny import MASKED, NOISY, ODD, PLAIN, TEXT, distance, run
 
 
@@ -50,7 +50,7 @@ def test_the_rate_at_its_landmarks() -> None:
 @pytest.mark.parametrize("spec", [PLAIN, ODD, MASKED])
 def test_matrices_decay_and_biases_norms_and_gates_do_not(spec: ModelSpec) -> None:
     model = Transformer(spec)
-    optimizer = make_optimizer(model, Recipe(weight_decay=0.3))
+    optimizer = make_optimizer(dict(trainable(model)), Recipe(weight_decay=0.3))
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     counted = sum(len(group["params"]) for group in optimizer.param_groups)
     assert counted == len(decays) == len(list(model.parameters()))  # each once, tied ones too
@@ -147,14 +147,14 @@ def test_frozen_parameters_stay() -> None:
 
 def test_the_optimizer_goes_through_a_file_and_back() -> None:
     model = Transformer(QUIET)
-    optimizer = make_optimizer(model, STEPS)
+    optimizer = make_optimizer(dict(trainable(model)), STEPS)
     for _ in range(2):
         model(torch.arange(8)[None]).square().mean().backward()
         optimizer.step()
-    state = {name: value.clone() for name, value in optimizer_state(model, optimizer).items()}
+    state = {name: value.clone() for name, value in optimizer_state(dict(trainable(model)), optimizer).items()}
     twin = deepcopy(model)
-    other = make_optimizer(twin, STEPS)
-    restore_optimizer(twin, other, state)
+    other = make_optimizer(dict(trainable(twin)), STEPS)
+    restore_optimizer(dict(trainable(twin)), other, state)
     for made, best in ((model, optimizer), (twin, other)):
         best.zero_grad()
         made(torch.arange(8)[None]).square().mean().backward()

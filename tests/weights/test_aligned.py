@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headwise as hw
-from headwise.train.optimise import make_optimizer, optimizer_state, restore_optimizer
+from headwise.train.optimise import make_optimizer, optimizer_state, restore_optimizer, trainable
 from headwise.weights.aligned import ALIGNMENT, aligned, read_tensors, write_tensors
 from tests.contract.layers import MODELS, make_model, run
 from tests.weights.checkpoints import make_llama, moved, same, write_gguf
@@ -127,17 +127,19 @@ def test_weights_of_a_gguf_file_lie_straight(tmp_path: Path) -> None:
 def test_what_an_optimizer_remembers_lies_straight(tmp_path: Path) -> None:
     def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = make_model(MODELS["decoder"])
-        optimizer = make_optimizer(model, hw.Recipe())
+        optimizer = make_optimizer(dict(trainable(model)), hw.Recipe())
         run(model).square().mean().backward()
         optimizer.step()
         return model, optimizer
 
     model, optimizer = stepped()
-    before: dict[str, Tensor] = {name: value.clone() for name, value in optimizer_state(model, optimizer).items()}
+    before: dict[str, Tensor] = {
+        name: value.clone() for name, value in optimizer_state(dict(trainable(model)), optimizer).items()
+    }
     write_tensors(before, tmp_path / "o")
     other, fresh = stepped()
-    restore_optimizer(other, fresh, read_tensors(tmp_path / "o"))
-    after = optimizer_state(other, fresh)
+    restore_optimizer(dict(trainable(other)), fresh, read_tensors(tmp_path / "o"))
+    after = optimizer_state(dict(trainable(other)), fresh)
     assert all(value.data_ptr() % 64 == 0 and torch.equal(value, before[name]) for name, value in after.items())
 
 
