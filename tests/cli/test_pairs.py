@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.change.trial import halves
 from headwise.look.ablate import mean_activations
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.corpus import Corpus
 from headwise.text.make import character_tokenizer
 from tests.look.paired import mean_loss
 from tests.runner import headwise
@@ -131,11 +133,11 @@ def test_a_model_is_cut_healed_saved_and_judged(folder: Path, files: Files, tmp_
     small, model = loaded(tmp_path / "small"), loaded(folder)
     assert len(small.spec.addresses) == 3
     assert told["plan"]["folded"]
-    assert told["report"]["texts"] == 20, "every other pair"
-    judging = PAIRS[:40][1::2]
+    choosing, judging = halves(list(Corpus.of(PAIRS[:40]).items()))
+    assert told["report"]["texts"] == len(judging)
     for which, of in (("loss_before", model), ("loss_after", small)):
         assert told["report"][which]["mean"] == pytest.approx(mean_loss(of, judging), rel=1e-5)
-    best = hw.importance(model, PAIRS[:40:2], means=mean_activations(model, PAIRS[:40:2])).ranked[:3]
+    best = hw.importance(model, choosing, means=mean_activations(model, choosing)).ranked[:3]
     assert set(small.spec.addresses) == set(best)
 
     other = ("--test", files.other_texts, "--test-source", files.other_sources)
@@ -148,7 +150,8 @@ def test_a_model_is_cut_healed_saved_and_judged(folder: Path, files: Files, tmp_
     done = headwise(*asked, "--keep", 0.5, "--heal", 3, "--out", tmp_path / "healed", *other, "--json")
     assert done.code == 0, done.err
     healed = loaded(tmp_path / "healed")
-    assert json.loads(done.out)["report"]["loss_after"]["mean"] == pytest.approx(mean_loss(healed, OTHERS), rel=1e-5)
+    told = json.loads(done.out)["report"]["healed"]
+    assert told["loss"]["mean"] == pytest.approx(mean_loss(healed, OTHERS), rel=1e-5)
     assert mean_loss(healed, OTHERS) != mean_loss(small, OTHERS)
 
 
