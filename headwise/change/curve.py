@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from headwise.change.cut import cut, fold
-from headwise.change.rank import Scores, heads_left, rank, worst
+from headwise.change.rank import heads_left, rank, worst
 from headwise.change.trial import Figure, Trial, finite
+from headwise.change.ways import WAYS, Scores, way_of
 from headwise.errors import HeadwiseError
 from headwise.look.profile import Note
 from headwise.look.runs import mean_activations
@@ -80,7 +81,7 @@ def curve(
     means = mean_activations(model, corpus) if folded else None
     rankings = {by: [dict((scores or {}).get(by, {}))] for by in bys}
     for by in bys:
-        if by == "random":
+        if way_of(by).drawn:
             rankings[by] = [rank(model, None, by, seed=seed) for seed in range(seeds)]
         elif not rankings[by][0]:
             middle = float(np.median(keeps))
@@ -101,12 +102,12 @@ def curve(
 
 
 def usual_bys(model: AnyModel) -> tuple[str, ...]:
-    """Ablation, gradient and random; without an output there is no slope."""
-    return ("ablation", "gradient", "random") if model.output is not None else ("ablation", "random")
+    """The ways a curve shows unless others are asked for; without an output there is no slope."""
+    return tuple(by for by, way in WAYS.items() if way.usual and (model.output is not None or not way.output))
 
 
 def _point(trial: Trial, by: str, kept: float, left: int, losses: list[np.ndarray]) -> Point:
-    if by != "random":
+    if not way_of(by).drawn:
         return Point(by, kept, left, trial.figure(losses[0]), trial.difference(losses[0], trial.full))
     means = [float(loss.sum() / trial.counts.sum()) for loss in losses]
     full = float(trial.full.sum() / trial.counts.sum())

@@ -4,14 +4,15 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from headwise.attach import Attached
 from headwise.change.cut import M, check_model, cut, heads_to_cut
 from headwise.change.cut import fold as fold_means
-from headwise.change.rank import BYS, choose, heads_left
+from headwise.change.rank import choose, heads_left
+from headwise.change.ways import WAYS, way_of
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.profile import Note
@@ -22,8 +23,6 @@ from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus
 from headwise.weights.places import read_text
 from headwise.weights.save import whole_file
-
-By = Literal["named", "ablation", "gradient", "random", "gates"]
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,15 @@ class Plan(Wire):
     spec: ModelSpec = field(repr=False)  # of the model it was made for
     weights: str = field(repr=False)  # and a digest of its numbers
     heads: tuple[str, ...]  # these are cut
-    by: By = "named"
+    by: str = "named"  # or one of WAYS
     rounds: int = 1
     on: str = ""  # the corpus heads were ranked on, and whose means are folded in
     scores: tuple[float, ...] = field(default=(), repr=False)  # one per head of the model: those with the least go
     folded: tuple[Folded, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if self.by not in ("named", *BYS):
-            raise HeadwiseError(f"a plan cannot be made by {self.by!r}; {close_names(self.by, ('named', *BYS))}")
+        if self.by not in ("named", *WAYS):
+            raise HeadwiseError(f"a plan cannot be made by {self.by!r}; {close_names(self.by, ('named', *WAYS))}")
         if len(select(self.heads, self.spec.addresses)) != len(self.heads):
             raise HeadwiseError("the plan names a head twice; name each one once.")
         if self.scores and len(self.scores) != len(self.spec.addresses):
@@ -105,12 +104,12 @@ class Plan(Wire):
                 model, corpus, keep, by, means=means, rounds=rounds, seed=seed, steps=steps, note=note
             )
         biases = {} if means is None else fold_means(model, gone, means)
-        used = means is not None or (keep is not None and by != "random")
+        used = means is not None or (keep is not None and way_of(by).reads)
         return Plan(
             spec=model.spec,
             weights=digest(model),
             heads=tuple(map(str, gone)),
-            by="named" if heads is not None else by,  # pyright: ignore[reportArgumentType]
+            by="named" if heads is not None else by,
             rounds=rounds,
             on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and used else "",
             scores=tuple(scores[head] for head in model.spec.addresses) if scores else (),
@@ -185,13 +184,12 @@ def _check(
     """What can be told before any work is done."""
     if (keep is None) == (heads is None):
         raise HeadwiseError("say which heads go: keep=0.5, the share that stays, or heads='5.1,6.*'; one of the two.")
-    if by not in BYS:
-        raise HeadwiseError(f"heads cannot be ranked by {by!r}; {close_names(str(by), BYS)}")
+    way = way_of(by)
     if keep is not None:
         heads_left(len(model.spec.addresses), keep)
     if type(rounds) is not int or rounds < 1:
         raise HeadwiseError(f"rounds must be a whole number of at least 1, got {rounds!r}.")
-    ranked = keep is not None and by != "random"
+    ranked = keep is not None and way.reads
     if on is None and (fold or ranked):
         what = "folding leaves heads' means behind" if fold else f"ranking by {by} asks the model"
         needed = "pairs" if model.spec.kind == "encoder-decoder" else "a text"

@@ -1,21 +1,13 @@
-"""Which heads to keep: what each is worth, by one of four ways, and the choice that follows, at once or in rounds."""
-
-from functools import partial
-
-import numpy as np
+"""Which heads to keep: what each is worth, and the choice that follows, at once or in rounds."""
 
 from headwise.change.cut import cut, fold
-from headwise.change.gates import learn_gates
-from headwise.errors import HeadwiseError, close_names
-from headwise.look.importance import importance
+from headwise.change.ways import Question, Scores, way_of
+from headwise.errors import HeadwiseError
 from headwise.look.profile import Note
 from headwise.look.runs import Means
 from headwise.model import AnyModel
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
-
-BYS = ("ablation", "gradient", "random", "gates")
-Scores = dict[Address, float]
 
 
 def rank(
@@ -30,29 +22,9 @@ def rank(
     note: Note | None = None,
     called: str = "",
 ) -> Scores:
-    """What each head is worth: those with the least are cut first.
-
-    ablation:  what is lost without it, one head at a time; its mean stands in where `means` are given, else nothing
-    gradient:  the mean of |∂L/∂ξ| over texts, ξ a gate on the head (https://arxiv.org/abs/1905.10650)
-    gates:     how probably its learned gate is open when the share `keep` is (https://arxiv.org/abs/1905.09418)
-    random:    a number drawn with `seed`, the same for every corpus: what any ranking must beat
-    """
-    if by not in BYS:
-        raise HeadwiseError(f"heads cannot be ranked by {by!r}; {close_names(str(by), BYS)}")
-    if by == "random":
-        draws = np.random.default_rng(seed).random(len(model.spec.addresses))
-        return dict(zip(model.spec.addresses, draws.tolist(), strict=True))
-    if by == "gates":
-        return learn_gates(model, on, keep=keep, steps=steps, seed=seed, note=note)
-    worth = importance(
-        model,
-        on,
-        by=by,  # pyright: ignore[reportArgumentType]
-        how="zero" if means is None else "mean",
-        means=means,
-        progress=None if note is None else partial(note, called or f"ranking by {by}"),  # pyright: ignore
-    )
-    return dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
+    """What each head is worth by one of `headwise.change.ways.WAYS`: those with the least are cut first."""
+    ask = Question(on, keep, means, seed, steps, note, called or f"ranking by {by}")
+    return way_of(by).rank(model, ask)
 
 
 def choose(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.change.ways import WAYS, way_of
 from headwise.cli.shell import complete
 from headwise.cli.shell.words import Json, Model, Texts
 
@@ -29,7 +30,7 @@ def run(
         str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*", autocompletion=complete.heads)
     ] = None,
     apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
-    by: Annotated[str, typer.Option(help="Heads are ranked by ablation, gradient, gates or random.")] = "ablation",
+    by: Annotated[str, typer.Option(help=f"Heads are ranked by {', '.join(WAYS)}.")] = "ablation",
     fold: Annotated[bool, typer.Option(help="Leave behind what cut heads gave on average.")] = True,
     rounds: Annotated[int, typer.Option(help="Cut in so many rounds, ranking what is left anew.")] = 1,
     seed: Annotated[int, typer.Option(help="For random cuts and gates.")] = 0,
@@ -81,7 +82,7 @@ def run(
         length,
         chosen=bool(curve or heal or keep is not None or (heads is not None and fold)),
     )
-    read = heal or curve or (fold and apply is None) or (keep is not None and by != "random")
+    read = heal or curve or (fold and apply is None) or (keep is not None and way_of(by).reads)
     if read and choosing is None and loaded.spec.kind == "encoder-decoder":
         raise HeadwiseError(
             "ranking, folding or healing an encoder-decoder needs pairs: give TEXT and --source, or --heads and --no-fold."
@@ -116,7 +117,7 @@ def run(
         if curve:
             ranked = {made.by: made.worth} if made is not None and made.worth and made.rounds == 1 else None
             folded = fold if made is None else bool(made.folded)
-            bys = (*usual_bys(loaded), *(("gates",) if by == "gates" else ()))
+            bys = (*usual_bys(loaded), *(() if way_of(by).usual else (by,)))
             drawn = trace(
                 loaded, choosing, judging, keeps=keeps, bys=bys, folded=folded, seeds=seeds, steps=steps, scores=ranked,
                 note=note,

@@ -5,13 +5,9 @@ from rich.console import Console
 from headwise.change.curve import Curve
 from headwise.change.plan import Plan
 from headwise.change.report import Report
+from headwise.change.ways import WAYS
 from headwise.show.tables import make_table
 
-# by what heads were ranked: what their scores are
-SCORES = {
-    "ablation": "what the loss gains without it, nats", "gradient": "how steeply the loss falls with it",
-    "gates": "how far its gate was left open",
-}  # fmt: skip
 STAY = 3  # heads told that stay, to see how near they were
 
 
@@ -19,11 +15,12 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print which heads go, and what each of them is worth, the cheapest first."""
     console = console or Console()
     console.print(str(plan), highlight=False)
-    if plan.by not in SCORES or not plan.scores:
+    score = WAYS[plan.by].score if plan.by in WAYS else ""
+    if not score or not plan.scores:
         return
     goes = set(plan.heads)
     ranked = sorted(((str(head), score) for head, score in plan.worth.items()), key=lambda one: one[1])
-    console.print(f"Cheapest first, a head and its score ({SCORES[plan.by]}):", highlight=False)
+    console.print(f"Cheapest first, a head and its score ({score}):", highlight=False)
     console.print("  ".join(_scored(one) for one in ranked if one[0] in goes), highlight=False)
     stay = [one for one in ranked if one[0] not in goes][:STAY]
     console.print(f"The cheapest that stay: {'  '.join(map(_scored, stay))}", highlight=False)
