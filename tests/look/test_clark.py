@@ -61,8 +61,8 @@ def test_what_a_decoder_cannot_see_is_not_asked() -> None:
 def test_the_figure_in_the_docs() -> None:
     found = coreference(hw.load("minilm"), read_gap(DATA / "gap-coreference" / "gap-development.tsv"))
     assert found.head == "3.1"
-    assert found.accuracy == pytest.approx(0.725, abs=0.02)
-    assert found.nearer == pytest.approx(0.525, abs=0.02)
+    assert found.accuracy == pytest.approx(0.738, abs=0.01)
+    assert found.nearer == pytest.approx(0.513, abs=0.01)
     assert found.difference[0] > 0.1
 
 
