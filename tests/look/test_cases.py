@@ -8,10 +8,11 @@ import torch
 
 from headwise.look import cases as module
 from headwise.look.cases import ARCS, SHOWN, Cases, Example, Place, marked, written
-from headwise.look.profile import profile
+from headwise.look.profile import in_words, profile
 from headwise.look.result import Profile
 from headwise.look.tally import BUCKETS, bucket_of, in_half
 from headwise.model import Transformer
+from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from tests.look.built import decoder, documents
 
@@ -130,3 +131,10 @@ def test_texts_are_marked() -> None:
         "w7 w8 w9 *w10* w11 w12 w13 … w47 w48 w49 {w50} w51 w52 w53 … w87 w88 w89 [w90] w91 w92 w93"
     )
     assert torch.tensor([len(kind) > 0 for kind, _ in parts]).sum() == 3
+
+
+def test_texts_are_named_in_words(tmp_path) -> None:
+    """A role's name claims no more than was tested, so what it was tested on stands beside it."""
+    for name, told in (("gap-development.tsv", "names in GAP"), ("en_ewt-ud-test.conllu", "en_ewt-ud-test.conllu")):
+        (tmp_path / name).write_text("x", encoding="utf-8")
+        assert in_words(Corpus.of(tmp_path / name)) == told
