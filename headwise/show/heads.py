@@ -19,7 +19,7 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     about = profile.about
     console.print(
         f"{len(profile)} heads on {about['texts']:,} texts, {about['tokens']:,} tokens; {about['documents']:,} documents "
-        f"with relations; {profile.family:,} tests",
+        f"with relations; {profile.family:,} tests{_left_out(profile)}",
         highlight=False,
     )
     console.print(grid(profile, wanted, console.width))
@@ -120,6 +120,15 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
         console.print(Text("looked hardest", "bold"))
     for seen in head.hardest:
         console.print(Text(f"  {seen.weight:.2f}  {seen.text}"))
+
+
+def _left_out(profile: Profile) -> str:
+    """Arcs that could not be asked about, told beside what was."""
+    relations = profile.relations
+    if relations is None or not relations.left_out.any():
+        return ""
+    asked, left = int(relations.arcs.sum()), int(relations.left_out.sum())
+    return f"; {left:,} of {asked + left:,} questions left out, for the words share the token that would be looked at"
 
 
 def _hits(cases: Sequence[Example]) -> str:

@@ -119,7 +119,7 @@ def test_generate_appears_as_it_is_written() -> None:
     text = b"".join(said).decode()
     assert text == hw.load(smollm2_folder()).generate("The capital of France is", 6) + "\n"
     assert "Paris" in text
-    assert stderr.startswith(b"6 tokens, ")
+    assert stderr.startswith(b"6 tokens: as many as asked for (--tokens); ")
     assert stderr.count(b"\n") == 1
 
 
@@ -139,7 +139,7 @@ def test_generate_as_json(talker: str) -> None:
     told = json.loads(done.out)
     model = hw.load(talker)
     assert model.tokenizer is not None
-    assert set(told) == {"prompt", "text", "ids", "new_tokens", "seconds"}
+    assert set(told) == {"prompt", "text", "ids", "new_tokens", "seconds", "stopped"}
     assert (told["prompt"], told["new_tokens"]) == ("ba de", 5)
     assert told["ids"][:-5] == model.tokenizer.encode("ba de")
     assert told["text"] == model.tokenizer.decode(told["ids"]) == model.generate("ba de", 5)
