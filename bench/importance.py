@@ -18,8 +18,8 @@ from bench.measure import machine, take_turns
 from headwise.look.ablate import ablated, stand_in
 from headwise.look.asked import Asked
 from headwise.look.sweep import sweep, sweep_cost
+from headwise.model.loss import IGNORE
 from headwise.show.tables import make_table
-from headwise.train.batches import IGNORE
 
 B, T = 4, 128
 SPEC = hw.ModelSpec(vocab=2000, context=T, layers=6, attention=hw.AttentionSpec(width=256, heads=8))

@@ -16,11 +16,11 @@ from bench.measure import machine
 from headwise.change.curve import curve
 from headwise.change.heal import heal
 from headwise.change.report import report
+from headwise.files.whole import whole_file
 from headwise.model import AnyModel
 from headwise.show.figures.tradeoff import draw_pruning
 from headwise.show.progress import noting
 from headwise.show.prune import show_curve, show_report
-from headwise.weights.save import whole_file
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 HALF = 0.5

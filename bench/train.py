@@ -30,6 +30,7 @@ import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
 from headwise.lab.memory import rise
 from headwise.show.tables import make_table
+from headwise.team.team import Team
 from headwise.text.corpus import Corpus
 from headwise.text.make import make_tokenizer
 from headwise.train.batches import Windows, causal
@@ -37,7 +38,6 @@ from headwise.train.loop import Loop
 from headwise.train.loss import LanguageLoss
 from headwise.train.prepare import Prepared
 from headwise.train.recipe import Recipe
-from headwise.train.team import Team
 from headwise.train.tokens import Tokens
 
 BASE, GPT2 = "headwise", "transformers GPT-2"

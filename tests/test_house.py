@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,23 @@ import headwise as hw
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [
-    *("errors", "spec", "kernels", "heads", "model", "text", "attach"),
+    *("errors", "spec", "kernels", "heads", "model", "text", "files", "team", "attach"),
     *("weights", "train", "look", "change", "lab", "show", "cli"),
 ]
+# The few that look up, inside a function: what is there to be shown shows itself, a model saves itself, and the plans a
+# model was cut by are read with it.
+UPWARDS = {
+    ("heads/head.py", "headwise.show.notebook"),
+    ("look/attend.py", "headwise.show.notebook"),
+    ("look/attend.py", "headwise.show.widget"),
+    ("look/result.py", "headwise.show.book"),
+    ("look/result.py", "headwise.show.figures.plot"),
+    ("look/result.py", "headwise.show.notebook"),
+    ("look/result.py", "headwise.show.report"),
+    ("look/result.py", "headwise.show.widget"),
+    ("model/transformer.py", "headwise.weights.save"),
+    ("attach/store.py", "headwise.change.plan"),
+}
 SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
 
 PUBLIC_NAMES = [
@@ -48,17 +63,44 @@ def test_files_are_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules of this package that some statements import."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "a room is named in full"
+            deeper = {f"headwise.{alias.name}" for alias in node.names if alias.name in ROOMS}
+            found |= deeper if node.module == "headwise" else {node.module or ""}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {module for module in found if module.startswith("headwise.")}
+
+
 def test_imports_flow_down() -> None:
+    """Inside functions too, but for those few."""
+    upwards = set()
     for path in SOURCES:
         if room_of(path) not in ROOMS:
             continue  # the front door and __main__ see every room
-        for node in ast.parse(path.read_text()).body:  # at module level only
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                if module.startswith("headwise."):
-                    used = module.split(".")[1]
-                    assert ROOMS.index(used) <= ROOMS.index(room_of(path)), f"{path} imports {module}, a later room"
+        tree = ast.parse(path.read_text())
+        for module in imported(ast.walk(tree)):
+            if ROOMS.index(module.split(".")[1]) > ROOMS.index(room_of(path)):
+                assert module not in imported(tree.body), f"{path} imports {module}, a later room"
+                upwards.add((str(path.relative_to(ROOT / "headwise")), module))
+    assert upwards == UPWARDS
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("def f():\n    from headwise.show.book import make_book", {"headwise.show.book"}),
+        ("def f():\n    import headwise.look.record", {"headwise.look.record"}),
+        ("from headwise import cli", {"headwise.cli"}),
+        ("from headwise import __version__\nimport os", set()),
+    ],
+)
+def test_imports_inside_functions_are_seen(line: str, seen: set[str]) -> None:
+    assert imported(ast.walk(ast.parse(line))) == seen
 
 
 def test_every_room_is_known() -> None:

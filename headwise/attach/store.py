@@ -29,7 +29,7 @@ PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were c
 
 def write(model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Path, whole: bool) -> Path:
     """Write a model, whole or not at all."""
-    from headwise.weights.save import whole_folder  # a later room
+    from headwise.files.whole import whole_folder
 
     with whole_folder(folder, ("config.json",)) as new:
         if whole and is_cut(layers):
@@ -60,7 +60,7 @@ def keep_note(model: Any) -> None:
 
 def _save_noted(model: Any, save_directory: str | Path, *arguments: Any, **named: Any) -> None:
     """`save_pretrained` of a model from which heads were cut."""
-    from headwise.weights.save import whole_file  # a later room
+    from headwise.files.whole import whole_file
 
     save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, save_directory, *arguments, **named).arguments
@@ -195,7 +195,7 @@ def _plans(note: dict[str, Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
 
 
 def _read_note(folder: Path) -> dict[str, Any] | None:
-    from headwise.weights.places import inside, read_json  # a later room
+    from headwise.files.places import inside, read_json
 
     file = inside(folder, NOTE)
     if not file.is_file():
@@ -214,8 +214,8 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
 
 def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
     """Load tensors into a model that was cut; output biases that folding has added are made first."""
-    from headwise.weights.places import weight_files  # a later room
-    from headwise.weights.readers import SafetensorsReader
+    from headwise.files.places import weight_files
+    from headwise.files.readers import SafetensorsReader
 
     reader = SafetensorsReader(weight_files(folder, ("model",)))
     names = {id(part): name for name, part in model.named_modules()}

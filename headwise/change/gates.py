@@ -21,9 +21,9 @@ from headwise.look.asked import Asked, ask, check_askable, read_asked
 from headwise.look.inputs import Unit, make_batch
 from headwise.look.profile import Note
 from headwise.model import AnyModel, quiet
+from headwise.model.loss import IGNORE, cross_entropy
 from headwise.spec import Address, SiteAddress
-from headwise.train.batches import IGNORE, Windows
-from headwise.train.loss import cross_entropy
+from headwise.train.batches import Windows
 from headwise.train.optimise import make_optimizer, trainable
 from headwise.train.recipe import Recipe
 

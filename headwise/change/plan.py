@@ -14,6 +14,8 @@ from headwise.change.cut import fold as fold_means
 from headwise.change.rank import choose, heads_left
 from headwise.change.ways import WAYS, way_of
 from headwise.errors import HeadwiseError, close_names
+from headwise.files.places import read_text
+from headwise.files.whole import whole_file
 from headwise.heads.head import Pattern
 from headwise.look.profile import Note
 from headwise.look.runs import mean_activations
@@ -21,8 +23,6 @@ from headwise.model import AnyModel
 from headwise.spec import Address, ModelSpec, SiteAddress, select
 from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus
-from headwise.weights.places import read_text
-from headwise.weights.save import whole_file
 
 
 @dataclass(frozen=True)

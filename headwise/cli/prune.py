@@ -55,12 +55,12 @@ def run(
     from headwise.change.plan import Plan
     from headwise.change.report import report
     from headwise.errors import HeadwiseError
+    from headwise.files.whole import whole_folder
     from headwise.show.figures.drawing import check_path
     from headwise.show.figures.tradeoff import draw_pruning
     from headwise.show.progress import noting
     from headwise.show.prune import show_curve, show_plan, show_report
     from headwise.weights import load
-    from headwise.weights.save import whole_folder
 
     ways = sum(given is not None for given in (keep, heads, apply))
     curve = curve or plot is not None

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError
+from headwise.files.whole import whole_file
 from headwise.lab.point import Made, Point
 from headwise.text.corpus import Corpus
-from headwise.weights.save import whole_file
 
 PACKAGE = Path(__file__).parents[1]
 TRAINING = ("spec", "kernels", "heads", "model", "text", "train")  # the rooms that decide what a trained model is,

@@ -15,8 +15,8 @@ from headwise.heads.head import Pattern
 from headwise.look.inputs import Batch, Unit, read_units, tokenizer_of
 from headwise.look.runs import Run, record_z
 from headwise.model import AnyModel
+from headwise.model.loss import IGNORE
 from headwise.spec import SiteAddress
-from headwise.train.batches import IGNORE
 
 Metric = Literal["loss", "last"]
 WHOLE = 1 << 24  # logits computed at once

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError, close_names
+from headwise.files.whole import whole_file
 from headwise.look.classes import class_flags
 from headwise.look.inputs import Unit, fitting, make_batches, read_units, run, tokenizer_of
 from headwise.look.relations import Relations
@@ -27,7 +28,6 @@ from headwise.model import Transformer, quiet
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
-from headwise.weights.save import whole_file
 
 MEASURES = ("entropy", "confidence", "distance", "first", "offset 1", "induction", "duplicate")
 VERSION = 2

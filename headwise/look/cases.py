@@ -17,8 +17,8 @@ from headwise.heads.site import Seen
 from headwise.look.classes import CLASSES
 from headwise.look.diagonals import WINDOW
 from headwise.look.inputs import Batch, Unit
+from headwise.team.team import Team
 from headwise.text.align import Alignment
-from headwise.train.team import Team
 
 ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and tokens
 REACH = 128  # tokens are drawn among the first so many of a text

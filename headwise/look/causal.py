@@ -25,10 +25,10 @@ from headwise.look.statistics import bootstrap
 from headwise.look.sweep import sweep
 from headwise.look.tally import BUCKETS
 from headwise.model import AnyModel
+from headwise.model.loss import IGNORE
 from headwise.spec import Address
 from headwise.text.documents import Document
 from headwise.text.little.quizzes import CHOICES
-from headwise.train.batches import IGNORE
 
 DOCUMENTS = 20  # documents a relation's probe reads, at most
 TOKENS = 96  # in a batch of them: texts of about one length, for a sweep pays for padding again and again

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.look.cases import marked, names_of, written
 from headwise.look.inputs import Unit
 from headwise.look.rows import Block
-from headwise.train.team import Team
+from headwise.team.team import Team
 
 KEPT = 8  # contexts per head
 

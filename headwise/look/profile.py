@@ -27,9 +27,9 @@ from headwise.look.surface import Surface
 from headwise.look.tally import Tally
 from headwise.look.variability import Varying, sample
 from headwise.model import AnyModel, Transformer, quiet
+from headwise.team.team import Team, gather
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
-from headwise.train.team import Team, gather
 
 Note = Callable[[str, int, int], object]  # what is done, how much of it, of how much
 CONTROLS = ("random-init", "shuffled")

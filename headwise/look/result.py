@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.files.whole import whole_file
 from headwise.look.cases import Cases, Example
 from headwise.look.evidence import Context
 from headwise.look.merge import keep_effect, merge_evidence, merge_relations, merge_tallies
@@ -19,7 +20,6 @@ from headwise.look.relations import Relations
 from headwise.look.roles import Case, Support, judge, make_cases, rest
 from headwise.look.tally import REPORTING, Tally
 from headwise.spec import Address
-from headwise.weights.save import whole_file
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -19,8 +19,8 @@ from headwise.look.asked import Asked
 from headwise.look.runs import chosen_sites
 from headwise.model import AnyModel, Transformer
 from headwise.model.block import Beside, Block
+from headwise.model.loss import cross_entropy
 from headwise.spec import Address, ModelSpec
-from headwise.train.loss import cross_entropy
 
 Stands = Callable[[Site, tuple[Address, ...]], Stand]  # what stands in for some heads of a layer
 TOKENS = 2048  # run at once, copies included

@@ -14,6 +14,7 @@ from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import Report, report
 from headwise.change.trial import halves, read_texts
+from headwise.files.whole import whole_folder
 from headwise.look.attend import Attended, attend
 from headwise.look.profile import Note, profile
 from headwise.look.result import HeadProfile, Profile
@@ -23,7 +24,6 @@ from headwise.show.figures.sentence import arcs, hardest
 from headwise.show.report import SENTENCES, write_report
 from headwise.text.corpus import Corpus
 from headwise.weights import load
-from headwise.weights.save import whole_folder
 
 FOLDER = Path("headwise-demo")
 PROMPT = "Once upon a time, a teacher and her students"

@@ -12,6 +12,7 @@ from headwise.change.plan import Plan
 from headwise.change.rank import Scores
 from headwise.change.report import Report, report
 from headwise.change.trial import halves, read_texts
+from headwise.files.whole import whole_folder
 from headwise.look.attend import attend
 from headwise.look.biography import Biography
 from headwise.look.importance import Importance, importance
@@ -28,7 +29,6 @@ from headwise.text.corpus import Corpus
 from headwise.train import Recipe, Trained, train
 from headwise.train.exam import Mark, exam
 from headwise.train.little import LITTLE, little_texts
-from headwise.weights.save import whole_folder
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 BORN = 0.5  # the share of cases from which a head is said to do a thing

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from headwise.files.whole import whole_file, whole_folder
 from headwise.lab.claim import WORDS, Claim
 from headwise.lab.figure import At, Figure
 from headwise.lab.lab import SEEN
@@ -17,7 +18,6 @@ from headwise.show.claims import claims_book
 from headwise.show.figures.claims import draw_claim, is_drawn
 from headwise.show.report import write_report
 from headwise.show.tables import make_table
-from headwise.weights.save import whole_file, whole_folder
 
 COLOURS = {
     "holds": "green", "does not hold": "red", "depends": "yellow", "true by construction": "blue", "not measured": "dim",

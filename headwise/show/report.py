@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError
+from headwise.files.whole import whole_file
 from headwise.show.book import page_files
-from headwise.weights.save import whole_file
 
 # Sentences a report shows unless others are given: what does "it" stand for, whose is "their", what comes next.
 SENTENCES = (

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-
-IGNORE = -100  # a target that is not asked for
+from headwise.model.loss import IGNORE
 
 
 class Rows(NamedTuple):

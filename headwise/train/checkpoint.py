@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from headwise.attach import Attached
 from headwise.errors import HeadwiseError
+from headwise.files.aligned import read_tensors, write_tensors
+from headwise.files.whole import whole_folder
 from headwise.train.loss import Loss
 from headwise.train.optimise import optimizer_state, restore_optimizer
-from headwise.weights.aligned import read_tensors, write_tensors
-from headwise.weights.save import whole_folder
 
 CHECKSUMS = "checksums.json"
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from headwise.model import Transformer, quiet
+from headwise.team.team import Team
 from headwise.train.batches import Hide, make_rows, stack
 from headwise.train.loss import LanguageLoss
-from headwise.train.team import Team
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer, quiet
 from headwise.spec import ModelSpec
+from headwise.team.team import Team, gather
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.train.batches import Hide, Rows, in_order, make_rows, masked
@@ -28,7 +29,6 @@ from headwise.train.progress import Clock, Watch
 from headwise.train.recipe import Recipe
 from headwise.train.run import Metrics, note
 from headwise.train.stop import interruptible
-from headwise.train.team import Team, gather
 
 Call = Callable[[Transformer, int], object]
 

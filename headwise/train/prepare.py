@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError
+from headwise.files.aligned import aligned
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
+from headwise.team.team import Team
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.make import add_frame, add_mask, make_tokenizer
@@ -21,9 +23,7 @@ from headwise.train.batches import Anywhere, Pairs, Texts, Windows
 from headwise.train.loss import Loss, MakeLoss
 from headwise.train.recipe import Recipe
 from headwise.train.run import asked_before, is_same
-from headwise.train.team import Team
 from headwise.train.tokens import Tokens, read_tokens, write_tokens
-from headwise.weights.aligned import aligned
 
 
 @dataclass

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.files.whole import whole_folder
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
-from headwise.weights.save import whole_folder
 
 INDEX = "tokens.json"
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from headwise.attach import Attached
 from headwise.errors import HeadwiseError, close_names
+from headwise.files.aligned import write_tensors
+from headwise.files.whole import whole_folder
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.weights.aligned import write_tensors
 from headwise.weights.families import FAMILIES, Family
 from headwise.weights.keymap import lines_for
-from headwise.weights.save import whole_folder
 
 
 def export(model: Transformer | Attached, folder: str | Path, family: str | None = None) -> Path:

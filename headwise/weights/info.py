@@ -6,11 +6,11 @@ from typing import Any
 
 from headwise.attach.describe import describe
 from headwise.attach.store import skeleton
+from headwise.files.places import find, inside
 from headwise.spec import ModelSpec
 from headwise.spec.presets import ROWS, preset
 from headwise.text import Tokenizer
 from headwise.weights.load import is_theirs, open_checkpoint
-from headwise.weights.places import find, inside
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.files.readers import Reader
 from headwise.spec import ModelSpec
-from headwise.weights.readers import Reader
 
 When = Callable[[ModelSpec], bool]
 

@@ -13,17 +13,17 @@ from headwise.attach import Attached
 from headwise.attach.handle import load_attached
 from headwise.attach.store import NOTE, can_attach
 from headwise.errors import HeadwiseError
+from headwise.files.aligned import aligned
+from headwise.files.places import find, inside, read_json, read_text, weight_files
+from headwise.files.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.gguf import tokenizer_from_gguf
-from headwise.weights.aligned import aligned
 from headwise.weights.families import FAMILIES, Family, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import Found, Line, check_names, find_prefix, lines_for
-from headwise.weights.places import find, inside, read_json, read_text, weight_files
-from headwise.weights.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from headwise.look.runs import mean_activations, record_z
 from headwise.look.variability import variability
 from headwise.look.writes import value_weighted, vocabulary, write_share
 from headwise.show.live import Live
+from headwise.team.team import Team
 from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
 from headwise.text.treebank import Pronoun
 from headwise.train.evaluate import evaluate
 from headwise.train.exam import exam
-from headwise.train.team import Team
 
 TOKENIZER = word_tokenizer(VOCABULARY)
 TEXTS = [document.text for document in hw.Corpus.little("held-out", documents=6, seed=3).items()]

@@ -16,9 +16,9 @@ from headwise.look.asked import Asked
 from headwise.look.importance import importance
 from headwise.look.sweep import slopes, sweep
 from headwise.model import Transformer
+from headwise.model.loss import IGNORE
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 from headwise.text.make import character_tokenizer
-from headwise.train.batches import IGNORE
 from tests.contract.layers import MODELS, assert_equal
 from tests.look.readers import TEXTS, encoded, reading, surprise
 

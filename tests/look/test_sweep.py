@@ -14,8 +14,8 @@ from headwise.look.importance import importance
 from headwise.look.inputs import make_batch, read_units
 from headwise.look.sweep import sweep, sweep_cost
 from headwise.model.block import Block
+from headwise.model.loss import IGNORE
 from headwise.spec import ModelSpec
-from headwise.train.batches import IGNORE
 from tests.contract.layers import MODELS, assert_equal, make_model, token_ids
 from tests.look.readers import TEXTS, encoded, reading, surprise
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.train.batches import IGNORE, Anywhere, Texts, Windows, causal, in_order, masked
+from headwise.model.loss import IGNORE
+from headwise.train.batches import Anywhere, Texts, Windows, causal, in_order, masked
 
 sizes = st.tuples(st.integers(1, 9), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + 1 + pair[1]))
 

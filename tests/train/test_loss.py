@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from headwise.errors import HeadwiseError
 from headwise.lab.memory import rise
 from headwise.model import Transformer
+from headwise.model import loss as room
+from headwise.model.loss import IGNORE, cross_entropy
 from headwise.spec import ModelSpec
-from headwise.train import loss as room
-from headwise.train.batches import IGNORE
-from headwise.train.loss import LanguageLoss, cross_entropy
+from headwise.train.loss import LanguageLoss
 from tests.train.tiny import ODD, PLAIN
 
 SPECS: dict[str, ModelSpec] = {

@@ -19,11 +19,12 @@ from torch import Tensor
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
+from headwise.model.loss import IGNORE
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text import Corpus, Tokenizer
 from headwise.text.make import byte_tokenizer, character_tokenizer
 from headwise.train import Recipe, Trained
-from headwise.train.batches import IGNORE, Pairs, make_rows, stack
+from headwise.train.batches import Pairs, make_rows, stack
 from headwise.train.loss import LanguageLoss
 from headwise.train.tokens import read_tokens, write_tokens
 from tests.contract.variants import FIXED

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
+from headwise.model.loss import IGNORE
 from headwise.text.make import byte_tokenizer, character_tokenizer
 from headwise.train import Recipe
-from headwise.train.batches import IGNORE, masked
+from headwise.train.batches import masked
 from tests.train.tiny import MASKED, NOISY, PLAIN, SHORT, TEXT, checkpoint, run, same_weights, there, timeless, words
 
 # Looking in.

@@ -11,7 +11,7 @@ FOLDERS = ("spec.json", "config.json", "run.json")  # one of them makes a folder
 
 def models(incomplete: str) -> list[str]:
     """Bundles, and what lies here: folders with a model in them, files of weights, saved profiles."""
-    from headwise.weights.places import BUNDLES
+    from headwise.files.places import BUNDLES
 
     start = Path(incomplete)
     folder = start if incomplete.endswith("/") else start.parent

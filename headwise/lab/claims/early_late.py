@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.files.places import BUNDLES
 from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.depth import LAYERS, deep
 from headwise.lab.figure import Figure, Figures
@@ -23,7 +24,6 @@ from headwise.model import AnyModel
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from headwise.weights import load
-from headwise.weights.places import BUNDLES
 
 THIRDS = ("first third", "middle third", "last third")
 SYNTAX = (

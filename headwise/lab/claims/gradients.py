@@ -18,7 +18,7 @@ from headwise.look.asked import Asked, ask, read_asked
 from headwise.look.inputs import make_batch
 from headwise.look.profile import documents_for
 from headwise.model import AnyModel, Transformer, quiet
-from headwise.train.loss import cross_entropy
+from headwise.model.loss import cross_entropy
 
 TEXTS = 32  # whose loss the gradient is of
 LONGEST = 128

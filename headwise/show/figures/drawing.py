@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
-from headwise.weights.save import whole_file
+from headwise.files.whole import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headwise.errors import HeadwiseError
+from headwise.files.readers import Reader
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
 from headwise.weights.families.family import Config, need, setting, switch, whole, whole_or_null
-from headwise.weights.readers import Reader
 
 META = {
     "tokens": "tok_embeddings.weight",

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headwise as hw
+from headwise.files.aligned import ALIGNMENT, aligned, read_tensors, write_tensors
 from headwise.train.optimise import make_optimizer, optimizer_state, restore_optimizer, trainable
-from headwise.weights.aligned import ALIGNMENT, aligned, read_tensors, write_tensors
 from tests.contract.layers import MODELS, make_model, run
 from tests.weights.checkpoints import make_llama, moved, same, write_gguf
 

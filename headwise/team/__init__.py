@@ -1,0 +1,1 @@
+"""Several processes at work on one thing."""
