@@ -77,6 +77,7 @@ class Claim:
     timed: bool = False  # it measures time or memory: alone on the machine, and never twice the same
     on: Callable[["AnyModel", Any], Figures] | None = None  # the same for a model and a text that are given
     also: Callable[[], str] = str  # what else decides its figures, as what is installed
+    version: int = 1  # of `measure`: raised when it gives other figures, as said in versions.py
 
     def decide(self, figures: Figures) -> tuple[Figures, Verdict]:
         """The figures with the intervals the rule looks at made to hold together, and what it says of them."""

@@ -12,8 +12,9 @@ import torch
 
 from headwise.lab.memory import is_told, rise
 from headwise.lab.point import STARTS, Made, Point
-from headwise.lab.store import DONE, Store, code_version
+from headwise.lab.store import DONE, Store
 from headwise.lab.threads import one_thread
+from headwise.lab.versions import VERSIONS
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.little import LittleLanguage
@@ -104,7 +105,7 @@ def _texts(point: Point, store: Store) -> tuple[Corpus, Corpus | None]:
         return Corpus.of(Path(point.text)), None
     recipe = point.recipe
     documents = recipe.steps * recipe.batch
-    path = store.folder / "texts" / f"little-{recipe.seed}-{documents}-{code_version(('text',))}.json"
+    path = store.folder / "texts" / f"little-{recipe.seed}-{documents}-v{VERSIONS['texts']}.json"
     with store.holding(path):
         texts = store.read(path)
         if texts is None:

@@ -1,7 +1,6 @@
 """Put claims to the test: train the models they share, measure them side by side, then those that need the machine alone."""
 
 import hashlib
-import inspect
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from headwise.lab.figure import LEVEL, Figures
 from headwise.lab.lab import FULL, QUICK, SEEN, Lab, Size
 from headwise.lab.pool import check_same, train_all, work
 from headwise.lab.registry import find_claims
-from headwise.lab.store import MEASURING, Store, code_version
+from headwise.lab.store import Store
+from headwise.lab.versions import declared
 from headwise.look.profile import Note
 from headwise.weights import load
 
@@ -137,11 +137,8 @@ def _judged(claim: Claim, figures: Figures, seeds: tuple[int, ...], on: str = ""
 
 
 def _key(claim: Claim, lab: Lab) -> str:
-    own = Path(str(inspect.getsourcefile(claim.measure)))
-    shared = sorted(
-        p for p in Path(__file__).parent.glob("*.py") if p.name not in ("run.py", "registry.py", "claim.py")
-    )
-    told = f"{code_version(MEASURING, *shared, own)} {lab.seeds} {lab.size.to_json()} {claim.also()}"
+    code = f"{declared('texts', 'training', 'measures')}, {claim.name} {claim.version}"
+    told = f"{code} {lab.seeds} {lab.size.to_json()} {claim.also()}"
     return hashlib.sha256(told.encode()).hexdigest()[:20]
 
 

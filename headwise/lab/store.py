@@ -1,26 +1,19 @@
-"""Where the lab keeps what it made: trained points and results, named by what decides them and by the code that made them."""
+"""Where the lab keeps what it made: trained points and results, named by what decides them, code included (versions.py)."""
 
-import ast
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_file
 from headwise.lab.point import Made, Point
+from headwise.lab.versions import declared
 from headwise.text.corpus import Corpus
 
-PACKAGE = Path(__file__).parents[1]
-TRAINING = ("spec", "kernels", "heads", "model", "text", "train")  # the rooms that decide what a trained model is,
-MAKING = tuple(PACKAGE / "lab" / name for name in ("make.py", "memory.py", "point.py", "threads.py"))  # and the files
-MEASURING = (*TRAINING, "weights", "look", "change")  # the rooms that decide what is measured of one
 DONE = "done.json"
 ROOM = 16 << 20  # bytes a point takes beside its weights: tokens, metrics
 
@@ -52,7 +45,7 @@ class Store:
         """Where a point is, or will be."""
         if point not in self._places:
             read = Corpus.of(Path(point.text)).fingerprint if point.text else ""  # a file may change under its name
-            self._places[point] = self.folder / "points" / point.key(code_version(TRAINING, *MAKING), read)
+            self._places[point] = self.folder / "points" / point.key(declared("texts", "training"), read)
         return self._places[point]
 
     def made(self, point: Point) -> Made | None:
@@ -107,27 +100,3 @@ class Store:
         with open(path.with_suffix(".lock"), "w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
-
-
-@cache
-def code_version(rooms: tuple[str, ...], *files: Path) -> str:
-    """A short name for what some rooms and files hold, and for torch: comments, docstrings and layout do not count."""
-    made = hashlib.sha256(version("torch").encode())
-    inside = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*")) if path.suffix in (".py", ".txt")]
-    for path in (*inside, *files):
-        name = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
-        text = path.read_text(encoding="utf-8")
-        made.update(f"{name}:{_said(text) if path.suffix == '.py' else text}".encode())
-    return made.hexdigest()[:16]
-
-
-def _said(code: str) -> str:
-    """What a file of code says, without its docstrings."""
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            value = body[0].value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                value.value = ""
-    return ast.dump(tree)

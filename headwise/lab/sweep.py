@@ -1,5 +1,6 @@
 """The trade-off of heads: one model for each head count and seed, all else equal."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from headwise.lab.figure import Figure
 from headwise.lab.lab import LITTLE_WORDS, usual_point, usual_recipe
 from headwise.lab.point import Made, Point
 from headwise.lab.pool import train_all, work
-from headwise.lab.store import MEASURING, Store, code_version
+from headwise.lab.store import Store
+from headwise.lab.versions import declared
 from headwise.look.profile import Note
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -182,7 +184,7 @@ def _diversities(
     made: list[Made], store: Store, processes: int | None, note: Note | None
 ) -> dict[str, dict[str, float]]:
     """How far apart the heads of each model are, by the name of its point; what was measured before is taken as it is."""
-    version = code_version(MEASURING, Path(__file__), Path(__file__).with_name("diversity.py"))
+    version = hashlib.sha256(declared("measures").encode()).hexdigest()[:16]
     found = {each.folder.name: store.result("diversity", f"{each.folder.name}-{version}") for each in made}
     todo = [each for each in made if found[each.folder.name] is None]
 

@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.lab import Lab, Size
 from headwise.lab.make import make
 from headwise.lab.pool import train_all
-from headwise.lab.store import DONE, Store, code_version
+from headwise.lab.store import DONE, Store
 from headwise.lab.sweep import check_heads, depth_or_heads, sweep
 
 TINY: dict[str, Any] = {"width": 16, "steps": 8, "batch": 4, "processes": 1}
@@ -158,15 +158,6 @@ def test_a_damaged_note_is_named(tmp_path):
     (made.folder / DONE).write_text("{")
     with pytest.raises(HeadwiseError, match=r"done\.json cannot be read; delete it"):
         lab.made(lab.point(0))
-
-
-def test_the_version_of_code_is_what_it_does(tmp_path):
-    from headwise.lab.store import PACKAGE
-
-    known = code_version(("spec",))
-    assert code_version(("spec",)) == known
-    assert code_version(("spec", "kernels")) != known
-    assert code_version(("spec",), PACKAGE / "errors.py") != known
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
