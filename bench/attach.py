@@ -19,7 +19,7 @@ from bench.look import HEADS, VOCAB, make_batch, make_flags
 from bench.measure import machine, peak_memory, take_turns
 from headwise.lab.memory import rise
 from headwise.look.evidence import Evidence
-from headwise.look.surface import Surface
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.show.tables import make_table
 
@@ -44,7 +44,7 @@ def make_way(way: str, T: int) -> Callable[[], object]:
     model = make_model(T, "eager" if way == "eager maps" else "sdpa")
     theirs = hw.attach(model) if way in ("attached", "profile") else None
 
-    surface = Surface(Tally(HEADS), Evidence(HEADS), make_flags(), 1, "full")  # one for a whole corpus
+    surface = Surface(Tally(HEADS), Evidence(HEADS), usual_measures(make_flags()), 1, "full")  # one for a whole corpus
 
     @torch.no_grad()
     def run() -> object:
@@ -52,7 +52,7 @@ def make_way(way: str, T: int) -> Callable[[], object]:
             return model(batch.ids, use_cache=False, output_attentions=True)
         if way != "profile" or theirs is None:
             return model(batch.ids, use_cache=False)
-        batch.memo.clear()  # every text is new
+        surface.forget()  # every text is new
         with ExitStack() as stack:
             for number, site in enumerate(theirs.sites()):
                 stack.enter_context(site.listen(lambda seen, first=12 * number: surface.see(seen, batch, first)))

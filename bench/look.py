@@ -23,7 +23,7 @@ from headwise.lab.memory import rise
 from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.inputs import Batch, Unit
-from headwise.look.surface import Surface
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.show.tables import make_table
 
@@ -62,10 +62,12 @@ def make_flags() -> Tensor:
 
 def full(model: hw.Transformer, batch: Batch, every: int = 1, detail: str = "full") -> Callable[[], None]:
     """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
-    surface = Surface(Tally(HEADS), Evidence(HEADS), make_flags(), every, detail)  # one for a whole corpus
+    surface = Surface(
+        Tally(HEADS), Evidence(HEADS), usual_measures(make_flags()), every, detail
+    )  # one for a whole corpus
 
     def work() -> None:
-        batch.memo.clear()  # every text is new
+        surface.forget()  # every text is new
         listening(model, batch, lambda seen, first: surface.see(seen, batch, first))
 
     return work

@@ -21,6 +21,8 @@ _ROOMS = {
     "look.record": ("record",),
     "look.attend": ("attend",),
     "look.profile": ("profile",),
+    "look.measure": ("WeightAt", "WeightOn"),
+    "look.roles": ("Role",),
     "look.result": ("Profile",),
     "look.ablate": ("ablated", "patched"),
     "look.importance": ("importance",),
@@ -43,7 +45,8 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "attach",
     "export", "load",
     "Recipe", "train",
-    "record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography",
+    "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
+    "ablated", "patched", "importance", "between", "Biography",
     "prune", "Plan",
     "sweep", "claims",
 ]  # fmt: skip
@@ -62,9 +65,11 @@ if TYPE_CHECKING:
     from headwise.look.between import between
     from headwise.look.biography import Biography
     from headwise.look.importance import importance
+    from headwise.look.measure import WeightAt, WeightOn
     from headwise.look.profile import profile
     from headwise.look.record import record
     from headwise.look.result import Profile
+    from headwise.look.roles import Role
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
     from headwise.text import Corpus, Tokenizer, embed

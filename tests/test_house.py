@@ -42,7 +42,8 @@ PUBLIC_NAMES = [
     "attach",
     *("export", "load"),
     *("Recipe", "train"),
-    *("record", "attend", "profile", "Profile", "ablated", "patched", "importance", "between", "Biography"),
+    *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
+    *("ablated", "patched", "importance", "between", "Biography"),
     *("prune", "Plan"),
     *("sweep", "claims"),
 ]

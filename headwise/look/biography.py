@@ -6,8 +6,6 @@ Heads begin alike and find their work at different times, some of them suddenly 
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -19,17 +17,23 @@ import torch
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.whole import whole_file
 from headwise.look.classes import class_flags
-from headwise.look.inputs import Unit, fitting, make_batches, read_units, run, tokenizer_of
+from headwise.look.diagonals import OFFSET
+from headwise.look.inputs import Unit, fitting, make_batches, read_units, tokenizer_of
+from headwise.look.listening import read_repeats, read_texts
+from headwise.look.questions import HITS
 from headwise.look.relations import Relations
-from headwise.look.repeats import Echo, Repeats, make_repeats
-from headwise.look.surface import Surface
+from headwise.look.repeats import DUPLICATE, INDUCTION, Echo, Repeats, make_repeats
+from headwise.look.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.model import Transformer, quiet
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 
-MEASURES = ("entropy", "confidence", "distance", "first", "offset 1", "induction", "duplicate")
+MEASURES = tuple(
+    number.name for number in (ENTROPY, CONFIDENCE, DISTANCE, RESTING, OFFSET[1], INDUCTION[0], DUPLICATE[0])
+)
 VERSION = 2
 DOCUMENTS = 48  # a look must be cheap beside the steps between two looks
 
@@ -183,38 +187,18 @@ def _look(
 ) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
     """One look: the names of the measures, what they are means over, and (heads, measures)."""
     tally = Tally(heads)
-    surface = Surface(tally, None, class_flags(tokenizer_of(model), model.spec.vocab))
+    surface = Surface(tally, None, usual_measures(class_flags(tokenizer_of(model), model.spec.vocab)))
     asked = ask and any(unit.document is not None for unit in units)
     relations = Relations.of(tally, units, model.spec.kind == "decoder") if asked else None
-    for batch in make_batches(units, 2048, device=model.device):
-        with ExitStack() as stack:
-            stack.enter_context(_listening(model, surface.see, batch))
-            if relations is not None:
-                relations.begin(batch)
-                stack.enter_context(_listening(model, relations.see, batch))
-            run(model, batch)
-    echo = Echo(tally, repeats)
-    for some, ids, repeated in islice(
-        repeats.batches(), 0, None, 2
-    ):  # of R R and R R′ the first alone: no null is kept
-        with _listening(model, echo.see, some, repeated):
-            model(ids.to(model.device), hidden=True)
+    read_texts(model, make_batches(units, 2048, device=model.device), surface, relations)
+    twice = islice(repeats.batches(), 0, None, 2)  # of R R and R R′ the first alone: no null is kept
+    read_repeats(model, twice, Echo(tally, repeats))
     names = MEASURES
     if relations is not None:
         there = relations.arcs.sum(0) > 0  # a decoder is never asked about words to come
-        names += tuple(f"{one} hits" for one, some in zip(relations.questions, there, strict=True) if some)
+        names += tuple(one.numbers[HITS].name for one, some in zip(relations.questions, there, strict=True) if some)
     counts = tuple(int(tally.per_bucket(name)[1].sum(0).max()) for name in names)
     return names, counts, np.stack([tally.mean(name) for name in names], 1).astype(np.float32)
-
-
-@contextmanager
-def _listening(model: Transformer, see: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        first = 0
-        for site in model.sites():
-            stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
-            first += len(site.head_ids)
-        yield
 
 
 def _restored(values: np.ndarray, told: dict[str, Any], corpus: Any) -> Biography:

@@ -14,11 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from headwise.heads.site import Seen
-from headwise.look.classes import CLASSES
-from headwise.look.diagonals import WINDOW
-from headwise.look.inputs import Batch, Unit
+from headwise.look.inputs import Unit
+from headwise.look.measure import Target
+from headwise.look.scene import Layout, Scene
 from headwise.team.team import Team
-from headwise.text.align import Alignment
 
 ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and tokens
 REACH = 128  # tokens are drawn among the first so many of a text
@@ -26,7 +25,7 @@ SHOWN = 8  # cases told of a role
 ROW, ECHO = "", "repeats"  # the questions of tokens
 MARKS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
 MOST = {"arcs": ARCS, "rows": ROWS}
-NAMES = {"arcs": ("hit", "weight", "best", "most"), "rows": ("maps", "classes")}
+NAMES = {"arcs": ("hit", "weight", "best", "most"), "rows": ("maps", "marks", "aims")}
 
 Ask = tuple[str, Unit, int, tuple[int, ...]]  # a question, a text, the word that looks, what it should look at
 
@@ -68,6 +67,8 @@ class Cases:
     heads: int
     arcs: tuple[Place, ...] = ()
     rows: tuple[Place, ...] = ()
+    marks: tuple[str, ...] = ()  # names of what tokens are marked as, and of the rules that say where a row should look
+    aims: tuple[str, ...] = ()
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,11 +83,14 @@ class Cases:
         longest = max((len(place.names) for place in self.rows), default=0)
         return {
             "met": (A + R,), "hit": (A, H), "weight": (A, H), "best": (A, H), "most": (A, H),
-            "maps": (R, H, longest), "classes": (R, longest, len(CLASSES)),
+            "maps": (R, H, longest), "marks": (R, longest, len(self.marks)),
+            "aims": (R, len(self.aims)),  # the place in the text, counted from 1; 0: none
         }  # fmt: skip
 
     @staticmethod
-    def draw(heads: int, units: Sequence[Unit], asked: Iterable[Ask], echoes: Iterable[Place] = ()) -> "Cases":
+    def draw(
+        heads: int, units: Sequence[Unit], asked: Iterable[Ask], echoes: Iterable[Place], layout: Layout
+    ) -> "Cases":
         """Choose places: among what is asked about relations, among the tokens of texts; and some of repeated tokens."""
         words: dict[str, dict[int, tuple[Unit, int, tuple[int, ...]]]] = {}
         for question, unit, source, targets in asked:
@@ -106,8 +110,8 @@ class Cases:
             for row in range(1, min(len(unit.ids), REACH)):
                 tokens.setdefault(keys[row], (unit, row))
         drawn = [(key, *tokens[key]) for key in sorted(tokens)[:ROWS]]
-        rows = [Place(ROW, key, unit.bucket, unit.number, row, names_of(unit.alignment)) for key, unit, row in drawn]
-        return Cases(heads, tuple(arcs), (*rows, *echoes))
+        rows = [Place(ROW, key, unit.bucket, unit.number, row, unit.pieces) for key, unit, row in drawn]
+        return Cases(heads, tuple(arcs), (*rows, *echoes), layout.marks, tuple(aim.name for aim in layout.aims))
 
     # While a model reads.
 
@@ -130,16 +134,19 @@ class Cases:
                 self.arrays[name][number, heads] = value.cpu().numpy()
             self.arrays["met"][number] = 1
 
-    def see_tokens(self, seen: Seen, batch: Batch, flags: Tensor, first_head: int) -> None:
-        """One call at one site, for the tokens drawn that are in this batch; `flags` (B, S, c) are the classes of tokens."""
+    def see_tokens(self, seen: Seen, scene: Scene, first_head: int) -> None:
+        """One call at one site, for the tokens drawn that are in this batch."""
+        batch = scene.batch
         where = {unit.number: example for example, unit in enumerate(batch.units)}
         for number, place in enumerate(self.rows):
             example = where.get(place.unit)
             if place.question == ROW and example is not None:
                 start = int(batch.first[example])
                 self._keep(number, seen, example, start, first_head)
-                here = flags[example, start : start + len(place.names)].cpu().numpy()
-                self.arrays["classes"][number, : len(here)] = here
+                here = scene.marks[example, start : start + len(place.names)].cpu().numpy()
+                self.arrays["marks"][number, : len(here)] = here
+                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.aims]
+                self.arrays["aims"][number] = np.maximum(aims, 0)
 
     def see_echoes(self, seen: Seen, some: slice, first_head: int) -> None:
         """One call at one site, for repeated tokens."""
@@ -172,7 +179,8 @@ class Cases:
             kept = {question: sorted(some)[: MOST[kind]] for question, some in found.items()}
             chosen.append([found[question][key] for question in sorted(kept) for key in kept[question]])
         arcs, rows = chosen
-        merged = Cases(self.heads, tuple(place for place, _, _ in arcs), tuple(place for place, _, _ in rows))
+        first, second = (tuple(place for place, _, _ in some) for some in (arcs, rows))
+        merged = Cases(self.heads, first, second, self.marks, self.aims)
         for new, (_, made, old) in enumerate([*arcs, *rows]):
             at, kind = (new, "arcs") if new < len(arcs) else (new - len(arcs), "rows")
             merged.arrays["met"][new] = made.arrays["met"][old + (0 if kind == "arcs" else len(made.arcs))]
@@ -181,12 +189,13 @@ class Cases:
                 merged.arrays[name][(at, *(slice(size) for size in value.shape))] = value
         return merged
 
-    def examples(self, measure: str, half: np.ndarray, head: int, share: float | None) -> tuple[Example, ...]:
-        """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are.
+    def examples(self, target: Target | None, half: np.ndarray, head: int, share: float | None) -> tuple[Example, ...]:
+        """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are. `target` is what
+        its measure is about; None: what cannot be shown.
 
         `share` is how often it hits, where that is known; else it is how often it does at the places drawn.
         """
-        looks = list(self._looks(measure, half, head))
+        looks = list(self._looks(target, half, head)) if target is not None else []
         if not looks:
             return ()
         share = float(np.mean([look.hit for look in looks])) if share is None else share
@@ -198,10 +207,10 @@ class Cases:
                 return tuple(_example(look) for look in looks if look in shown)
         return tuple(_example(look) for look in looks[:1])
 
-    def _looks(self, measure: str, half: np.ndarray, head: int) -> Iterator["_Look"]:
+    def _looks(self, target: Target, half: np.ndarray, head: int) -> Iterator["_Look"]:
         arrays = self.arrays
         for number, place in enumerate(self.arcs):
-            if place.question == measure and arrays["met"][number] and half[place.bucket]:
+            if target == Target("arc", place.question) and arrays["met"][number] and half[place.bucket]:
                 hit, weight, best, most = (
                     float(arrays[name][number, head]) for name in ("hit", "weight", "best", "most")
                 )
@@ -211,14 +220,35 @@ class Cases:
                 continue
             weights = arrays["maps"][number, head, : len(place.names)]
             sees = len(place.names) if arrays["maps"][number, :, place.source + 1 :].any() else place.source + 1
-            targets = list(_targets(measure, place, arrays["classes"][number], sees))
+            targets = list(self._targets(target, number, sees))
             if targets:
                 best, meant = int(weights.argmax()), targets[int(weights[targets].argmax())]
                 yield _Look(place, best in targets, float(weights[targets].sum()), best, float(weights[best]), meant)
 
+    def _targets(self, target: Target, number: int, sees: int) -> Iterable[int]:
+        """The tokens that a role is about, for one row that sees so many; none where the row is not asked."""
+        place, value = self.rows[number], target.value
+        source, seen = place.source, range(1, sees)  # the first token is no target
+        if place.question == ECHO or target.kind == "echo":
+            return [place.targets[int(value)]] if (place.question, target.kind) == (ECHO, "echo") else ()
+        match target.kind:
+            case "offset":
+                return [j for j in (source - int(value),) if j in seen]
+            case "within":
+                return [j for j in seen if j != source and abs(source - j) <= int(value)]
+            case "beyond":
+                return [j for j in seen if abs(source - j) >= int(value)]
+            case "marked" if value in self.marks:
+                column = self.arrays["marks"][number, :, self.marks.index(str(value))]
+                return [j for j in seen if column[j]]
+            case "aim" if value in self.aims:
+                return [j for j in (int(self.arrays["aims"][number, self.aims.index(str(value))]) - 1,) if j in seen]
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         """The places, as plain data; the arrays are saved beside them."""
-        return {"arcs": [asdict(place) for place in self.arcs], "rows": [asdict(place) for place in self.rows]}
+        places = {"arcs": [asdict(place) for place in self.arcs], "rows": [asdict(place) for place in self.rows]}
+        return {**places, "marks": self.marks, "aims": self.aims}
 
     @staticmethod
     def of(heads: int, told: dict[str, Any], arrays: dict[str, np.ndarray]) -> "Cases":
@@ -229,7 +259,7 @@ class Cases:
             )
             for kind in ("arcs", "rows")
         )
-        made = Cases(heads, arcs, rows)
+        made = Cases(heads, arcs, rows, tuple(told["marks"]), tuple(told["aims"]))
         made.arrays = {name: arrays[f"cases/{name}"] for name in made.arrays}
         return made
 
@@ -241,14 +271,6 @@ def echo_places(tokens: Sequence[Sequence[str]], start: int, length: int) -> lis
         row = start + length + 1 + (5 * (number // 16)) % (length - 1)
         made.append(Place(ECHO, number, number, number, row, tuple(names), (row - length + 1, row - length)))
     return made
-
-
-def names_of(aligned: Alignment) -> tuple[str, ...]:
-    """Tokens as a person would write them."""
-    return tuple(
-        aligned.text[start:end].strip() or token
-        for (start, end), token in zip(aligned.spans, aligned.tokens, strict=True)
-    )
 
 
 def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
@@ -301,24 +323,6 @@ def _example(look: _Look) -> Example:
     parts = marked(place.names, {meant: "meant", look.best: "attended", place.source: "token"})
     token, named, attended = (place.names[i] for i in (place.source, meant, look.best))
     return Example(look.hit, look.weight, token, named, attended, look.most, written(parts), parts)
-
-
-def _targets(measure: str, place: Place, classes: np.ndarray, sees: int) -> Iterable[int]:
-    """The tokens that a measure of a role is about, for one row; none where the row is not asked."""
-    kind, _, number = measure.partition(" ")
-    if place.question == ECHO:
-        return (
-            [place.targets[("induction", "duplicate").index(measure)]] if measure in ("induction", "duplicate") else ()
-        )
-    if kind == "aimed":
-        return [j for j in (place.source - int(number),) if 0 < j < sees]
-    if measure == "local":
-        return [j for j in range(max(1, place.source - 3), min(place.source + 4, sees)) if j != place.source]
-    if measure == "long range":
-        return [j for j in range(1, sees) if abs(place.source - j) >= WINDOW]
-    if measure in CLASSES:
-        return [j for j in range(1, sees) if classes[j, CLASSES.index(measure)]]
-    return ()
 
 
 def _hashed(text: str) -> int:

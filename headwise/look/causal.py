@@ -8,7 +8,7 @@ first, the closing bracket for heads that look at the opening one, and so on. A 
     is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,19 +39,22 @@ NATS, SHARE = 0.01, 0.01  # the least loss that counts: in nats an answer, and a
 def climb(
     model: AnyModel,
     addresses: Sequence[Address],
-    found: list[list[Support]],
+    found: Sequence[Sequence[Support]],
     related: list[Unit],
     repeats: Repeats,
     means: Means,
-) -> Iterator[tuple[int, int]]:
-    """Try the last rung for every head whose best role is effective and has a probe; yields how many of how many are done."""
+    note: Callable[[int, int], object],
+) -> list[list[Support]]:
+    """The same with the last rung tried for every head whose best role is effective and has a probe; `note` is told how many
+    of how many are done."""
+    made = [list(supports) for supports in found]
     wanted: dict[tuple[str, str], list[int]] = {}  # a probe and its role: the heads
     for head, supports in enumerate(found):
         if supports and supports[0].rung == "effective" and supports[0].probe:
             probe = supports[0].probe
             wanted.setdefault((probe, "" if probe == "repeats" else supports[0].role), []).append(head)
     for number, ((probe, role), heads) in enumerate(wanted.items()):
-        yield number, len(wanted)
+        note(number, len(wanted))
         words = partial(word_questions, related, role, probe, model.device)
         questions = repeat_questions(repeats) if probe == "repeats" else words()
         layers = {addresses[head].site for head in heads}
@@ -62,8 +65,9 @@ def climb(
         for head in heads:
             mates = [place for place, other in enumerate(beside) if other.site == addresses[head].site]
             place = mates.index(beside.index(addresses[head]))
-            found[head][0] = found[head][0].with_effect(costs.only(mates).of(place))
-    yield len(wanted), len(wanted)
+            made[head][0] = made[head][0].with_effect(costs.only(mates).of(place))
+    note(len(wanted), len(wanted))
+    return made
 
 
 def repeat_questions(repeats: Repeats) -> list[Asked]:

@@ -13,7 +13,8 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.inputs import read_units
-from headwise.look.relations import NEAREST, NO_ROLE, SETS
+from headwise.look.questions import HITS, MATCHED, NO_ROLE, OTHERS, SETS, Question
+from headwise.look.relations import NEAREST
 from headwise.look.result import Profile
 from headwise.look.statistics import bootstrap, bootstrap_difference, max_t
 from headwise.look.tally import BUCKETS, CHOOSING, REPORTING, in_half
@@ -44,8 +45,8 @@ def best_heads(profile: Profile, fewest: int = 40) -> list[Best]:
     if relations is None:
         raise HeadwiseError("this profile has no relations; make it on documents that have some.")
     rows, tests = [], []
-    for name in dict.fromkeys(question.rsplit(" ", 1)[0] for question in relations.questions):
-        found = [_best_of(profile, f"{name} {way}") for way in "><" if name not in SETS and name not in NO_ROLE]
+    for name in dict.fromkeys(question.relation for question in relations.questions):
+        found = [_best_of(profile, Question(name, way)) for way in "><" if name not in SETS and name not in NO_ROLE]
         found = [one for one in found if one is not None and one[0].arcs >= fewest]
         if found:
             row, _, test = max(found, key=lambda one: one[1])
@@ -58,11 +59,11 @@ def best_heads(profile: Profile, fewest: int = 40) -> list[Best]:
     return sorted((row._replace(p=float(one)) for row, one in zip(rows, p, strict=True)), key=lambda row: -row.arcs)
 
 
-def _best_of(profile: Profile, question: str) -> tuple[Best, float, list[np.ndarray]] | None:
+def _best_of(profile: Profile, question: Question) -> tuple[Best, float, list[np.ndarray]] | None:
     relations = profile.relations
     assert relations is not None
     number = relations.questions.index(question)
-    hits, counts = profile.tally.per_bucket(f"{question} hits")
+    hits, counts = profile.tally.per_bucket(question.numbers[HITS].name)
     choosing, reporting = (in_half(counts, half) for half in (CHOOSING, REPORTING))
     if not reporting.any():
         return None
@@ -72,12 +73,11 @@ def _best_of(profile: Profile, question: str) -> tuple[Best, float, list[np.ndar
     offset = int(fixed[choosing].sum(0).argmax())
     told, arcs = hits[reporting, head], counts[reporting, head]
     low, high = bootstrap(told[:, None], arcs[:, None])
-    matched, others = (profile.tally.per_bucket(f"{question} {kind}") for kind in ("matched", "others"))
+    matched, others = (profile.tally.per_bucket(question.numbers[kind].name) for kind in (MATCHED, OTHERS))
     fit = matched[1][reporting, head].sum()
     excess = (matched[0] - others[0])[reporting, head].sum() / fit if fit else np.nan
-    name, way = question.rsplit(" ", 1)
     row = Best(
-        name, way, int(arcs.sum()), str(profile.addresses[head]), float(told.sum() / arcs.sum()),
+        question.relation, question.way, int(arcs.sum()), str(profile.addresses[head]), float(told.sum() / arcs.sum()),
         float(low[0]), float(high[0]), NEAREST[offset], float(fixed[reporting, offset].sum() / arcs.sum()),
         float(excess), float(fit / arcs.sum()), float("nan"),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.look.cases import marked, names_of, written
+from headwise.look.cases import marked, written
 from headwise.look.inputs import Unit
 from headwise.look.rows import Block
 from headwise.team.team import Team
@@ -93,6 +93,6 @@ class Evidence:
         ]
 
     def _context(self, weight: float, number: int, row: int, column: int) -> Context:
-        names = names_of(self.units[number].alignment)
+        names = self.units[number].pieces
         parts = marked(names, {column: "attended", row: "token"})
         return Context(names[row], names[column], weight, number, row, column, written(parts))

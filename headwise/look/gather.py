@@ -1,45 +1,96 @@
 """Every number that a row of attention has, of all rows of one call: filled block by block, then measured at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
 from headwise.kernels.terms import Terms
-from headwise.look.inputs import Batch
-from headwise.look.rows import Block, Sight, count_rows, sights, walk
+from headwise.look.rows import Block, count_rows, sights, walk
+from headwise.look.scene import NORM, WINDOW, Known, Pairs, Scene
 
-WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
 EDGES = tuple(WINDOW << i for i in range(11))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of one call, n of them. Sums are of e, as in `Block`; `share` makes them parts of the row."""
+    """Rows of one call, n of them: what a measure takes from. Sums are of e, as in `Block`; `share` makes them parts of the
+    row. Columns over the keys go by name: `part("digit")` is the weight on digits."""
 
+    NORM: ClassVar[str] = NORM
+
+    seen: Seen
+    scene: Scene
+    gram: Tensor  # (H, e, e): W_O W_Oᵀ
+    norms: Tensor  # (B, H, S): the length of what each key would write
     places: Tensor  # (n,): where each query stands among the keys
     counted: Tensor  # (B, n): rows that are tokens
     ahead: bool  # whether keys behind the query are seen
     visible: Tensor  # (1 or B, 1 or H, n): keys a row may see
-    classes: Tensor  # (B, 1 or H, n, c): and how many of those are in each class
+    marks: Tensor  # (B, 1 or H, n, c): and what they have of each mark
     sees_first: Tensor  # (B, 1 or H, n): whether the first token is seen, which a window may forbid
+    sees: dict[str, Tensor]  # (B, 1 or H, n) for each aim: whether there is something to look at, and it is seen
     total: Tensor  # (B, H, n)
     energy: Tensor  # (B, H, n)
-    features: Tensor  # (B, H, n, f)
+    features: Tensor  # (B, H, n, f): Σ e · column, for each column of the layout
     square: Tensor  # (B, H, n): Σ e²
     near: Tensor  # (B, H, n, o): e at each offset of the window, farthest back first
     beyond: Tensor | None  # (B, H, n): Σ e · (j − i) over the keys that come after the query; None: it sees none
+    aimed: dict[str, Tensor]  # (B, H, n): e where each aim leads
 
     def share(self, summed: Tensor) -> Tensor:
         """Sums of e as parts of the row: (B, H, n, …); nothing for padding and for a row that sees nothing."""
-        inverse = torch.where(self.counted[:, None] & (self.total > 0), 1 / self.total, 0.0)
-        return summed * inverse.reshape(*inverse.shape, *[1] * (summed.ndim - inverse.ndim))
+        return summed * self._inverse.reshape(*self._inverse.shape, *[1] * (summed.ndim - self._inverse.ndim))
+
+    def on(self, column: str) -> Tensor:
+        """Σ e · column, (B, H, n)."""
+        return self.features[..., self.scene.layout.place[column]]
+
+    def part(self, column: str) -> Tensor:
+        """The same as a part of the row."""
+        return self._shares[..., self.scene.layout.place[column]]
+
+    def valued(self, column: str) -> Tensor:
+        """Σ p · column · what each key writes, (B, H, n), of a mark."""
+        return self._shares[..., self.scene.layout.valued[column]]
+
+    def marked(self, column: str) -> Tensor:
+        """What the visible keys have of a mark, (B, 1 or H, n)."""
+        return self.marks[..., self.scene.layout.marks.index(column)]
+
+    def at(self, aim: str) -> tuple[Tensor, Tensor]:
+        """The weight where an aim leads, and the share of what is fetched that comes from there, (B, H, n) each."""
+        e = self.aimed[aim]
+        return self.share(e), e * self._norms_at(aim) * self.inverse_valued
+
+    @cached_property
+    def hits(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """For each aim whether the largest weight is there, and the largest of what is fetched: (B, H, n) each."""
+        raise NotImplementedError("the largest weights are known after a walk over every cell; see Full.")
+
+    @cached_property
+    def inverse_valued(self) -> Tensor:
+        """1 / Σ e·norm of each row that counts, (B, H, n)."""
+        return self.counted[:, None] / self.on(NORM).clamp(min=1e-30)
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        return torch.where(self.counted[:, None] & (self.total > 0), 1 / self.total, 0.0)
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        return self.share(self.features)
+
+    def _norms_at(self, aim: str) -> Tensor:
+        target = self.scene.aims[aim][:, self.places].clamp(min=0)[:, None]  # (B, 1, n)
+        return self.norms.gather(-1, target.expand(-1, self.norms.shape[1], -1))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Full(Rows):
     """And what only a walk over all cells can tell."""
 
@@ -48,126 +99,87 @@ class Full(Rows):
     last: Tensor  # (n,): the bin that has what is left over; -1: none
     repeats: Tensor  # (B, 1, n): far keys that repeat the query's token or follow one that does
     repeated: Tensor  # (2, B, H, n): e on the repeats, and e times the length of what it fetches
+    equals: Tensor | None  # (B, H, n): how many keys have the largest e; where hits are asked
+    heaviest: Tensor | None  # (2, B, H, n): the largest e times what is fetched, and how many keys have it
+
+    @cached_property
+    def hits(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """For each aim whether the largest weight is there, and the largest of what is fetched: (B, H, n) each. Of equals
+        each has its share."""
+        assert self.equals is not None
+        assert self.heaviest is not None
+        most, tied = self.heaviest
+        return {
+            name: (
+                e.floor() / self.equals.clamp(min=1),
+                (e * self._norms_at(name) >= most) * (most > 0) / tied.clamp(min=1),
+            )
+            for name, e in self.aimed.items()
+        }
 
 
-See = Callable[[Block, Full, slice], None]
+See = Callable[[Block], None]
 
 
-def gather(
-    seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tensor, every: int = 1, see: See | None = None
-) -> Full:
-    """Walk over a call, or over one block of rows in so many. `flags` (B, S, c) are the classes of the keys, the second of
-    them special tokens; `norms` (B, H, S) the length of what each key writes; `see` is shown each block as it goes by."""
-    rows = _empty(seen, inputs, every)
-    ordinary = (flags[..., 1] == 0) & batch.real  # (B, S)
+def gather(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor, every: int = 1, see: Sequence[See] = ()) -> Full:
+    """Walk over a call, or over one block of rows in so many. `norms` (B, H, S) is the length of what each key writes; `see`
+    are shown each block as it goes by."""
+    inputs, batch = scene.inputs(norms), scene.batch
+    (B, H, T, _), S, device = seen.q.shape, seen.k.shape[2], inputs.device
+    n, ahead = count_rows(T, every), looks_ahead(seen.terms, T, S, inputs.device)
+    new, hits = inputs.new_zeros, any(aim.hits for aim in scene.layout.aims)
+    total, energy, square, top = (new(B, H, n) for _ in range(4))
+    features, far, repeated = new(B, H, n, inputs.shape[-1]), new(B, H, n, len(EDGES)), new(2, B, H, n)
+    near, last = new(B, H, n, 2 * WINDOW - 1 if ahead else WINDOW), torch.full((n,), -1, device=device)
+    beyond = new(B, H, n) if ahead else None
+    aimed = {name: new(B, H, n) for name in scene.aims}
+    equals, heaviest = (new(B, H, n), new(2, B, H, n)) if hits else (None, None)
     known: list[Known] = []
     pairs: list[Pairs] = []
     slot = slice(0, 0)
-    for block in walk(seen, inputs, every, batch.memo):
+    for block in walk(seen, inputs, every, scene.seen):
         heads = block.heads
         if heads.start == 0:
-            known.append(known_of(block.sight, batch, flags))
-            pairs.append(_once(batch, "pairs", block.sight, lambda s=block.sight: _pairs(s, batch)))
+            known.append(scene.known(block.sight))
+            pairs.append(scene.pairs(block.sight))
             slot = slice(slot.stop, slot.stop + len(block.rows))
-        for name in ("total", "energy", "features"):
-            getattr(rows, name)[:, heads, slot] = getattr(block, name)
-        torch.linalg.vector_norm(block.e, dim=-1, out=rows.square[:, heads, slot])
-        rows.near[:, heads, slot] = block.at(1 - WINDOW if rows.ahead else 0, WINDOW)
-        _add_top(block, ordinary[:, block.cols.start : block.cols.stop], rows.top[:, heads, slot])
-        _add_bins(block, rows.ahead, rows.far[:, heads, slot], rows.last[slot])
-        _add_repeated(block, pairs[-1], norms, rows.repeated[:, :, heads, slot])
-        if rows.beyond is not None:
-            _add_beyond(block, rows.beyond[:, heads, slot])
-        if see is not None:
-            see(block, rows, slot)
-    rows.square.square_()
-    rows.repeats = torch.cat([one.repeats for one in pairs], 2).to(inputs)
-    for name, value in join(known, batch).items():
-        setattr(rows, name, value)
-    return rows
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """What is known of some rows whatever the weights are."""
-
-    places: Tensor  # (R,)
-    visible: Tensor  # (1 or B, 1 or H, R)
-    classes: Tensor  # (B, 1 or H, R, c)
-    sees_first: Tensor  # (B, 1 or H, R)
-
-
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """Far keys that repeat the token of a row, or follow one that does."""
-
-    example: Tensor  # (pairs,)
-    row: Tensor  # (pairs,): of the block
-    column: Tensor  # (pairs,)
-    repeats: Tensor  # (B, 1, R): how many a row has
-
-
-def join(known: list[Known], batch: Batch) -> dict[str, Any]:
-    """The same for all rows of a call."""
-    places = torch.cat([one.places for one in known])  # (n,)
-    made: dict[str, Any] = {"places": places, "counted": batch.real[:, places]}
-    for name in ("visible", "classes", "sees_first"):
-        parts = [getattr(one, name) for one in known]
-        most = [max(part.shape[axis] for part in parts) for axis in (0, 1)]
-        made[name] = torch.cat([part.expand(*most, *part.shape[2:]) for part in parts], 2)
-    return made
-
-
-def known_of(sight: Sight, batch: Batch, flags: Tensor) -> Known:
-    """What is known of the rows of a sight; worked out once for all layers."""
-    return _once(batch, "known", sight, lambda: _known(sight, batch, flags))
-
-
-def _once(batch: Batch, what: str, sight: Sight, work: Callable[[], Any]) -> Any:
-    key = (what, sight.mask, sight.rows, sight.past)
-    if key not in batch.memo:
-        batch.memo[key] = work()
-    return batch.memo[key]
-
-
-def _known(sight: Sight, batch: Batch, flags: Tensor) -> Known:
-    device = flags.device
-    places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
-    allowed = sight.allowed()  # (1 or B, 1 or H, R, C)
-    classes = allowed.to(flags) @ flags[:, None, sight.cols.start : sight.cols.stop]  # (B, 1 or H, R, c)
-    keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)
-    first = (keys == batch.first[:, None])[:, None, None]  # (B, 1, 1, C)
-    return Known(places, sight.visible, classes, (allowed & first).any(-1).to(flags))
-
-
-def _pairs(sight: Sight, batch: Batch) -> Pairs:
-    device, cols = batch.ids.device, slice(sight.cols.start, sight.cols.stop)
-    places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
-    keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)  # (C,)
-    ids = batch.ids.masked_fill(~batch.real, -1)
-    before = torch.nn.functional.pad(ids, (1, 0), value=-2)[:, cols]  # (B, C): what stands before each key
-    query = ids[:, places, None]  # (B, R, 1)
-    far = (places[:, None] - keys).abs() >= WINDOW  # (R, C)
-    same = ((ids[:, None, cols] == query) | (before[:, None] == query)) & far & batch.real[:, places, None]  # (B, R, C)
-    same = same & (keys > batch.first[:, None, None])
-    if sight.seen.shape[1] == 1:
-        same = same & sight.allowed()[:, 0]
-    example, row, column = same.nonzero(as_tuple=True)
-    return Pairs(example, row, column, same.sum(-1)[:, None])
-
-
-def _empty(seen: Seen, inputs: Tensor, every: int) -> Full:
-    (B, H, T, _), S, device = seen.q.shape, seen.k.shape[2], inputs.device
-    n = count_rows(T, every)
-    ahead = looks_ahead(seen.terms, T, S, device)
-    new, later = inputs.new_zeros, torch.empty(0, device=device)
+        for into, made in ((total, block.total), (energy, block.energy), (features, block.features)):
+            into[:, heads, slot] = made
+        torch.linalg.vector_norm(block.e, dim=-1, out=square[:, heads, slot])
+        near[:, heads, slot] = block.at(1 - WINDOW if ahead else 0, WINDOW)
+        _add_top(block, scene.ordinary[:, block.cols.start : block.cols.stop], top[:, heads, slot])
+        _add_bins(block, ahead, far[:, heads, slot], last[slot])
+        _add_repeated(block, pairs[-1], norms, repeated[:, :, heads, slot])
+        if beyond is not None:
+            _add_beyond(block, beyond[:, heads, slot])
+        for name, into in aimed.items():
+            into[:, heads, slot] = _at_aim(block, scene.aims[name][:, known[-1].places])
+        if equals is not None and heaviest is not None:
+            equals[:, heads, slot] = (block.e == 1).sum(-1).to(equals)
+            _add_heaviest(block, norms, heaviest[:, :, heads, slot])
+        for one in see:
+            one(block)
     return Full(
-        places=later, counted=later, ahead=ahead, visible=later, classes=later, sees_first=later, repeats=later,
-        total=new(B, H, n), energy=new(B, H, n), features=new(B, H, n, inputs.shape[-1]), square=new(B, H, n),
-        near=new(B, H, n, 2 * WINDOW - 1 if ahead else WINDOW), top=new(B, H, n),
-        beyond=new(B, H, n) if ahead else None,
-        far=new(B, H, n, len(EDGES)), last=torch.full((n,), -1, device=device), repeated=new(2, B, H, n),
+        seen, scene, gram, norms, **join(known, batch.real), ahead=ahead, total=total, energy=energy, features=features,
+        square=square.square_(), near=near, beyond=beyond, aimed=aimed, top=top, far=far, last=last,
+        repeats=torch.cat([one.repeats for one in pairs], 2).to(inputs), repeated=repeated, equals=equals,
+        heaviest=heaviest,
     )  # fmt: skip
+
+
+def join(known: list[Known], real: Tensor) -> dict[str, Any]:
+    """What is known of all rows of a call."""
+    places = torch.cat([one.places for one in known])  # (n,)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        most = [max(part.shape[axis] for part in parts) for axis in (0, 1)]
+        return torch.cat([part.expand(*most, *part.shape[2:]) for part in parts], 2)
+
+    return {
+        "places": places, "counted": real[:, places], "visible": joined([one.visible for one in known]),
+        "marks": joined([one.marked for one in known]), "sees_first": joined([one.sees_first for one in known]),
+        "sees": {name: joined([one.sees[name] for one in known]) for name in known[0].sees},
+    }  # fmt: skip
 
 
 def looks_ahead(terms: Terms, T: int, S: int, device: torch.device) -> bool:
@@ -231,3 +243,19 @@ def _add_repeated(block: Block, pairs: Pairs, norms: Tensor, out: Tensor) -> Non
     picked = block.e[b, :, r, c]  # (pairs, h)
     both = torch.stack((picked, picked * norms[:, block.heads][b, :, c + block.cols.start]), 1)
     out.permute(1, 3, 0, 2).index_put_((b, r), both, accumulate=True)
+
+
+def _at_aim(block: Block, target: Tensor) -> Tensor:
+    """e where each row should look, (B, h, R); 0 where that is not in the block. `target` (B, R)."""
+    column = target - block.cols.start
+    inside = (column >= 0) & (column < len(block.cols))
+    index = column.clamp(0, len(block.cols) - 1)[:, None, :, None].expand(-1, block.e.shape[1], -1, 1)
+    return block.e.gather(-1, index)[..., 0] * inside[:, None]
+
+
+def _add_heaviest(block: Block, norms: Tensor, out: Tensor) -> None:
+    """The largest e times what is fetched, and how many keys have it, into (2, B, h, R)."""
+    fetched = norms[:, block.heads, None, block.cols.start : block.cols.stop]
+    made = torch.mul(block.e, fetched, out=block.scratch)
+    torch.amax(made, -1, out=out[0])
+    out[1] = (made == out[0][..., None]).sum(-1).to(out)

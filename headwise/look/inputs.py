@@ -1,7 +1,7 @@
 """What a model reads while it is looked at: texts as units, units in batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -45,6 +45,13 @@ class Unit:
         """Its tokens and words."""
         return self._align()
 
+    @cached_property
+    def pieces(self) -> tuple[str, ...]:
+        """Its tokens as a person would write them."""
+        aligned = self.alignment
+        spans = zip(aligned.spans, aligned.tokens, strict=True)
+        return tuple(aligned.text[start:end].strip() or token for (start, end), token in spans)
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -55,7 +62,6 @@ class Batch:
     real: Tensor  # (B, T): True at tokens, False at padding
     source: Tensor | None = None  # (B, S), of pairs
     source_real: Tensor | None = None  # (B, S)
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what is the same for all heads, worked out once
 
     @cached_property
     def first(self) -> Tensor:

@@ -10,20 +10,20 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.kernels.masks import Causal
 from headwise.kernels.terms import Terms, spread
-from headwise.look.gather import WINDOW, Rows, gather, join, known_of, looks_ahead
-from headwise.look.inputs import Batch
-from headwise.look.rows import sights
+from headwise.look.gather import Rows, gather, join, looks_ahead
+from headwise.look.scene import WINDOW, Scene
 
 MASK = 1 << 24  # entries of a mask that is handed over whole
 _STEP = 64  # rows that meet the keys around them at once
 
 
-def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tensor) -> Rows:
+def glance(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor) -> Rows:
     """Every row of a call, from a few calls of the fused kernel; where that kernel cannot do it, by walking."""
+    inputs = scene.inputs(norms)
     q, k, terms = seen.q, spread(seen.k, seen.terms.groups), seen.terms
     (_, _, T, d), S = q.shape, k.shape[2]
     if not _fits(seen):
-        return gather(seen, batch, inputs, flags, norms)
+        return gather(seen, scene, norms, gram)
     mask, empty, is_causal = _mask(terms, q, S)
     scale = terms.scale
 
@@ -44,9 +44,10 @@ def glance(seen: Seen, batch: Batch, inputs: Tensor, flags: Tensor, norms: Tenso
     if empty is not None:
         total = total.masked_fill(empty, 0.0)
     ahead = looks_ahead(terms, T, S, q.device)
-    known = [known_of(sight, batch, flags) for sight in sights(terms, T, S, q.device, memo=batch.memo)]
+    known = join([scene.known(sight) for sight in scene.sights(terms, T, S)], scene.batch.real)
+    aimed = {name: _at(q, k, lse, scale, known["sees"][name], target) for name, target in scene.aims.items()}
     return Rows(
-        **join(known, batch), ahead=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse,
+        seen, scene, gram, norms, **known, aimed=aimed, ahead=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse,
         features=features, square=(twice.to(q) - 2 * lse).exp(),
         near=_window(q, k, lse, scale, mask, ahead), beyond=_beyond(q, k, lse, scale, mask) if ahead else None,
     )  # fmt: skip
@@ -96,6 +97,13 @@ def _beyond(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None
     )  # itself included, which is 0 away
     steps = (found[..., 0] - places).clamp(min=0) * (part.to(q) - lse.flip(2)).exp()
     return steps.flip(2).nan_to_num()  # a row that sees nothing there
+
+
+def _at(q: Tensor, k: Tensor, lse: Tensor, scale: float, sees: Tensor, target: Tensor) -> Tensor:
+    """exp(score − lse) at one key of each row, `target` (B, T), 0 where it is not seen, `sees` (B, 1 or H, T): (B, H, T)."""
+    place = target.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, k.shape[3])  # (B, H, T, d)
+    scores = scale * (q * k.gather(2, place)).sum(-1)
+    return torch.where(sees, (scores - lse).exp(), 0.0)
 
 
 def _window(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, ahead: bool) -> Tensor:

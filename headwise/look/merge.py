@@ -4,28 +4,28 @@ A text falls into a bucket by a hash of it, so buckets add up, and the halves fo
 one pass. What both read alike, such as the repeated tokens, counts once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from headwise.look.evidence import KEPT, Context
-from headwise.look.relations import SETS, SHAPES, Relations
+from headwise.look.measure import ADD, ALIKE, LARGER, Number
+from headwise.look.questions import SETS, SHAPES, Question, questions_of
+from headwise.look.relations import Relations
 from headwise.look.roles import Support
 from headwise.look.tally import BUCKETS, Tally
 
-ALIKE = ("induction",)  # groups of measures that do not come from the corpus
-SAMPLED = ("variability",)  # groups that come from its first texts
 
-
-def merge_tallies(one: Tally, other: Tally, apart: Sequence[str]) -> Tally:
-    """Sums and counts of both, but for the groups `apart`."""
-    merged = _only(one, {*one.sums} - {*ALIKE, *SAMPLED, *apart}).merge(
-        _only(other, {*other.sums} - {*ALIKE, *SAMPLED, *apart})
-    )
-    merged = merged.merge(_only(one, {*one.sums} & {*ALIKE}))
-    samples = [_only(made, {*made.sums} & {*SAMPLED}) for made in (one, other)]
-    return merged.merge(max(samples, key=_filled))  # of two that are alike, the first
+def merge_tallies(one: Tally, other: Tally, numbers: Mapping[str, Number], apart: Sequence[str]) -> Tally:
+    """Both, each group as its numbers merge, but for the groups `apart`."""
+    groups = {*one.sums, *other.sums} - {*apart}
+    ways = {way: {group for group in groups if numbers[group].merge == way} for way in (ADD, ALIKE, LARGER)}
+    merged = _only(one, ways[ADD]).merge(_only(other, ways[ADD])).merge(_only(one, ways[ALIKE]))
+    for group in sorted(ways[LARGER]):
+        samples = [_only(made, {group}) for made in (one, other)]
+        merged = merged.merge(max(samples, key=_filled))  # of two that are alike, the first
+    return merged
 
 
 def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> Relations | None:
@@ -51,7 +51,7 @@ def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> R
     return merged
 
 
-def merge_evidence(one: list[Context], other: list[Context], texts: int) -> list[Context]:
+def merge_evidence(one: Sequence[Context], other: Sequence[Context], texts: int) -> list[Context]:
     """The strongest of both."""
     both = [*one, *(replace(context, unit=context.unit + texts) for context in other)]
     return sorted(both, key=lambda context: -context.weight)[:KEPT]
@@ -82,9 +82,8 @@ def _filled(tally: Tally) -> int:
     return max((int((counts > 0).any((1, 2)).sum()) for counts in tally.counts.values()), default=0)
 
 
-def _ordered(questions: set[str]) -> tuple[str, ...]:
+def _ordered(questions: set[Question]) -> tuple[Question, ...]:
     """In the order in which one pass would ask them."""
-    names = {question.rsplit(" ", 1)[0] for question in questions}
+    names = {question.relation for question in questions}
     derived, sets = sorted(names & {*SHAPES}), [name for name in SETS if name in names]
-    ordered = (*sorted(names - {*SETS, *SHAPES}), *derived, *sets)
-    return tuple(f"{name} {way}" for name in ordered for way in "><")
+    return questions_of([*sorted(names - {*SETS, *SHAPES}), *derived, *sets])

@@ -2,8 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,20 @@ from headwise.look.cases import Cases, echo_places
 from headwise.look.causal import climb
 from headwise.look.classes import class_flags
 from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit, documents_for, make_batches, read, read_units, run, tokenizer_of
+from headwise.look.inputs import Batch, Unit, documents_for, make_batches, read, read_units, tokenizer_of
+from headwise.look.listening import listening, read_repeats, read_texts
+from headwise.look.measure import Measure, Number
 from headwise.look.relations import Relations
+from headwise.look.repeats import NUMBERS as ECHOED
 from headwise.look.repeats import Echo, Repeats, make_repeats
-from headwise.look.result import OWN, Profile
-from headwise.look.roles import Support
+from headwise.look.result import OWN, Profile, Supports
+from headwise.look.roles import Role, check_roles
 from headwise.look.runs import mean_activations
-from headwise.look.surface import Surface
+from headwise.look.scene import Layout
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
-from headwise.look.variability import Varying, sample
+from headwise.look.trials import Trial, run_trial
+from headwise.look.variability import VARIABILITY, Varying, sample
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.team.team import Team, gather
 from headwise.text.align import Alignment
@@ -42,6 +47,8 @@ def profile(
     corpus: Any = None,
     *,
     relations: Any = None,
+    measures: Sequence[Measure] = (),
+    roles: Sequence[Role] = (),
     longest: int | None = None,
     tokens: int = 2048,
     every: int = 1,
@@ -54,7 +61,8 @@ def profile(
     """What every head does, over a corpus: a text, a list of texts, a path or a Corpus; none is the embedded probe set,
     or the little language for its own models.
 
-    `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `longest`: tokens of a unit of
+    `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `measures` and `roles` of your
+    own are taken and judged beside the usual ones (docs/look.md). `longest`: tokens of a unit of
     plain text. `tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very
     long texts, light for all rows, and full for one block of 64 in so many. `causal`: climb the last rung, by ablation.
     `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
@@ -70,7 +78,8 @@ def profile(
         model = random_twin(model, seed)
     note = note or (lambda what, done, of: None)
     with quiet(model), torch.no_grad(), gather(model.device) as team:
-        return _Pass(model, longest, tokens, every, detail, seed, control, note, team).run(corpus, relations, causal)
+        made = _Pass(model, longest, tokens, every, detail, seed, control, note, team, measures, roles)
+        return made.run(corpus, relations, causal)
 
 
 class _Pass:
@@ -87,12 +96,22 @@ class _Pass:
         control: str | None,
         note: Note,
         team: Team,
+        measures: Sequence[Measure],
+        roles: Sequence[Role],
     ) -> None:
         self.model, self.longest, self.tokens, self.every, self.note = model, longest, tokens, every, note
         self.detail, self.seed, self.control, self.team = detail, seed, control, team
         self.sites = model.sites()
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
+        self.trials = [measure for measure in measures if isinstance(measure, Trial)]
+        usual = usual_measures(class_flags(tokenizer_of(model), model.spec.vocab))
+        taken = [*usual, *(measure for measure in measures if not isinstance(measure, Trial))]
+        self.measures = [measure for measure in taken if detail == "full" or not measure.full]
+        told = [*_numbers([*self.measures, *self.trials]), *ECHOED, VARIABILITY]
+        self.numbers = {number.name: number for number in told}
+        self.roles = tuple(roles)
+        check_roles(self.roles, told)
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
         read = Corpus.of(documents_for(self.model) if corpus is None else corpus)
@@ -116,31 +135,24 @@ class _Pass:
         self._share(relations, units)
         self._repeats(repeats)
         self._vary(units)
+        for trial in self.trials:
+            run_trial(self.model, trial, self.tally, self.seed)
         about = {
             "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
             "relations": OWN if related is units else _digest(related), "layers": [str(s.address) for s in self.sites],
             "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
             "every": self.every, "read": in_words(read), "asked": "" if asked is None else in_words(asked),
         }  # fmt: skip
-        made = Profile.of(self.addresses, self.tally, relations, self.evidence.contexts(), self.cases, about)
-        if causal and self.model.spec.kind == "decoder" and self.model.output is not None:
-            self._climb(made.supports, related, units)
-        return made
+        asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
+        numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
+        return Profile.of(
+            self.addresses, self.tally, relations, self.evidence.contexts(), self.cases, about, numbers, self.roles,
+            partial(self._climb, related, units) if asks else None,
+        )  # fmt: skip
 
     def _units(self, corpus: Any) -> list[Unit]:
         units = list(read_units(self.model, corpus, self.longest))
         return [_shuffled(unit, self.seed) for unit in units] if self.control == "shuffled" else units
-
-    @contextmanager
-    def _listening(self, see: Callable[..., None], *arguments: Any, across: bool = True) -> Iterator[None]:
-        """Listen at all sites, or at none where keys come from another text than queries."""
-        with ExitStack() as stack:
-            first = 0
-            for site in self.sites:
-                if across or site.address.stack != "cross":
-                    stack.enter_context(site.listen(lambda seen, first=first: see(seen, *arguments, first)))
-                first += len(site.head_ids)
-            yield
 
     def _batches(self, units: list[Unit], what: str) -> Iterator[Batch]:
         done, mine = 0, units[self.team.rank :: self.team.size]
@@ -158,27 +170,18 @@ class _Pass:
             [tokenizer.decode([i], special=True).strip() or tokenizer.token(i) for i in ids]
             for ids in repeats.twice.tolist()
         ]
-        return Cases.draw(len(self.addresses), units, asked, echo_places(shown, repeats.start, repeats.length))
+        echoes = echo_places(shown, repeats.start, repeats.length)
+        return Cases.draw(len(self.addresses), units, asked, echoes, Layout.of(self.measures))
 
     def _read(self, units: list[Unit], related: list[Unit], relations: Relations | None) -> None:
         """The texts, and the documents with relations: in one pass where they are the same."""
-        flags = class_flags(tokenizer_of(self.model), self.model.spec.vocab)
-        surface = Surface(self.tally, self.evidence, flags, self.every, self.detail, self.cases)
+        surface = Surface(self.tally, self.evidence, self.measures, self.every, self.detail, self.cases)
         if relations is not None:
             relations.cases = self.cases
         together = relations is not None and related is units
-        for batch in self._batches(units, "texts"):
-            with ExitStack() as stack:
-                stack.enter_context(self._listening(surface.see, batch))
-                if together and relations is not None:
-                    relations.begin(batch)
-                    stack.enter_context(self._listening(relations.see, batch, across=False))
-                run(self.model, batch)
+        read_texts(self.model, self._batches(units, "texts"), surface, relations if together else None)
         if relations is not None and not together:
-            for batch in self._batches(related, "relations"):
-                relations.begin(batch)
-                with self._listening(relations.see, batch, across=False):
-                    run(self.model, batch)
+            read_texts(self.model, self._batches(related, "relations"), None, relations)
 
     def _share(self, relations: Relations | None, units: list[Unit]) -> None:
         """What every process counted, added up; the evidence of all."""
@@ -191,28 +194,38 @@ class _Pass:
         self.cases.gather(self.team)
 
     def _repeats(self, repeats: Repeats) -> None:
-        echo = Echo(self.tally, repeats, self.cases)
-        for some, ids, repeated in repeats.batches():
-            self.note("repeats", some.start, len(repeats.twice))
-            with self._listening(echo.see, some, repeated, across=False):
-                read(self.model, ids)
-        self.note("repeats", len(repeats.twice), len(repeats.twice))
+        def batches() -> Iterator[tuple[slice, torch.Tensor, bool]]:
+            for some, ids, repeated in repeats.batches():
+                self.note("repeats", some.start, len(repeats.twice))
+                yield some, ids, repeated
+            self.note("repeats", len(repeats.twice), len(repeats.twice))
+
+        read_repeats(self.model, batches(), Echo(self.tally, repeats, self.cases))
 
     def _vary(self, units: list[Unit]) -> None:
         """The same places in several texts; of fewer than two nothing can be said."""
         some = sample(units)
         varying = Varying(self.tally, some)
         if len(some) > 1:
-            with self._listening(varying.see):
+            with listening(self.sites, varying.see):
                 read(self.model, varying.ids.to(self.model.device))
 
-    def _climb(self, found: list[list[Support]], related: list[Unit], units: list[Unit]) -> None:
+    def _climb(self, related: list[Unit], units: list[Unit], found: Supports) -> Supports:
         """The last rung."""
         texts = [tokenizer_of(self.model).decode(unit.ids) for unit in units[:64]]
         means = mean_activations(self.model, texts)
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
-        for done, of in climb(self.model, self.addresses, found, related, short, means):
-            self.note("ablations", done, of)
+        return climb(self.model, self.addresses, found, related, short, means, partial(self.note, "ablations"))
+
+
+def _numbers(measures: Iterable[Measure]) -> list[Number]:
+    """All numbers; two of one name would be added up as one."""
+    made = [number for measure in measures for number in measure.numbers]
+    twice = [name for name, often in Counter(number.name for number in made).items() if often > 1]
+    taken = {*twice, *({number.name for number in made} & {number.name for number in (*ECHOED, VARIABILITY)})}
+    if taken:
+        raise HeadwiseError(f"there is a measure {sorted(taken)[0]!r} already; give yours another name.")
+    return made
 
 
 def _shape(model: AnyModel) -> str:

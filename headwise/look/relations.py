@@ -25,25 +25,24 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.look.cases import Ask, Cases
 from headwise.look.inputs import Batch, Unit
+from headwise.look.measure import Number
+from headwise.look.questions import (
+    ASKED,
+    COMPARED,
+    CONTROLS,
+    HITS,
+    KINDS,
+    MATCHED,
+    SETS,
+    SHAPES,
+    Question,
+    questions_of,
+)
 from headwise.look.rows import fetched, walk
 from headwise.look.tally import BUCKETS, Tally
 from headwise.text.documents import Document
 
 NEAREST = range(-5, 6)  # the fixed offsets that are tried as a baseline
-SETS = ("same phrase", "same class")
-# Words that come in pairs: whoever follows the words, and not the pair, looks at these as well (docs/look.md).
-CONTROLS = {
-    "bracket": ("another's bracket", "comma to comma"), "quote": ("another's quote", "comma to comma"),
-    "if-then": ("unconditional",), "related": ("unrelated",),
-}  # fmt: skip
-NO_ROLE = {name for some in CONTROLS.values() for name in some}  # questions that are asked for the sake of others
-SHAPES = {
-    "another's bracket": {")": "(", "]": "[", "}": "{"},
-    "another's quote": {'"': '"', "'": "'", "”": "“", "’": "‘", "»": "«"}, "comma to comma": {",": ","},
-}  # fmt: skip
-# Of all rows; and, of those that can be compared, the weight on the targets, on other pairs like them, and the valued weight.
-ASKED, MATCHED = ("hits", "mass", "valued hits", "valued mass"), ("matched", "others", "valued matched")
-KINDS = (*ASKED, *MATCHED)
 _EXACT, _STEPS, _SIGHT = 16, 3, 10  # offsets told apart one by one; bins beyond; bins of visible words
 
 
@@ -143,7 +142,7 @@ class Relations:
     """Listens at the sites and counts, per question: `det >` looks from dependent to head, `det <` from head to dependent."""
 
     tally: Tally
-    questions: tuple[str, ...]
+    questions: tuple[Question, ...]
     causal: bool
     offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many rows each fixed offset hits
     arcs: np.ndarray = field(init=False)  # (buckets, questions): those that are eligible
@@ -157,7 +156,8 @@ class Relations:
         Q = len(self.questions)
         self.offsets = np.zeros((BUCKETS, Q, len(NEAREST)))
         self.arcs, self.left_out = np.zeros((2, BUCKETS, Q))
-        self.fields = tuple(f"{question} {kind}" for question in self.questions for kind in KINDS)
+        self.numbers: tuple[Number, ...] = tuple(q.numbers[kind] for q in self.questions for kind in KINDS)
+        self.fields = tuple(number.name for number in self.numbers)
 
     @staticmethod
     def of(tally: Tally, units: Iterable[Unit], causal: bool) -> "Relations":
@@ -170,15 +170,14 @@ class Relations:
             if any(getattr(d, there) for d in documents)
         ]
         derived = sorted({control for name in names for control in CONTROLS.get(name, ()) if control in SHAPES})
-        return Relations(tally, tuple(f"{name} {way}" for name in (*names, *derived, *sets) for way in "><"), causal)
+        return Relations(tally, questions_of([*names, *derived, *sets]), causal)
 
     def rows_of(self, unit: Unit) -> Iterator[Ask]:
         """What is asked about a text: each question, who looks, and the words it should look at."""
         targets: dict[tuple[str, int], list[int]] = {}
         for question in self.questions:
-            name, way = question.rsplit(" ", 1)
-            for s, t in sorted({*self._pairs_of(unit, name)}) if unit.document is not None else ():
-                s, t = (s, t) if way == ">" else (t, s)
+            for s, t in sorted({*self._pairs_of(unit, question.relation)}) if unit.document is not None else ():
+                s, t = (s, t) if question.way == ">" else (t, s)
                 if s != t and (t < s or not self.causal):
                     targets.setdefault((question, s), []).append(t)
         return ((question, unit, source, tuple(some)) for (question, source), some in targets.items())
@@ -211,7 +210,7 @@ class Relations:
             rows, fit = (
                 torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
             )
-            counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(MATCHED))), 1).flatten()
+            counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(COMPARED))), 1).flatten()
             if self.cases is not None:
                 find = partial(asked.find, self.questions)
                 self.cases.see_words(unit, find, made, plain[row], slice(first_head, first_head + H))
@@ -261,9 +260,9 @@ class Relations:
         first = aligned.words_of_token[0]  # the words where heads rest; none behind a start token
         apart = np.array([[bool(mine and theirs - mine) for theirs in places] for mine in places]).reshape(W, W)
         question, source, target, left_out = [], [], [], np.zeros(len(self.questions))
-        for number, (name, way) in enumerate(one.rsplit(" ", 1) for one in self.questions):
-            for s, t in sorted({*self._pairs_of(unit, name)}):
-                s, t = (s, t) if way == ">" else (t, s)
+        for number, one in enumerate(self.questions):
+            for s, t in sorted({*self._pairs_of(unit, one.relation)}):
+                s, t = (s, t) if one.way == ">" else (t, s)
                 if s == t or t in first or (t > s and self.causal):
                     continue
                 if not apart[s, t]:
@@ -314,7 +313,8 @@ class Relations:
         """The share of rows that could be compared with other pairs of their text, (questions,); NaN: none was asked."""
         made = []
         for question in self.questions:
-            fit, rows = (self.tally.per_bucket(f"{question} {kind}")[1].max(1).sum() for kind in ("matched", "hits"))
+            both = (self.tally.per_bucket(question.numbers[kind].name)[1] for kind in (MATCHED, HITS))
+            fit, rows = (counts.max(1).sum() for counts in both)
             made.append(fit / rows if rows else np.nan)
         return np.array(made)
 

@@ -5,7 +5,7 @@ R R is compared with R R′, where the second half is other tokens: the same off
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,11 +15,19 @@ from headwise.heads.site import Seen
 from headwise.look.cases import Cases
 from headwise.look.classes import CLASSES, class_flags
 from headwise.look.inputs import tokenizer_of
+from headwise.look.measure import ALIKE, Number, Target
 from headwise.look.rows import fetched, walk
+from headwise.look.scene import SPECIAL
 from headwise.look.tally import Tally
 from headwise.model import AnyModel
 
-NAMES = tuple(f"{role}{kind}" for role in ("induction", "duplicate") for kind in ("", " null", " valued"))
+_TOLD = Number("", placed=True, merge=ALIKE, on="random tokens said twice", hue=305)
+INDUCTION = replace(
+    _TOLD, name="induction", label="weight on the token behind the first copy", target=Target("echo", 0)
+).three()
+DUPLICATE = replace(_TOLD, name="duplicate", label="weight on the first copy", target=Target("echo", 1)).three()
+NUMBERS = (*INDUCTION, *DUPLICATE)
+NAMES = tuple(number.name for number in NUMBERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +57,7 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
     vocabulary or the context leave no room to repeat two tokens."""
     tokenizer = tokenizer_of(model)
     flags = class_flags(tokenizer, model.spec.vocab)
-    plain = (flags[:, CLASSES.index("special")] == 0).nonzero()[:, 0].numpy()
+    plain = (flags[:, CLASSES.index(SPECIAL)] == 0).nonzero()[:, 0].numpy()
     plain = plain[plain < len(tokenizer)]
     before, behind = tokenizer.around
     room = model.spec.context if model.spec.positions == "learned" else 1 << 30
@@ -71,7 +79,7 @@ class Echo:
 
     def __init__(self, tally: Tally, repeats: Repeats, cases: Cases | None = None) -> None:
         self.tally, self.repeats, self.cases = tally, repeats, cases
-        tally.add(NAMES, slice(0, tally.heads), [], torch.zeros(0, tally.heads, len(NAMES)), torch.zeros(0, 1, 1))
+        tally.expect(NAMES)
 
     def see(self, seen: Seen, some: slice, repeated: bool, first_head: int) -> None:
         """One call at one site."""

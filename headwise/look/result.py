@@ -1,11 +1,9 @@
 """What a profile holds, and how it is asked, saved, merged and compared."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,14 @@ from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_file
 from headwise.look.cases import Cases, Example
 from headwise.look.evidence import Context
+from headwise.look.measure import Number
 from headwise.look.merge import keep_effect, merge_evidence, merge_relations, merge_tallies
+from headwise.look.questions import Question
 from headwise.look.relations import Relations
-from headwise.look.roles import Case, Support, judge, make_cases, rest
+from headwise.look.repeats import INDUCTION
+from headwise.look.roles import TABLE, Case, Role, Support, judge, make_cases, rest
+from headwise.look.saved import VERSION, number_of, pack, role_of, support_of, unpack
+from headwise.look.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING, SHARE
 from headwise.look.tally import REPORTING, Tally
 from headwise.spec import Address
 
@@ -27,10 +30,9 @@ if TYPE_CHECKING:
     from headwise.model import AnyModel
     from headwise.show.figures.plot import Plot
 
-VERSION = 3
-ECHOED = ("induction", "duplicate token")  # roles shown on tokens that are no text
 OWN = "own"  # relations are those of the texts themselves, not of documents apart
-SHOWN = ("entropy", "confidence", "distance", "first", "write share")
+SHOWN = tuple(number.name for number in (ENTROPY, CONFIDENCE, DISTANCE, RESTING, SHARE))
+Supports = Sequence[Sequence[Support]]  # for each head, best first
 
 
 @dataclass(frozen=True)
@@ -71,35 +73,42 @@ class HeadProfile:
         return made
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Profile:
-    """Every head of a model, measured. `profile["5.1"]` is one of them."""
+    """Every head of a model, measured. `profile["5.1"]` is one of them. Once made it stays as it is."""
 
     addresses: tuple[Address, ...]
     tally: Tally
     relations: Relations | None
-    hardest: list[list[Context]]
+    hardest: Sequence[Sequence[Context]]
     cases: Cases
-    supports: list[list[Support]]
-    rests: list[tuple[str, ...]]
+    supports: Supports
+    rests: Sequence[tuple[str, ...]]
     family: int  # how many tests were made
     about: dict[str, Any]
+    numbers: Mapping[str, Number]  # what was measured, by name
+    own: tuple[Role, ...] = ()  # roles beside those everybody is asked
 
     @staticmethod
     def of(
         addresses: tuple[Address, ...],
         tally: Tally,
         relations: Relations | None,
-        hardest: list[list[Context]],
+        hardest: Sequence[Sequence[Context]],
         cases: Cases,
         about: dict[str, Any],
+        numbers: Mapping[str, Number],
+        own: Sequence[Role] = (),
+        climb: Callable[[Supports], Supports] | None = None,
     ) -> "Profile":
-        """What follows from what was counted: roles, as far as they climb without ablations, and where heads rest."""
-        found, family = judge(make_cases(tally, relations), len(addresses))
-        found = [[replace(one, on=_shown_on(one, about)) for one in supports] for supports in found]
+        """What follows from what was counted: roles and where heads rest. `climb` tries the last rung, by ablations."""
+        found, family = judge(make_cases(tally, relations, roles=(*TABLE, *own)), len(addresses))
+        found = tuple(tuple(replace(one, on=one.on or _shown_on(one, about)) for one in some) for some in found)
+        found = found if climb is None else tuple(map(tuple, climb(found)))
         in_layer = Counter(address.site for address in addresses)
         per_layer = np.array([in_layer[address.site] for address in addresses])
-        return Profile(addresses, tally, relations, hardest, cases, found, rest(tally, per_layer), family, about)
+        rests = rest(tally, per_layer)
+        return Profile(addresses, tally, relations, hardest, cases, found, rests, family, about, numbers, tuple(own))
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -142,18 +151,19 @@ class Profile:
         if case is None:  # it was not found here
             return ()
         return self.cases.examples(
-            case.role.measure, case.half(REPORTING), head, role.score if case.role.hits else None
+            case.role.measure.target, case.half(REPORTING), head, role.score if case.role.hits else None
         )
 
     @cached_property
     def _asked(self) -> dict[tuple[str, str], Case]:
         """What was asked for each role, by its name and detail."""
-        return {(case.role.name, case.role.detail): case for case in make_cases(self.tally, self.relations)}
+        cases = make_cases(self.tally, self.relations, roles=(*TABLE, *self.own))
+        return {(case.role.name, case.role.detail): case for case in cases}
 
     @cached_property
     def _measures(self) -> dict[str, np.ndarray]:
         """Every measure of every head, taken once: a profile is read head by head."""
-        return {name: self.measure(name) for name in self.tally.fields if _is_plain(name)}
+        return {name: self.measure(name) for name in self.tally.fields if self.numbers[name].shown}
 
     def measure(self, name: str) -> np.ndarray:
         """One measure of every head, (heads,): `entropy`, `offset 1`, `delimiter`, `det > hits` …"""
@@ -185,6 +195,11 @@ class Profile:
             for role, heads in sorted(found.items())
         }
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The measures that have a column in the table of heads."""
+        return (*SHOWN, *(name for name, number in self.numbers.items() if number.column and name not in SHOWN))
+
     def table(self) -> list[dict[str, Any]]:
         """One row per head."""
         return [
@@ -193,7 +208,7 @@ class Profile:
                 "detail": head.detail, "on": head.on, "rung": head.rung,
                 "score": head.score, "null": head.null, "low": (head.interval or (None, None))[0],
                 "high": (head.interval or (None, None))[1], "effect": head.effect, "rest": ", ".join(head.rest),
-                **{name: head.measures[name] for name in SHOWN},
+                **{name: head.measures[name] for name in self.columns},
             }
             for head in self
         ]  # fmt: skip
@@ -221,7 +236,8 @@ class Profile:
         texts, gold = self.about["texts"], (self.about["relations"], other.about["relations"])
         same = gold[0] == gold[1] != OWN
         parts = [(made.tally, made.relations) for made in (self, other) if made.relations is not None]
-        tally = merge_tallies(self.tally, other.tally, [part.fields[0] for _, part in parts if part.fields])
+        numbers = {**self.numbers, **other.numbers}
+        tally = merge_tallies(self.tally, other.tally, numbers, [part.fields[0] for _, part in parts if part.fields])
         relations = merge_relations(tally, parts[:1] if same else parts)
         about = {
             **self.about, "texts": texts + other.about["texts"], "tokens": self.about["tokens"] + other.about["tokens"],
@@ -230,10 +246,14 @@ class Profile:
             **{name: _both(self.about[name], other.about[name]) for name in ("read", "asked")},
         }  # fmt: skip
         hardest = [merge_evidence(a, b, texts) for a, b in zip(self.hardest, other.hardest, strict=True)]
-        made = Profile.of(self.addresses, tally, relations, hardest, self.cases.merge(other.cases), about)
-        for place, supports in enumerate(made.supports):
-            supports[:1] = [keep_effect(s, self.supports[place] + other.supports[place]) for s in supports[:1]]
-        return made
+        cases = self.cases.merge(other.cases)
+
+        def remembered(found: Supports) -> Supports:
+            before = [(*a, *b) for a, b in zip(self.supports, other.supports, strict=True)]
+            kept = zip(found, before, strict=True)
+            return [(*(keep_effect(one, earlier) for one in some[:1]), *some[1:]) for some, earlier in kept]
+
+        return Profile.of(self.addresses, tally, relations, hardest, cases, about, numbers, self.own, remembered)
 
     def diff(self, other: "Profile") -> list[dict[str, Any]]:
         """What changed from this profile to another, head by head: roles, rungs, measures; heads that are gone or new.
@@ -303,34 +323,23 @@ class Profile:
         arrays = {f"sums/{group}": value for group, value in self.tally.sums.items()}
         arrays |= {f"counts/{group}": value for group, value in self.tally.counts.items()}
         told = {
-            "version": VERSION, "about": self.about, "family": self.family, "heads": [str(a) for a in self.addresses],
-            "fields": self.tally.fields, "rests": self.rests,
+            "about": self.about, "family": self.family, "heads": [str(a) for a in self.addresses],
+            "fields": self.tally.fields, "numbers": [asdict(number) for number in self.numbers.values()],
+            "roles": [asdict(role) for role in self.own], "rests": self.rests,
             "hardest": [[asdict(c) for c in some] for some in self.hardest], "cases": self.cases.to_dict(),
             "supports": [[asdict(s) for s in some] for some in self.supports],
         }  # fmt: skip
         if self.relations is not None:
-            told["questions"], told["causal"] = self.relations.questions, self.relations.causal
+            told["questions"] = [(one.relation, one.way) for one in self.relations.questions]
+            told["causal"] = self.relations.causal
             arrays |= {f"relations/{name}": value for name, value in self.relations.arrays().items()}
         arrays |= {f"cases/{name}": value for name, value in self.cases.arrays.items()}
-        written = BytesIO()
-        arrays["told"] = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
-        np.savez_compressed(written, **arrays)  # pyright: ignore[reportArgumentType]
-        return whole_file(path, written.getvalue())
+        return pack(path, told, arrays)
 
     @staticmethod
     def load(path: str | Path) -> "Profile":
         """Read a file written by `save`; one that is damaged or of another version is refused."""
-        try:
-            with np.load(BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            told = json.loads(arrays.pop("told").tobytes())
-        except FileNotFoundError:
-            raise HeadwiseError(f"there is no file {path}.") from None
-        except Exception as error:  # zipfile, zlib, numpy and json each have their own
-            raise HeadwiseError(f"{path} is not a profile, or is damaged ({error}); make it anew.") from None
-        version = told.get("version") if isinstance(told, dict) else None
-        if version != VERSION:
-            raise HeadwiseError(f"{path} is a profile of version {version}, this is {VERSION}; make it anew.")
+        told, arrays = unpack(path)
         try:
             return _rebuilt(told, arrays)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -348,7 +357,13 @@ def _check_alike(one: Profile, other: Profile) -> None:
             raise HeadwiseError(
                 f"profiles with {what}={one.about[what]!r} and {other.about[what]!r} cannot be merged; make both alike."
             )
-    repeats = (made.tally.per_bucket("induction")[0] for made in (one, other))
+    asked = [
+        ({name for name, number in made.numbers.items() if number.series != "relation"}, made.own)
+        for made in (one, other)
+    ]
+    if asked[0] != asked[1]:
+        raise HeadwiseError("profiles with different measures or roles cannot be merged; measure both alike.")
+    repeats = (made.tally.per_bucket(INDUCTION[0].name)[0] for made in (one, other))
     if not np.allclose(*repeats, rtol=1e-4, atol=1e-5):
         raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
 
@@ -362,34 +377,23 @@ def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
             getattr(tally, kind)[group] = value
     relations = None
     if "questions" in told:
-        relations = Relations(tally, tuple(told["questions"]), told["causal"])
+        relations = Relations(tally, tuple(Question(name, way) for name, way in told["questions"]), told["causal"])
         for name in relations.arrays():
             setattr(relations, name, arrays[f"relations/{name}"])
     return Profile(
         addresses, tally, relations, [[Context(**c) for c in some] for some in told["hardest"]],
         Cases.of(len(addresses), told["cases"], {name: value for name, value in arrays.items() if "cases/" in name}),
-        [[_support(s) for s in some] for some in told["supports"]], [tuple(r) for r in told["rests"]],
-        told["family"], told["about"],
+        tuple(tuple(support_of(s) for s in some) for some in told["supports"]), [tuple(r) for r in told["rests"]],
+        told["family"], told["about"], {one["name"]: number_of(one) for one in told["numbers"]},
+        tuple(map(role_of, told["roles"])),
     )  # fmt: skip
-
-
-def _support(told: dict[str, Any]) -> Support:
-    intervals = {name: tuple(told[name]) for name in ("interval", "effect_interval") if told[name] is not None}
-    return Support(**{**told, **intervals})
 
 
 def _shown_on(one: Support, about: dict[str, Any]) -> str:
     """The texts on which a role was shown, in words: its name claims no more."""
-    if one.role in ECHOED:
-        return "random tokens said twice"
     return about["asked"] if one.relation else about["read"]
 
 
 def _both(one: str, other: str) -> str:
     """The names of two corpora."""
     return " and ".join(dict.fromkeys(name for both in (one, other) for name in both.split(" and ") if name))
-
-
-def _is_plain(name: str) -> bool:
-    """Measures that stand for themselves, not for a null or a twin of another."""
-    return not any(mark in name for mark in (" null", "valued", "aimed", "uniform"))

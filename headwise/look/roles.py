@@ -8,15 +8,21 @@
 No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.look.diagonals import WINDOW
-from headwise.look.relations import CONTROLS, NEAREST, NO_ROLE, SETS, SHAPES, Relations
+from headwise.look.classes import CLASS_NUMBERS, CLASSES
+from headwise.look.diagonals import AIMED, LOCAL, LONG
+from headwise.look.measure import Number
+from headwise.look.questions import CONTROLS, HITS, MATCHED, NO_ROLE, OTHERS, SETS, SHAPES, Question
+from headwise.look.relations import NEAREST, Relations
+from headwise.look.repeats import DUPLICATE, INDUCTION
+from headwise.look.scene import SPECIAL, WINDOW
+from headwise.look.shape import ENTROPY, RELATIVE, RESTING, SHARE
 from headwise.look.statistics import FEWEST, bootstrap, max_t
 from headwise.look.tally import CHOOSING, REPORTING, Tally, in_half
 from headwise.text.documents import Document
@@ -29,7 +35,7 @@ class Role:
     """One row: the measure that is the score, and how far above its null it must be, (score − null) / (1 − null)."""
 
     name: str
-    measure: str  # of the tally; it has a null and a valued twin, over the same rows: those that could have the target
+    measure: Number  # it has a null and a valued twin, over the same rows: those that could have the target
     threshold: float
     probe: str | None = None  # what is asked of the model when the head is taken away
     detail: str = ""  # told beside the role: an offset, a direction
@@ -42,21 +48,18 @@ def offset_role(offset: int) -> Role:
     names = {1: "previous token", -1: "next token", 0: "self"}
     probe = "repeats" if offset == 1 else None
     return Role(
-        names.get(offset, "fixed offset"), f"aimed {offset}", 0.3, probe, "" if offset in names else f"{-offset:+d}"
+        names.get(offset, "fixed offset"), AIMED[offset], 0.3, probe, "" if offset in names else f"{-offset:+d}"
     )
 
 
 TABLE = (
     *(offset_role(offset) for offset in range(1 - WINDOW, WINDOW)),
-    Role("local", "local", 0.4, None, "within 3"),
-    Role("delimiter", "delimiter", 0.3),
-    Role("capitalised", "capitalised", 0.3),
-    Role("digit", "digit", 0.3),
-    Role("long range", "long range", 0.4, None, f"beyond {WINDOW}"),
-    Role("induction", "induction", 0.1, "repeats"),
-    Role("duplicate token", "duplicate", 0.1, "repeats"),
+    Role("local", LOCAL[0], 0.4, None, "within 3"),
+    *(Role(name, CLASS_NUMBERS[name], 0.3) for name in CLASSES if name != SPECIAL),
+    Role("long range", LONG[0], 0.4, None, f"beyond {WINDOW}"),
+    Role("induction", INDUCTION[0], 0.1, "repeats"),
+    Role("duplicate token", DUPLICATE[0], 0.1, "repeats"),
 )
-REPEATED = ("induction", "duplicate")  # not of the texts: asked of every row there is
 ROOM = 0.8  # a role whose null is above this is not told: a little more would look like all there is
 RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
 CONTROLLED = 5  # buckets of texts, in each half, that a control needs to say anything
@@ -175,9 +178,35 @@ def role_names(documents: Iterable[Document]) -> set[str]:
     return {role.name for role in TABLE} | {TOLD.get(name, name) for name in names - NO_ROLE}
 
 
-def make_cases(tally: Tally, relations: Relations | None, only: str | None = None) -> list[Case]:
+def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
+    """Whether some roles can be judged beside the usual ones, on what is measured."""
+    known = {number.name for number in numbers}
+    told = {(role.name, role.detail) for role in TABLE}
+    for role in roles:
+        measure = role.measure
+        if not measure.null or not measure.valued:
+            raise HeadwiseError(
+                f"the role {role.name!r} needs a measure with a null and a valued twin; {measure.name!r} has none."
+            )
+        if not {measure.name, measure.null, measure.valued} <= known:
+            raise HeadwiseError(
+                f"the role {role.name!r} needs {measure.name!r} to be measured; give it in measures=[…]."
+            )
+        if (role.name, role.detail) in told:
+            raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
+        if not 0 < role.threshold < 1 or role.probe not in (None, "repeats"):
+            raise HeadwiseError(
+                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe 'repeats' or none; "
+                f"got {role.threshold} and {role.probe!r}."
+            )
+        told.add((role.name, role.detail))
+
+
+def make_cases(
+    tally: Tally, relations: Relations | None, only: str | None = None, roles: Sequence[Role] = TABLE
+) -> list[Case]:
     """Every role that was measured, or one of them."""
-    cases = list(_table_cases(tally))
+    cases = list(_table_cases(tally, roles))
     if relations is not None:
         cases += _relation_cases(tally, relations)
     if only is not None:
@@ -220,7 +249,7 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
                     case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
                     (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
                     1.0 if case.coverage is None else float(case.coverage[head]), case.role.probe, int(rows[head]),
-                    relation=case.role.relation,
+                    relation=case.role.relation, on=case.role.measure.on,
                 )
             )  # fmt: skip
     for supports in found:
@@ -230,8 +259,9 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
 
 def rest(tally: Tally, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
     """Where each head rests: on the first token, on special tokens, everywhere alike, or without writing anything."""
-    first, special, relative = tally.mean("first"), tally.mean("special"), tally.mean("relative entropy")
-    share = tally.mean("write share") * heads_in_layer
+    told = (RESTING.name, SPECIAL, RELATIVE.name, SHARE.name)
+    first, special, relative, writes = (tally.mean(name) for name in told)
+    share = writes * heads_in_layer
     flags = np.stack((first > 0.3, (special > 0.3) & (first <= 0.3), relative > 0.9, share < 0.2), -1)
     return [tuple(name for name, there in zip(RESTS, row, strict=True) if there) for row in flags]
 
@@ -247,62 +277,54 @@ def _one_each(supports: list[Support]) -> list[Support]:
     return kept
 
 
-def _table_cases(tally: Tally) -> Iterator[Case]:
-    rows = tally.per_bucket("entropy")[1] if "entropy" in tally.fields else None
-    for role in TABLE:
-        if role.measure not in tally.fields:
+def _table_cases(tally: Tally, roles: Sequence[Role]) -> Iterator[Case]:
+    rows = tally.per_bucket(ENTROPY.name)[1] if ENTROPY.name in tally.fields else None
+    for role in roles:
+        told = role.measure
+        if told.name not in tally.fields:
             continue
-        (scores, counts), (nulls, asked), (valued, _) = (
-            tally.per_bucket(_twin(role.measure, kind)) for kind in ("", " null", " valued")
-        )
+        (scores, counts), (nulls, asked), (valued, _) = map(tally.per_bucket, (told.name, told.null, told.valued))
         if counts.sum() == 0:
             continue
         with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other texts
             rate = np.where(asked > 0, nulls / asked, 0.0)
-        covered = None if rows is None or role.measure in REPEATED else _covered(counts, rows)
+        covered = None if rows is None or told.on else _covered(counts, rows)  # of texts of its own every row is asked
         yield Case(role, scores, rate * counts, valued, counts, covered)
-
-
-def _twin(name: str, kind: str) -> str:
-    """`aimed 1` has the null `aimed null 1`, `delimiter` has `delimiter null`."""
-    word, _, number = name.partition(" ")
-    return f"aimed{kind} {number}" if word == "aimed" else name + kind
 
 
 def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
     for number, question in enumerate(relations.questions):
-        name, way = question.rsplit(" ", 1)
+        name, way, told = question.relation, question.way, question.numbers
         if name in NO_ROLE or relations.arcs[:, number].sum() == 0:
             continue
+        measure = told[MATCHED if name in SETS else HITS]
         role = Role(
-            TOLD.get(name, name), question, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
+            TOLD.get(name, name), measure, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
         )
-        matched, fit = tally.per_bucket(f"{question} matched")
-        others = tally.per_bucket(f"{question} others")[0]
-        hits, counts = tally.per_bucket(f"{question} hits")
-        covered = _covered(fit, counts)
+        matched, fit = tally.per_bucket(told[MATCHED].name)
+        others = tally.per_bucket(told[OTHERS].name)[0]
+        hits, counts = tally.per_bucket(told[HITS].name)
+        covered, twin = _covered(fit, counts), tally.per_bucket(measure.valued)[0]
         if name in SETS:
-            yield Case(role, matched, others, tally.per_bucket(f"{question} valued matched")[0], fit, covered)
+            yield Case(role, matched, others, twin, fit, covered)
             continue
         nulls = _best_offset(relations, number)[:, None] * np.ones(tally.heads)
-        for other, of in _controls(tally, relations, name, way):
+        for other, of in _controls(tally, relations, question):
             nulls = _larger(nulls, counts, other, of)
         chosen = in_half(counts, CHOOSING)
         excess = _ratio(matched[chosen], fit[chosen]) - _ratio(others[chosen], fit[chosen])
         follows = np.nan_to_num(excess) >= EXCESS  # a hard positional head has exactly none
-        valued = tally.per_bucket(f"{question} valued hits")[0]
-        yield Case(role, hits * follows, nulls, valued * follows, counts, covered)
+        yield Case(role, hits * follows, nulls, twin * follows, counts, covered)
 
 
-def _controls(tally: Tally, relations: Relations, name: str, way: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _controls(tally: Tally, relations: Relations, question: Question) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """How often each head looks at the wrong words, for each control of a relation: hits, rows, (buckets, heads) each."""
-    ahead = relations.offsets[:, relations.questions.index(f"{name} {way}")].sum(0) @ np.sign(NEAREST) > 0
-    for control in CONTROLS.get(name, ()):
-        question = (
-            f"{control} {way if control not in SHAPES else '<' if ahead else '>'}"  # those made here look back by >
-        )
-        if question in relations.questions:
-            hits, rows = tally.per_bucket(f"{question} hits")
+    ahead = relations.offsets[:, relations.questions.index(question)].sum(0) @ np.sign(NEAREST) > 0
+    for control in CONTROLS.get(question.relation, ()):
+        back = "<" if ahead else ">"  # those made here look back by >
+        asked = Question(control, question.way if control not in SHAPES else back)
+        if asked in relations.questions:
+            hits, rows = tally.per_bucket(asked.numbers[HITS].name)
             if min(in_half(rows, half).sum() for half in (CHOOSING, REPORTING)) >= CONTROLLED:
                 yield hits, rows
 

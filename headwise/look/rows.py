@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,16 +100,19 @@ class Block:
         return e.as_strided(sizes, (b, h, r + 1, 1), e.storage_offset() + start + left)
 
 
+Sights = dict[tuple[Mask | None, range, int, int], Sight]  # by mask, rows, T and S
+
+
 def sights(
-    terms: Terms, T: int, S: int, device: torch.device, every: int = 1, memo: dict[Any, Any] | None = None
+    terms: Terms, T: int, S: int, device: torch.device, every: int = 1, known: Sights | None = None
 ) -> Iterator[Sight]:
-    """What the rows of a call may see, block by block, or one block in so many. `memo` keeps it for the next layer."""
-    memo = {} if memo is None else memo
+    """What the rows of a call may see, block by block, or one block in so many. `known` keeps it for the next layer."""
+    known = {} if known is None else known
     for start in range(0, T, ROWS * every):
-        key = ("sight", terms.mask, start, ROWS, T, S)
-        if key not in memo:
-            memo[key] = _sight(terms, range(start, min(start + ROWS, T)), T, S, device)
-        yield memo[key]
+        key = (terms.mask, range(start, min(start + ROWS, T)), T, S)
+        if key not in known:
+            known[key] = _sight(terms, key[1], T, S, device)
+        yield known[key]
 
 
 def _sight(terms: Terms, rows: range, T: int, S: int, device: torch.device) -> Sight:
@@ -130,10 +132,10 @@ def count_rows(T: int, every: int = 1) -> int:
     return sum(min(ROWS, T - start) for start in range(0, T, ROWS * every))
 
 
-def walk(seen: Seen, features: Tensor, every: int = 1, memo: dict[Any, Any] | None = None) -> Iterator[Block]:
+def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = None) -> Iterator[Block]:
     """All blocks of a call, or one in so many; `features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e.
 
-    The first feature is 1 for every key. `memo` is where `sights` are kept.
+    The first feature is 1 for every key. `known` is where `sights` are kept.
     """
     terms, dtype = seen.terms, torch.promote_types(seen.q.dtype, torch.float32)  # measured in float32 at least
     B, H, T, _ = seen.q.shape
@@ -144,7 +146,7 @@ def walk(seen: Seen, features: Tensor, every: int = 1, memo: dict[Any, Any] | No
     asked = features.to(dtype).expand(B, H, S, -1)
     h = max(1, min(H, CELLS // (B * min(ROWS, T) * S)))
     room = queries.new_empty(2, B * h * min(ROWS, T) * S)
-    for sight in sights(terms, T, S, queries.device, every, memo):
+    for sight in sights(terms, T, S, queries.device, every, known):
         rows, cols = (slice(r.start, r.stop) for r in (sight.rows, sight.cols))
         bias = terms.bias_block(sight.rows, sight.cols, T, S)
         for first in range(0, H, h):

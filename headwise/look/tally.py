@@ -58,16 +58,21 @@ class Tally:
     def add(self, names: Sequence[str], heads: slice, units: Iterable[int], sums: Tensor, counts: Tensor) -> None:
         """Add what a batch gave: sums (B, h, measures), counts that broadcast to them; a bucket per row of the batch."""
         group = names[0]
-        if group not in self.sums:
-            shape = (BUCKETS, self.heads, len(names))
-            self.sums[group], self.counts[group] = np.zeros(shape), np.zeros(shape)
-            self.fields |= {name: (group, place) for place, name in enumerate(names)}
+        self.expect(names)
         buckets = np.fromiter(units, dtype=np.int64) % BUCKETS
         made, rows = sums.double().cpu().numpy(), counts.double().cpu().numpy()
         rows = np.broadcast_to(rows, made.shape)
         for example, bucket in enumerate(buckets):
             self.sums[group][bucket, heads] += made[example]
             self.counts[group][bucket, heads] += rows[example]
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Make room for a group of measures, so that it is there though nothing may come."""
+        group = names[0]
+        if group not in self.sums:
+            shape = (BUCKETS, self.heads, len(names))
+            self.sums[group], self.counts[group] = np.zeros(shape), np.zeros(shape)
+            self.fields |= {name: (group, place) for place, name in enumerate(names)}
 
     def per_bucket(self, name: str, half: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Sums and counts of a measure, (buckets, heads), of all buckets or of those in one half."""

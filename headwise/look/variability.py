@@ -17,13 +17,15 @@ from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
 from headwise.look.inputs import Unit, read, read_units
+from headwise.look.measure import LARGER, Number
 from headwise.look.record import pick
 from headwise.look.tally import Tally
 from headwise.model import AnyModel, quiet
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
 CELLS = 1 << 21  # weights held at once
-NAMES = ("variability",)
+VARIABILITY = Number("variability", "how far weights depend on the text", more="depends on what is read", merge=LARGER)
+NAMES = (VARIABILITY.name,)
 
 
 @torch.no_grad()
@@ -71,7 +73,7 @@ class Varying:
     def __init__(self, tally: Tally, units: list[Unit], length: int = LENGTH) -> None:
         self.tally, self.buckets = tally, [unit.bucket for unit in units]
         self.ids = torch.tensor([unit.ids[:length] for unit in units], dtype=torch.long)  # (B, T)
-        tally.add(NAMES, slice(0, tally.heads), [], torch.zeros(0, tally.heads, 1), torch.zeros(0, 1, 1))
+        tally.expect(NAMES)
 
     def see(self, seen: Seen, first_head: int) -> None:
         """One call at one site."""

@@ -11,7 +11,9 @@ from headwise.errors import HeadwiseError
 from headwise.look.between_maps import js_sums, look, sample
 from headwise.look.cases import Example
 from headwise.look.clark import Best, best_heads
+from headwise.look.diagonals import OFFSET
 from headwise.look.evidence import Context
+from headwise.look.questions import HITS, Question
 from headwise.look.result import HeadProfile, Profile
 from headwise.look.roles import Support
 from headwise.look.tally import REPORTING
@@ -45,7 +47,7 @@ def make_book(
     writes = {} if model is None else _writes(model, profile)
     heads = [
         {
-            **_head(head),
+            **_head(profile, head),
             "writes": writes.get(str(head.address)),
             "nearest": nearest.get(str(head.address), []),
             "importance": worth.get(str(head.address)),
@@ -57,6 +59,7 @@ def make_book(
         "version": VERSION,
         "model": _model(profile, model, name),
         "about": {**profile.about, "family": profile.family},
+        "measures": _told(profile),
         "heads": heads,
         "relations": _relations(profile),
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
@@ -94,27 +97,30 @@ def _model(profile: Profile, model: AnyModel | None, name: str) -> dict[str, Any
     }  # fmt: skip
 
 
-def _head(head: HeadProfile) -> dict[str, Any]:
+def _head(profile: Profile, head: HeadProfile) -> dict[str, Any]:
     measures = head.measures
-    shown = [
-        name for name, value in measures.items() if np.isfinite(value) and not name.startswith(("offset ", "argmax "))
-    ]
-    shown = [
-        name for name in shown if not name.endswith((" hits", " mass", " matched", " others"))
-    ]  # those of relations have a table of their own
-    ahead = any(measures.get(f"offset {-o}", 0.0) > 0 for o in range(1, BACK))
-    offsets = range(BACK - 1, -BACK if ahead else -1, -1)
+    # what belongs to a series has a picture or a table of its own; powers of two are few enough to be listed
+    listed = [name for name in measures if profile.numbers[name].series in ("", "distance")]
+    shown = [name for name in listed if np.isfinite(measures[name])]
+    ahead = any(measures.get(OFFSET[-o].name, 0.0) > 0 for o in range(1, BACK))
+    offsets = [o for o in range(BACK - 1, -BACK if ahead else -1, -1) if OFFSET[o].name in measures]
     return {
         "address": str(head.address), "layer": str(head.address.site), "head": head.address.head,
         "role": head.role, "detail": head.detail, "rung": head.rung, "score": head.score, "null": head.null,
         "interval": head.interval, "effect": head.effect, "rest": list(head.rest),
         "supports": [_support(one) for one in head.roles],
         "measures": {name: _short(measures[name]) for name in shown},
-        "offsets": [[offset, _short(measures[f"offset {offset}"])] for offset in offsets if f"offset {offset}" in measures],
+        "offsets": [[offset, _short(measures[OFFSET[offset].name])] for offset in offsets],
         "on": head.on, "roles": [one.role for one in head.roles],
         "cases": [_cases(one, head.cases[one.role]) for one in head.roles],
         "hardest": [_context(one) for one in head.hardest[:CONTEXTS]],
     }  # fmt: skip
+
+
+def _told(profile: Profile) -> dict[str, dict[str, str]]:
+    """How each measure is told: a few words, its unit, what more of it means."""
+    listed = {name: one for name, one in profile.numbers.items() if one.shown and one.series in ("", "distance")}
+    return {name: {"label": one.label, "unit": one.unit, "more": one.more} for name, one in listed.items()}
 
 
 def _cases(role: Support, cases: Sequence[Example]) -> dict[str, Any]:
@@ -194,7 +200,7 @@ def _relations(profile: Profile) -> dict[str, Any] | None:
 
 
 def _relation(profile: Profile, best: Best) -> dict[str, Any]:
-    scores = profile.tally.mean(f"{best.relation} {best.way} hits", REPORTING)  # (heads,)
+    scores = profile.tally.mean(Question(best.relation, best.way).numbers[HITS].name, REPORTING)  # (heads,)
     return {**best._asdict(), "scores": [_short(score) for score in scores]}
 
 

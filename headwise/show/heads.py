@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headwise.look.cases import Example
+from headwise.look.diagonals import OFFSET
 from headwise.look.result import HeadProfile, Profile
 from headwise.look.roles import Support
 from headwise.show.grid import LEGEND, grid
@@ -105,10 +106,9 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
             "bar",
         ]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
-    more = ("relative entropy", "signed distance", "write share", "long range")
-    shape = [name for name in head.measures if " " not in name or name in more]
-    console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in shape]))
-    near = [(offset, head.measures[f"offset {offset}"]) for offset in range(8) if f"offset {offset}" in head.measures]
+    listed = [name for name in head.measures if not profile.numbers[name].series]
+    console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in listed]))
+    near = [(o, head.measures[OFFSET[o].name]) for o in range(8) if OFFSET[o].name in head.measures]
     console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)
     for one in head.roles:
         if head.cases[one.role]:

@@ -22,5 +22,14 @@ def sign(role: str) -> tuple[str, str]:
     for letter in role:
         named = (named * 31 + ord(letter)) % 997
     letters, hue = SIGNS.get(role, (role[:2], 75 + named % 90))
+    return letters, coloured(hue)
+
+
+def coloured(hue: int) -> str:
+    """A colour dark enough for paper, by its hue in degrees.
+
+    >>> coloured(305)
+    '#ae29a2'
+    """
     red, green, blue = hls_to_rgb(hue / 360, 0.42, 0.62)
-    return letters, f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

@@ -1,5 +1,6 @@
 """Every table of every verb, as it stands in terminals of 80, 100 and 120 columns: whole."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_tables_of_roles_are_whole(place: Path, made: list[Sheet], capsys: pytes
         "pronoun-antecedent", "<", "effective", 0.98765, 0.12345, (0.91, 1.0), 0.9, 0.00012, 2.0, "referent", 123_456,
         effect=0.123, effect_interval=(0.1, 0.2), cost=1.234, bar=0.5, on="names in GAP, development part",
     )  # fmt: skip
-    seen.supports[0][:] = [long]
+    seen = replace(seen, supports=[[long], *seen.supports[1:]])
     everything = {str(address) for address in seen.addresses}
     show_profile(seen, everything)
     show_role(seen, "pronoun-antecedent", everything)

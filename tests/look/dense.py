@@ -16,7 +16,7 @@ from headwise.kernels import Mask, Terms, causal, maps
 from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.inputs import Batch, Unit, make_batch, run
-from headwise.look.surface import Surface
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.model import Transformer
 from headwise.spec import SiteAddress
@@ -59,7 +59,7 @@ def measured(seen: Seen, batch: Batch, flags: Tensor | None = None, **options: A
     """What the streaming measures make of one call."""
     tally = Tally(seen.q.shape[1])
     flags = torch.zeros(int(batch.ids.max()) + 1, len(CLASSES)) if flags is None else flags
-    Surface(tally, options.pop("evidence", None), flags, **options).see(seen, batch, 0)
+    Surface(tally, options.pop("evidence", None), usual_measures(flags), **options).see(seen, batch, 0)
     return tally
 
 
@@ -74,7 +74,7 @@ def watch(
     """The streaming measures of a model and the dense ones, of the same passes."""
     heads = sum(len(site.head_ids) for site in model.sites())
     tally = Tally(heads)
-    surface = Surface(tally, Evidence(heads) if evidence else None, flags, **options)
+    surface = Surface(tally, Evidence(heads) if evidence else None, usual_measures(flags), **options)
     dense: Rows = {}
     for batch in batches:
         with ExitStack() as stack:

@@ -14,7 +14,7 @@ from headwise.look.inputs import make_batches, read_units, run
 from headwise.look.profile import profile
 from headwise.look.result import SHOWN, Profile
 from headwise.look.roles import RUNGS
-from headwise.look.surface import Surface
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -81,7 +81,7 @@ def test_two_halves_make_a_whole() -> None:
 
     def passed(some: list) -> Tally:
         tally = Tally(8)
-        surface = Surface(tally, None, flags)
+        surface = Surface(tally, None, usual_measures(flags))
         for batch in make_batches(some, 700):
             first, second = model.sites()[:2]
             with (

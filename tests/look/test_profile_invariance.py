@@ -22,7 +22,7 @@ from headwise.look.inputs import Batch, Unit, make_batches, read_units, run
 from headwise.look.profile import _shuffled, profile
 from headwise.look.relations import Relations
 from headwise.look.result import Profile
-from headwise.look.surface import Surface
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
@@ -51,7 +51,7 @@ def gather(
 ) -> tuple[Tally, Relations, list]:
     """One pass over some units of a corpus, as a profile makes it."""
     tally, evidence = Tally(len(model.heads)), Evidence(len(model.heads))
-    surface = Surface(tally, evidence, class_flags(model.tokenizer, model.spec.vocab))  # pyright: ignore
+    surface = Surface(tally, evidence, usual_measures(class_flags(model.tokenizer, model.spec.vocab)))  # pyright: ignore
     relations = Relations.of(tally, list(read_units(model, LITTLE)), model.spec.kind == "decoder")
     for batch in make_batches(units, tokens, side):
         relations.begin(batch)

@@ -1,5 +1,6 @@
 """What a profile answers about layers, those without heads too."""
 
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -53,12 +54,12 @@ def several() -> Profile:
             role, ">", rung, score, 0.1, (score - 0.1, score + 0.1), (score - 0.1) / 0.9, 0.01, 2.0, None, 40
         )
 
-    made.supports[:] = [
+    supports = [
         [does("possessive", 0.91), does("det", 0.8), does("obj", 0.5), does("case", 0.3, "pattern")],
         [does("nsubj", 0.95), does("obj", 0.7)],
         [does("case", 0.4, "pattern")],
     ]
-    return made
+    return replace(made, supports=supports)
 
 
 def test_all_roles_that_stand_are_told(tmp_path) -> None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
+from headwise.look.measure import Number
 from headwise.look.profile import SEQUENCES, profile
+from headwise.look.questions import Question
 from headwise.look.relations import NEAREST, Relations
 from headwise.look.result import Profile
 from headwise.look.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
@@ -178,7 +180,7 @@ def cases_of(heads: int, arcs: int, rate: float, seed: int = 0) -> Case:
             :, None
         ]
     scores = draw.binomial(counts.astype(int), rate).astype(float)
-    return Case(Role("det", "", 0.1), scores, rate * counts, scores, counts)
+    return Case(Role("det", Number("det"), 0.1), scores, rate * counts, scores, counts)
 
 
 @pytest.mark.parametrize(("arcs", "best"), [(100, 0.54), (3000, 0.426)])
@@ -214,14 +216,22 @@ def test_repeats_are_enough_among_ten_thousand_tests() -> None:
     draw = np.random.default_rng(0)
     shape, supported = (BUCKETS, 270), []
     noise = [
-        Case(Role(str(i), "", 0.1), draw.standard_normal(shape), np.zeros(shape), np.zeros(shape), np.ones(shape))
+        Case(
+            Role(str(i), Number(str(i)), 0.1),
+            draw.standard_normal(shape),
+            np.zeros(shape),
+            np.zeros(shape),
+            np.ones(shape),
+        )
         for i in range(40)
     ]
     for sequences in (24, SEQUENCES):
         asked = (np.arange(BUCKETS) < sequences)[:, None] * np.ones(shape)
         scores, nulls = np.full(shape, 0.01) * asked, np.full(shape, 0.01) * asked
         scores[:, 7] = draw.uniform(0.4, 0.6, BUCKETS) * asked[:, 7]
-        found, family = judge([*noise, Case(Role("induction", "", 0.1), scores, nulls, scores, asked)], 270)
+        found, family = judge(
+            [*noise, Case(Role("induction", Number("induction"), 0.1), scores, nulls, scores, asked)], 270
+        )
         assert family == 40 * 270 + 1
         supported.append(found[7][0].rung)
     assert supported == ["pattern", "effective"]
@@ -242,7 +252,7 @@ def test_the_larger_baseline_is_chosen_once(unrelated: float, null: float) -> No
     """Words that mean alike: the best offset hits every other arc, an unrelated word is hit so often; the larger of both, not
     of both in each bucket, which would be .8 and .7."""
     tally = Tally(1)
-    relations = Relations(tally, ("related >", "unrelated >"), causal=False)
+    relations = Relations(tally, (Question("related", ">"), Question("unrelated", ">")), causal=False)
     there = np.arange(40)
     made = np.zeros((40, 1, len(relations.fields)))
     for field, value in (("related > hits", 1.0), ("related > matched", 0.9), ("unrelated > hits", 10 * unrelated)):
@@ -260,7 +270,7 @@ def test_the_larger_baseline_is_chosen_once(unrelated: float, null: float) -> No
 def test_excess_weight_is_asked_of_the_half_for_choosing(half: int) -> None:
     """Weight above other pairs in one half alone: if it is where heads are chosen they may pass, else not."""
     tally = Tally(1)
-    relations = Relations(tally, ("det >",), causal=False)
+    relations = Relations(tally, (Question("det", ">"),), causal=False)
     made = torch.zeros(40, 1, len(relations.fields))
     made[..., relations.fields.index("det > hits")] = 1
     made[half::2, :, relations.fields.index("det > matched")] = 0.9

@@ -15,7 +15,7 @@ from headwise.look.classes import CLASSES
 from headwise.look.evidence import Evidence
 from headwise.look.inputs import make_batch, make_batches, run
 from headwise.look.roles import TABLE, make_cases
-from headwise.look.surface import Surface
+from headwise.look.surface import Surface, usual_measures
 from headwise.look.tally import Tally
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from tests.contract.layers import make_model
@@ -204,8 +204,8 @@ def test_a_perfect_head_scores_one_and_a_sink_nothing(n: int, mask: Mask | None)
     sink[:, 0] = 200.0
     made = measured(by_scores(sink.double()[None, None], mask), distinct(n), flags)
     for role in TABLE:
-        if role.measure in made.fields:
-            assert np.nan_to_num(made.mean(role.measure)) == pytest.approx([0], abs=1e-6), role
+        if role.measure.name in made.fields:
+            assert np.nan_to_num(made.mean(role.measure.name)) == pytest.approx([0], abs=1e-6), role
 
 
 ATTENTION = AttentionSpec(width=24, heads=4, head_dim=6, bias=True)
@@ -259,7 +259,7 @@ def test_looking_leaves_every_bit(variant: str) -> None:
         tally, _ = watch(model, [batch], FLAGS, evidence=True)
         again.append(run(model, batch))
         heads = sum(len(site.head_ids) for site in model.sites())
-        surface = Surface(Tally(heads), Evidence(heads), FLAGS)
+        surface = Surface(Tally(heads), Evidence(heads), usual_measures(FLAGS))
         with model.sites()[0].listen(lambda seen, b=batch, s=surface: s.see(seen, b, 0)):
             again.append(run(model, batch))
         assert all(torch.equal(plain, other) for other in again)

@@ -15,7 +15,7 @@ from headwise.look.inputs import make_batches, read_units, tokenizer_of
 from headwise.look.profile import profile
 from headwise.look.record import record
 from headwise.look.result import Profile
-from headwise.look.surface import PLACED
+from headwise.look.surface import usual_measures
 from headwise.look.variability import variability
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
@@ -52,13 +52,14 @@ def test_every_stack_is_measured_as_the_dense_way_does_it(side: str, detail: str
     units = list(read_units(model, PARTS[0]))
     tally, dense = watch(model, list(make_batches(units, 400, side)), flags, detail=detail)
     across = stacks(model)["cross"]
-    for name in PLACED & dense.keys():  # between two texts there are no distances
+    placed = {number.name for measure in usual_measures(flags) for number in measure.numbers if number.placed}
+    for name in placed & dense.keys():  # between two texts there are no distances
         sums, counts = dense[name]
         dense[name] = (np.where(across, 0, sums), np.where(across, 0, counts))
-    whole = ("confidence", "argmax", "long range", *(name for name in PLACED if name.startswith("distance ")))
+    whole = ("confidence", "argmax", "long range", *(name for name in placed if name.startswith("distance ")))
     assert_alike(tally, _only(dense, lambda name: detail == "full" or not name.startswith(whole)))
     assert np.isfinite(tally.mean("entropy")).all()
-    for name in PLACED & tally.fields.keys():
+    for name in placed & tally.fields.keys():
         assert np.isnan(tally.mean(name)[across]).all()
 
 

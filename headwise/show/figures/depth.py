@@ -5,10 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwise.errors import HeadwiseError, close_names
+from headwise.look.diagonals import OFFSET
 from headwise.look.result import Profile
+from headwise.look.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
+from headwise.look.variability import VARIABILITY
 from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure, tidy
+from headwise.show.signs import coloured
 
-USUAL = ("entropy", "confidence", "distance", "first", "offset 1", "variability")
+USUAL = tuple(number.name for number in (ENTROPY, CONFIDENCE, DISTANCE, RESTING, OFFSET[1], VARIABILITY))
 
 
 def draw_depth(profile: Profile, measures: Sequence[str] = USUAL) -> Drawing:
@@ -26,8 +30,10 @@ def draw_depth(profile: Profile, measures: Sequence[str] = USUAL) -> Drawing:
     for panel, name in zip(panels, measures, strict=False):
         values, means = profile.measure(name), profile.by_layer(name)
         panel.plot(place, values, "o", color=FAINT, markersize=2.6, alpha=0.6, markeredgewidth=0)
-        panel.plot(range(len(layers)), means, color=COLOURS[0], linewidth=1.5)
-        panel.set_title(name, fontsize=9, color=INK, loc="left")
+        told = profile.numbers[name]
+        colour = COLOURS[0] if told.hue is None else coloured(told.hue)
+        panel.plot(range(len(layers)), means, color=colour, linewidth=1.5)
+        panel.set_title(name if told.unit == "share" else f"{name}, {told.unit}", fontsize=9, color=INK, loc="left")
         panel.set_ylim(bottom=min(0.0, float(np.nanmin(values))))
         tidy(panel)
         rows += [

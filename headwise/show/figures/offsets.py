@@ -4,6 +4,7 @@ import numpy as np
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
+from headwise.look.diagonals import OFFSET
 from headwise.look.result import Profile
 from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure, tidy
 from headwise.spec import Address, select
@@ -28,7 +29,7 @@ def draw_offsets(profile: Profile, heads: Pattern | None = None) -> Drawing:
     rows = []
     for panel, address in zip(panels, chosen, strict=False):
         told = profile[address]
-        weights = [told.measures[f"offset {offset}"] for offset in offsets]
+        weights = [told.measures[OFFSET[offset].name] for offset in offsets]
         panel.bar([-offset for offset in offsets], weights, width=0.85, color=COLOURS[0])
         panel.set_title(f"head {address}: {told.role} {told.detail}".strip(), fontsize=8, color=INK, loc="left")
         panel.set_ylim(0, 1)
@@ -46,12 +47,12 @@ def draw_offsets(profile: Profile, heads: Pattern | None = None) -> Drawing:
 
 def _offsets(profile: Profile) -> list[int]:
     """The distances measured, far behind first; a decoder never looks ahead."""
-    there = [offset for offset in range(SHOWN, -SHOWN - 1, -1) if f"offset {offset}" in profile.tally.fields]
-    return [offset for offset in there if offset >= 0 or np.nan_to_num(profile.measure(f"offset {offset}")).max() > 0]
+    there = [offset for offset in range(SHOWN, -SHOWN - 1, -1) if OFFSET[offset].name in profile.tally.fields]
+    return [offset for offset in there if offset >= 0 or np.nan_to_num(profile.measure(OFFSET[offset].name)).max() > 0]
 
 
 def _sharpest(profile: Profile) -> tuple[Address, ...]:
     """The heads with most weight at one distance, in the order of their addresses."""
-    weights = [profile.measure(f"offset {offset}") for offset in _offsets(profile)]
+    weights = [profile.measure(OFFSET[offset].name) for offset in _offsets(profile)]
     most = np.nan_to_num(np.stack(weights)).max(0)  # (heads,); cross-attention has no distances
     return tuple(profile.addresses[i] for i in sorted(np.argsort(-most, kind="stable")[:CHOSEN]))

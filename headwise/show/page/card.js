@@ -113,8 +113,14 @@ function life(head) {
   return section("Its life in training", choice("measure", about.measures.map((name) => [name, name]), first, show), box);
 }
 
+// A measure's name, with its words and unit where one points at it.
+function named(name) {
+  const told = store.book.measures?.[name];
+  return told ? el("span", { title: [told.label, told.unit, told.more && `more: ${told.more}`].filter(Boolean).join("; ") }, name) : name;
+}
+
 function measures(head) {
-  return section("Measures", grid(`Means over ${store.book.about.texts} texts`, ["measure", "value"], Object.entries(head.measures).map(([name, value]) => [name, [value, 4]])));
+  return section("Measures", grid(`Means over ${store.book.about.texts} texts`, ["measure", "value"], Object.entries(head.measures).map(([name, value]) => [named(name), [value, 4]])));
 }
 
 function runnersUp(head) {
