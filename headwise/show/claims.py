@@ -27,6 +27,7 @@ def claims_book(results: Iterable["Result"]) -> dict[str, Any]:
         "version": VERSION,
         "model": {"name": models, "layers": [], "heads": 0},
         "about": {},
+        "measures": {},
         "heads": [],
         "relations": None,
         "importance": None,

@@ -8,6 +8,7 @@ import torch
 
 from headwise.look import cases as module
 from headwise.look.cases import ARCS, SHOWN, Cases, Example, Place, marked, written
+from headwise.look.measure import Target
 from headwise.look.profile import in_words, profile
 from headwise.look.result import Profile
 from headwise.look.tally import BUCKETS, bucket_of, in_half
@@ -86,7 +87,7 @@ def hand_made(hits: int, misses: int) -> Cases:
 def test_hits_and_misses_in_proportion(share: float, hits: int) -> None:
     half = np.zeros(BUCKETS, dtype=bool)
     half[0] = True
-    found = hand_made(10, 10).examples("det >", half, 0, share)
+    found = hand_made(10, 10).examples(Target("arc", "det >"), half, 0, share)
     assert (sum(one.hit for one in found), len(found)) == (hits, 8)
     miss = [one for one in found if not one.hit]
     assert all((one.weight, one.attended, one.meant, one.most) == (0.125, "c", "b", 0.75) for one in miss)
@@ -95,9 +96,9 @@ def test_hits_and_misses_in_proportion(share: float, hits: int) -> None:
 
 def test_where_there_are_too_few_fewer_are_shown() -> None:
     half = np.ones(BUCKETS, dtype=bool)
-    found = hand_made(2, 10).examples("det >", half, 0, 0.5)
+    found = hand_made(2, 10).examples(Target("arc", "det >"), half, 0, 0.5)
     assert (sum(one.hit for one in found), len(found)) == (2, 5), "two of five is as near as two hits come"
-    assert hand_made(2, 2).examples("obj >", half, 0, 0.5) == ()
+    assert hand_made(2, 2).examples(Target("arc", "obj >"), half, 0, 0.5) == ()
 
 
 def test_the_same_however_texts_are_read(tmp_path) -> None:
