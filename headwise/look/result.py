@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
-from headwise.files.whole import whole_file
 from headwise.look.cases import Cases, Example
 from headwise.look.evidence import Context
 from headwise.look.measure import Number

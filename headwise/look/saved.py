@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.files.whole import whole_file
 from headwise.look.measure import Number, Target
 from headwise.look.roles import Role, Support
-from headwise.weights.save import whole_file
 
 VERSION = 4  # of the table: names, what they mean, where their sums stand
 
