@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def architectures() -> dict[str, str]:
     return found
 
 
-def run_one(name: str) -> dict[str, Any]:
-    """One architecture, in this process."""
+def run_one(name: str, built: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """One architecture, in this process; `built` is called when it is built and nothing of ours was run yet."""
     import torch
     import transformers
 
@@ -58,12 +59,12 @@ def run_one(name: str) -> dict[str, Any]:
         classes = getattr(transformers, kind), transformers.CONFIG_MAPPING[name]
     except Exception as error:
         return asdict(Tried(name, kind, "not built", f"{type(error).__name__}: {error}"[:200]))
-    return asdict(try_out(name, *classes))
+    return asdict(try_out(name, *classes, built))
 
 
 def _serve(door: Any) -> None:
     while (name := door.recv()) is not None:
-        door.send(run_one(name))
+        door.send(run_one(name, lambda: door.send("built")))
 
 
 def run_all(names: list[str], file: Path) -> None:
@@ -84,10 +85,12 @@ def run_all(names: list[str], file: Path) -> None:
             door.send(name)
             told = {"name": name, "model": made[name], "verdict": "not built", "why": "", "told": {}}
             try:
-                told = door.recv() if door.poll(SECONDS) else told | {"why": f"takes longer than {SECONDS} s"}
-                failed = bool(told["why"].startswith("takes longer"))
+                while (heard := door.recv() if door.poll(SECONDS) else None) == "built":
+                    told["verdict"] = "crash"  # unless it ends well
+                told = heard or told | {"verdict": "not built", "why": f"takes longer than {SECONDS} s"}
+                failed = heard is None
             except EOFError:
-                told["verdict"], told["why"], failed = "crash", "the process ended", True
+                told["why"], failed = "the process ended", True
             if failed:
                 process.kill()
                 process = None

@@ -5,7 +5,9 @@ inside it. What transformers cannot build or run then is told, with its own word
 """
 
 import inspect
+import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 LAYERS, HEADS, KEYS, WIDTH, HEAD_DIM, VOCAB = 2, 4, 2, 32, 8, 99
@@ -54,7 +56,7 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
         "head_dim", "attention_head_size", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
         "dim_head", "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "index_head_dim", "global_head_dim",
         "attention_dim_head", "patch_size", "mamba_d_state", "head_size", "attention_key_size", "linear_head_dim", "d_head",
-        "mamba_n_heads", "mamba_num_heads",
+        "mamba_n_heads", "mamba_num_heads", "rotary_dim",
     )),
     (VOCAB, ("vocab_size", "text_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")),
     (16, ("num_mel_bins", "num_conv_pos_embeddings", "num_queries", "context_size", "codebook_size", "chunk_size")),
@@ -70,14 +72,90 @@ LAYER_NUMBERS = ("cross_attention_layers", "mlp_only_layers", "global_attn_index
                  "full_attn_idxs", "intermediate_layers_indices")  # fmt: skip
 MADE_AGAIN = ("out_indices", "out_features", "stage_names", "mamba_headdim", "attention_head_dim")  # from other sizes
 ROTARY = ("rope_parameters", "rope_scaling")
+WIDTHS = re.compile(
+    r"size|dim|width|channels|d_model|embd|rank|inner|d_ff|d_kv|d_head|headdim|features|axial_pos_embds"
+)
+NO_WIDTHS = re.compile(
+    r"vocab|patch|image|kernel|window|group|batch|input|crop|grid|chunk|_id|in_channels|num_channels"
+)
+# What is filled in where nothing is told, and what must fit together.
+FILLED: dict[str, Any] = {
+    "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "num_experts": 8, "num_experts_per_tok": 2,
+    "top_k_experts": 2, "n_routed_experts": 8, "moe_intermediate_size": 64, "prediction_length": 4, "sliding_window": 5,
+    "layer_types": ["full_attention"] * LAYERS, "mlp_layer_types": ["dense", "sparse"], "intermediate_size": 64,
+    "vocabulary_map": {"<image>": 7}, "deepstack_layer_map": {0: 0}, "expert_intermediate_size": 64,
+}  # fmt: skip
+MEANT_TOGETHER: dict[str, Any] = {
+    "n_group": 2, "num_group": 2, "num_expert_group": 2, "topk_group": 1, "n_routed_experts": 8, "num_experts": 8,
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64, "moe_topk": 2, "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+}  # fmt: skip
+EXPERTS = {name: size for name, size in MEANT_TOGETHER.items() if "mamba" not in name} | {"num_local_experts": 8}
+NO_LAYERS = tuple(name for name in SIZES[0][1] if "expert" in name or "top" in name or name == "moe_k")
 
 
-def tiny(kind: type[Any], model: type[Any]) -> Any:
-    """A configuration of this class with small sizes, for a model class."""
-    fields = shrunk(kind().to_dict())
-    if "mrope_section" in inspect.getsource(sys.modules[model.__module__]):
-        _share_out(fields)
-    return kind.from_dict(fields)
+def tiny(kind: type[Any], model: type[Any]) -> Iterator[Any]:
+    """Configurations of this class with small sizes, for a model class: one rule after another, smallest first.
+
+    All sizes small; besides, sizes that are not told filled in; widths divided by one number, so that products stay what they
+    were; few layers and few words only; as it is.
+    """
+    own: Any = getattr(model, "config_class", None)
+    kind = own if own in getattr(kind, "sub_configs", {}).values() else kind  # the model is of one part of it
+    whole = kind().to_dict()
+    there = sys.modules.get(model.__module__)
+    source = "" if there is None else inspect.getsource(there)
+    for rule in (shrunk, filled, divided, shallow, dict):
+        try:
+            fields = rule(whole)
+            if rule is filled or (rule is shrunk and "mrope_section" in source):
+                _share_out(fields)
+            yield kind.from_dict(fields)
+        except Exception as error:
+            yield error
+
+
+def filled(fields: dict[str, Any]) -> dict[str, Any]:
+    """All sizes small, sizes that a configuration leaves open filled in, and experts in groups of two."""
+    made = shrunk(fields)
+    for name, value in made.items():
+        if isinstance(value, dict) and name not in (*ROTARY, "id2label", "label2id"):
+            made[name] = filled(fields[name])
+        elif value is None or name in MEANT_TOGETHER:
+            made[name] = (FILLED | MEANT_TOGETHER).get(name)
+    return made
+
+
+def divided(fields: dict[str, Any]) -> dict[str, Any]:
+    """Few layers, and every width an eighth."""
+    made = shallow(fields)
+    made |= {name: EXPERTS[name] for name, value in fields.items() if name in EXPERTS and type(value) is int}
+    for name, value in made.items():
+        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+            made[name] = divided(value)
+        elif (WIDTHS.search(name) and not NO_WIDTHS.search(name)) or name == "mrope_section":
+            made[name] = _eighth(value)
+    return made
+
+
+def _eighth(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_eighth, value))
+    return value // 8 if type(value) is int and value % 8 == 0 and value >= 16 else value
+
+
+def shallow(fields: dict[str, Any]) -> dict[str, Any]:
+    """Few layers and few words; widths as they are."""
+    small = shrunk(fields)
+    made = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, dict) and name not in (*ROTARY, "id2label", "label2id"):
+            made[name] = shallow(value)
+        elif (SMALL.get(name) in (LAYERS, VOCAB) and name not in NO_LAYERS) or (
+            (name in (*COUNTS, *PER_LAYER, *LAYER_NUMBERS) or "token_i" in str(name)) and name in small
+        ):
+            made[name] = small[name]
+    return made
 
 
 def _share_out(fields: dict[str, Any]) -> None:
@@ -85,7 +163,8 @@ def _share_out(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, dict):
             if name == "rope_parameters" and "rope_theta" in value:
-                value["mrope_section"] = [2, 1, 1]
+                half = int(HEAD_DIM * value.get("partial_rotary_factor", 1.0)) // 2
+                value["mrope_section"] = [half - half // 2, half // 4, half // 2 - half // 4]
             else:
                 _share_out(value)
 
@@ -127,7 +206,7 @@ def _field(name: str, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
-        if "token_id" in name or name.endswith("token_index"):
+        if "token_id" in str(name) or str(name).endswith("token_index"):
             return value if value < VOCAB else VOCAB - 1 - sum(map(ord, name)) % 40
         return min(value, SMALL.get(name, value))
     if isinstance(value, list | tuple):

@@ -44,13 +44,14 @@ class Tried:
     told: dict[str, str] = field(default_factory=dict)  # by check: what was refused, wrong or raised
 
 
-def try_out(name: str, kind: Any, config_class: Any) -> Tried:
-    """Build one tiny model and check everything."""
+def try_out(name: str, kind: Any, config_class: Any, built: Callable[[], object] = lambda: None) -> Tried:
+    """Build one tiny model and check everything; `built` is called in between."""
     made = Tried(name, kind.__name__)
     try:
         model, given = build(kind, config_class)
     except Exception as error:
         return _end(made, "not built", error)
+    built()
     try:
         theirs = hw.attach(model)
     except hw.HeadwiseError as error:

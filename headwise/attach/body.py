@@ -44,7 +44,7 @@ def hidden_states(
             "input_ids": _padded(model, source, source_padding), "attention_mask": _mask(source_padding),
             "decoder_input_ids": _padded(model, ids, padding), "decoder_attention_mask": _mask(padding),
         }  # fmt: skip
-        with _heard(model.get_decoder()) as states:
+        with _heard(model.get_decoder()) as states, _needs_no_more(model):
             made = model(**_said(given), use_cache=False)
         return states[-1] if hidden else made.logits
     if source is not None:
@@ -54,21 +54,29 @@ def hidden_states(
     given = {"input_ids": _padded(model, ids, padding), "attention_mask": _mask(padding)}
     given["position_ids"] = _positions(body, spec, padding)
     given |= {"use_cache": False} if spec.kind == "decoder" else {}
-    with _read_by(model.get_output_embeddings()) if inside else nullcontext([]) as read:
-        try:
-            made = body(**_said(given))
-        except (TypeError, ValueError) as error:  # it needs more than ids, or other ones
-            words = " ".join(str(error).split())
-            raise HeadwiseError(
-                f"{type(body).__name__} cannot be called with token ids alone ({words}); call the model itself, inside "
-                f"hw.record(theirs) or theirs.heads[…].silenced()."
-            ) from error
+    with _read_by(model.get_output_embeddings()) if inside else nullcontext([]) as read, _needs_no_more(body):
+        made = body(**_said(given))
     if not hidden:
         return made.logits
     states = read[-1] if read else made.last_hidden_state if hasattr(made, "last_hidden_state") else made[0]
     if not isinstance(states, Tensor) or states.shape[:2] != ids.shape:
         raise HeadwiseError(f"{type(body).__name__} gives no hidden state for every token; call the model itself.")
     return states
+
+
+@contextmanager
+def _needs_no_more(model: nn.Module) -> Iterator[None]:
+    """Say so where a model needs more than token ids, or other ones."""
+    try:
+        yield
+    except (HeadwiseError, torch.OutOfMemoryError):
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit
+        words = " ".join(str(error).split())
+        raise HeadwiseError(
+            f"{type(model).__name__} cannot be called with token ids alone ({words}); call the model itself, inside "
+            f"hw.record(theirs) or theirs.heads[…].silenced()."
+        ) from error
 
 
 def own_output(

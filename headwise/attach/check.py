@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.attach.find import find
+from headwise.attach.find import check_sums, find
 from headwise.attach.hooks import Hook
 from headwise.attach.interface import MARKED, NAME, is_replaced
 from headwise.attach.layer import Layer
@@ -45,7 +45,7 @@ def check_model(model: Any) -> None:
         )
     modules = [one.module for one in find(model)]
     for part in modules:
-        _check_sums(name, part)
+        check_sums(name, part)
     for config in configs_of(model, modules):
         _check_backend(name, config._attn_implementation)
     if is_replaced():
@@ -76,16 +76,6 @@ def own_config(model: Any) -> Any:
     for inner in inside_config(config):
         inner._attn_implementation_internal = "sdpa"
     return config
-
-
-def _check_sums(name: str, module: nn.Module) -> None:
-    """What a module adds to its scores that SDPA knows nothing of."""
-    if isinstance(getattr(module, "sinks", None), torch.Tensor):
-        raise HeadwiseError(
-            f"{name} has learned sinks, which plain scaled-dot-product attention would drop; it was refused."
-        )
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        raise HeadwiseError(f"{name} caps its scores, which plain scaled-dot-product attention cannot; it was refused.")
 
 
 def _check_backend(name: str, backend: str | None) -> None:

@@ -6,6 +6,7 @@ they are laid out, is a table of names: nothing here knows an architecture.
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,7 @@ WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "
 BESIDE = ("output.dense",)
 CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
 CUT = "_headwise_cut"  # where a module keeps what it was found to be when heads were cut from it
+WINDOWS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "masks_for_generate")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
@@ -101,6 +103,16 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
         return False
 
 
+def check_sums(name: str, module: nn.Module) -> None:
+    """Refuse what a module adds to its scores that SDPA knows nothing of."""
+    if isinstance(getattr(module, "sinks", None), Tensor):
+        raise HeadwiseError(
+            f"{name} has learned sinks, which plain scaled-dot-product attention would drop; it was refused."
+        )
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        raise HeadwiseError(f"{name} caps its scores, which plain scaled-dot-product attention cannot; it was refused.")
+
+
 def _stack(name: str) -> str:
     """What a module's path says before the number of its layer."""
     return re.split(r"\.\d+(?:\.|$)", f".{name}", maxsplit=1)[0].removeprefix(".")
@@ -114,9 +126,12 @@ def _part_of(model: nn.Module, stack: str) -> list[str]:
     for end in range(1, len(names) + 1):
         path = ".".join(names[:end])
         part = model.get_submodule(path)
-        if isinstance(part, PreTrainedModel):
+        if isinstance(part, PreTrainedModel) and part._supports_sdpa:
             try:
-                if find(part):
+                there = find(part)
+                for one in there:
+                    check_sums(type(part).__name__, one.module)
+                if there:
                     return [path]
             except HeadwiseError:
                 continue
@@ -162,7 +177,18 @@ def _window(module: nn.Module, address: SiteAddress) -> int | None:
     far = len(kinds) > address.layer and kinds[address.layer] != "sliding_attention"
     size = None if far else getattr(config, "sliding_window", None)
     size = getattr(module, "sliding_window", size)
-    return size if isinstance(size, int) and size > 0 and address.stack != "cross" else None
+    known = isinstance(size, int) and size > 0 and address.stack != "cross"
+    return size if known and _makes_windows(type(module)) else None
+
+
+@cache
+def _makes_windows(kind: type[nn.Module]) -> bool:
+    """Whether a model's masks of a window are transformers' own: elsewhere the same word may mean chunks, or one side."""
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError, KeyError):
+        return False
+    return any(f"create_{name}" in source for name in WINDOWS)
 
 
 def has_rotary(model: nn.Module) -> bool:
@@ -185,12 +211,21 @@ def _size(module: nn.Module, names: tuple[str, ...], needed: bool = True) -> int
 
 
 def _writes(module: nn.Module, parent: nn.Module, heads: int) -> Iterator[nn.Module]:
+    return (part for part in _named(module, parent) if _is_matrix(part) and in_size(part) % heads == 0)
+
+
+def named_writers(found: Found) -> list[nn.Module]:
+    """Modules that are called as one that writes is, whatever they hold."""
+    return list(_named(found.module, found.parent))
+
+
+def _named(module: nn.Module, parent: nn.Module) -> Iterator[nn.Module]:
     for place, names in ((module, WRITES), (parent, BESIDE)):
         for name in names:
             there: Any = place
             for part in name.split("."):
                 there = getattr(there, part, None)
-            if _is_matrix(there) and in_size(there) % heads == 0:
+            if isinstance(there, nn.Module):
                 yield there
 
 

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from headwise.attach.trial import Trial
 
 # What stands between attention and W_O. plain: nothing, z enters it. gated: a gate of the call, so z is taken behind it.
-# coupled: heads meet before W_O, in a norm say. unknown: W_O is not known here. unseen: no call could be tried.
-Passes = Literal["plain", "gated", "coupled", "unknown", "unseen"]
+# coupled: heads meet before W_O, in a norm say. unknown: W_O is not known here, but what the layer gives is linear in z.
+# untold: W_O is not known, and that was not seen. unseen: W_O is known, but no call could be tried.
+Passes = Literal["plain", "gated", "coupled", "unknown", "untold", "unseen"]
 COUPLED = (
-    "heads meet between attention and W_O (a norm over all of them, or another mix), so what one head writes, or the model "
-    "without it, is not to be told; what heads look at can be seen"
+    "heads meet between attention and W_O (in a norm over all of them, another mix, or several calls put together), so what "
+    "one head writes, or the model without it, is not to be told; what heads look at can be seen"
+)
+UNTOLD = (
+    "its W_O is not known here, and what it gives was not seen to be a sum over heads, so the model without one of them is "
+    "not to be told; what heads look at can be seen"
 )
 REMEMBERED = 512  # edited calls whose queries are known again
 
@@ -53,6 +58,8 @@ class Layer:
         self.trial: Trial | None = None  # while it is found out how the layer is put together
         self._waiting: tuple[Tensor, Tensor, Tensor, Terms, Tensor] | None = None
         self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
+        self._path = next((name for name, part in found.parent.named_modules() if part is found.writes), None)
+        self._stood = self._projections()
 
     def without(self, gone: set[int]) -> AttentionSpec:
         """The sizes of this layer when some heads, by number, are gone."""
@@ -62,6 +69,21 @@ class Layer:
         """Take over what was found out about another layer that is built alike."""
         self.passes, self.withheld, self.layouts = other.passes, dict(other.withheld), dict(other.layouts)
         self.site.window = other.site.window
+
+    def _projections(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
+        """What reads and writes here now, each with the names of its adapters."""
+        found = self.found
+        there = [] if found.reads is None else [getattr(found.module, name) for name in found.reads[1]]
+        there += [] if self._path is None else [found.parent.get_submodule(self._path)]
+        return [(part, _adapter_names(part)) for part in there]
+
+    def check_stands(self) -> None:
+        """Refuse where projections are not those that were checked: adapters were added since, or weights were packed."""
+        if self._projections() != self._stood:
+            raise HeadwiseError(
+                f"projections of {self.found.name} were replaced, or got adapters, after the model was attached, so they are "
+                f"not those that were checked; detach it and attach it again: hw.attach(theirs.detach())."
+            )
 
     def register_forward_pre_hook(self, hook: Any) -> Any:
         """Show what the layer reads, (B, T, D), before it does: the first argument of what projects q."""
@@ -96,6 +118,8 @@ class Layer:
             return None
         (q, k, v, terms, out), self._waiting = self._waiting, None
         entered = given[0]
+        if self.site.is_edited:
+            self.check_stands()  # an adapter put around W_O reads what an edit here does not reach
         if self.passes == "unseen" and not (
             entered.numel() == out.numel() and torch.equal(entered.reshape(out.shape), out)
         ):
@@ -138,6 +162,8 @@ class GuardedSite(Site):
         """Refuse an edit that would not be what it says."""
         if self._layer.passes == "coupled":
             raise HeadwiseError(f"heads of {self._layer.found.name} cannot be silenced or replaced: {COUPLED}.")
+        if self._layer.passes == "untold":
+            raise HeadwiseError(f"heads of {self._layer.found.name} cannot be silenced or replaced: {UNTOLD}.")
 
 
 class Writes:
@@ -151,7 +177,7 @@ class Writes:
         """Any tensor of the layer's dtype and device, where numbers are computed."""
         for weight in self._layer.module.parameters():
             if weight.is_floating_point() and weight.device.type != "meta":
-                return weight
+                return weight if _is_plain(weight) else torch.zeros((), dtype=weight.dtype, device=weight.device)
         return torch.zeros((), dtype=torch.get_default_dtype())  # packed or elsewhere: whoever uses it looks at z
 
     @property
@@ -165,8 +191,9 @@ class Writes:
         if layer.found.writes is None:
             raise HeadwiseError(
                 f"which part of {layer.found.name} writes is not known for {type(layer.module).__name__}, so its W_O cannot "
-                f"be shown; what heads look at can be, and they can be silenced."
+                f"be shown; what heads look at can be."
             )
+        layer.check_stands()
         _check_here(layer.found.writes, layer.found.name)
         heads = (len(layer.spec.head_ids), layer.spec.value_dim)
         return matrix(layer.found.writes).unflatten(1, heads).permute(1, 2, 0)
@@ -198,6 +225,7 @@ class Reads:
                 f"what heads look at can be seen, and they can be silenced."
             )
         made = found.read("qkv".index(letter) if len(found.reads[1]) == 3 else 0)
+        layer.check_stands()
         _check_here(made, found.name)
         return made
 
@@ -253,3 +281,9 @@ def _adapters(module: Any) -> list[Tensor]:
         return []
     there = [name for name in module.active_adapters if name in getattr(module, "lora_A", {})]
     return [module.get_delta_weight(name) for name in there]
+
+
+def _adapter_names(module: Any) -> tuple[str, ...]:
+    """The adapters a projection has, active or not."""
+    kinds = getattr(module, "adapter_layer_names", ())
+    return tuple(sorted(f"{kind}.{name}" for kind in kinds for name in getattr(module, kind, ())))

@@ -10,33 +10,71 @@ from torch import Tensor
 
 TEXTS, TOKENS = 2, 6
 SOUND = 64  # frames, or 64 times as many samples
+PATCHES = 4  # ways in which pictures are read as rows of patches
 PICTURE = 32  # pixels a side, where a configuration does not say
 
 
 def samples(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Keyword arguments of a call, one guess after another: what the model says it reads first, alone or with another."""
+    """Keyword arguments of a call, one guess after another: what the model says it reads, what it must be given, others."""
     takes = inspect.signature(model.forward).parameters
-    told = getattr(model, "main_input_name", None) or "input_ids"
+    told = getattr(model, "main_input_name", None)
+    told = told if isinstance(told, str) and told else "input_ids"
     there = [name for name in dict.fromkeys((told, *MAKERS)) if name in takes and name in MAKERS]
-    for names in [(name,) for name in there] + [(there[0], other) for other in there[1:]]:
-        try:
-            yield _together(model, names, takes)
-        except (AttributeError, NotImplementedError, TypeError):  # the configuration does not say how large
-            continue
+    needed = [name for name in there if takes[name].default is inspect.Parameter.empty]
+    guesses = [(name,) for name in there] + [(there[0], other) for other in there[1:]]
+    guesses += [("input_ids", "pixel_values")] if {"input_ids", "pixel_values"} <= set(there) else []
+    for names in dict.fromkeys(tuple(dict.fromkeys((*names, *needed))) for names in guesses):
+        for way in range(PATCHES if "grid_thw" in takes else max(len(MAKERS[name]) for name in names)):
+            try:
+                yield _together(model, names, takes, way)
+            except (
+                AttributeError,
+                NotImplementedError,
+                TypeError,
+                KeyError,
+            ):  # the configuration does not say how large
+                continue
 
 
-def _together(model: Any, names: tuple[str, ...], takes: Any) -> dict[str, Tensor]:
+def _together(model: Any, names: tuple[str, ...], takes: Any, way: int) -> dict[str, Tensor]:
     dice = torch.Generator().manual_seed(0)
-    given = {name: MAKERS[name](model, dice) for name in names}
+    given = {name: MAKERS[name][way % len(MAKERS[name])](model, dice) for name in names}
     if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = _ids(model, dice)
     if "bbox" in takes:
         given["bbox"] = torch.zeros(TEXTS, TOKENS, 4, dtype=torch.long)
+    for name in MASKS:
+        of = next((given[read] for read in READ if read in given), None)
+        if name in takes and of is not None and (name != "attention_mask" or takes[name].default is not None):
+            frames = max(of.shape[1:]) if of.ndim == 3 and "features" in name else of.shape[1] if of.ndim > 1 else 1
+            given[name] = torch.ones(TEXTS, frames, dtype=torch.long)
+    if "grid_thw" in takes or "spatial_shapes" in takes:
+        given |= {name: value for name, value in _patches(model, dice, takes, way).items() if name in takes}
     like = next(model.parameters())
     return {
         name: value.to(like.device, like.dtype) if value.is_floating_point() else value.to(like.device)
         for name, value in given.items()
     }
+
+
+def _patches(model: Any, dice: torch.Generator, takes: Any, way: int) -> dict[str, Tensor]:
+    """Pictures as rows of patches, four by four of them, and what says how they lie."""
+    told = dict(reversed(_fields(model.config)))
+    size = told["patch_size"]
+    channels = next((told[name] for name in ("in_channels", "num_channels", "in_chans") if name in told), 3)
+    long = told.get("temporal_patch_size", 1) if way == 0 else 2 if way == 3 else 1
+    numbers = channels * long * size * size
+    shapes = torch.tensor([[4, 4]] * TEXTS)
+    if "spatial_shapes" in takes:
+        mask = torch.ones(TEXTS, 16, dtype=torch.long)
+        rows = torch.randn(TEXTS, 16, numbers, generator=dice)
+        return {"pixel_values": rows, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+    rows = torch.randn(TEXTS * 16, numbers, generator=dice)
+    if way == 2:
+        rows = rows.reshape(TEXTS * 16, channels, size, size)
+    read = next(name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in takes)
+    grid = torch.cat((torch.ones(TEXTS, 1, dtype=torch.long), shapes), 1)
+    return {read: rows, "grid_thw": grid, "merge_sizes": torch.full((TEXTS,), 2)}
 
 
 def _ids(model: Any, dice: torch.Generator) -> Tensor:
@@ -57,40 +95,73 @@ def _fields(config: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _pixels(model: Any, dice: torch.Generator, frames: bool = False) -> Tensor:
-    """(B, C, height, width), or (B, frames, C, height, width)."""
+def _pixels(model: Any, dice: torch.Generator, frames: bool = False, pair: bool = False) -> Tensor:
+    """(B, C, height, width), or (B, frames, C, height, width), or two pictures at a time."""
     told = dict(reversed(_fields(model.config)))
-    size = told.get("image_size", told.get("input_size", PICTURE))
+    size = told.get("image_size") or told.get("input_size") or PICTURE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     channels = told.get("num_channels", told.get("in_channels", 3))
     shape = (TEXTS, channels if isinstance(channels, int) else 3, height, width)
-    many = told.get("num_frames", told.get("frames_per_clip", 4))
+    many = 2 if pair else told.get("num_frames", told.get("frames_per_clip", 4))
     return torch.randn((TEXTS, many, *shape[1:]) if frames else shape, generator=dice)
 
 
-def _features(model: Any, dice: torch.Generator) -> Tensor:
+def _features(model: Any, dice: torch.Generator, turned: bool = False, told_by: int = 0) -> Tensor:
     """(B, bins, frames), as Whisper reads them, or (B, frames, bins)."""
     told = dict(reversed(_fields(model.config)))
-    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_size", "input_dim", "num_features")
-    bins = next((told[name] for name in names if isinstance(told.get(name), int)), 80)
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_size", "input_dim", "num_features",
+             "feature_projection_input_dim", "in_channels")  # fmt: skip
+    there = list(dict.fromkeys(told[name] for name in names if isinstance(told.get(name), int))) or [80]
+    bins = there[min(told_by, len(there) - 1)]
     long = told.get("max_source_positions")
-    if isinstance(long, int) and any(isinstance(part, torch.nn.Conv1d) for part in model.modules()):
-        return torch.randn(TEXTS, bins, 2 * long, generator=dice)
-    return torch.randn(TEXTS, SOUND, bins, generator=dice)
+    frames = 2 * long if isinstance(long, int) else SOUND
+    whispers = isinstance(long, int) and any(isinstance(part, torch.nn.Conv1d) for part in model.modules())
+    if whispers != turned:
+        return torch.randn(TEXTS, bins, frames, generator=dice)
+    return torch.randn(TEXTS, frames if whispers else SOUND, bins, generator=dice)
 
 
-def _samples_of_sound(model: Any, dice: torch.Generator) -> Tensor:
-    """(B, samples)"""
-    return torch.randn(TEXTS, SOUND * 64, generator=dice)
+def _picture_of_sound(model: Any, dice: torch.Generator) -> Tensor:
+    """(B, 1, frames, bins)"""
+    return _features(model, dice)[:, None]
 
 
-def _states(model: Any, dice: torch.Generator) -> Tensor:
+def _spectrum(model: Any, dice: torch.Generator) -> Tensor:
+    """(B, frames, bins), as long as the configuration says."""
+    told = dict(reversed(_fields(model.config)))
+    return torch.randn(TEXTS, int(told["max_length"]), int(told["num_mel_bins"]), generator=dice)
+
+
+def _samples_of_sound(model: Any, dice: torch.Generator, channel: bool = False) -> Tensor:
+    """(B, samples), or (B, 1, samples)"""
+    sound = torch.randn(TEXTS, SOUND * 64, generator=dice)
+    return sound[:, None] if channel else sound
+
+
+def _states(model: Any, dice: torch.Generator, frames: int = TOKENS) -> Tensor:
     """(B, T, D)"""
-    return torch.randn(TEXTS, TOKENS, int(model.config.hidden_size), generator=dice)
+    return torch.randn(TEXTS, frames, int(model.config.hidden_size), generator=dice)
 
 
-MAKERS: dict[str, Callable[[Any, torch.Generator], Tensor]] = {
-    "input_ids": _ids, "pixel_values": _pixels, "pixel_values_videos": partial(_pixels, frames=True),
-    "input_features": _features, "input_values": _samples_of_sound, "audio_values": _samples_of_sound,
-    "inputs_embeds": _states, "hidden_states": _states, "decoder_input_ids": _ids,
+def _past(model: Any, dice: torch.Generator) -> Tensor:
+    """(B, T, channels): what was measured so far."""
+    told = dict(reversed(_fields(model.config)))
+    channels = told.get("num_input_channels", 1)
+    return torch.randn(TEXTS, int(told.get("context_length", SOUND)), int(channels), generator=dice)
+
+
+# Ways to make what a model reads, the usual one first.
+MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = {
+    "input_ids": (_ids,),
+    "pixel_values": (_pixels, partial(_pixels, frames=True), partial(_pixels, frames=True, pair=True)),
+    "pixel_values_videos": (partial(_pixels, frames=True),),
+    "input_features": (_features, partial(_features, turned=True), partial(_features, told_by=1),
+                       partial(_features, told_by=1, turned=True), _picture_of_sound),
+    "input_values": (_samples_of_sound, partial(_samples_of_sound, channel=True), _spectrum),
+    "audio_values": (_samples_of_sound, partial(_samples_of_sound, channel=True)),
+    "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past,),
+    "decoder_input_ids": (_ids,), "qformer_input_ids": (_ids,),
 }  # fmt: skip
+# What says how much of it counts, where a model asks for it: all does.
+MASKS = ("input_features_mask", "attention_mask")
+READ = ("input_features", "input_values", "input_ids")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.attach.find import named_writers
 from headwise.attach.layer import Layer, bias_of, matrix
 from headwise.attach.sample import samples
 from headwise.errors import HeadwiseError
@@ -35,6 +36,8 @@ class Trial:
         self.z: Tensor | None = None  # (B, T, H, e), a leaf
         self.entered: Tensor | None = None
         self.terms: Terms | None = None
+        self.left: Tensor | None = None  # what the whole layer gave
+        self.packed = False  # whether z itself entered a module that is called as one that writes is
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, terms: Callable[[], Terms]) -> Tensor:
         """Called for attention; what goes on are the same numbers, with slopes from here."""
@@ -65,6 +68,17 @@ class Trial:
         if given and given[0] is self.entered and isinstance(made, Tensor):
             self.made[module] = given[0].detach(), made.detach(), made.detach()
 
+    def enters_packed(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        """Before a module with the name of one that writes, whose weights are not to be seen."""
+        if self.z is not None and given and isinstance(given[0], Tensor) and given[0].numel() == self.z.numel():
+            self.packed |= torch.equal(given[0].detach().reshape(self.z.shape), self.z.detach())
+
+    def leaves(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+        """Behind the whole layer."""
+        made = made[0] if isinstance(made, list | tuple) and made else made
+        if self.left is None and self.z is not None and isinstance(made, Tensor):
+            self.left = made
+
     # What follows.
 
     def conclude(self) -> None:
@@ -84,11 +98,11 @@ class Trial:
 
     def _passes(self, z: Tensor) -> Any:
         if self.layer.found.writes is None:
-            return "unknown"
+            return "unknown" if self._is_sum(z) else "untold"
         entered = self.entered
         if entered is None:
             self.layer.withheld["o"] = "what was taken for it is not called with what attention gave"
-            return "unknown"
+            return "unknown" if self._is_sum(z) else "untold"
         if entered.numel() != z.numel():
             return "coupled"
         if torch.equal(entered.detach().reshape(z.shape), z.detach()):
@@ -102,6 +116,27 @@ class Trial:
             return "coupled"
         gate = slope / way.reshape(z.shape)
         return "gated" if _close(gate * z.detach(), entered.detach().reshape(z.shape)) else "coupled"
+
+    def _is_sum(self, z: Tensor) -> bool:
+        """Whether what the layer gives is linear in z, and more than z itself: then a head at 0 is its part taken away."""
+        left = self.left
+        if left is None or not left.requires_grad:
+            return self.packed  # no slopes pass a packed projection
+        if left.numel() == z.numel() and torch.equal(left.detach().reshape(z.shape), z.detach()):
+            return False  # what becomes of it is decided outside
+        dice = torch.Generator().manual_seed(0)
+        ways = [torch.randn(x.shape, generator=dice).to(x) for x in (left, z)]
+        try:
+            (slope,) = torch.autograd.grad(left, z, ways[0], create_graph=True, allow_unused=True)
+            if slope is None or not slope.requires_grad:
+                return self.packed if slope is None else True
+            (bend,) = torch.autograd.grad(slope, z, ways[1], retain_graph=True, allow_unused=True)
+        except RuntimeError:  # no slopes there
+            return self.packed
+        if bend is None:
+            return True
+        size = torch.finfo(z.dtype).eps ** 0.5 * slope.detach().abs().max()
+        return bool(bend.abs().max() * z.detach().abs().max() <= size)
 
     def _unlike(self, module: nn.Module) -> str:
         """Why the weight of a projection is not what it multiplies by, if it is not."""
@@ -219,6 +254,10 @@ def _call(model: Any, given: dict[str, Tensor], trials: list[Trial]) -> str:
             if found.writes is not None:
                 watching.callback(found.writes.register_forward_pre_hook(trial.enters).remove)
                 watching.callback(found.writes.register_forward_hook(trial.writes).remove)
+            else:
+                for part in named_writers(found):
+                    watching.callback(part.register_forward_pre_hook(trial.enters_packed).remove)
+            watching.callback(trial.layer.module.register_forward_hook(trial.leaves).remove)
             trial.layer.trial = trial
             watching.callback(setattr, trial.layer, "trial", None)
         try:
@@ -229,7 +268,7 @@ def _call(model: Any, given: dict[str, Tensor], trials: list[Trial]) -> str:
 
 
 def _unseen(layer: Layer, why: str) -> None:
-    layer.passes = "unseen" if layer.found.writes is not None else "unknown"
+    layer.passes = "unseen" if layer.found.writes is not None else "untold"
     layer.withheld = dict.fromkeys("qkvo", why)
 
 

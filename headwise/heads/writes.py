@@ -52,5 +52,5 @@ def gram(W_O: Tensor) -> Tensor:
 def lengths(x: Tensor, gram: Tensor) -> Tensor:
     """‖x W_O[h]‖ without writing anything: (B, H, T, e), (H, e, e) → (B, H, T)."""
     squares = ((x @ gram) * x).sum(-1)  # (B, H, T)
-    wrote = squares > 0
-    return squares.where(wrote, 1.0).sqrt() * wrote  # what is silent has length 0 and gradient 0, not NaN
+    silent = squares <= 0  # and NaN, where weights are not known, stays NaN
+    return squares.where(~silent, 1.0).sqrt() * ~silent  # what is silent has length 0 and gradient 0, not NaN

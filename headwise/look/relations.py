@@ -211,6 +211,9 @@ class Relations:
                 torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
             )
             counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(COMPARED))), 1).flatten()
+            if valued[row].isnan().any():  # W_O is not known: what is weighed by it was not measured
+                told = torch.tensor([not kind.startswith("valued") for kind in KINDS]).repeat(Q)
+                sums[row], counts[row] = sums[row].nan_to_num(0.0) * told, counts[row] * told
             if self.cases is not None:
                 find = partial(asked.find, self.questions)
                 self.cases.see_words(unit, find, made, plain[row], slice(first_head, first_head + H))

@@ -111,4 +111,7 @@ class Echo:
                 if block.heads.start == 0:
                     places = [3 * number, 3 * number + 2] if repeated else [3 * number + 1]
                     counts[places] += int(asked.sum())
+        told = ~sums.isnan()  # what is weighed by W_O was not measured where that is not known
+        counts = counts if bool(told.all()) or not bool(norms.isnan().any()) else counts * told
+        sums = sums.nan_to_num(0.0) if bool(norms.isnan().any()) else sums
         self.tally.add(NAMES, slice(first_head, first_head + H), range(some.start, some.stop), sums, counts)

@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.heads.writes import gram, lengths
 from headwise.kernels import Mask
@@ -180,8 +181,22 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = No
 
 
 def fetched(seen: Seen, of: Tensor | None = None) -> Tensor:
-    """The length of what each head would write if it looked at one key alone, ‖v W_O[h]‖: (B, H, S). `of`: W_O's gram."""
-    return lengths(spread(seen.v, seen.terms.groups), gram(seen.site.W_O) if of is None else of)
+    """The length of what each head would write if it looked at one key alone, ‖v W_O[h]‖: (B, H, S). `of`: W_O's gram.
+
+    NaN, and so what is made of it, where W_O cannot be shown.
+    """
+    if of is None:
+        try:
+            of = gram(seen.site.W_O)
+        except HeadwiseError:
+            of = unknown_gram(seen)
+    return lengths(spread(seen.v, seen.terms.groups), of)
+
+
+def unknown_gram(seen: Seen) -> Tensor:
+    """What stands for W_O W_Oᵀ where W_O cannot be shown: NaN, (H, e, e)."""
+    H, e = seen.z.shape[1], seen.z.shape[-1]
+    return seen.z.new_full((H, e, e), torch.nan)
 
 
 def _of(x: Tensor, heads: slice) -> Tensor:

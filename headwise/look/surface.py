@@ -20,7 +20,7 @@ from headwise.look.gather import Rows, See, gather
 from headwise.look.inputs import Batch
 from headwise.look.light import glance
 from headwise.look.measure import Measure, Number
-from headwise.look.rows import Block, fetched
+from headwise.look.rows import Block, fetched, unknown_gram
 from headwise.look.scene import FIRST, Layout, Scene
 from headwise.look.shape import Confidence, Shape, Writes
 from headwise.look.tally import Tally
@@ -72,8 +72,9 @@ class Surface:
             self.cases.see_tokens(seen, scene, first_head)
         rows = gather(seen, scene, norms, own, self.every, self._keep(scene, seen, first_head)) if self.walks else None
         whole = rows if rows is not None and self.every == 1 else glance(seen, scene, norms, own)
+        unknown = bool(own.isnan().any())
         for measure in self.measures:
-            self._add(measure, rows if measure.full and rows is not None else whole, first_head)
+            self._add(measure, rows if measure.full and rows is not None else whole, first_head, unknown)
 
     def scene(self, batch: Batch) -> Scene:
         """What all layers have in common, made once for a batch."""
@@ -85,7 +86,7 @@ class Surface:
         """Work out anew what was worked out for the last batch."""
         self._scene = None
 
-    def _add(self, measure: Measure, rows: Rows, first_head: int) -> None:
+    def _add(self, measure: Measure, rows: Rows, first_head: int, unknown: bool) -> None:
         sums, counts = measure.take(rows)
         B, H = rows.total.shape[:2]
         if sums.shape != (B, H, len(measure.numbers)):
@@ -96,6 +97,9 @@ class Surface:
         if rows.seen.site.address.stack == "cross":
             told = torch.tensor([not number.placed for number in measure.numbers], device=sums.device)
             sums, counts = sums * told, counts * told
+        if unknown:  # what is made of W_O was not measured; all else was
+            told = ~sums.isnan()
+            sums, counts = sums.nan_to_num(0.0), counts * told
         buckets = [unit.bucket for unit in rows.scene.batch.units]
         self.tally.add(measure.names, slice(first_head, first_head + H), buckets, sums, counts)
 
@@ -121,8 +125,7 @@ class Surface:
         try:
             W_O = site.W_O
         except HeadwiseError:
-            e = seen.z.shape[-1]
-            return seen.z.new_full((seen.z.shape[1], e, e), torch.nan)
+            return unknown_gram(seen)
         state = (W_O.data_ptr(), W_O._version)
         if self._grams.get(site, (None,))[0] != state:
             self._grams[site] = state, gram(W_O)

@@ -17,6 +17,8 @@ MORE = {
     "gpt_neox": "right", "gpt_oss": "refused", "gte": "right", "inkling_text": "right", "internvl_vision": "right",
     "jetmoe": "looking only", "llava": "refused", "mistral": "right", "mllama": "right", "mobilebert": "right",
     "modernbert": "right", "nemotron_h": "right", "olmo2": "right",
+    "bridgetower": "refused", "videoprism": "refused", "qwen3_5": "right", "codegen": "refused", "siglip": "refused",
+    "deepseek_v2": "right", "nemotron": "right",
 }  # fmt: skip
 
 
