@@ -47,7 +47,7 @@ def _build(kind: Any, config: Any, known: bool) -> tuple[Any, dict[str, Tensor]]
             if weight.is_floating_point():
                 noise = torch.randn_like(weight)
                 weight.add_(noise * 0.1) if weight.ndim < 2 else weight.copy_(
-                    noise * (weight.numel() / max(1, len(weight))) ** -0.5
+                    noise * max(1.0, weight.numel() / max(1, len(weight))) ** -0.5
                 )
     given, out = _first_that_runs(model)
     again = outputs(model, given)
