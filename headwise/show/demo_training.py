@@ -152,7 +152,7 @@ def _share(model: AnyModel, scores: Scores, texts: Sequence[str], note: Note | N
 
     Each of some heads may be spared and all together not, so every cut is tried as a whole.
     """
-    tried: Curve = curve(model, texts, keeps=SHARES, bys=("ranked",), scores={"ranked": scores}, note=note)
+    tried: Curve = curve(model, texts, keeps=SHARES, bys=("ablation",), scores={"ablation": scores}, note=note)
     fine = [point.kept for point in tried.points if point.more.mean <= ALLOWED * tried.full.mean]
     return min(fine, default=1 - 1 / len(model.spec.addresses))
 

@@ -154,9 +154,9 @@ def test_trouble_is_one_line(folder: str, texts: str, tmp_path: Path) -> None:
 
 def test_breaking_off_leaves_nothing_behind(folder: str, texts: str, tmp_path: Path) -> None:
     code = (
-        "import sys, headwise.change.rank as rank\n"
+        "import sys, headwise.look.importance as worth\n"
         "def stop(*_, **__): raise KeyboardInterrupt\n"
-        "rank.importance = stop\n"
+        "worth.importance = stop\n"
         f"sys.argv = ['headwise', 'prune', {folder!r}, {texts!r}, '--keep', '0.5', '--out', {str(tmp_path / 'out')!r}]\n"
         "from headwise.cli import main\n"
         "main()\n"

@@ -84,8 +84,11 @@ def test_all_verbs_are_here() -> None:
 
 
 @pytest.mark.parametrize("verb", verbs(Path()))
-def test_every_table_of_a_verb_is_whole(verb: str, place: Path, made: list[Sheet]) -> None:
-    for arguments in verbs(place)[verb]:
+def test_every_table_of_a_verb_is_whole(
+    verb: str, place: Path, made: list[Sheet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)  # a path longer than half a line would be folded
+    for arguments in verbs(Path())[verb]:
         done = headwise(verb, *arguments, columns=80)
         assert "…" not in done.told, "what is left out is marked [...]"
     assert made, "there is a table"
