@@ -157,7 +157,7 @@ def test_short_documents_are_laid_end_to_end():
     model.tokenizer = byte_tokenizer()
     texts, related = early_late._reading(model)
     assert len(texts) == early_late.TEXTS
-    assert len(related) == 630
+    assert len(related) == 668
     halves = [{arc.name for document in related[half::2] for arc in document.relations} for half in (0, 1)]
     assert halves[0] == halves[1] >= {"related", "unrelated"}
     assert min(len(text.split()) for text in texts) > 100
