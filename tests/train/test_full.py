@@ -128,7 +128,7 @@ def test_asked_to_stop_it_saves_and_tells(number: int, text: Path, tmp_path: Pat
         time.sleep(0.01)
     started.send_signal(number)
     said, errors = started.communicate(timeout=60)
-    assert started.returncode == 0, errors
+    assert started.returncode == 130, errors
     assert "Traceback" not in errors
     told = json.loads(said)
     assert told["stopped"] == "interrupted"
