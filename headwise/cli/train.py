@@ -62,6 +62,7 @@ def run(
 ) -> None:
     """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
     from headwise.spec import preset as named
+    from headwise.text import Tokenizer
     from headwise.text.corpus import Corpus
     from headwise.text.little import VOCABULARY
     from headwise.train import resume as go_on
@@ -105,7 +106,8 @@ def run(
         )  # fmt: skip
     if not leads:
         return
-    little = made.model.tokenizer is not None and set(made.model.tokenizer.backend.get_vocab()) >= set(VOCABULARY)
+    own = made.model.tokenizer
+    little = isinstance(own, Tokenizer) and set(own.backend.get_vocab()) >= set(VOCABULARY)
     examined = little and not text and made.model.spec.kind == "decoder" and made.stopped != "interrupted"
     marks = exam(made.model) if examined else ()
     result = {

@@ -6,7 +6,6 @@ Each stage is a method that gives what is to be shown, so that a person reads on
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +17,12 @@ from headwise.files.whole import whole_folder
 from headwise.look.attend import Attended, attend
 from headwise.look.profile import Note, profile
 from headwise.look.result import HeadProfile, Profile
-from headwise.model import AnyModel
+from headwise.model import AnyModel, Transformer
 from headwise.show.book import make_book
 from headwise.show.figures.sentence import arcs, hardest
 from headwise.show.report import SENTENCES, write_report
 from headwise.text.corpus import Corpus
+from headwise.text.documents import Document
 from headwise.weights import load
 
 FOLDER = Path("headwise-demo")
@@ -62,10 +62,10 @@ class Demo:
 
     def __init__(self, folder: str | Path = FOLDER, quick: bool = False) -> None:
         self.folder, self.amount = Path(folder), QUICK if quick else FULL
-        self._writer: AnyModel | None = None
+        self._writer: Transformer | None = None
 
     @property
-    def writer(self) -> AnyModel:
+    def writer(self) -> Transformer:
         """The decoder, loaded once."""
         if self._writer is None:
             self._writer = load(READS)
@@ -93,8 +93,9 @@ class Demo:
     def heads(self, note: Note | None = None) -> tuple[Profile, HeadProfile]:
         """Every head of the encoder, and one of those that do most; the report and pictures are written."""
         model = load(TOLD)
-        items = islice(Corpus.probe().items(), self.amount.documents)
-        seen = profile(model, Corpus.of(list(items)), note=note)
+        documents = [item for item in Corpus.probe().items() if isinstance(item, Document)]
+        corpus = Corpus.probe() if self.amount.documents is None else Corpus.of(documents[: self.amount.documents])
+        seen = profile(model, corpus, note=note)
         most = max(seen, key=lambda head: (len(head.roles), head.score or 0.0))
         with whole_folder(self.folder / TOLD, ("report.html",)) as new:
             seen.save(new / "profile.npz")
