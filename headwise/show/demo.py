@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from headwise.attach import Attached
 from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import Report, report
@@ -62,10 +63,10 @@ class Demo:
 
     def __init__(self, folder: str | Path = FOLDER, quick: bool = False) -> None:
         self.folder, self.amount = Path(folder), QUICK if quick else FULL
-        self._writer: Transformer | None = None
+        self._writer: Transformer | Attached | None = None
 
     @property
-    def writer(self) -> Transformer:
+    def writer(self) -> Transformer | Attached:
         """The decoder, loaded once."""
         if self._writer is None:
             self._writer = load(READS)
