@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.terms import Terms
 from headwise.look.rows import Block, count_rows, sights, walk
@@ -70,7 +71,10 @@ class Rows:
     @cached_property
     def hits(self) -> dict[str, tuple[Tensor, Tensor]]:
         """For each aim whether the largest weight is there, and the largest of what is fetched: (B, H, n) each."""
-        raise NotImplementedError("the largest weights are known after a walk over every cell; see Full.")
+        raise HeadwiseError(
+            "the largest weights are known only after a walk over every cell; give the measure full=True, which leaves it "
+            "out of a light pass."
+        )
 
     @cached_property
     def inverse_valued(self) -> Tensor:

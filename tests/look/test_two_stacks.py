@@ -95,7 +95,7 @@ def test_relations_are_those_that_lead_back(made: tuple[Transformer, Profile]) -
             if later != earlier and earlier not in first:
                 question = f"{arc.name} {'>' if arc.source == later else '<'}"
                 want[question] = want.get(question, 0) + 1
-    counted = dict(zip(seen.relations.questions, seen.relations.arcs.sum(0), strict=True))
+    counted = dict(zip(map(str, seen.relations.questions), seen.relations.arcs.sum(0), strict=True))
     for question, arcs in want.items():
         assert counted[question] == arcs, question
 
