@@ -17,10 +17,10 @@ from rich.console import Console
 import headwise as hw
 from bench.look import HEADS, VOCAB, make_batch, make_flags
 from bench.measure import machine, peak_memory, take_turns
-from headwise.lab.memory import rise
-from headwise.look.evidence import Evidence
-from headwise.look.surface import Surface, usual_measures
-from headwise.look.tally import Tally
+from headwise.lab.engine.memory import rise
+from headwise.look.measure.evidence import Evidence
+from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.tally import Tally
 from headwise.show.tables import make_table
 
 LENGTHS = (512, 2048)

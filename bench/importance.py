@@ -15,9 +15,9 @@ from torch import Tensor
 
 import headwise as hw
 from bench.measure import machine, take_turns
-from headwise.look.ablate import ablated, stand_in
-from headwise.look.asked import Asked
-from headwise.look.sweep import sweep, sweep_cost
+from headwise.look.worth.ablate import ablated, stand_in
+from headwise.look.worth.sweep import sweep, sweep_cost
+from headwise.look.worth.targets import Asked
 from headwise.model.loss import IGNORE
 from headwise.show.tables import make_table
 

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
 import headwise as hw
 from bench.measure import machine
 from headwise.files.places import find
-from headwise.lab.memory import rise
+from headwise.lab.engine.memory import rise
 from headwise.show.tables import make_table
 
 SMOLLM2 = {

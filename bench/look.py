@@ -19,12 +19,12 @@ from torch import Tensor
 import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
 from headwise.heads.site import Seen
-from headwise.lab.memory import rise
-from headwise.look.classes import CLASSES
-from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit
-from headwise.look.surface import Surface, usual_measures
-from headwise.look.tally import Tally
+from headwise.lab.engine.memory import rise
+from headwise.look.measure.classes import CLASSES
+from headwise.look.measure.evidence import Evidence
+from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.tally import Tally
+from headwise.look.record.units import Batch, Unit
 from headwise.show.tables import make_table
 
 LENGTHS = (512, 2048, 4096)

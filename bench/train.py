@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
-from headwise.lab.memory import rise
+from headwise.lab.engine.memory import rise
 from headwise.show.tables import make_table
 from headwise.team.team import Team
 from headwise.text.corpus import Corpus
@@ -121,7 +121,7 @@ def ours(size: Size, compiled: bool) -> Contestant:
         model.load_state_dict(hw.load(folder).state_dict())
     tokens = Tokens(some_tokens(size), np.empty(0, np.uint16), "random")
     tokenizer = make_tokenizer("byte", Corpus.of("not read"))
-    start = Prepared(model, tokenizer, tokens, size.context, "causal", {})
+    start = Prepared(LanguageLoss(model), tokenizer, tokens, size.context, "causal", {})
     recipe = replace(RECIPE, batch=size.batch, compile=compiled)
     loop = Loop(start, recipe, Team(0, 1, torch.device("cpu")), None, progress=False)
     module = LanguageLoss(model.train())

@@ -317,7 +317,7 @@ def _between(model: Any, part: Any, given: dict[str, Tensor]) -> None:
     if not reads_text(part):
         return
     with hw.attach(part, make_tokenizer()) as theirs:
-        hw.between(theirs, ["w1 w5 w3 w9 w20 w7", "w7 w2 w33 w4 w1"], rows=6, longest=16)
+        hw.compare(theirs, ["w1 w5 w3 w9 w20 w7", "w7 w2 w33 w4 w1"], rows=6, longest=16)
 
 
 def _switching(model: Any, part: Any, given: dict[str, Tensor]) -> None:

@@ -11,26 +11,26 @@ __version__ = "0.1.0"
 _ROOMS = {
     "errors": ("HeadwiseError",),
     "spec": ("Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
-    "kernels": ("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
+    "kernels": ("Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window"),
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
     "text": ("Corpus", "Tokenizer", "embed"),
     "attach": ("attach",),
     "weights": ("export", "load"),
     "train": ("Recipe", "train"),
-    "look.record": ("record",),
-    "look.attend": ("attend",),
-    "look.profile": ("profile",),
-    "look.measure": ("WeightAt", "WeightOn"),
-    "look.roles": ("Role",),
-    "look.result": ("Profile",),
-    "look.ablate": ("ablated", "patched"),
-    "look.importance": ("importance",),
-    "look.between": ("between",),
-    "look.biography": ("Biography",),
+    "look.record.recording": ("record",),
+    "look.record.attend": ("attend",),
+    "look.profile.make": ("profile",),
+    "look.measure.measure": ("WeightAt", "WeightOn"),
+    "look.profile.roles": ("Role",),
+    "look.profile.result": ("Profile",),
+    "look.worth.ablate": ("ablated", "patched"),
+    "look.worth.importance": ("importance",),
+    "look.compare.compare": ("compare",),
+    "look.profile.history": ("HeadHistory",),
     "change.prune": ("prune",),
     "change.plan": ("Plan",),
-    "lab.sweep": ("sweep",),
+    "lab.experiments.head_sweep": ("head_sweep",),
     "lab.run": ("claims",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
@@ -38,7 +38,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "HeadwiseError",
     "Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets",
-    "Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window",
+    "Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
     "Corpus", "Tokenizer", "embed",
@@ -46,9 +46,9 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "export", "load",
     "Recipe", "train",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
-    "ablated", "patched", "importance", "between", "Biography",
+    "ablated", "patched", "importance", "compare", "HeadHistory",
     "prune", "Plan",
-    "sweep", "claims",
+    "head_sweep", "claims",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -57,19 +57,19 @@ if TYPE_CHECKING:
     from headwise.change.prune import prune
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
-    from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
+    from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window
+    from headwise.lab.experiments.head_sweep import head_sweep
     from headwise.lab.run import claims
-    from headwise.lab.sweep import sweep
-    from headwise.look.ablate import ablated, patched
-    from headwise.look.attend import attend
-    from headwise.look.between import between
-    from headwise.look.biography import Biography
-    from headwise.look.importance import importance
-    from headwise.look.measure import WeightAt, WeightOn
-    from headwise.look.profile import profile
-    from headwise.look.record import record
-    from headwise.look.result import Profile
-    from headwise.look.roles import Role
+    from headwise.look.compare.compare import compare
+    from headwise.look.measure.measure import WeightAt, WeightOn
+    from headwise.look.profile.history import HeadHistory
+    from headwise.look.profile.make import profile
+    from headwise.look.profile.result import Profile
+    from headwise.look.profile.roles import Role
+    from headwise.look.record.attend import attend
+    from headwise.look.record.recording import record
+    from headwise.look.worth.ablate import ablated, patched
+    from headwise.look.worth.importance import importance
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
     from headwise.text import Corpus, Tokenizer, embed

@@ -20,22 +20,26 @@ ROOMS = [
 # model was cut by are read with it.
 UPWARDS = {
     ("heads/head.py", "headwise.show.notebook"),
-    ("look/attend.py", "headwise.show.notebook"),
-    ("look/attend.py", "headwise.show.widget"),
-    ("look/result.py", "headwise.show.book"),
-    ("look/result.py", "headwise.show.figures.plot"),
-    ("look/result.py", "headwise.show.notebook"),
-    ("look/result.py", "headwise.show.report"),
-    ("look/result.py", "headwise.show.widget"),
+    ("look/record/attend.py", "headwise.show.notebook"),
+    ("look/record/attend.py", "headwise.show.widget"),
+    ("look/profile/result.py", "headwise.show.book"),
+    ("look/profile/result.py", "headwise.show.figures.plot"),
+    ("look/profile/result.py", "headwise.show.notebook"),
+    ("look/profile/result.py", "headwise.show.report"),
+    ("look/profile/result.py", "headwise.show.widget"),
     ("model/transformer.py", "headwise.weights.save"),
     ("attach/store.py", "headwise.change.plan"),
+}
+SUB_ROOMS = {
+    "look": ["record", "measure", "worth", "profile", "writes", "compare"],
+    "lab": ["engine", "experiments"],
 }
 SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
 
 PUBLIC_NAMES = [
     "HeadwiseError",
     *("Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
-    *("Mask", "allow", "attention", "causal", "document", "padding", "per_head", "window"),
+    *("Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window"),
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",
     *("Corpus", "Tokenizer", "embed"),
@@ -43,9 +47,9 @@ PUBLIC_NAMES = [
     *("export", "load"),
     *("Recipe", "train"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
-    *("ablated", "patched", "importance", "between", "Biography"),
+    *("ablated", "patched", "importance", "compare", "HeadHistory"),
     *("prune", "Plan"),
-    *("sweep", "claims"),
+    *("head_sweep", "claims"),
 ]
 VERBS = [
     *("ablate", "attend", "claims", "corpus", "demo", "diff", "export", "generate", "head", "heads"),
@@ -91,11 +95,22 @@ def test_imports_flow_down() -> None:
     assert upwards == UPWARDS
 
 
+@pytest.mark.parametrize("room", SUB_ROOMS)
+def test_so_they_do_inside_a_room(room: str) -> None:
+    order = SUB_ROOMS[room]
+    for path in (ROOT / "headwise" / room).glob("*/**/*.py"):
+        own = path.relative_to(ROOT / "headwise" / room).parts[0]
+        for module in imported(ast.walk(ast.parse(path.read_text()))):
+            within = module.removeprefix(f"headwise.{room}.").split(".")[0]
+            if module.startswith(f"headwise.{room}.") and within in order:
+                assert order.index(within) <= order.index(own), f"{path} imports {module}, a later part of the room"
+
+
 @pytest.mark.parametrize(
     ("line", "seen"),
     [
         ("def f():\n    from headwise.show.book import make_book", {"headwise.show.book"}),
-        ("def f():\n    import headwise.look.record", {"headwise.look.record"}),
+        ("def f():\n    import headwise.look.record.recording", {"headwise.look.record.recording"}),
         ("from headwise import cli", {"headwise.cli"}),
         ("from headwise import __version__\nimport os", set()),
     ],

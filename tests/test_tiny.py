@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.change.cut import cut
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
 from headwise.text.corpus import Corpus
 from headwise.text.make import make_tokenizer
 from headwise.train.loss import LanguageLoss

@@ -11,8 +11,8 @@ from headwise.change.rank import heads_left, rank, worst
 from headwise.change.trial import Figure, Trial, finite
 from headwise.change.ways import WAYS, Scores, way_of
 from headwise.errors import HeadwiseError
-from headwise.look.profile import Note
-from headwise.look.runs import mean_activations
+from headwise.look.profile.make import Note
+from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel
 from headwise.text.corpus import Corpus
 

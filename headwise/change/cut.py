@@ -15,7 +15,7 @@ from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import Pattern
-from headwise.look.runs import Means, chosen_sites
+from headwise.look.worth.outputs import Means, chosen_sites
 from headwise.model import AnyModel, Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress, select
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.look.asked import Asked, ask, check_askable, read_asked
-from headwise.look.inputs import Unit, make_batch
-from headwise.look.profile import Note
+from headwise.look.profile.make import Note
+from headwise.look.record.units import Unit, make_batch
+from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
 from headwise.model.loss import IGNORE, cross_entropy
 from headwise.spec import Address, SiteAddress

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.look.inputs import tokenizer_of
+from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel
 from headwise.train.loop import Trained, train
 from headwise.train.recipe import Recipe

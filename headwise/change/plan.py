@@ -17,8 +17,8 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.files.places import read_text
 from headwise.files.whole import whole_file
 from headwise.heads.head import Pattern
-from headwise.look.profile import Note
-from headwise.look.runs import mean_activations
+from headwise.look.profile.make import Note
+from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel
 from headwise.spec import Address, ModelSpec, SiteAddress, select
 from headwise.spec.wire import Wire

@@ -5,7 +5,7 @@ from typing import Any
 from headwise.change.cut import M
 from headwise.change.plan import Plan
 from headwise.heads.head import Pattern
-from headwise.look.profile import Note
+from headwise.look.profile.make import Note
 
 
 def prune(

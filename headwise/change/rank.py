@@ -3,8 +3,8 @@
 from headwise.change.cut import cut, fold
 from headwise.change.ways import Question, Scores, way_of
 from headwise.errors import HeadwiseError
-from headwise.look.profile import Note
-from headwise.look.runs import Means
+from headwise.look.profile.make import Note
+from headwise.look.worth.outputs import Means
 from headwise.model import AnyModel
 from headwise.spec import Address
 from headwise.text.corpus import Corpus

@@ -12,9 +12,9 @@ from headwise.change.rank import rank, worst
 from headwise.change.timing import Timing, take_turns
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
-from headwise.look.profile import Note
-from headwise.look.runs import Means, mean_activations
-from headwise.look.sweep import pass_cost
+from headwise.look.profile.make import Note
+from headwise.look.worth.outputs import Means, mean_activations
+from headwise.look.worth.sweep import pass_cost
 from headwise.model import AnyModel
 from headwise.spec import ModelSpec
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headwise.look.inputs import read
+from headwise.look.record.units import read
 from headwise.model import AnyModel, quiet
 
 

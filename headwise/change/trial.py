@@ -12,10 +12,10 @@ from scipy import stats
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.look.asked import Asked, ask, check_askable, read_asked
-from headwise.look.inputs import make_batches, read_units
-from headwise.look.runs import unit_length
-from headwise.look.statistics import bootstrap, bootstrap_difference
+from headwise.look.measure.statistics import bootstrap, bootstrap_difference
+from headwise.look.record.units import make_batches, read_units
+from headwise.look.worth.outputs import unit_length
+from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
 from headwise.text.corpus import Corpus
 

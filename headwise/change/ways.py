@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from headwise.errors import HeadwiseError, close_names
 
 if TYPE_CHECKING:
-    from headwise.look.profile import Note
-    from headwise.look.runs import Means
+    from headwise.look.profile.make import Note
+    from headwise.look.worth.outputs import Means
     from headwise.model import AnyModel
     from headwise.spec import Address
     from headwise.text.corpus import Corpus
@@ -48,7 +48,7 @@ class Way:
 def _importance(model: "AnyModel", ask: Question, by: Literal["ablation", "gradient"]) -> Scores:
     """What is lost without a head; its mean stands in where means are given, else nothing. Or the mean of |∂L/∂ξ| over
     texts, ξ a gate on the head (https://arxiv.org/abs/1905.10650)."""
-    from headwise.look.importance import importance
+    from headwise.look.worth.importance import importance
 
     how, note = "zero" if ask.means is None else "mean", ask.note
     hear = None if note is None else partial(note, ask.called)

@@ -31,7 +31,7 @@ def run(
     from rich.console import Console
 
     from headwise.change.trial import read_texts
-    from headwise.look.importance import Worth, importance
+    from headwise.look.worth.importance import Worth, importance
     from headwise.show.progress import noting
     from headwise.show.tables import make_table
     from headwise.text.corpus import Corpus

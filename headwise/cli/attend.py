@@ -9,7 +9,7 @@ from headwise.cli.shell import complete
 from headwise.cli.shell.words import Json, Model
 
 if TYPE_CHECKING:
-    from headwise.look.attend import Attended
+    from headwise.look.record.attend import Attended
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
 ) -> None:
     """Show where the words of a sentence look."""
     from headwise.errors import HeadwiseError
-    from headwise.look.attend import attend
+    from headwise.look.record.attend import attend
     from headwise.weights import load
 
     if to is not None and word is None:

@@ -16,7 +16,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Say what changed between two profiles: roles won and lost, heads gone, measures moved."""
-    from headwise.look.result import Profile
+    from headwise.look.profile.result import Profile
 
     one, other = Profile.load(before), Profile.load(after)
     rows = one.diff(other)

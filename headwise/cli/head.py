@@ -18,9 +18,9 @@ def run(
 ) -> None:
     """Tell one head's full story: roles and what speaks for them, measures, evidence, what it promotes."""
     from headwise.errors import HeadwiseError
-    from headwise.look.profile import profile
-    from headwise.look.result import Profile
-    from headwise.look.writes import copying, promoted
+    from headwise.look.profile.make import profile
+    from headwise.look.profile.result import Profile
+    from headwise.look.writes.writes import copying, promoted
     from headwise.show.heads import show_head
     from headwise.show.progress import noting
     from headwise.spec import Address

@@ -16,7 +16,7 @@ from headwise.cli.shell import complete
 from headwise.cli.shell.words import Model, Texts
 
 if TYPE_CHECKING:
-    from headwise.look.result import Profile
+    from headwise.look.profile.result import Profile
     from headwise.model import AnyModel
     from headwise.spec import Address
 
@@ -46,8 +46,8 @@ def run(
 ) -> None:
     """Say what every head of a model does, how sure that is, and what shows it. MODEL may be a saved profile, .npz."""
     from headwise.errors import HeadwiseError
-    from headwise.look.profile import profile
-    from headwise.look.result import Profile
+    from headwise.look.profile.make import profile
+    from headwise.look.profile.result import Profile
     from headwise.show.progress import noting
     from headwise.text.corpus import Corpus
     from headwise.weights import load
@@ -102,8 +102,8 @@ def _tell(made: "Profile", layers: str | None, role: str | None, as_csv: bool, a
 def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:
     """Whether there are such layers, and whether there may be such a role."""
     from headwise.errors import HeadwiseError, close_names
-    from headwise.look.profile import documents_for
-    from headwise.look.roles import role_names
+    from headwise.look.profile.make import documents_for
+    from headwise.look.profile.roles import role_names
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 

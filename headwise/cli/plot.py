@@ -66,8 +66,8 @@ def run(
 
 
 def _profile(source: str, corpus: Any, causal: bool) -> Any:
-    from headwise.look.profile import profile
-    from headwise.look.result import Profile
+    from headwise.look.profile.make import profile
+    from headwise.look.profile.result import Profile
     from headwise.show.progress import noting
     from headwise.weights import load
 
@@ -83,24 +83,24 @@ def _depth(source: str, corpus: Any, causal: bool, measures: list[str] | None) -
 
 
 def _between(what: str, source: str, corpus: Any, heads: str | None) -> "Drawing":
-    from headwise.look.between import between
-    from headwise.look.profile import profile
+    from headwise.look.compare.compare import compare
+    from headwise.look.profile.make import profile
     from headwise.show.progress import noting
     from headwise.weights import load
 
     model = load(source)
-    compared = between(model, corpus, heads="*" if heads is None else heads)
+    compared = compare(model, corpus, heads="*" if heads is None else heads)
     with noting() as note:
         made = profile(model, corpus, causal=False, note=note)
     return made.plot.map(compared) if what == "map" else made.plot.clusters(compared)
 
 
 def _lives(source: str, measures: list[str] | None) -> "Drawing":
-    from headwise.look.biography import Biography
+    from headwise.look.profile.history import HeadHistory
     from headwise.show.figures.lives import draw_lives
 
     path = Path(source)
-    made = Biography.load(path / "heads.npz" if path.is_dir() else path)
+    made = HeadHistory.load(path / "heads.npz" if path.is_dir() else path)
     return draw_lives(made, *(measures or [])[:1])
 
 

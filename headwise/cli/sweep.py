@@ -33,7 +33,7 @@ def run(
 ) -> None:
     """Train one model for each head count and seed, all else equal, and compare. Ctrl-C stops; run it again to go on."""
     from headwise.errors import HeadwiseError
-    from headwise.lab.sweep import depth_or_heads, sweep
+    from headwise.lab.experiments.head_sweep import depth_or_heads, head_sweep
     from headwise.show.figures.claims import draw_curves, draw_sweep
     from headwise.show.figures.drawing import check_path
     from headwise.show.lab import show_sweep
@@ -53,7 +53,7 @@ def run(
         if depth:
             made = depth_or_heads(layers=6 if layers is None else layers, note=note, **shared)
         else:
-            made = sweep(
+            made = head_sweep(
                 _counts(heads or HEADS, width),
                 head_dim=head_dim,
                 layers=2 if layers is None else layers,

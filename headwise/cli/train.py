@@ -11,7 +11,7 @@ import typer
 from headwise.cli.shell.words import Json
 
 if TYPE_CHECKING:
-    from headwise.look.biography import Biography
+    from headwise.look.profile.history import HeadHistory
     from headwise.model import Transformer
 
 HEADS = "heads.npz"
@@ -154,7 +154,7 @@ class Life(NamedTuple):
     half_at: int | None  # the step at which that head first had half of it
 
 
-def summarise(watched: "Biography") -> list[Life]:
+def summarise(watched: "HeadHistory") -> list[Life]:
     """For each measure the head with most of it, how much, and the step at which it first had half of that."""
     lives = []
     for measure, cases in zip(watched.names, watched.counts, strict=True) if watched.steps else ():
@@ -164,11 +164,11 @@ def summarise(watched: "Biography") -> list[Life]:
     return lives
 
 
-def _begin(path: Path) -> "Biography":
-    """A new biography, or the one a stopped run left."""
-    from headwise.look.biography import Biography
+def _begin(path: Path) -> "HeadHistory":
+    """A new history, or the one a stopped run left."""
+    from headwise.look.profile.history import HeadHistory
 
-    return Biography.load(path) if path.is_file() else Biography()
+    return HeadHistory.load(path) if path.is_file() else HeadHistory()
 
 
 def report(result: dict[str, Any], marks: tuple, lives: list[Life]) -> None:

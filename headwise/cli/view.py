@@ -11,7 +11,7 @@ import typer
 from headwise.cli.shell.words import Model, Texts
 
 if TYPE_CHECKING:
-    from headwise.look.result import Profile
+    from headwise.look.profile.result import Profile
     from headwise.model import AnyModel
 
 PORT = 8642
@@ -60,8 +60,8 @@ def run(
 def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
     """What every head does: as it was saved, or measured now, without the ablations."""
     from headwise.errors import HeadwiseError
-    from headwise.look.profile import profile
-    from headwise.look.result import Profile
+    from headwise.look.profile.make import profile
+    from headwise.look.profile.result import Profile
     from headwise.show.progress import noting
 
     if saved is None:
@@ -77,7 +77,7 @@ def _sentences(model: "AnyModel", corpus: Any) -> list[str]:
     """A few texts to begin with: the first ones given, or of what a model reads where nothing is."""
     from itertools import islice
 
-    from headwise.look.profile import documents_for
+    from headwise.look.profile.make import documents_for
     from headwise.text.corpus import Corpus
 
     items = (documents_for(model) if corpus is None else Corpus.of(corpus)).items()

@@ -279,14 +279,14 @@ def _both(mask: Mask | None, other: Mask) -> Mask:
     if mask is None:
         return other
     if not isinstance(mask, Mask):
-        raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.allow(tensor).")
+        raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor).")
     return mask & other
 
 
 # What torch's layer is called with, and what to write here.
 TORCH_CALL = {
-    "key_padding_mask": "mask=hw.padding(~key_padding_mask)",
-    "attn_mask": "mask=hw.allow(~attn_mask), or bias=attn_mask[None, None] if it is added to scores",
+    "key_padding_mask": "mask=hw.padding_mask(~key_padding_mask)",
+    "attn_mask": "mask=hw.Mask.of(~attn_mask), or bias=attn_mask[None, None] if it is added to scores",
     "is_causal": "mask=hw.causal()",
     "need_weights": "layer.attention_weights(x, mask=…), one map for each head",
     "average_attn_weights": "layer.attention_weights(x, mask=…), one map for each head",

@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.cache import Cache
 from headwise.heads.projections import Read
-from headwise.kernels import Angles, Mask, allow, causal, maps
+from headwise.kernels import Angles, Mask, causal, maps
 from headwise.kernels.torch_masks import from_mha, from_mha_padding
 from headwise.spec import AttentionSpec
 
@@ -136,7 +136,7 @@ class TorchAttention(MultiHeadAttention):
             more += 1
         if more and mask is not None:
             dense = mask.dense(T, S, k.device)
-            mask = allow(F.pad(dense.expand(*dense.shape[:2], T, S), (0, more), value=True))
+            mask = Mask.of(F.pad(dense.expand(*dense.shape[:2], T, S), (0, more), value=True))
         if more and bias is not None:
             bias = F.pad(bias.expand(*bias.shape[:3], S), (0, more))
         return k, v, mask, bias

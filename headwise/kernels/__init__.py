@@ -4,7 +4,7 @@ from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_te
 from headwise.kernels.batched import batched, maps
 from headwise.kernels.blockwise import blockwise
 from headwise.kernels.fused import fused
-from headwise.kernels.masks import Mask, allow, causal, document, padding, per_head, window
+from headwise.kernels.masks import Mask, causal, document_mask, padding_mask, per_head, window
 from headwise.kernels.positions import Alibi, Angles, alibi_slopes, sinusoidal
 from headwise.kernels.reference import reference
 from headwise.kernels.terms import Terms
@@ -17,17 +17,16 @@ __all__ = [
     "Mask",
     "Terms",
     "alibi_slopes",
-    "allow",
     "attention",
     "batched",
     "blockwise",
     "causal",
     "choose",
-    "document",
+    "document_mask",
     "fused",
     "make_terms",
     "maps",
-    "padding",
+    "padding_mask",
     "per_head",
     "reference",
     "run",

@@ -97,7 +97,9 @@ def make_terms(
         raise HeadwiseError(f"groups must give one of {K} key/value heads to each of {H} heads, got {groups}.")
     if mask is not None:
         if not isinstance(mask, Mask):
-            raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.allow(tensor).")
+            raise HeadwiseError(
+                f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor)."
+            )
         mask.check(B, H, T, S)
     if isinstance(bias, Tensor) and not _broadcasts(bias, (B, H, T, S)):
         raise HeadwiseError(f"bias is {tuple(bias.shape)} but must broadcast to {(B, H, T, S)}, with four axes.")

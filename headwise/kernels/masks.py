@@ -48,6 +48,22 @@ class Mask(ABC):
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027 (most masks fit any call)
         """Refuse a mask that does not fit the call."""
 
+    @staticmethod
+    def of(allowed: Tensor) -> "Mask":
+        """Any tensor as a mask, True = may look: (T, S), (B, T, S) or (B, H, T, S), axes of size 1 broadcast.
+
+        >>> Mask.of(torch.eye(2, dtype=torch.bool)).dense(2, 2).shape
+        torch.Size([1, 1, 2, 2])
+        """
+        allowed = _as_bool(allowed, "a mask")
+        if allowed.ndim == 2:
+            allowed = allowed[None, None]
+        elif allowed.ndim == 3:
+            allowed = allowed[:, None]
+        elif allowed.ndim != 4:
+            raise HeadwiseError(f"a mask is (T, S), (B, T, S) or (B, H, T, S); got shape {tuple(allowed.shape)}.")
+        return Allow(allowed)
+
     def __and__(self, other: "Mask") -> "Mask":
         return Both(self, _as_mask(other))
 
@@ -288,10 +304,10 @@ def window(size: int, ahead: int | None = None, offset: int | None = None) -> Ma
     return Window(size, size - 1 if ahead is None else ahead, offset)
 
 
-def padding(real: Tensor) -> Mask:
+def padding_mask(real: Tensor) -> Mask:
     """Look at real tokens only. `real` is (B, S): True, or 1, at real tokens.
 
-    >>> padding(torch.tensor([[1, 1, 0]])).dense(1, 3)[0, 0].int()
+    >>> padding_mask(torch.tensor([[1, 1, 0]])).dense(1, 3)[0, 0].int()
     tensor([[1, 1, 0]], dtype=torch.int32)
     """
     real = torch.as_tensor(real)
@@ -300,10 +316,10 @@ def padding(real: Tensor) -> Mask:
     return Padding(_as_bool(real, "a padding mask"))
 
 
-def document(keys_of: Tensor, queries_of: Tensor | None = None) -> Mask:
+def document_mask(keys_of: Tensor, queries_of: Tensor | None = None) -> Mask:
     """Look inside one's own document only, when several are packed into one row. Numbers are (B, S).
 
-    >>> document(torch.tensor([[0, 0, 1]])).dense(3, 3)[0, 0].int()
+    >>> document_mask(torch.tensor([[0, 0, 1]])).dense(3, 3)[0, 0].int()
     tensor([[1, 1, 0],
             [1, 1, 0],
             [0, 0, 1]], dtype=torch.int32)
@@ -325,22 +341,6 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     if not masks:
         raise HeadwiseError("a per-head mask needs at least one mask.")
     return HeadMasks(tuple(_as_mask(mask) for mask in masks))
-
-
-def allow(allowed: Tensor) -> Mask:
-    """Any tensor as a mask, True = may look: (T, S), (B, T, S) or (B, H, T, S), axes of size 1 broadcast.
-
-    >>> allow(torch.eye(2, dtype=torch.bool)).dense(2, 2).shape
-    torch.Size([1, 1, 2, 2])
-    """
-    allowed = _as_bool(allowed, "a mask")
-    if allowed.ndim == 2:
-        allowed = allowed[None, None]
-    elif allowed.ndim == 3:
-        allowed = allowed[:, None]
-    elif allowed.ndim != 4:
-        raise HeadwiseError(f"a mask is (T, S), (B, T, S) or (B, H, T, S); got shape {tuple(allowed.shape)}.")
-    return Allow(allowed)
 
 
 def cut_block(full: Tensor, rows: range, cols: range) -> Tensor:
@@ -373,4 +373,4 @@ def _as_bool(tensor: Tensor, what: str) -> Tensor:
 def _as_mask(mask: object) -> Mask:
     if isinstance(mask, Mask):
         return mask
-    raise HeadwiseError(f"expected a mask, got {type(mask).__name__}; wrap a tensor with hw.allow(tensor).")
+    raise HeadwiseError(f"expected a mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor).")

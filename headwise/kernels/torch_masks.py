@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.masks import Mask, allow, padding
+from headwise.kernels.masks import Mask, padding_mask
 
 
 def from_sdpa(attn_mask: Tensor) -> Mask | Tensor:
@@ -18,7 +18,7 @@ def from_sdpa(attn_mask: Tensor) -> Mask | Tensor:
     tensor([[ True, False]])
     """
     four_axes = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    return four_axes if attn_mask.is_floating_point() else allow(four_axes)
+    return four_axes if attn_mask.is_floating_point() else Mask.of(four_axes)
 
 
 def from_mha(attn_mask: Tensor, heads: int) -> Mask | Tensor:
@@ -44,7 +44,7 @@ def from_mha_padding(key_padding_mask: Tensor) -> Mask:
     """
     if key_padding_mask.is_floating_point():
         raise HeadwiseError("a float key_padding_mask is a bias; pass it as bias=mask[:, None, None, :].")
-    return padding(~key_padding_mask.bool())
+    return padding_mask(~key_padding_mask.bool())
 
 
 def to_sdpa(mask: Mask, T: int, S: int, device: torch.device | str = "cpu") -> Tensor:

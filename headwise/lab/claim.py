@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headwise.lab.figure import At, Figures
-from headwise.lab.point import Point
+from headwise.lab.engine.figure import At, Figures
+from headwise.lab.engine.point import Point
 
 if TYPE_CHECKING:
     from headwise.lab.lab import Lab

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwise.lab.make import make
-from headwise.lab.point import Made, Point
-from headwise.lab.store import Store
+from headwise.lab.engine.make import make
+from headwise.lab.engine.point import Made, Point
+from headwise.lab.engine.store import Store
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus

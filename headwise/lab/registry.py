@@ -8,14 +8,14 @@ from pathlib import Path
 from headwise.errors import HeadwiseError, close_names
 from headwise.lab.claim import Claim
 
-FOLDER = Path(__file__).parent / "claims"
+FOLDER = Path(__file__).parent / "experiments" / "claims"
 
 
 @cache
 def all_claims() -> tuple[Claim, ...]:
     """In the order of their numbers."""
     files = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-    claims = (import_module(f"headwise.lab.claims.{name}").CLAIM for name in files)
+    claims = (import_module(f"headwise.lab.experiments.claims.{name}").CLAIM for name in files)
     return tuple(sorted(claims, key=lambda claim: claim.number))
 
 

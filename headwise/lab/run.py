@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Verdict
-from headwise.lab.figure import LEVEL, Figures
+from headwise.lab.engine.figure import LEVEL, Figures
+from headwise.lab.engine.pool import check_same, train_all, work
+from headwise.lab.engine.store import Store
+from headwise.lab.engine.versions import declared
 from headwise.lab.lab import FULL, QUICK, SEEN, Lab, Size
-from headwise.lab.pool import check_same, train_all, work
 from headwise.lab.registry import find_claims
-from headwise.lab.store import Store
-from headwise.lab.versions import declared
-from headwise.look.profile import Note
+from headwise.look.profile.make import Note
 from headwise.weights import load
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from headwise.heads import Cache, MultiHeadAttention
-from headwise.kernels import Angles, Mask, causal, padding
+from headwise.kernels import Angles, Mask, causal, padding_mask
 from headwise.model.cache import ModelCache
 from headwise.model.parts import MLP, make_norm
 from headwise.spec import ModelSpec, SiteAddress
@@ -29,7 +29,7 @@ class Beside:
         """The mask of one self-attention layer; a sliding cache shows fewer keys than have been seen."""
         masks = [causal()] if self.causal else []
         if self.real is not None:
-            masks.append(self.padded if cache is None else padding(self.real[:, -cache.visible(T) :]))
+            masks.append(self.padded if cache is None else padding_mask(self.real[:, -cache.visible(T) :]))
         if self.mask is not None:
             masks.append(self.mask)
         return _all(masks)
@@ -38,7 +38,7 @@ class Beside:
     def padded(self) -> Mask:
         """Real tokens only: one mask for all layers, so that what is worked out for it serves them all."""
         assert self.real is not None
-        return padding(self.real)
+        return padding_mask(self.real)
 
 
 class Block(nn.Module):
@@ -101,7 +101,7 @@ class Block(nn.Module):
         assert self.cross is not None
         here = self.cross.site.address
         cache = None if beside.cache is None else beside.cache.layers.get(here)
-        mask = None if beside.memory_real is None else padding(beside.memory_real)
+        mask = None if beside.memory_real is None else padding_mask(beside.memory_real)
         out = self.cross(x, beside.memory, mask=mask, gate=beside.gates.get(here), cache=cache)
         return self.dropout(out)
 

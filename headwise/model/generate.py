@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.model.cache import ModelCache
+from headwise.model.contract import quiet
 from headwise.model.sampling import Sampling
-from headwise.model.whose import quiet
 
 if TYPE_CHECKING:
     from headwise.model.transformer import Gates, Transformer

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
+from headwise.model.contract import AnyModel
 from headwise.model.transformer import Transformer
-from headwise.model.whose import AnyModel
 
 IGNORE = -100  # a target that is not asked for
 WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.model.contract import AnyModel
 from headwise.model.transformer import Transformer
-from headwise.model.whose import AnyModel
 
 EPS = ("eps", "variance_epsilon", "epsilon")  # what norms call the number that keeps them from dividing by nothing
 

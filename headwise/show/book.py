@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.between_maps import js_sums, look, sample
-from headwise.look.cases import Example
-from headwise.look.clark import Best, best_heads
-from headwise.look.diagonals import OFFSET
-from headwise.look.evidence import Context
-from headwise.look.questions import HITS, Question
-from headwise.look.result import HeadProfile, Profile
-from headwise.look.roles import Support
-from headwise.look.tally import REPORTING
-from headwise.look.writes import copying, promoted
+from headwise.look.compare.maps import js_sums, look, sample
+from headwise.look.measure.cases import Example
+from headwise.look.measure.diagonals import OFFSET
+from headwise.look.measure.evidence import Context
+from headwise.look.measure.questions import HITS, Question
+from headwise.look.profile.best_heads import Best, best_heads
+from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.profile.roles import Support
+from headwise.look.record.buckets import REPORTING
+from headwise.look.writes.writes import copying, promoted
 from headwise.model import AnyModel, quiet
 from headwise.show.claims import VERSION, tell
 from headwise.show.sentence import make_sentence
@@ -32,17 +32,17 @@ SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 
 def make_book(
     profile: Profile, model: AnyModel | None = None, *, name: str = "", sentences: Iterable[Any] = (),
-    importance: Any = None, biography: Any = None, curve: Any = None, claims: Iterable[Any] = (),
+    importance: Any = None, history: Any = None, curve: Any = None, claims: Iterable[Any] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Everything the page shows of a profile, ready for JSON.
 
     With the model itself: its sizes, what its heads write, which look alike. `sentences` are texts, for which the model is
-    run, or what `make_sentence` gave. `importance`, `biography` and `curve` are what the functions of these names give;
+    run, or what `make_sentence` gave. `importance`, `history` and `curve` are what the functions of these names give;
     `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high]. `claims` are results of
     `headwise.lab.run.claims`, or what `headwise.show.claims.tell` gave.
     """
     worth = {} if importance is None else {one["head"]: one for one in importance.to_dict()["heads"]}
-    lives = {} if biography is None else _lives(biography)
+    lives = {} if history is None else _lives(history)
     nearest = {} if model is None else _nearest(model)
     writes = {} if model is None else _writes(model, profile)
     heads = [
@@ -51,7 +51,7 @@ def make_book(
             "writes": writes.get(str(head.address)),
             "nearest": nearest.get(str(head.address), []),
             "importance": worth.get(str(head.address)),
-            "biography": lives.get(str(head.address)),
+            "history": lives.get(str(head.address)),
         }
         for head in profile
     ]
@@ -63,7 +63,7 @@ def make_book(
         "heads": heads,
         "relations": _relations(profile),
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
-        "biography": None if biography is None else {"steps": list(biography.steps), "measures": list(biography.names)},
+        "history": None if history is None else {"steps": list(history.steps), "measures": list(history.names)},
         "curves": _curves(curve),
         "claims": [dict(one) if isinstance(one, Mapping) else tell([one])[0] for one in claims],
         "sentences": [_sentence(model, one) for one in sentences],
@@ -204,12 +204,12 @@ def _relation(profile: Profile, best: Best) -> dict[str, Any]:
     return {**best._asdict(), "scores": [_short(score) for score in scores]}
 
 
-def _lives(biography: Any) -> dict[str, list[list[float | None]]]:
+def _lives(history: Any) -> dict[str, list[list[float | None]]]:
     """Of each head, for each measure, a number for each step."""
-    values = np.asarray(biography.values, dtype=float)  # (steps, heads, measures)
+    values = np.asarray(history.values, dtype=float)  # (steps, heads, measures)
     return {
         head: [[_short(x) for x in values[:, place, m]] for m in range(values.shape[2])]
-        for place, head in enumerate(biography.addresses)
+        for place, head in enumerate(history.addresses)
     }
 
 

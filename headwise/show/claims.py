@@ -31,7 +31,7 @@ def claims_book(results: Iterable["Result"]) -> dict[str, Any]:
         "heads": [],
         "relations": None,
         "importance": None,
-        "biography": None,
+        "history": None,
         "curves": [],
         "claims": tell(results),
         "sentences": [],

@@ -15,9 +15,9 @@ from headwise.change.plan import Plan
 from headwise.change.report import Report, report
 from headwise.change.trial import halves, read_texts
 from headwise.files.whole import whole_folder
-from headwise.look.attend import Attended, attend
-from headwise.look.profile import Note, profile
-from headwise.look.result import HeadProfile, Profile
+from headwise.look.profile.make import Note, profile
+from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.record.attend import Attended, attend
 from headwise.model import AnyModel, Transformer
 from headwise.show.book import make_book
 from headwise.show.figures.sentence import arcs, hardest

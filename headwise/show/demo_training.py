@@ -13,11 +13,11 @@ from headwise.change.rank import Scores
 from headwise.change.report import Report, report
 from headwise.change.trial import halves, read_texts
 from headwise.files.whole import whole_folder
-from headwise.look.attend import attend
-from headwise.look.biography import Biography
-from headwise.look.importance import Importance, importance
-from headwise.look.profile import Note, profile
-from headwise.look.result import Profile
+from headwise.look.profile.history import HeadHistory
+from headwise.look.profile.make import Note, profile
+from headwise.look.profile.result import Profile
+from headwise.look.record.attend import attend
+from headwise.look.worth.importance import Importance, importance
 from headwise.model import AnyModel
 from headwise.show.book import make_book
 from headwise.show.figures.lives import draw_lives
@@ -58,7 +58,7 @@ class Training:
     """What was made, measured and written."""
 
     trained: Trained
-    history: Biography  # its heads, look by look
+    history: HeadHistory  # its heads, look by look
     marks: tuple[Mark, ...]  # what the trained model knows
     profile: Profile
     plan: Plan
@@ -97,7 +97,7 @@ def training(
     """
     size = QUICK if quick else FULL
     with whole_folder(folder, ("report.html",)) as new:  # a folder that cannot be written is told before the work
-        history = Biography()
+        history = HeadHistory()
         trained = _train(size, seed, history, progress)
         model = trained.model
         documents = Corpus.little("held-out", documents=size.documents, seed=1) if size.documents else None
@@ -120,18 +120,18 @@ def training(
         seen.save(new / "profile.npz")
         book = make_book(
             seen, model, name="the demo's decoder", sentences=[sentence, *judging[:2]], importance=worth,
-            biography=history, curve=drawn,
+            history=history, curve=drawn,
         )  # fmt: skip
         write_report(book, new / "report.html")
         files = tuple(sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()))
     return Training(trained, history, exam(model, documents=size.questions), seen, plan, cost, folder, files)
 
 
-def _train(size: Size, seed: int, biography: Biography, progress: bool) -> Trained:
+def _train(size: Size, seed: int, history: HeadHistory, progress: bool) -> Trained:
     recipe = replace(size.recipe, seed=seed)
     texts, valid = little_texts(recipe)
     every = max(1, recipe.steps // size.looks)
-    made = train(size.spec, texts, recipe, valid=valid, call=biography, every=every, progress=progress)
+    made = train(size.spec, texts, recipe, valid=valid, call=history, every=every, progress=progress)
     if made.stopped == "interrupted":  # training ends its step in peace; here that is the end
         raise KeyboardInterrupt
     return made
@@ -157,7 +157,7 @@ def _share(model: AnyModel, scores: Scores, texts: Sequence[str], note: Note | N
     return min(fine, default=1 - 1 / len(model.spec.addresses))
 
 
-def _pictures(folder: Path, model: AnyModel, seen: Profile, drawn: Curve, sentence: str, history: Biography) -> None:
+def _pictures(folder: Path, model: AnyModel, seen: Profile, drawn: Curve, sentence: str, history: HeadHistory) -> None:
     seen.plot.roles().save(folder / "roles.png")
     seen.plot.depth().save(folder / "depth.png")
     draw_pruning(drawn).save(folder / "pruning.png")
@@ -166,14 +166,14 @@ def _pictures(folder: Path, model: AnyModel, seen: Profile, drawn: Curve, senten
     draw_lives(history, _most_learned(history)).save(folder / "lives.png")
 
 
-def _learned(history: Biography) -> list[str]:
+def _learned(history: HeadHistory) -> list[str]:
     """What heads may learn: shares of arcs hit, and induction."""
     return [name for name in history.names if name.endswith("hits") or name == "induction"]
 
 
-def _most_learned(biography: Biography) -> str:
+def _most_learned(history: HeadHistory) -> str:
     """The measure in which some head rose most from the first look to the last."""
-    names = _learned(biography)
-    rose = biography.values[-1] - biography.values[0]  # (heads, measures)
+    names = _learned(history)
+    rose = history.values[-1] - history.values[0]  # (heads, measures)
     most = np.nan_to_num(rose, nan=-1.0).max(0)
-    return max(names, key=lambda name: most[biography.names.index(name)])
+    return max(names, key=lambda name: most[history.names.index(name)])

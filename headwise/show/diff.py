@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headwise.look.result import SHOWN, Profile
+from headwise.look.profile.result import SHOWN, Profile
 from headwise.show.tables import make_table
 
 

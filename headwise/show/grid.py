@@ -2,7 +2,7 @@
 
 from rich.text import Text
 
-from headwise.look.result import HeadProfile, Profile
+from headwise.look.profile.result import HeadProfile, Profile
 from headwise.show.signs import sign
 
 STRONG = {"selective": "", "effective": "bold ", "causal": "bold reverse "}

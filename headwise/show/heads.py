@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from headwise.look.cases import Example
-from headwise.look.diagonals import OFFSET
-from headwise.look.result import HeadProfile, Profile
-from headwise.look.roles import Support
+from headwise.look.measure.cases import Example
+from headwise.look.measure.diagonals import OFFSET
+from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.profile.roles import Support
 from headwise.show.grid import LEGEND, grid
 from headwise.show.signs import sign
 from headwise.show.tables import make_table

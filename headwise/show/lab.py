@@ -10,10 +10,10 @@ from rich.text import Text
 
 from headwise.files.whole import whole_file, whole_folder
 from headwise.lab.claim import WORDS, Claim
-from headwise.lab.figure import At, Figure
+from headwise.lab.engine.figure import At, Figure
+from headwise.lab.experiments.head_sweep import Sweep
 from headwise.lab.lab import SEEN
 from headwise.lab.run import Result
-from headwise.lab.sweep import Sweep
 from headwise.show.claims import claims_book
 from headwise.show.figures.claims import draw_claim, is_drawn
 from headwise.show.report import write_report

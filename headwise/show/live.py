@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
-from headwise.look.attend import Parts
-from headwise.look.inputs import tokenizer_of
+from headwise.look.record.attend import Parts
+from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel, quiet
 from headwise.show.book import make_sentence
 from headwise.show.guard import RequestError

@@ -4,8 +4,8 @@ from html import escape
 from typing import Any
 
 from headwise.heads.head import Head
-from headwise.look.attend import Attended
-from headwise.look.result import HeadProfile, Profile
+from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.record.attend import Attended
 from headwise.show.figures.drawing import COLOURS, FAINT, INK
 from headwise.show.figures.roles import EMPTY, STRENGTH
 from headwise.show.signs import sign

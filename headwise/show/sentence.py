@@ -19,10 +19,10 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
-from headwise.look.attend import Parts
-from headwise.look.attribution import logit_attribution
-from headwise.look.inputs import Unit, read_units, tokenizer_of
-from headwise.look.record import pick
+from headwise.look.record.attend import Parts
+from headwise.look.record.recording import pick
+from headwise.look.record.units import Unit, read_units, tokenizer_of
+from headwise.look.writes.attribution import logit_attribution
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 

@@ -1,7 +1,7 @@
 """One head's story in plain sentences: what it does, how sure that is and against what, and where it looks otherwise."""
 
-from headwise.look.result import HeadProfile, Profile
-from headwise.look.roles import Support
+from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.profile.roles import Support
 
 # What a role means, as the end of "it ...". A relation that is not here is named as it is.
 MEANS = {

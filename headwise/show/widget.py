@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headwise.look.attend import Attended
-from headwise.look.result import Profile
+from headwise.look.profile.result import Profile
+from headwise.look.record.attend import Attended
 from headwise.show.notebook import look_of
 
 

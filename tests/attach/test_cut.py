@@ -137,7 +137,7 @@ def test_groups_of_different_sizes(name: str) -> None:
 @each_cut
 def test_what_is_folded_stands_in_the_bias(case: Case, tmp_path: Path) -> None:
     from headwise.change.cut import cut, fold
-    from headwise.look.ablate import ablated, mean_of, record_z
+    from headwise.look.worth.ablate import ablated, mean_of, record_z
 
     model, given = case.build().double(), case.inputs()
     theirs = hw.attach(model)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import headwise as hw
 from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
-from headwise.look.writes import copying, value_weighted, write_share
+from headwise.look.writes.writes import copying, value_weighted, write_share
 from headwise.text import Tokenizer
 from headwise.text.documents import Document
 from tests.attach.models import BY_NAME
@@ -71,7 +71,7 @@ def test_worth_and_likeness_are_those_of_the_native_model(name: str, tmp_path: P
     for by in ("ablation", "gradient", "attribution"):
         a, b = (hw.importance(model, TEXTS, by=by, check=0) for model in (ours, theirs))
         np.testing.assert_allclose(b.mean, a.mean, atol=1e-5, rtol=0)
-    a, b = (hw.between(model, TEXTS, rows=16) for model in (ours, theirs))
+    a, b = (hw.compare(model, TEXTS, rows=16) for model in (ours, theirs))
     for measure, matrix in a.matrices.items():
         np.testing.assert_allclose(b.matrices[measure], matrix, atol=1e-4, rtol=0)
     assert copying(theirs) == pytest.approx(copying(ours), abs=1e-5)
@@ -94,7 +94,7 @@ def test_families_that_are_not_ours_are_looked_at_all_the_same(name: str) -> Non
     with torch.no_grad(), theirs.heads["1.0"].silenced():  # the loss itself, without the head
         lost = hw.importance(theirs, TEXTS[:1], heads="2.0", how="zero").clean - worth.clean
     assert worth["1.0"].worth == pytest.approx(lost, abs=1e-5)
-    compared = hw.between(theirs, TEXTS, rows=8)
+    compared = hw.compare(theirs, TEXTS, rows=8)
     assert np.isfinite(compared.matrices["js"]).all()
 
 

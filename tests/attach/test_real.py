@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.look.writes import logit_attribution, vocabulary
+from headwise.look.writes.writes import logit_attribution, vocabulary
 from headwise.text.documents import Document
 from tests.parity.real import smollm2_folder, smollm2_oracle
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.look.writes import logit_attribution, vocabulary
+from headwise.look.writes.writes import logit_attribution, vocabulary
 from tests.attach.models import BY_NAME, GROUPED, PLAIN, Case
 from tests.attach.test_look import TEXTS, build, saved
 

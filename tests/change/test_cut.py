@@ -11,7 +11,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.change.cut import cut, fold
 from headwise.errors import HeadwiseError
-from headwise.look.ablate import ablated, mean_activations, mean_of, record_z
+from headwise.look.worth.ablate import ablated, mean_activations, mean_of, record_z
 from headwise.model import Transformer
 from headwise.spec import ModelSpec, SiteAddress, preset, presets
 from headwise.train import Recipe, train

@@ -13,7 +13,7 @@ from scipy.special import expit
 
 from headwise.change.gates import Gates, learn_gates
 from headwise.errors import HeadwiseError
-from headwise.look.importance import importance
+from headwise.look.worth.importance import importance
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress
 from headwise.text.make import add_mask, word_tokenizer

@@ -11,7 +11,7 @@ import torch
 from headwise.change.plan import Folded, Plan, digest
 from headwise.change.prune import prune
 from headwise.errors import HeadwiseError
-from headwise.look.ablate import ablated, mean_activations
+from headwise.look.worth.ablate import ablated, mean_activations
 from headwise.text.corpus import Corpus
 from tests.contract.layers import MODELS, assert_equal, make_model, token_ids
 from tests.look.readers import TEXTS, reading

@@ -11,7 +11,7 @@ from headwise.change.gates import learn_gates
 from headwise.change.plan import Plan
 from headwise.change.prune import prune
 from headwise.errors import HeadwiseError
-from headwise.look.ablate import ablated, mean_activations
+from headwise.look.worth.ablate import ablated, mean_activations
 from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text.corpus import Corpus

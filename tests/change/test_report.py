@@ -22,7 +22,7 @@ from headwise.change.report import Size, report
 from headwise.change.timing import Timing
 from headwise.change.trial import Trial, halves, read_texts
 from headwise.errors import HeadwiseError
-from headwise.look.sweep import pass_cost
+from headwise.look.worth.sweep import pass_cost
 from headwise.model import Transformer
 from headwise.show.figures.tradeoff import draw_pruning
 from headwise.show.prune import show_report

@@ -49,7 +49,7 @@ def test_before_the_work_begins(
     def begun(*_: object, **__: object) -> None:
         raise AssertionError("the work has begun")
 
-    monkeypatch.setattr("headwise.look.profile.profile", begun)
+    monkeypatch.setattr("headwise.look.profile.make.profile", begun)
     assert said in refused(folder, *options)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.look.result import Profile
+from headwise.look.profile.result import Profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

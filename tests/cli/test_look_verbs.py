@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.result import Profile
+from headwise.look.profile.result import Profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise.change.trial import halves
-from headwise.look.ablate import mean_activations
+from headwise.look.worth.ablate import mean_activations
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

@@ -154,7 +154,7 @@ def test_trouble_is_one_line(folder: str, texts: str, tmp_path: Path) -> None:
 
 def test_breaking_off_leaves_nothing_behind(folder: str, texts: str, tmp_path: Path) -> None:
     code = (
-        "import sys, headwise.look.importance as worth\n"
+        "import sys, headwise.look.worth.importance as worth\n"
         "def stop(*_, **__): raise KeyboardInterrupt\n"
         "worth.importance = stop\n"
         f"sys.argv = ['headwise', 'prune', {folder!r}, {texts!r}, '--keep', '0.5', '--out', {str(tmp_path / 'out')!r}]\n"

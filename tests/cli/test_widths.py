@@ -8,8 +8,8 @@ import torch
 
 import headwise as hw
 from headwise.cli import VERBS
-from headwise.look.profile import profile
-from headwise.look.roles import Support
+from headwise.look.profile.make import profile
+from headwise.look.profile.roles import Support
 from headwise.show.heads import show_head, show_profile, show_role
 from headwise.show.tables import Sheet
 from headwise.spec import AttentionSpec, ModelSpec

@@ -22,12 +22,12 @@ from headwise.change.curve import curve
 from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
 from headwise.change.trial import Trial
-from headwise.lab.claims.ensemble import average_loss
-from headwise.look.attribution import logit_attribution
-from headwise.look.decode import decodable
-from headwise.look.runs import mean_activations
-from headwise.look.variability import variability
-from headwise.look.writes import value_weighted, vocabulary, write_share
+from headwise.lab.experiments.claims.ensemble import average_loss
+from headwise.look.measure.variability import variability
+from headwise.look.worth.outputs import mean_activations
+from headwise.look.writes.attribution import logit_attribution
+from headwise.look.writes.decode import decodable
+from headwise.look.writes.writes import value_weighted, vocabulary, write_share
 from headwise.model import Transformer
 from headwise.model.parts import Embedding
 from headwise.show.live import Live
@@ -106,7 +106,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "importance by attribution": lambda model: hw.importance(model, PLAIN, by="attribution"),
     "ablated": without,
     "record": recorded,
-    "between": lambda model: hw.between(model, DOCUMENTS, rows=64),
+    "between": lambda model: hw.compare(model, DOCUMENTS, rows=64),
     "attend": lambda model: hw.attend(model, TEXT),
     "value_weighted": lambda model: value_weighted(model, TEXT, "1.0"),
     "write_share": lambda model: write_share(model, PLAIN),
@@ -114,7 +114,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "logit_attribution": lambda model: logit_attribution(model, TEXT, "dog"),
     "variability": lambda model: variability(model, PLAIN),
     "decodable": lambda model: decodable(model, DOCUMENTS),
-    "biography": lambda model: hw.Biography()(model, 0),
+    "history": lambda model: hw.HeadHistory()(model, 0),
     "prune": lambda model: hw.prune(model, keep=0.5, on=PLAIN),
     "gates": lambda model: learn_gates(model, PLAIN, keep=0.5, steps=2),
     "curve": lambda model: curve(model, PLAIN[:4], PLAIN[4:], keeps=(0.5,), seeds=1, bys=("ablation", "random")),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
-from headwise.kernels import Alibi, alibi_slopes, allow, causal, document, padding, per_head, window
+from headwise.kernels import Alibi, Mask, alibi_slopes, causal, document_mask, padding_mask, per_head, window
 from tests.contract.variants import (
     FIXED,
     FLOATS,
@@ -84,7 +84,7 @@ COINS = torch.rand(2, 6, 7, 7, generator=torch.Generator().manual_seed(0)) < 0.5
 PLAIN = {
     "everything visible": ({}, {}),
     "causal": ({"mask": causal()}, {"is_causal": True}),
-    "bool mask": ({"mask": allow(COINS | LOWER)}, {"attn_mask": COINS | LOWER}),
+    "bool mask": ({"mask": Mask.of(COINS | LOWER)}, {"attn_mask": COINS | LOWER}),
     "float mask": ({"bias": COINS.double()}, {"attn_mask": COINS.double()}),
     "scale": ({"scale": 0.5}, {"scale": 0.5}),
 }
@@ -123,12 +123,12 @@ ONE_BY_ONE: dict[str, dict] = {
     "causal, negative offset": {"mask": causal(offset=-3)},
     "window": {"mask": window(3)},
     "window ahead": {"mask": window(2, ahead=4)},
-    "padding": {"mask": padding(coins(B, S))},
-    "document": {"mask": document(torch.arange(B * S).view(B, S) // 4, torch.arange(B * T).view(B, T) // 3)},
-    "per head": {"mask": per_head([causal(), window(2), padding(coins(B, S)), causal(1), window(1), causal(-2)])},
-    "allow, with empty rows": {"mask": allow(coins(B, H, T, S) & coins(B, H, T, 1))},
-    "and": {"mask": causal() & window(3) & padding(coins(B, S))},
-    "or": {"mask": (causal() & window(2)) | padding(torch.arange(S)[None] < 2)},
+    "padding": {"mask": padding_mask(coins(B, S))},
+    "document": {"mask": document_mask(torch.arange(B * S).view(B, S) // 4, torch.arange(B * T).view(B, T) // 3)},
+    "per head": {"mask": per_head([causal(), window(2), padding_mask(coins(B, S)), causal(1), window(1), causal(-2)])},
+    "allow, with empty rows": {"mask": Mask.of(coins(B, H, T, S) & coins(B, H, T, 1))},
+    "and": {"mask": causal() & window(3) & padding_mask(coins(B, S))},
+    "or": {"mask": (causal() & window(2)) | padding_mask(torch.arange(S)[None] < 2)},
     "alibi": {"mask": causal(), "bias": Alibi(alibi_slopes(H))},
     "bias": {"bias": numbers(1, H, T, S)},
     "learned bias": {"bias": numbers(B, 1, T, S).requires_grad_()},
@@ -204,12 +204,12 @@ def hide(index: tuple) -> Tensor:
 
 
 NOWHERE: dict[str, dict] = {
-    "one row": {"mask": allow(hide((slice(None), slice(None), 4)))},
-    "one row of a head": {"mask": allow(hide((1, 2, 4)))},
-    "one head": {"mask": per_head([causal(), allow(torch.zeros(1, 1, dtype=torch.bool)), *[window(3)] * 4])},
-    "one batch row": {"mask": padding(torch.tensor([[1] * S, [0] * S])) & causal()},
+    "one row": {"mask": Mask.of(hide((slice(None), slice(None), 4)))},
+    "one row of a head": {"mask": Mask.of(hide((1, 2, 4)))},
+    "one head": {"mask": per_head([causal(), Mask.of(torch.zeros(1, 1, dtype=torch.bool)), *[window(3)] * 4])},
+    "one batch row": {"mask": padding_mask(torch.tensor([[1] * S, [0] * S])) & causal()},
     "the first rows, by offset": {"mask": causal(offset=-3)},
-    "everything, by tensor": {"mask": allow(torch.zeros(T, S, dtype=torch.bool))},
+    "everything, by tensor": {"mask": Mask.of(torch.zeros(T, S, dtype=torch.bool))},
     "everything, by offset": {"mask": causal(offset=-T)},
     "everything, by a far window": {"mask": window(2, ahead=0, offset=S + 5)},
     "one row, by bias": {"bias": torch.zeros(B, H, T, S).masked_fill(~hide((0, 1, 4)), -torch.inf)},
@@ -221,7 +221,7 @@ NOWHERE: dict[str, dict] = {
 
 
 def rows_that_see_nothing(options: dict) -> Tensor:
-    visible = options.get("mask", allow(torch.ones(1, 1, dtype=torch.bool))).dense(T, S).expand(B, H, T, S)
+    visible = options.get("mask", Mask.of(torch.ones(1, 1, dtype=torch.bool))).dense(T, S).expand(B, H, T, S)
     return ~(visible & (options.get("bias", torch.zeros(1)) > -torch.inf)).any(-1)  # (B, H, T)
 
 
@@ -247,7 +247,7 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(
 # What the fused kernel does with inputs too large for one mask.
 
 
-BEHIND_PADDING = causal() & padding(torch.arange(137) > torch.tensor([[3], [70]]))
+BEHIND_PADDING = causal() & padding_mask(torch.arange(137) > torch.tensor([[3], [70]]))
 TOO_LARGE: dict[str, tuple[int, dict]] = {  # how many rows at a time, and the call
     "padding": (64, {"mask": BEHIND_PADDING}),
     "alibi": (64, {"mask": causal(offset=2), "bias": Alibi(alibi_slopes(3))}),
@@ -277,7 +277,7 @@ def test_fused_in_blocks_of_rows_equals_reference(
 @each_float
 def test_fused_skips_a_whole_tile_of_hidden_keys(dtype: torch.dtype) -> None:
     """Left padding longer than the 512 keys a flash kernel takes at a time, so that its first tile is all −inf."""
-    call = random_call(1, 2, 3, 1031, mask=padding(torch.arange(1031)[None] >= 1019)).to(dtype)
+    call = random_call(1, 2, 3, 1031, mask=padding_mask(torch.arange(1031)[None] >= 1019)).to(dtype)
     want = run_both_ways(oracle, call.to(torch.float64))
     assert_close(run_both_ways(KERNELS["fused"], call), want, TOLERANCE[dtype])
 

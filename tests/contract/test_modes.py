@@ -13,12 +13,12 @@ from headwise.change.curve import curve
 from headwise.change.gates import learn_gates
 from headwise.change.report import report
 from headwise.change.trial import Trial
-from headwise.look.attribution import logit_attribution
-from headwise.look.clark import coreference
-from headwise.look.decode import decodable
-from headwise.look.runs import mean_activations, record_z
-from headwise.look.variability import variability
-from headwise.look.writes import value_weighted, vocabulary, write_share
+from headwise.look.measure.variability import variability
+from headwise.look.profile.best_heads import coreference
+from headwise.look.worth.outputs import mean_activations, record_z
+from headwise.look.writes.attribution import logit_attribution
+from headwise.look.writes.decode import decodable
+from headwise.look.writes.writes import value_weighted, vocabulary, write_share
 from headwise.show.live import Live
 from headwise.team.team import Team
 from headwise.text.documents import Document
@@ -63,7 +63,7 @@ def evaluated(model: Any) -> None:
 VERBS: dict[str, Callable[[Any], object]] = {
     "attend": lambda model: hw.attend(model, SHORT[0]),
     "profile": lambda model: hw.profile(model, SHORT, causal=False),
-    "between": lambda model: hw.between(model, SHORT, rows=8),
+    "between": lambda model: hw.compare(model, SHORT, rows=8),
     "importance": lambda model: hw.importance(model, SHORT),
     "importance, gradient": lambda model: hw.importance(model, SHORT, by="gradient"),
     "importance, attribution": lambda model: hw.importance(model, SHORT, by="attribution", check=2),
@@ -76,7 +76,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "value_weighted": lambda model: value_weighted(model, SHORT[0], "1.1"),
     "write_share": lambda model: write_share(model, SHORT),
     "coreference": lambda model: coreference(model, CASES),
-    "Biography": lambda model: hw.Biography(SHORT, relations=False)(model, 0),
+    "HeadHistory": lambda model: hw.HeadHistory(SHORT, relations=False)(model, 0),
     "learn_gates": lambda model: learn_gates(model, SHORT, keep=0.5, steps=2),
     "Plan.make": lambda model: hw.Plan.make(model, keep=0.5, on=SHORT),
     "Trial": lambda model: Trial.of(model, SHORT),
@@ -89,7 +89,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "exam": lambda model: exam(model, documents=40),
     "evaluate": evaluated,
 }
-ANYONES = sorted(VERBS.keys() - {"Biography", "exam", "evaluate"})  # those are for our own models
+ANYONES = sorted(VERBS.keys() - {"HeadHistory", "exam", "evaluate"})  # those are for our own models
 
 
 def mixed(model: Any) -> dict[str, bool]:

@@ -16,7 +16,7 @@ import torch
 from onnx.backend.test.case.node import collect_testcases
 from torch import Tensor
 
-from headwise.kernels import BACKENDS, Mask, Terms, allow, causal, make_terms, maps, padding, run, window
+from headwise.kernels import BACKENDS, Mask, Terms, causal, make_terms, maps, padding_mask, run, window
 from headwise.kernels.terms import raw_scores, spread, visible_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:onnx.*", "ignore::DeprecationWarning:onnx.*")
@@ -115,16 +115,16 @@ def where_to_look(case: Case, T: int, S: int) -> tuple[list[Mask], Tensor | None
         shown = torch.nn.functional.pad(shown, (0, S - shown.shape[-1]), value=hidden)
         shown = shown[(None,) * (4 - shown.ndim)]  # broadcast from the right: three axes are (heads, T, S)
         if shown.dtype == torch.bool:
-            masks.append(allow(shown))
+            masks.append(Mask.of(shown))
         else:
             bias = shown
     lengths = given.get("nonpad_kv_seqlen")
     if lengths is not None:
-        masks.append(padding(torch.arange(S) < lengths[:, None]))
+        masks.append(padding_mask(torch.arange(S) < lengths[:, None]))
         # Each batch row has a place of its own, which our causal and window masks have not: one dense plane each.
         offsets = [int(length) - T for length in lengths]
         planes = [place_masks(attributes, offset) for offset in offsets]
-        masks += [allow(torch.cat([mask.dense(T, S) for mask in row])) for row in zip(*planes, strict=True)]
+        masks += [Mask.of(torch.cat([mask.dense(T, S) for mask in row])) for row in zip(*planes, strict=True)]
     else:
         past = given["past_key"].shape[2] if "past_key" in given else 0
         masks += place_masks(attributes, past)

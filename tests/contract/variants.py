@@ -12,13 +12,12 @@ from headwise.kernels import (
     Alibi,
     Mask,
     alibi_slopes,
-    allow,
     attention,
     blockwise,
     causal,
-    document,
+    document_mask,
     make_terms,
-    padding,
+    padding_mask,
     per_head,
     reference,
     window,
@@ -149,7 +148,7 @@ def allowed(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Mask:
     full = (B, H, T, S)
     shape = draw(st.sampled_from([full, (B, T, S), (T, S), (1, H, T, S), (B, 1, 1, S), (B, H, T, 1), (1, 1, 1, 1)]))
     tensor = draw(coins(*shape))
-    return allow(tensor & draw(coins(*shape[:-1], 1)) if draw(st.booleans()) else tensor)
+    return Mask.of(tensor & draw(coins(*shape[:-1], 1)) if draw(st.booleans()) else tensor)
 
 
 def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
@@ -160,9 +159,9 @@ def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
     return st.one_of(
         st.builds(causal, offsets),
         st.builds(window, sizes, st.none() | st.integers(0, S), offsets),
-        st.builds(padding, batches.flatmap(lambda batch: coins(batch, S, share=0.7))),
+        st.builds(padding_mask, batches.flatmap(lambda batch: coins(batch, S, share=0.7))),
         st.builds(
-            lambda batch, draws: document(
+            lambda batch, draws: document_mask(
                 torch.randint(3, (batch, S), generator=draws), torch.randint(3, (batch, T), generator=draws)
             ),
             batches,

@@ -9,7 +9,7 @@ from torch import nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads import GrowingCache, MultiHeadAttention
-from headwise.kernels import BACKENDS, allow, causal, padding, per_head
+from headwise.kernels import BACKENDS, Mask, causal, padding_mask, per_head
 from headwise.spec import AttentionSpec
 from tests.contract.layers import HEADS, LAYERS, PLAIN, WIDTH, B, S, T, assert_equal, call, make_layer, numbers
 
@@ -149,7 +149,7 @@ def test_the_norm_of_a_silent_write_has_a_finite_gradient() -> None:
 WHYS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "plain": ({}, {}, "fused", "every query sees every key"),
     "causal": ({}, {"mask": causal()}, "fused", "plain causal attention, by the kernel's own flag"),
-    "padding": ({}, {"mask": padding(torch.ones(1, 16, dtype=torch.bool))}, "fused", "handed over in blocks of rows"),
+    "padding": ({}, {"mask": padding_mask(torch.ones(1, 16, dtype=torch.bool))}, "fused", "handed over in blocks of rows"),
     "sink": ({"softmax": "sink"}, {}, "fused", "the sink rides on one more key"),
     "alibi": ({"alibi": True}, {}, "fused", "the bias is added"),
     "softcap": ({"softcap": 3.0}, {}, "batched", "scores are capped"),
@@ -202,10 +202,10 @@ def test_a_layer_born_without_heads_has_nothing_to_lean() -> None:
 
 
 NOWHERE = {
-    "a row": allow(torch.tensor([[True] * 4, [False] * 4, [True] * 4, [True] * 4])),
-    "a head": per_head([causal(), allow(torch.zeros(4, 4, dtype=torch.bool)), causal(), causal()]),
-    "an example": padding(torch.tensor([[True] * 4, [False] * 4])),
-    "everything": allow(torch.zeros(1, 1, dtype=torch.bool)),
+    "a row": Mask.of(torch.tensor([[True] * 4, [False] * 4, [True] * 4, [True] * 4])),
+    "a head": per_head([causal(), Mask.of(torch.zeros(4, 4, dtype=torch.bool)), causal(), causal()]),
+    "an example": padding_mask(torch.tensor([[True] * 4, [False] * 4])),
+    "everything": Mask.of(torch.zeros(1, 1, dtype=torch.bool)),
 }
 
 
@@ -236,11 +236,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"mask must be a Mask, got Tensor; wrap a tensor with hw\.allow",
     ),
     "mask shape": (
-        lambda layer: layer(torch.zeros(2, 3, 8), mask=allow(torch.ones(4, 3).bool())),
+        lambda layer: layer(torch.zeros(2, 3, 8), mask=Mask.of(torch.ones(4, 3).bool())),
         r"the mask is \(1, 1, 4, 3\) but the call is \(2, 2, 3, 3\)",
     ),
     "padding shape": (
-        lambda layer: layer(torch.zeros(2, 3, 8), mask=padding(torch.ones(2, 4).bool())),
+        lambda layer: layer(torch.zeros(2, 3, 8), mask=padding_mask(torch.ones(2, 4).bool())),
         r"the padding mask is \(2, 4\) but there are 3 keys in a batch of 2",
     ),
     "masks per head": (

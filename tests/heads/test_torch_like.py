@@ -240,8 +240,8 @@ def test_back_to_torch_with_everything_it_has() -> None:
     ("given", "named", "said"),
     [
         (3, {}, r"3 tensors were given: write layer\(x\) for self-attention"),
-        (1, {"key_padding_mask": PAD}, r"for key_padding_mask= write mask=hw.padding\(~key_padding_mask\)"),
-        (1, {"attn_mask": HIDE}, r"for attn_mask= write mask=hw.allow\(~attn_mask\)"),
+        (1, {"key_padding_mask": PAD}, r"for key_padding_mask= write mask=hw.padding_mask\(~key_padding_mask\)"),
+        (1, {"attn_mask": HIDE}, r"for attn_mask= write mask=hw.Mask.of\(~attn_mask\)"),
         (1, {"need_weights": True}, r"for need_weights= write layer.attention_weights\(x"),
         (1, {"is_causal": True}, r"for is_causal= write mask=hw.causal\(\)"),
         (1, {"maks": None}, "no argument 'maks'; did you mean mask"),
@@ -269,13 +269,13 @@ def test_weights_by_head_are_those_of_the_recording() -> None:
 
 
 PORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the table of docs/heads.md: torch's call, and ours
-    "padding": ({"key_padding_mask": PAD}, {"mask": hw.padding(~PAD)}),
+    "padding": ({"key_padding_mask": PAD}, {"mask": hw.padding_mask(~PAD)}),
     "float padding": (
         {"key_padding_mask": CALLS["float padding"]["key_padding_mask"]},
         {"bias": CALLS["float padding"]["key_padding_mask"][:, None, None]},
     ),
-    "bool": ({"attn_mask": HIDE}, {"mask": hw.allow(~HIDE)}),
-    "bool for each head": ({"attn_mask": HIDE_EACH}, {"mask": hw.allow(~HIDE_EACH.unflatten(0, (-1, H)))}),
+    "bool": ({"attn_mask": HIDE}, {"mask": hw.Mask.of(~HIDE)}),
+    "bool for each head": ({"attn_mask": HIDE_EACH}, {"mask": hw.Mask.of(~HIDE_EACH.unflatten(0, (-1, H)))}),
     "float": ({"attn_mask": CALLS["float"]["attn_mask"]}, {"bias": CALLS["float"]["attn_mask"][None, None]}),
     "float for each head": (
         {"attn_mask": CALLS["float for each head"]["attn_mask"]},

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention, from_torch, to_torch
-from headwise.kernels import allow, causal
+from headwise.kernels import Mask, causal
 from headwise.kernels.torch_masks import from_mha, from_mha_padding
 from tests.contract.layers import HEADS, WIDTH, B, S, T, assert_equal, numbers
 
@@ -26,7 +26,7 @@ TORCH_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding": ({"key_padding_mask": HIDDEN}, {"mask": from_mha_padding(HIDDEN)}),
     "both": (
         {"key_padding_mask": HIDDEN, "attn_mask": AHEAD},
-        {"mask": allow(~AHEAD) & from_mha_padding(HIDDEN)},
+        {"mask": Mask.of(~AHEAD) & from_mha_padding(HIDDEN)},
     ),
 }
 TORCH_LAYERS: dict[str, dict[str, Any]] = {

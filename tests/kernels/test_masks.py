@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
-from headwise.kernels import Mask, allow, attention, causal, document, padding, per_head, window
+from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window
 from headwise.kernels.torch_masks import from_mha, from_mha_padding, from_sdpa, to_mha, to_sdpa
 from tests.contract.variants import BATCHES, FIXED, TOKENS, masks
 
@@ -62,8 +62,8 @@ def test_window_looks_fewer_than_size_back_and_at_most_ahead(
 def test_padding_looks_at_real_tokens_only(T: int, S: int) -> None:
     real = coins(B, S)
     want = loop(T, S, lambda b, h, i, j: bool(real[b, j]))
-    assert torch.equal(dense(padding(real), T, S), want)
-    assert torch.equal(dense(padding(real.int()), T, S), want), "1 is as good as True"
+    assert torch.equal(dense(padding_mask(real), T, S), want)
+    assert torch.equal(dense(padding_mask(real.int()), T, S), want), "1 is as good as True"
 
 
 @each_size
@@ -71,12 +71,12 @@ def test_document_looks_inside_its_own_document_only(T: int, S: int) -> None:
     draws = torch.Generator().manual_seed(4)
     keys_of, queries_of = torch.randint(3, (B, S), generator=draws), torch.randint(3, (B, T), generator=draws)
     want = loop(T, S, lambda b, h, i, j: bool(queries_of[b, i] == keys_of[b, j]))
-    assert torch.equal(dense(document(keys_of, queries_of), T, S), want)
+    assert torch.equal(dense(document_mask(keys_of, queries_of), T, S), want)
 
 
 def test_document_takes_the_keys_numbers_for_the_queries_too() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 0]])
-    assert torch.equal(dense(document(ids), 5, 5), loop(5, 5, lambda b, h, i, j: bool(ids[b, i] == ids[b, j])))
+    assert torch.equal(dense(document_mask(ids), 5, 5), loop(5, 5, lambda b, h, i, j: bool(ids[b, i] == ids[b, j])))
 
 
 def test_per_head_gives_each_head_its_own() -> None:
@@ -85,7 +85,7 @@ def test_per_head_gives_each_head_its_own() -> None:
     def sees(b: int, h: int, i: int, j: int) -> bool:
         return (j <= i + 4, abs(i + 4 - j) < 2, bool(real[b, j]))[h]
 
-    mask = per_head([causal(), window(2), padding(real)])
+    mask = per_head([causal(), window(2), padding_mask(real)])
     assert torch.equal(dense(mask, 7, 11), loop(7, 11, sees))
 
 
@@ -94,7 +94,7 @@ def test_allow_takes_two_three_or_four_axes(shape: tuple[int, ...]) -> None:
     tensor = coins(*shape)
     batch_and_heads = {2: (1, 1), 3: (shape[0], 1), 4: shape[:2]}[len(shape)]
     full = tensor.reshape(*batch_and_heads, *shape[-2:]).expand(B, H, 7, 11)
-    assert torch.equal(dense(allow(tensor), 7, 11), full)
+    assert torch.equal(dense(Mask.of(tensor), 7, 11), full)
 
 
 # Their promises. A kernel skips work on the strength of them, so none may ever claim something false.
@@ -132,7 +132,7 @@ def test_full_and_never_empty_are_claimed_where_it_matters() -> None:
     """Sound is not enough: these calls stay on the quickest path because the mask knows itself."""
     assert causal().is_full(1, 11), "one query at the end of a cache sees everything"
     assert window(11).is_full(7, 11)
-    for mask in (causal(), window(3), causal() & window(3), causal() | padding(coins(B, 11))):
+    for mask in (causal(), window(3), causal() & window(3), causal() | padding_mask(coins(B, 11))):
         assert not mask.may_be_empty(7, 11)
 
 
@@ -218,9 +218,9 @@ def test_from_sdpa_computes_what_sdpa_computes(shape: tuple[int, ...], kind: str
 def our_masks() -> dict[str, Mask]:
     return {
         "one plane": causal() & window(4),
-        "batch rows differ": causal() & padding(seen_by_all((B, S))),
-        "heads differ": per_head([causal(), window(2), allow(seen_by_all((T, S)))]),
-        "both differ": allow(seen_by_all((B, H, T, S))),
+        "batch rows differ": causal() & padding_mask(seen_by_all((B, S))),
+        "heads differ": per_head([causal(), window(2), Mask.of(seen_by_all((T, S)))]),
+        "both differ": Mask.of(seen_by_all((B, H, T, S))),
     }
 
 
@@ -301,31 +301,34 @@ def call_with(mask: Mask) -> Callable[[], object]:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "window of nothing": (lambda: window(0), "a window has a size of at least 1 and looks ahead 0 or more, got 0 and"),
     "window ahead of itself": (lambda: window(3, ahead=-1), "looks ahead 0 or more, got 3 and -1"),
-    "padding of one axis": (lambda: padding(coins(S)), r"\(batch, keys\), True at real tokens; got shape \(11,\)"),
-    "additive padding": (lambda: padding(torch.zeros(B, S)), "True where a query may look, got torch.float32"),
-    "additive mask": (lambda: allow(torch.zeros(T, S)), "pass additive scores as bias="),
-    "documents of one axis": (lambda: document(torch.zeros(S)), r"\(batch, tokens\); got shape \(11,\)"),
+    "padding of one axis": (lambda: padding_mask(coins(S)), r"\(batch, keys\), True at real tokens; got shape \(11,\)"),
+    "additive padding": (lambda: padding_mask(torch.zeros(B, S)), "True where a query may look, got torch.float32"),
+    "additive mask": (lambda: Mask.of(torch.zeros(T, S)), "pass additive scores as bias="),
+    "documents of one axis": (lambda: document_mask(torch.zeros(S)), r"\(batch, tokens\); got shape \(11,\)"),
     "no masks": (lambda: per_head([]), "needs at least one mask"),
-    "a tensor among masks": (lambda: per_head([coins(T, S)]), r"got Tensor; wrap a tensor with hw.allow"),  # pyright: ignore
+    "a tensor among masks": (lambda: per_head([coins(T, S)]), r"got Tensor; wrap a tensor with hw.Mask.of"),  # pyright: ignore
     "a tensor after &": (lambda: causal() & coins(T, S), "expected a mask, got Tensor"),  # pyright: ignore
-    "mask of one axis": (lambda: allow(coins(S)), r"\(T, S\), \(B, T, S\) or \(B, H, T, S\); got shape \(11,\)"),
+    "mask of one axis": (lambda: Mask.of(coins(S)), r"\(T, S\), \(B, T, S\) or \(B, H, T, S\); got shape \(11,\)"),
     "padding too short": (
-        call_with(padding(coins(B, 5))),
+        call_with(padding_mask(coins(B, 5))),
         r"padding mask is \(2, 5\) but there are 11 keys in a batch",
     ),
-    "padding for others": (call_with(padding(coins(5, S))), r"\(5, 11\) but there are 11 keys in a batch of 2"),
+    "padding for others": (call_with(padding_mask(coins(5, S))), r"\(5, 11\) but there are 11 keys in a batch of 2"),
     "documents of keys only": (
-        call_with(document(torch.zeros(B, S))),
+        call_with(document_mask(torch.zeros(B, S))),
         r"document numbers of the queries are \(2, 11\) but there are 7 queries",
     ),
     "too few heads": (call_with(per_head([causal()] * 2)), "has 2 masks but there are 3 heads"),
     "mask of swapped axes": (
-        call_with(allow(coins(S, T))),
+        call_with(Mask.of(coins(S, T))),
         r"the mask is \(1, 1, 11, 7\) but the call is \(2, 3, 7, 11\)",
     ),
-    "a misfit inside &": (call_with(causal() & padding(coins(B, 5))), "there are 11 keys"),
-    "a misfit for one head": (call_with(per_head([causal(), padding(coins(B, 5)), causal()])), "there are 11 keys"),
-    "a bare tensor": (call_with(coins(T, S)), r"mask must be a Mask, got Tensor; wrap a tensor with hw.allow"),  # pyright: ignore
+    "a misfit inside &": (call_with(causal() & padding_mask(coins(B, 5))), "there are 11 keys"),
+    "a misfit for one head": (
+        call_with(per_head([causal(), padding_mask(coins(B, 5)), causal()])),
+        "there are 11 keys",
+    ),
+    "a bare tensor": (call_with(coins(T, S)), r"mask must be a Mask, got Tensor; wrap a tensor with hw.Mask.of"),  # pyright: ignore
     "heads that do not divide": (
         lambda: from_mha(coins(5, T, S), heads=H),
         "5 leading rows, not a multiple of 3 heads",

@@ -3,9 +3,9 @@
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.lab.depth import LAYERS, deep, same_cut
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.depth import LAYERS, deep, same_cut
 from headwise.lab.lab import Lab, Size
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
 
 
 def test_student_interval_of_three_seeds():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.lab.lookups import LookUps, Reader, learn_lookups, marks
+from headwise.lab.experiments.lookups import LookUps, Reader, learn_lookups, marks
 
 SYMBOLS, LENGTH = 5, 6
 SHARP = 30.0  # a score that leaves nothing to the other places

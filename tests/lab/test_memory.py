@@ -1,7 +1,7 @@
 import torch
 
-from headwise.lab.memory import rise
-from headwise.lab.pool import apart
+from headwise.lab.engine.memory import rise
+from headwise.lab.engine.pool import apart
 
 MB = 2**18  # numbers of float32
 

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 
 from headwise.lab.claim import WORDS
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
 from headwise.lab.registry import all_claims
 
 

@@ -8,9 +8,10 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.lab import make, run
+from headwise.lab import run
 from headwise.lab.claim import Verdict
-from headwise.lab.figure import Figures
+from headwise.lab.engine import make
+from headwise.lab.engine.figure import Figures
 from headwise.lab.lab import Size
 from headwise.lab.registry import all_claims, find_claims
 from headwise.spec import AttentionSpec, ModelSpec

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
+from headwise.lab.engine.make import make
+from headwise.lab.engine.pool import train_all
+from headwise.lab.engine.store import DONE, Store
+from headwise.lab.experiments.head_sweep import check_heads, depth_or_heads, head_sweep
 from headwise.lab.lab import Lab, Size
-from headwise.lab.make import make
-from headwise.lab.pool import train_all
-from headwise.lab.store import DONE, Store
-from headwise.lab.sweep import check_heads, depth_or_heads, sweep
 
 TINY: dict[str, Any] = {"width": 16, "steps": 8, "batch": 4, "processes": 1}
 
@@ -51,7 +51,7 @@ def test_head_counts_that_do_not_divide_are_refused_with_the_nearest():
 
 def test_a_sweep_and_the_same_again(cache):
     notes = []
-    first = sweep([1, 16], seeds=1, cache=cache, note=lambda *told: notes.append(told), **TINY)
+    first = head_sweep([1, 16], seeds=1, cache=cache, note=lambda *told: notes.append(told), **TINY)
     assert [(row.heads, row.head_dim) for row in first.rows] == [(1, 16), (16, 1)]
     assert first.rows[0].parameters == first.rows[1].parameters  # at constant heads × head_dim
     assert ("training 2 models", 16, 16) in notes
@@ -63,13 +63,13 @@ def test_a_sweep_and_the_same_again(cache):
 
     written = {path: path.stat().st_mtime_ns for path in cache.glob(f"points/*/{DONE}")}
     assert len(written) == 2
-    again = sweep([1, 16], seeds=1, cache=cache, note=lambda *told: pytest.fail("nothing is left to do"), **TINY)
+    again = head_sweep([1, 16], seeds=1, cache=cache, note=lambda *told: pytest.fail("nothing is left to do"), **TINY)
     assert again == first
     assert written == {path: path.stat().st_mtime_ns for path in cache.glob(f"points/*/{DONE}")}
 
 
 def test_at_constant_head_dim_heads_add_parameters(cache, here):
-    made = sweep([1, 3], head_dim=4, seeds=1, cache=cache, **TINY)
+    made = head_sweep([1, 3], head_dim=4, seeds=1, cache=cache, **TINY)
     # a head of 4 channels: 4 matrices of 16 × 4, in 2 layers
     assert made.rows[1].parameters - made.rows[0].parameters == 2 * 2 * 4 * 16 * 4
 
@@ -85,7 +85,7 @@ def test_depth_or_heads_cuts_alike(cache, here):
 
 
 def test_a_run_that_diverged_is_a_row_like_others(cache, here):
-    made = sweep([2], seeds=2, cache=cache, **{**TINY, "rate": 1e30})
+    made = head_sweep([2], seeds=2, cache=cache, **{**TINY, "rate": 1e30})
     assert made.rows[0].loss.mean == float("inf")
     assert made.rows[0].marks == made.rows[0].diversity == {}
     assert made.curves == {"2": []}
@@ -94,20 +94,20 @@ def test_a_run_that_diverged_is_a_row_like_others(cache, here):
 
 def test_the_little_language_is_read_in_words_and_whole(cache):
     with pytest.raises(HeadwiseError, match="read in words, got tokenizer 'byte'"):
-        sweep([1], tokenizer="byte", cache=cache, **TINY)
+        head_sweep([1], tokenizer="byte", cache=cache, **TINY)
     with pytest.raises(HeadwiseError, match="a context of 128 tokens, got 16"):
-        sweep([1], context=16, cache=cache, **TINY)
+        head_sweep([1], context=16, cache=cache, **TINY)
     with pytest.raises(HeadwiseError, match="at least 1, got 16 and 0"):
-        sweep([1], head_dim=0, cache=cache, **TINY)
+        head_sweep([1], head_dim=0, cache=cache, **TINY)
 
 
 def test_another_text(cache, tmp_path, here):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 200)
-    first = sweep([2], text=text, context=16, seeds=1, cache=cache, **TINY)
+    first = head_sweep([2], text=text, context=16, seeds=1, cache=cache, **TINY)
     assert first.rows[0].marks == {}
     text.write_text("a dog ran in a park and back. " * 200)  # the same name, another text: another point
-    assert sweep([2], text=text, context=16, seeds=1, cache=cache, **TINY).rows[0].loss != first.rows[0].loss
+    assert head_sweep([2], text=text, context=16, seeds=1, cache=cache, **TINY).rows[0].loss != first.rows[0].loss
 
 
 def test_a_point_is_the_same_whoever_trains_it(tmp_path):
@@ -143,7 +143,7 @@ def test_no_space_is_said_before_the_work(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
     with pytest.raises(HeadwiseError, match=r"no space for the cache.*MB.*--cache"):
-        sweep([1], seeds=1, cache=tmp_path, **TINY)
+        head_sweep([1], seeds=1, cache=tmp_path, **TINY)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
@@ -164,9 +164,9 @@ def test_a_damaged_note_is_named(tmp_path):
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number):
     """Stopped in the middle of its second point: the first is not trained again, the second goes on."""
     code = (
-        "from headwise.lab.sweep import sweep\n"
+        "from headwise.lab.experiments.head_sweep import head_sweep\n"
         "if __name__ == '__main__':\n"
-        f"    sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, cache={str(tmp_path)!r})\n"
+        f"    head_sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, cache={str(tmp_path)!r})\n"
     )
     script = tmp_path / "run.py"
     script.write_text(code)
@@ -183,7 +183,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number):
     assert run.wait(60) != 0
     (first,) = tmp_path.glob(f"points/*/{DONE}")
     stamp = first.stat().st_mtime_ns
-    made = sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, cache=tmp_path)
+    made = head_sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, cache=tmp_path)
     assert first.stat().st_mtime_ns == stamp
     assert len(list(tmp_path.glob(f"points/*/{DONE}"))) == 2
     assert [row.heads for row in made.rows] == [1, 2]

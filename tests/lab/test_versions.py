@@ -12,11 +12,11 @@ import pytest
 
 import headwise
 from headwise.lab import run
+from headwise.lab.engine.point import Point
+from headwise.lab.engine.store import Store
+from headwise.lab.engine.versions import VERSIONS
 from headwise.lab.lab import Lab, Size
-from headwise.lab.point import Point
 from headwise.lab.registry import find_claims
-from headwise.lab.store import Store
-from headwise.lab.versions import VERSIONS
 from headwise.train.recipe import Recipe
 
 KEYS = """
@@ -24,7 +24,7 @@ import json, sys
 from headwise.lab.lab import Lab, Size
 from headwise.lab.registry import all_claims
 from headwise.lab.run import _key
-from headwise.lab.store import Store
+from headwise.lab.engine.store import Store
 lab = Lab(Store(sys.argv[1]), size=Size(width=16, heads=4, steps=8, batch=4))
 print(json.dumps([lab.store.place(lab.point(0)).name, *(_key(claim, lab) for claim in all_claims())]))
 """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from headwise.lab.engine.point import STARTS, Made, Point
+from headwise.lab.engine.store import Store
 from headwise.lab.lab import Lab, Size
-from headwise.lab.point import STARTS, Made, Point
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headwise.lab.engine.point import Made, Point
+from headwise.lab.engine.store import Store
 from headwise.lab.lab import Lab
-from headwise.lab.point import Made, Point
-from headwise.lab.store import Store
 from tests.lab.tiny import SIZE, TOLD, tiny_lab
 
 Tell = Callable[[Point], dict[str, Any]]  # what a point tells beside the usual: {"loss": 2.5}

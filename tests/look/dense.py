@@ -13,11 +13,11 @@ from torch import Tensor
 from headwise.heads import Site
 from headwise.heads.site import Seen
 from headwise.kernels import Mask, Terms, causal, maps
-from headwise.look.classes import CLASSES
-from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit, make_batch, run
-from headwise.look.surface import Surface, usual_measures
-from headwise.look.tally import Tally
+from headwise.look.measure.classes import CLASSES
+from headwise.look.measure.evidence import Evidence
+from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.tally import Tally
+from headwise.look.record.units import Batch, Unit, make_batch, run
 from headwise.model import Transformer
 from headwise.spec import SiteAddress
 from headwise.text.align import Alignment

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.look.record import record
+from headwise.look.record.recording import record
 from headwise.model import Transformer
 from headwise.spec import Address, ModelSpec
 from headwise.text import Tokenizer

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headwise.look.profile import profile
+from headwise.look.profile.make import profile
 from headwise.text.corpus import Corpus
 from tests.look.built import decoder, documents
 from tests.look.test_merge import untrained

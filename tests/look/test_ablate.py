@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look.ablate import ablated, mean_activations, mean_of, patched, record_z
+from headwise.look.worth.ablate import ablated, mean_activations, mean_of, patched, record_z
 from headwise.model import Transformer
 from headwise.spec import SiteAddress
 from headwise.text.corpus import Corpus

@@ -9,7 +9,7 @@ import torch
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.heads import Seen
-from headwise.look.attend import attend
+from headwise.look.record.attend import attend
 from headwise.model import Transformer
 from headwise.text import Tokenizer
 from tests.contract.layers import MODELS, fill

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.look import cases as module
-from headwise.look.cases import ARCS, SHOWN, Cases, Example, Place, marked, written
-from headwise.look.measure import Target
-from headwise.look.profile import in_words, profile
-from headwise.look.result import Profile
-from headwise.look.tally import BUCKETS, bucket_of, in_half
+from headwise.look.measure import cases as module
+from headwise.look.measure.cases import ARCS, SHOWN, Cases, Example, Place, marked, written
+from headwise.look.measure.measure import Target
+from headwise.look.profile.make import in_words, profile
+from headwise.look.profile.result import Profile
+from headwise.look.record.buckets import BUCKETS, bucket_of, in_half
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document

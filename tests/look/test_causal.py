@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.causal import Costs, effects, word_questions
-from headwise.look.inputs import read_units
-from headwise.look.profile import profile
-from headwise.look.result import Profile
-from headwise.look.runs import mean_activations
+from headwise.look.profile.causal import Costs, effects, word_questions
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import Profile
+from headwise.look.record.units import read_units
+from headwise.look.worth.outputs import mean_activations
 from headwise.model import Transformer
 from headwise.text.documents import Document
 from tests.look.built import BEFORE, OUT, Built, V, blank, decoder, documents

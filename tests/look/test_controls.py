@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from headwise.kernels import causal
-from headwise.look.inputs import Unit, make_batch
-from headwise.look.relations import Relations
-from headwise.look.roles import judge, make_cases
-from headwise.look.tally import Tally, bucket_of
+from headwise.look.measure.relations import Relations
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.roles import judge, make_cases
+from headwise.look.record.buckets import bucket_of
+from headwise.look.record.units import Unit, make_batch
 from headwise.text import Alignment
 from headwise.text.align import find_words
 from headwise.text.documents import Document, Relation

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.decode import BINS, DRAWS, RIDGE, Decoded, Fit, decodable
+from headwise.look.writes.decode import BINS, DRAWS, RIDGE, Decoded, Fit, decodable
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer

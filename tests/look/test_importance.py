@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.look.ablate import Means, ablated, mean_activations, mean_of, record_z, stand_in
-from headwise.look.asked import Asked
-from headwise.look.importance import importance
-from headwise.look.sweep import slopes, sweep
+from headwise.look.worth.ablate import Means, ablated, mean_activations, mean_of, record_z, stand_in
+from headwise.look.worth.importance import importance
+from headwise.look.worth.sweep import slopes, sweep
+from headwise.look.worth.targets import Asked
 from headwise.model import Transformer
 from headwise.model.loss import IGNORE
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress

@@ -5,9 +5,9 @@ import pytest
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look import light
-from headwise.look.inputs import make_batches
-from headwise.look.tally import Tally
+from headwise.look.measure import light
+from headwise.look.measure.tally import Tally
+from headwise.look.record.units import make_batches
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from tests.contract.layers import make_model

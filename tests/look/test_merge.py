@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.profile import profile
-from headwise.look.result import Profile
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import Profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

@@ -7,11 +7,11 @@ import torch
 
 import headwise as hw
 from headwise.kernels import causal
-from headwise.look.attend import Parts
-from headwise.look.inputs import Unit, make_batch, make_batches, read_units
-from headwise.look.merge import merge_relations
-from headwise.look.relations import NEAREST, Relations
-from headwise.look.tally import Tally
+from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.merge import merge_relations
+from headwise.look.record.attend import Parts
+from headwise.look.record.units import Unit, make_batch, make_batches, read_units
 from headwise.text import Alignment
 from headwise.text.documents import Document, Relation
 from headwise.text.probe import probe_set

@@ -10,16 +10,16 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import causal
-from headwise.look.inputs import Unit, make_batches
-from headwise.look.listening import read_texts
-from headwise.look.measure import Measure, Number, WeightAt, WeightOn
-from headwise.look.profile import profile
-from headwise.look.result import Profile
-from headwise.look.retrieval import CUE, NEEDLE, Retrieval, make_needles
-from headwise.look.roles import Role
-from headwise.look.surface import Surface
-from headwise.look.tally import Tally
-from headwise.look.trials import run_trial
+from headwise.look.measure.listening import read_texts
+from headwise.look.measure.measure import Measure, Number, WeightAt, WeightOn
+from headwise.look.measure.retrieval import CUE, NEEDLE, Retrieval, make_needles
+from headwise.look.measure.surface import Surface
+from headwise.look.measure.tally import Tally
+from headwise.look.measure.trials import run_trial
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import Profile
+from headwise.look.profile.roles import Role
+from headwise.look.record.units import Unit, make_batches
 from headwise.show.book import make_book
 from headwise.text.documents import Document
 from tests.look.built import WORDS, decoder, documents

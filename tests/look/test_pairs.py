@@ -10,10 +10,10 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look.ablate import ablated, mean_activations
-from headwise.look.asked import ask, read_asked
-from headwise.look.importance import importance
-from headwise.look.inputs import make_batch, make_batches, read_units
+from headwise.look.record.units import make_batch, make_batches, read_units
+from headwise.look.worth.ablate import ablated, mean_activations
+from headwise.look.worth.importance import importance
+from headwise.look.worth.targets import ask, read_asked
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.make import word_tokenizer

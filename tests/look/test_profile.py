@@ -9,13 +9,13 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look.classes import class_flags
-from headwise.look.inputs import make_batches, read_units, run
-from headwise.look.profile import profile
-from headwise.look.result import SHOWN, Profile
-from headwise.look.roles import RUNGS
-from headwise.look.surface import Surface, usual_measures
-from headwise.look.tally import Tally
+from headwise.look.measure.classes import class_flags
+from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import SHOWN, Profile
+from headwise.look.profile.roles import RUNGS
+from headwise.look.record.units import make_batches, read_units, run
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
-from headwise.look import rows
-from headwise.look.classes import class_flags
-from headwise.look.evidence import Evidence
-from headwise.look.inputs import Batch, Unit, make_batches, read_units, run
-from headwise.look.profile import _shuffled, profile
-from headwise.look.relations import Relations
-from headwise.look.result import Profile
-from headwise.look.surface import Surface, usual_measures
-from headwise.look.tally import Tally
+from headwise.look.measure import rows
+from headwise.look.measure.classes import class_flags
+from headwise.look.measure.evidence import Evidence
+from headwise.look.measure.relations import Relations
+from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.make import _shuffled, profile
+from headwise.look.profile.result import Profile
+from headwise.look.record.units import Batch, Unit, make_batches, read_units, run
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.corpus import Corpus
@@ -153,7 +153,7 @@ def test_files_that_are_refused(made: Profile, tmp_path: Path, monkeypatch: pyte
             Profile.load(tmp_path / f"{number}.npz")
     with pytest.raises(HeadwiseError, match="there is no file"):
         Profile.load(tmp_path / "none.npz")
-    monkeypatch.setattr("headwise.look.saved.VERSION", 5)
+    monkeypatch.setattr("headwise.look.profile.saved.VERSION", 5)
     with pytest.raises(HeadwiseError, match=r"of version 4, this is 5"):
         Profile.load(tmp_path / "a.npz")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import maps
-from headwise.look.record import Recording, record
+from headwise.look.record.recording import Recording, record
 from headwise.model import Transformer
 from headwise.spec import Address
 from tests.contract.layers import (
@@ -91,7 +91,7 @@ def test_rows_and_columns_are_those_of_the_whole_map(name: str) -> None:
 
 @torch.no_grad()
 def test_a_map_of_many_rows_is_rebuilt_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.look import record as module
+    from headwise.look.record import recording as module
 
     rows: list[int] = []
     scores = module.raw_scores

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
-from headwise.kernels import Mask, causal, padding
-from headwise.look import rows
-from headwise.look.inputs import Batch, Unit, make_batch
-from headwise.look.relations import Relations
-from headwise.look.roles import make_cases
-from headwise.look.tally import BUCKETS, Tally
+from headwise.kernels import Mask, causal, padding_mask
+from headwise.look.measure import rows
+from headwise.look.measure.relations import Relations
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.roles import make_cases
+from headwise.look.record.buckets import BUCKETS
+from headwise.look.record.units import Batch, Unit, make_batch
 from headwise.text import Tokenizer
 from headwise.text.documents import Document, Relation
 from tests.look.dense import by_scores
@@ -70,7 +71,7 @@ def call(batch: Batch, is_causal: bool, heads: int = 3, scores: Tensor | None = 
     B, T = batch.ids.shape
     draws = torch.Generator().manual_seed(T)
     made = 2 * torch.randn(B, heads, T, T, generator=draws).double() if scores is None else scores
-    mask: Mask = padding(batch.real)
+    mask: Mask = padding_mask(batch.real)
     norms = torch.rand(T, generator=draws) + 0.5
     return by_scores(made, causal() & mask if is_causal else mask, norms=norms)
 

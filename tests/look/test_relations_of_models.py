@@ -9,11 +9,11 @@ from torch import Tensor
 
 from headwise.heads.site import Seen
 from headwise.kernels import causal
-from headwise.look import rows
-from headwise.look.inputs import Unit, make_batch, read_units, run
-from headwise.look.relations import Relations
-from headwise.look.roles import make_cases
-from headwise.look.tally import Tally
+from headwise.look.measure import rows
+from headwise.look.measure.relations import Relations
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.roles import make_cases
+from headwise.look.record.units import Unit, make_batch, read_units, run
 from headwise.text.documents import Document, Relation
 from headwise.text.make import word_tokenizer
 from tests.contract.layers import MODELS
@@ -70,7 +70,7 @@ def test_words_of_several_tokens(kind: str, side: str, monkeypatch: pytest.Monke
                     for way, s, t in ((">", arc.source, arc.target), ("<", arc.target, arc.source)):
                         if t == 0 or (is_causal and t > s):  # where heads rest; what cannot be seen
                             continue
-                        question = f"{arc.name} {way}"
+                        question = Question(arc.name, way)
                         arcs[question] += h == 0
                         for what, value in zip(KINDS, (best[s] == t, plain[s, t], valued[s, t]), strict=True):
                             want[f"{question} {what}"][h] += value

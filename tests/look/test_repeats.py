@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import causal, maps
-from headwise.look import rows
-from headwise.look.inputs import make_batch
-from headwise.look.repeats import Echo, Repeats, make_repeats
-from headwise.look.tally import Tally
+from headwise.look.measure import rows
+from headwise.look.measure.repeats import Echo, Repeats, make_repeats
+from headwise.look.measure.tally import Tally
+from headwise.look.record.units import make_batch
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.make import word_tokenizer
 from tests.contract.layers import make_model

@@ -6,9 +6,9 @@ from io import StringIO
 import numpy as np
 from rich.console import Console
 
-from headwise.look.profile import profile
-from headwise.look.result import Profile
-from headwise.look.roles import TABLE, Support, role_names
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import Profile
+from headwise.look.profile.roles import TABLE, Support, role_names
 from headwise.show.grid import grid
 from headwise.show.heads import show_profile
 from headwise.text.documents import Document, Relation

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.measure import Number
-from headwise.look.profile import SEQUENCES, profile
-from headwise.look.questions import Question
-from headwise.look.relations import NEAREST, Relations
-from headwise.look.result import Profile
-from headwise.look.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
-from headwise.look.tally import BUCKETS, Tally, bucket_of
+from headwise.look.measure.measure import Number
+from headwise.look.measure.questions import Question
+from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.make import SEQUENCES, profile
+from headwise.look.profile.result import Profile
+from headwise.look.profile.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
+from headwise.look.record.buckets import BUCKETS, bucket_of
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

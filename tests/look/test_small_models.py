@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.look.biography import Biography
-from headwise.look.profile import profile
+from headwise.look.profile.history import HeadHistory
+from headwise.look.profile.make import profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.documents import Document, Relation
@@ -41,9 +41,9 @@ def test_a_vocabulary_of_five() -> None:
     for name in ("induction", "duplicate", "induction null"):
         assert np.isnan(made.measure(name)).all(), "three plain tokens cannot be said twice and be held against others"
     assert np.array_equal(made.merge(made).measure("entropy"), made.measure("entropy"))
-    biography = Biography(["a b c a"])
-    biography(model, 0)
-    assert np.isnan(biography.of("0.0", "induction")).all()
+    history = HeadHistory(["a b c a"])
+    history(model, 0)
+    assert np.isnan(history.of("0.0", "induction")).all()
 
 
 def test_some_documents_fit() -> None:

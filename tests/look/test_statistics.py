@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from headwise.errors import HeadwiseError
-from headwise.look.statistics import (
+from headwise.look.measure.statistics import (
     benjamini_hochberg,
     bootstrap,
     bootstrap_difference,

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.kernels import Mask, causal, padding
-from headwise.look import rows
-from headwise.look.classes import CLASSES
-from headwise.look.evidence import Evidence
-from headwise.look.inputs import make_batch, make_batches, run
-from headwise.look.roles import TABLE, make_cases
-from headwise.look.surface import Surface, usual_measures
-from headwise.look.tally import Tally
+from headwise.kernels import Mask, causal, padding_mask
+from headwise.look.measure import rows
+from headwise.look.measure.classes import CLASSES
+from headwise.look.measure.evidence import Evidence
+from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.roles import TABLE, make_cases
+from headwise.look.record.units import make_batch, make_batches, run
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from tests.contract.layers import make_model
 from tests.look.dense import assert_alike, by_scores, distinct, head_of, measured, unit, watch
@@ -272,7 +272,7 @@ def test_evidence_is_the_largest_weights_on_keys(sink: Tensor | None, monkeypatc
     monkeypatch.setattr(rows, "ROWS", 17)
     n, batch = 50, make_batch([unit(7, range(50)), unit(9, range(31))], side="left")
     scores = 3 * torch.randn(2, 2, n, n, generator=torch.Generator().manual_seed(3))
-    seen = by_scores(scores, causal() & padding(batch.real), sink)
+    seen = by_scores(scores, causal() & padding_mask(batch.real), sink)
     evidence = Evidence(2)
     measured(seen, batch, evidence=evidence)
     found = evidence.contexts()

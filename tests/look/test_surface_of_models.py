@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.look import rows
-from headwise.look.classes import CLASSES
+from headwise.look.measure import rows
+from headwise.look.measure.classes import CLASSES
 from headwise.spec import ModelSpec
 from tests.contract.layers import SMALL, make_model
 from tests.look.dense import distinct, watch

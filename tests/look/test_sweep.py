@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.look.ablate import ablated, mean_of, record_z, stand_in
-from headwise.look.asked import Asked, ask
-from headwise.look.importance import importance
-from headwise.look.inputs import make_batch, read_units
-from headwise.look.sweep import sweep, sweep_cost
+from headwise.look.record.units import make_batch, read_units
+from headwise.look.worth.ablate import ablated, mean_of, record_z, stand_in
+from headwise.look.worth.importance import importance
+from headwise.look.worth.sweep import sweep, sweep_cost
+from headwise.look.worth.targets import Asked, ask
 from headwise.model.block import Block
 from headwise.model.loss import IGNORE
 from headwise.spec import ModelSpec

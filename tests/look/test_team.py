@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.look.profile import profile
-from headwise.look.result import Profile
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import Profile
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from tests.look.team_script import make

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from headwise.heads import Head
-from headwise.look.classes import class_flags
-from headwise.look.inputs import make_batches, read_units, tokenizer_of
-from headwise.look.profile import profile
-from headwise.look.record import record
-from headwise.look.result import Profile
-from headwise.look.surface import usual_measures
-from headwise.look.variability import variability
+from headwise.look.measure.classes import class_flags
+from headwise.look.measure.surface import usual_measures
+from headwise.look.measure.variability import variability
+from headwise.look.profile.make import profile
+from headwise.look.profile.result import Profile
+from headwise.look.record.recording import record
+from headwise.look.record.units import make_batches, read_units, tokenizer_of
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document

@@ -8,9 +8,9 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look import variability as module
-from headwise.look.profile import profile
-from headwise.look.variability import variability
+from headwise.look.measure import variability as module
+from headwise.look.measure.variability import variability
+from headwise.look.profile.make import profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, Rotary
 from tests.look.built import DIGITS, FILLERS, Built, blank, decoder, digits, documents

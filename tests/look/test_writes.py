@@ -11,8 +11,8 @@ import torch
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
-from headwise.look.record import record
-from headwise.look.writes import copying, logit_attribution, value_weighted, vocabulary, write_share
+from headwise.look.record.recording import record
+from headwise.look.writes.writes import copying, logit_attribution, value_weighted, vocabulary, write_share
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer

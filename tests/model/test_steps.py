@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[dict, Callable[[hw.Transformer, ModelCache], object]]] 
     "too many positions": ({}, lambda model, cache: model(IDS, cache=cache)),
     "a mask that does not fit": (
         {},
-        lambda model, cache: model(IDS[:, :1], mask=hw.allow(torch.ones(3, 3)), cache=cache),
+        lambda model, cache: model(IDS[:, :1], mask=hw.Mask.of(torch.ones(3, 3)), cache=cache),
     ),
 }
 

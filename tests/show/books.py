@@ -45,7 +45,7 @@ def make_book(
         "heads": [make_head(address, addresses, layers) for address in addresses],
         "relations": {"heads": addresses, "rows": [_relation(name, addresses) for name in ("subject-verb", "bracket")]},
         "importance": {"by": "ablation", "how": "mean", "metric": "loss", "texts": 64, "clean": 3.2},
-        "biography": {"steps": list(range(0, 500, 50)), "measures": ["induction", "entropy"]},
+        "history": {"steps": list(range(0, 500, 50)), "measures": ["induction", "entropy"]},
         "curves": [
             {
                 "title": "Pruning", "x": "share of heads kept", "y": "loss", "base": 3.2,
@@ -131,7 +131,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
             "head": address, "worth": place / 1024, "low": 0.001, "high": 0.9,
             "above_layer": 0.01, "above_low": -0.01, "above_high": 0.02,
         },
-        "biography": [[round(0.01 * step, 4) for step in range(10)] for _ in range(2)],
+        "history": [[round(0.01 * step, 4) for step in range(10)] for _ in range(2)],
     }  # fmt: skip
 
 

@@ -11,14 +11,14 @@ import torch
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Verdict
-from headwise.lab.claims.parameters import CLAIM
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.parameters import CLAIM
 from headwise.lab.run import Result
-from headwise.look.attend import attend
-from headwise.look.clark import best_heads
-from headwise.look.evidence import Context
-from headwise.look.record import record
-from headwise.look.writes import value_weighted, write_share
+from headwise.look.measure.evidence import Context
+from headwise.look.profile.best_heads import best_heads
+from headwise.look.record.attend import attend
+from headwise.look.record.recording import record
+from headwise.look.writes.writes import value_weighted, write_share
 from headwise.show import sentence as kept
 from headwise.show.book import _context, make_book, make_sentence, page_files
 from headwise.show.claims import claims_book, tell

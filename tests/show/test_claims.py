@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from headwise.lab.claim import Claim, Picture, Verdict
-from headwise.lab.claims.parameters import CLAIM as PARAMETERS
-from headwise.lab.claims.same_numbers import CLAIM as SAME
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.experiments.claims.parameters import CLAIM as PARAMETERS
+from headwise.lab.experiments.claims.same_numbers import CLAIM as SAME
 from headwise.lab.run import Result
 from headwise.show.claims import claims_book, tell
 from headwise.show.report import make_report

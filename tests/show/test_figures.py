@@ -12,9 +12,9 @@ import headwise as hw
 from headwise.change.curve import Curve, Point
 from headwise.change.trial import Figure
 from headwise.errors import HeadwiseError
-from headwise.look.between import Between
-from headwise.look.biography import MEASURES, Biography
-from headwise.look.result import Profile
+from headwise.look.compare.compare import Comparison
+from headwise.look.profile.history import MEASURES, HeadHistory
+from headwise.look.profile.result import Profile
 from headwise.show.figures.diagram import draw_diagram
 from headwise.show.figures.lives import draw_lives
 from headwise.show.figures.roles import EMPTY, STRENGTH
@@ -30,8 +30,8 @@ def profile() -> Profile:
 
 
 @pytest.fixture(scope="module")
-def between() -> Between:
-    return hw.between(decoder(), [document.text for document in documents(12)], rows=64)
+def between() -> Comparison:
+    return hw.compare(decoder(), [document.text for document in documents(12)], rows=64)
 
 
 def test_the_grid_has_a_cell_for_every_head_coloured_by_its_role(profile: Profile) -> None:
@@ -79,7 +79,7 @@ def test_depth_is_the_profile_s_numbers(profile: Profile) -> None:
         profile.plot.depth(("entropi",))
 
 
-def test_distances_on_the_map_are_those_between_heads(profile: Profile, between: Between) -> None:
+def test_distances_on_the_map_are_those_between_heads(profile: Profile, between: Comparison) -> None:
     drawn = profile.plot.map(between)
     places = np.array([[row["x"], row["y"]] for row in drawn.rows])
     np.testing.assert_allclose(np.asarray(drawn.figure.axes[0].collections[0].get_offsets()), places)
@@ -90,7 +90,7 @@ def test_distances_on_the_map_are_those_between_heads(profile: Profile, between:
     assert {row["head"]: row["role"] for row in drawn.rows} == {head: role for head, (role, _) in DECODER.items()}
 
 
-def test_the_tree_has_every_head_and_joins_equal_ones_first(profile: Profile, between: Between) -> None:
+def test_the_tree_has_every_head_and_joins_equal_ones_first(profile: Profile, between: Comparison) -> None:
     drawn = profile.plot.clusters(between)
     leaf = {row["head"]: row["leaf"] for row in drawn.rows}
     assert sorted(leaf) == sorted(DECODER)
@@ -102,7 +102,7 @@ def test_the_tree_has_every_head_and_joins_equal_ones_first(profile: Profile, be
 def test_lives(steps: int, heads: int) -> None:
     values = np.random.default_rng(1).random((steps, heads, 3)).astype(np.float32)
     values[:, 1, 0] = np.nan
-    made = Biography()
+    made = HeadHistory()
     made.addresses, made.names = tuple(f"{i // 2}.{i % 2}" for i in range(heads)), MEASURES[:3]
     for step, row in enumerate(values):
         made._keep(step, row)

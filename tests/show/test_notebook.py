@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.result import Profile
+from headwise.look.profile.result import Profile
 from headwise.show.widget import attended_data, can_widget, profile_data
 from tests.look.built import DECODER, decoder, documents
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from headwise.look.record import record
+from headwise.look.record.recording import record
 from headwise.model import Transformer
 from headwise.show import guard
 from headwise.show.live import CHARACTERS, Live

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.lab.memory import rise
+from headwise.lab.engine.memory import rise
 from headwise.text import Corpus, Tokenizer, corpus
 from headwise.text.corpus import read_text
 from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer

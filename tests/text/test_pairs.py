@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from headwise.errors import HeadwiseError
-from headwise.lab.memory import rise
+from headwise.lab.engine.memory import rise
 from headwise.text import Corpus, Tokenizer
 from headwise.text.corpus import Pair, Piece
 from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer, make_tokenizer

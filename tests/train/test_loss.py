@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headwise.errors import HeadwiseError
-from headwise.lab.memory import rise
+from headwise.lab.engine.memory import rise
 from headwise.model import Transformer
 from headwise.model import loss as room
 from headwise.model.loss import IGNORE, cross_entropy

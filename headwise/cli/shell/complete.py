@@ -35,7 +35,7 @@ def heads(context: typer.Context, incomplete: str) -> list[str]:
 
 def roles(incomplete: str) -> list[str]:
     """The roles a head may have: those of the table, and those of the embedded probe set's relations."""
-    from headwise.look.roles import role_names
+    from headwise.look.profile.roles import role_names
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 
@@ -46,7 +46,7 @@ def roles(incomplete: str) -> list[str]:
 def _addresses(model: str) -> Iterable:
     """The heads of a model, from its file's own table of sizes; no weights are read."""
     if model.endswith(".npz"):
-        from headwise.look.result import Profile
+        from headwise.look.profile.result import Profile
 
         return Profile.load(model).addresses
     from headwise.weights.load import open_checkpoint

@@ -4,9 +4,9 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from headwise.errors import HeadwiseError
-from headwise.lab.figure import At, Figure
+from headwise.lab.engine.figure import At, Figure
+from headwise.lab.experiments.head_sweep import Sweep
 from headwise.lab.run import Result
-from headwise.lab.sweep import Sweep
 from headwise.show.figures.drawing import COLOURS, INK, Drawing, make_figure, safe, tidy
 from headwise.show.figures.tradeoff import draw_tradeoff
 

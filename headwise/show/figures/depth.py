@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.look.diagonals import OFFSET
-from headwise.look.result import Profile
-from headwise.look.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
-from headwise.look.variability import VARIABILITY
+from headwise.look.measure.diagonals import OFFSET
+from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
+from headwise.look.measure.variability import VARIABILITY
+from headwise.look.profile.result import Profile
 from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure, tidy
 from headwise.show.signs import coloured
 

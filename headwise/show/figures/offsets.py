@@ -4,8 +4,8 @@ import numpy as np
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
-from headwise.look.diagonals import OFFSET
-from headwise.look.result import Profile
+from headwise.look.measure.diagonals import OFFSET
+from headwise.look.profile.result import Profile
 from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure, tidy
 from headwise.spec import Address, select
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from headwise.change.curve import Curve
 from headwise.heads.head import Pattern
-from headwise.look.between import Between
-from headwise.look.biography import Biography
-from headwise.look.result import Profile
-from headwise.show.figures.between import draw_clusters, draw_map
+from headwise.look.compare.compare import Comparison
+from headwise.look.profile.history import HeadHistory
+from headwise.look.profile.result import Profile
+from headwise.show.figures.compare import draw_clusters, draw_map
 from headwise.show.figures.depth import USUAL, draw_depth
 from headwise.show.figures.diagram import draw_diagram
 from headwise.show.figures.drawing import Drawing
@@ -37,17 +37,17 @@ class Plot:
         """Measures from the first layer to the last."""
         return draw_depth(self.profile, measures)
 
-    def map(self, between: Between) -> Drawing:
-        """Heads on paper, as far from each other as they are in where they look; `between` is made by hw.between."""
-        return draw_map(between, self.profile)
+    def map(self, compared: Comparison) -> Drawing:
+        """Heads on paper, as far from each other as they are in where they look; `compared` is made by hw.compare."""
+        return draw_map(compared, self.profile)
 
-    def clusters(self, between: Between) -> Drawing:
+    def clusters(self, compared: Comparison) -> Drawing:
         """The tree of heads that look at the same."""
-        return draw_clusters(between, self.profile)
+        return draw_clusters(compared, self.profile)
 
-    def lives(self, biography: Biography, measure: str = "induction") -> Drawing:
+    def lives(self, history: HeadHistory, measure: str = "induction") -> Drawing:
         """A measure of every head over training."""
-        return draw_lives(biography, measure)
+        return draw_lives(history, measure)
 
     def pruning(self, curve: Curve) -> Drawing:
         """Loss against the share of heads kept."""

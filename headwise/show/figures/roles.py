@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from headwise.look.result import HeadProfile, Profile
+from headwise.look.profile.result import HeadProfile, Profile
 from headwise.show.figures.drawing import FAINT, INK, Drawing, make_figure
 from headwise.show.signs import sign
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
-from headwise.look.attend import Attended, Word
+from headwise.look.record.attend import Attended, Word
 from headwise.show.figures.drawing import COLOURS, FAINT, INK, Drawing, make_figure, safe
 
 if TYPE_CHECKING:

@@ -101,11 +101,11 @@ function worth(head) {
 }
 
 function life(head) {
-  const about = store.book.biography;
-  if (!about || !head.biography) return null;
+  const about = store.book.history;
+  if (!about || !head.history) return null;
   const box = el("div", {});
   const show = (name) => {
-    const values = head.biography[about.measures.indexOf(name)];
+    const values = head.history[about.measures.indexOf(name)];
     box.replaceChildren(lineChart({ title: name, x: "step", y: name, series: [{ name: head.address, points: values.map((value, i) => [about.steps[i], value]) }] }));
   };
   const first = about.measures.includes(head.role) ? head.role : about.measures.includes("induction") ? "induction" : about.measures[0];

@@ -1,10 +1,10 @@
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.lab.claims.bandwidth import CLAIM, measure, on, times
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.claims.bandwidth import CLAIM, measure, on, times
 from headwise.lab.lab import Lab, Size
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 

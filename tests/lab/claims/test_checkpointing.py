@@ -3,10 +3,10 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.checkpointing import CLAIM, Trade, measure, on, trade
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.claims.checkpointing import CLAIM, Trade, measure, on, trade
 from headwise.lab.lab import Lab, Size
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

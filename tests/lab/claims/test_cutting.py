@@ -9,11 +9,11 @@ from headwise.change.curve import Curve
 from headwise.change.rank import heads_left
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
-from headwise.lab.claims import cutting
-from headwise.lab.claims.cutting import CLAIM, MANY, can_go, keeps, more_loss, on
-from headwise.lab.figure import Figures
-from headwise.look.importance import importance
-from headwise.look.runs import mean_activations
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims import cutting
+from headwise.lab.experiments.claims.cutting import CLAIM, MANY, can_go, keeps, more_loss, on
+from headwise.look.worth.importance import importance
+from headwise.look.worth.outputs import mean_activations
 from headwise.model import Transformer
 from tests.lab.tiny import tiny_lab
 

@@ -2,10 +2,10 @@ import math
 
 import pytest
 
-from headwise.lab.claims.depth import CLAIM, GAP, MODELS, between_curves, judge, measure, three
+from headwise.lab.engine.point import Made, Point
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.claims.depth import CLAIM, GAP, MODELS, between_curves, judge, measure, three
 from headwise.lab.lab import Lab, Size
-from headwise.lab.point import Made, Point
-from headwise.lab.store import Store
 from headwise.text.little import VOCABULARY
 
 CASES = {

@@ -4,9 +4,9 @@ import pytest
 
 import headwise as hw
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.differ import CLAIM, differences, judge, measure, on
-from headwise.lab.counts import trends
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.differ import CLAIM, differences, judge, measure, on
+from headwise.lab.experiments.counts import trends
 from tests.attach.test_look import build, documents
 from tests.lab.tiny import make_copies, tiny_lab
 

@@ -7,10 +7,10 @@ import torch
 from headwise.change.prune import prune
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
-from headwise.lab.claims import early_late
-from headwise.lab.claims.early_late import CLAIM, GAP, THIRDS, Thirds, judge, measure, on, thirds
-from headwise.lab.depth import deep
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.experiments.claims import early_late
+from headwise.lab.experiments.claims.early_late import CLAIM, GAP, THIRDS, Thirds, judge, measure, on, thirds
+from headwise.lab.experiments.depth import deep
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document, Relation

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
-from headwise.lab.claims.ensemble import CLAIM, NARROW, WIDE, Average, average_loss
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.ensemble import CLAIM, NARROW, WIDE, Average, average_loss
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -84,7 +84,7 @@ def test_members_must_speak_one_language():
 
 
 def test_measured_on_a_small_lab(tmp_path, monkeypatch):
-    monkeypatch.setattr("headwise.lab.claims.ensemble.EXAMINED", 20)
+    monkeypatch.setattr("headwise.lab.experiments.claims.ensemble.EXAMINED", 20)
     lab = told_lab(tmp_path, lambda point: {"marks": {"surname": 0.5}}, models=True)
     figures = CLAIM.measure(lab)
     together, alone = (figures["loss", f"{WIDE}, {how}"] for how in ("averaged", "each alone"))

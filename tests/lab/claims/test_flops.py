@@ -1,8 +1,8 @@
 import pytest
 
-from headwise.lab.claims.flops import CLAIM, HEADS, SOFTMAX, count, measure, on
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.claims.flops import CLAIM, HEADS, SOFTMAX, count, measure, on
 from headwise.lab.lab import Lab, Size
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 

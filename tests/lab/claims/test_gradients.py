@@ -3,10 +3,10 @@ import torch
 
 import headwise as hw
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.gradients import CHANCE, MOVED, OWN, cosines, gradients, judge, measure, on
-from headwise.lab.figure import Figures
-from headwise.look.asked import ask
-from headwise.look.inputs import make_batch, read_units
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.gradients import CHANCE, MOVED, OWN, cosines, gradients, judge, measure, on
+from headwise.look.record.units import make_batch, read_units
+from headwise.look.worth.targets import ask
 from tests.attach.test_look import build, documents
 from tests.lab.tiny import make_copies, tiny_lab
 
@@ -64,7 +64,7 @@ def test_heads_that_look_alike_move_alike_whatever_their_basis(tmp_path):
 
 def test_the_gradient_of_what_is_moved_by_the_chain_rule(tmp_path):
     # ∂L/∂W_O = W_Vᵀ ∂L/∂(W_V W_O), so the first follows from the second.
-    from headwise.lab.claims import gradients as module
+    from headwise.lab.experiments.claims import gradients as module
 
     lab = tiny_lab(tmp_path)
     model = lab.made(lab.point(0)).model()

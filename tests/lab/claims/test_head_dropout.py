@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from headwise.lab.claim import WORDS
-from headwise.lab.claims import head_dropout
-from headwise.lab.claims.head_dropout import CLAIM, RATE, Reliance, gini, judge, measure, reliance
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims import head_dropout
+from headwise.lab.experiments.claims.head_dropout import CLAIM, RATE, Reliance, gini, judge, measure, reliance
 from headwise.model import Transformer
 from headwise.spec import preset
 from tests.lab.tiny import tiny_lab

@@ -1,7 +1,7 @@
 import pytest
 
-from headwise.lab.claims.hill import CLAIM, behind_the_best
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.hill import CLAIM, behind_the_best
 from tests.lab.told import told_lab
 
 

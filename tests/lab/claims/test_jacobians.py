@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from headwise.lab.branches import compare, convolution, heads_of
-from headwise.lab.claims.jacobians import CLAIM, CONVOLUTION, measure, on
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.branches import compare, convolution, heads_of
+from headwise.lab.experiments.claims.jacobians import CLAIM, CONVOLUTION, measure, on
 from headwise.lab.lab import Lab
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

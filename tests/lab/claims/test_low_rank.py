@@ -5,7 +5,7 @@ import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.low_rank import first_half, forms, judge, measure, numerical_rank, on
+from headwise.lab.experiments.claims.low_rank import first_half, forms, judge, measure, numerical_rank, on
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.corpus import Corpus

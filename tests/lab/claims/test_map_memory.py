@@ -1,8 +1,8 @@
 import pytest
 
-from headwise.lab.claims.map_memory import CLAIM, exponent, measure, memory, on
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.claims.map_memory import CLAIM, exponent, measure, memory, on
 from headwise.lab.lab import Lab, Size
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 

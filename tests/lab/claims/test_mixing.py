@@ -4,9 +4,9 @@ import torch
 import headwise as hw
 from headwise.heads import MultiHeadAttention
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.mixing import CLAIM, LEARNED, NONE, interaction, judge, measure, within_layer
-from headwise.lab.figure import Figures
-from headwise.look.importance import importance
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.mixing import CLAIM, LEARNED, NONE, interaction, judge, measure, within_layer
+from headwise.look.worth.importance import importance
 from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
 

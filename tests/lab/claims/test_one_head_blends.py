@@ -1,7 +1,7 @@
 import pytest
 
-from headwise.lab.claims.one_head_blends import CLAIM, HEADS
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.one_head_blends import CLAIM, HEADS
 from tests.lab.told import told_lab
 
 TOLD = [("all look-ups right", 1, 0.0), ("all look-ups right", 2, 0.1), ("all look-ups right", 4, 1.0),

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from headwise.heads import MultiHeadAttention
-from headwise.lab.claims.one_projection import CLAIM, Loop, measure, on, slower
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.engine.store import Store
+from headwise.lab.experiments.claims.one_projection import CLAIM, Loop, measure, on, slower
 from headwise.lab.lab import Lab
-from headwise.lab.store import Store
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 

@@ -1,7 +1,7 @@
 import pytest
 
-from headwise.lab.claims.output_projection import CLAIM, STARTS
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.output_projection import CLAIM, STARTS
 from tests.lab.told import told_lab
 
 CASES = {

@@ -3,7 +3,7 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
-from headwise.lab.claims.parameters import OWN, VARIANTS, count, judge, on, spread
+from headwise.lab.experiments.claims.parameters import OWN, VARIANTS, count, judge, on, spread
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 

@@ -3,7 +3,7 @@ from importlib import import_module
 import torch
 
 from headwise.heads import MultiHeadAttention
-from headwise.lab.claims.same_numbers import furthest
+from headwise.lab.experiments.claims.same_numbers import furthest
 
 KERNEL = import_module("headwise.kernels.blockwise")  # the package has the function by this name
 CASES = {

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.saturation import (
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.saturation import (
     CLAIM,
     KEYS,
     TRAINED,
@@ -15,8 +16,7 @@ from headwise.lab.claims.saturation import (
     of_random,
     saturation,
 )
-from headwise.lab.counts import head_counts, trends
-from headwise.lab.figure import Figures
+from headwise.lab.experiments.counts import head_counts, trends
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus

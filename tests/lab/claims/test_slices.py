@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.lab.claims.slices import CLAIM, FULL, SLICED, WIDER, own_slice, read_overlap
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.slices import CLAIM, FULL, SLICED, WIDER, own_slice, read_overlap
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from tests.lab.told import told_lab

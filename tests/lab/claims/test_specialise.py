@@ -2,9 +2,9 @@ import pytest
 
 import headwise as hw
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.specialise import followed, having_roles, judge, measure, on
-from headwise.lab.figure import Figures
-from headwise.look.profile import profile
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.specialise import followed, having_roles, judge, measure, on
+from headwise.look.profile.make import profile
 from tests.attach.test_look import build, documents
 from tests.lab.tiny import tiny_lab
 from tests.look import built

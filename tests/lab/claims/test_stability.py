@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from headwise.lab.claims.stability import CLAIM, rise
-from headwise.lab.figure import Figure, Figures
+from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.experiments.claims.stability import CLAIM, rise
 from tests.lab.told import told_lab
 
 SPARED, SPREAD = "spared by many heads", "spread of one head over that of many"

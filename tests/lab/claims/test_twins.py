@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from headwise.lab.claim import WORDS
-from headwise.lab.claims.twins import distance, judge, layers_apart, measure, same_bits
-from headwise.lab.figure import Figures
+from headwise.lab.engine.figure import Figures
+from headwise.lab.experiments.claims.twins import distance, judge, layers_apart, measure, same_bits
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.train.loss import LanguageLoss

@@ -1,0 +1,1 @@
+"""The experiments: sweeps over head counts, tasks, and one file a claim."""

@@ -1,0 +1,329 @@
+"""Cases: for every role some of the places where a head could have done it, drawn by chance, whether it did it or not.
+
+Places are drawn by a hash of the text and the place, before anything is measured: the smallest so many of each relation, and
+of all tokens. So what is drawn depends neither on heads nor on batches, and the smallest of two profiles are those of the
+whole. What is shown for a role comes from the half for reporting: hits and misses as often as they are in it.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from headwise.heads.site import Seen
+from headwise.look.measure.measure import Target
+from headwise.look.measure.scene import Layout, Scene
+from headwise.look.record.units import Unit
+from headwise.team.team import Team
+
+ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and tokens
+REACH = 128  # tokens are drawn among the first so many of a text
+SHOWN = 8  # cases told of a role
+ROW, ECHO = "", "repeats"  # the questions of tokens
+MARKS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
+MOST = {"arcs": ARCS, "rows": ROWS}
+NAMES = {"arcs": ("hit", "weight", "best", "most"), "rows": ("maps", "marks", "aims")}
+
+Ask = tuple[str, Unit, int, tuple[int, ...]]  # a question, a text, the word that looks, what it should look at
+
+
+@dataclass(frozen=True)
+class Example:
+    """One place: who looks, at what it should for the role and how hard, at what it does look hardest; the text, marked.
+
+    In the text [x] looks, *y* is looked at hardest, and {z} is what the role means, where that is another.
+    """
+
+    hit: bool
+    weight: float  # on what the role means
+    token: str
+    meant: str
+    attended: str
+    most: float  # on what is looked at hardest
+    text: str
+    parts: tuple[tuple[str, str], ...]  # the same text, (kind, text): "token", "attended", "meant" or ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place that was drawn: a word with its targets, or a token."""
+
+    question: str  # `det >`; ROW for a token, ECHO for one of repeated tokens
+    key: int
+    bucket: int
+    unit: int
+    source: int
+    names: tuple[str, ...]  # the words of the text, or its tokens
+    targets: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Cases:
+    """What every head did at the places drawn: arrays with a row for each. Those that were never met have `met` 0."""
+
+    heads: int
+    arcs: tuple[Place, ...] = ()
+    rows: tuple[Place, ...] = ()
+    marks: tuple[str, ...] = ()  # names of what tokens are marked as, and of the rules that say where a row should look
+    aims: tuple[str, ...] = ()
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.arrays:
+            self.arrays = {name: np.zeros(shape, np.float32) for name, shape in self._shapes().items()}
+        self._arcs_of: dict[int, list[int]] = {}
+        for number, place in enumerate(self.arcs):
+            self._arcs_of.setdefault(place.unit, []).append(number)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        A, R, H = len(self.arcs), len(self.rows), self.heads
+        longest = max((len(place.names) for place in self.rows), default=0)
+        return {
+            "met": (A + R,), "hit": (A, H), "weight": (A, H), "best": (A, H), "most": (A, H),
+            "maps": (R, H, longest), "marks": (R, longest, len(self.marks)),
+            "aims": (R, len(self.aims)),  # the place in the text, counted from 1; 0: none
+        }  # fmt: skip
+
+    @staticmethod
+    def draw(
+        heads: int, units: Sequence[Unit], asked: Iterable[Ask], echoes: Iterable[Place], layout: Layout
+    ) -> "Cases":
+        """Choose places: among what is asked about relations, among the tokens of texts; and some of repeated tokens."""
+        words: dict[str, dict[int, tuple[Unit, int, tuple[int, ...]]]] = {}
+        for question, unit, source, targets in asked:
+            key = _hashed(f"{question}|{source}|{unit.ids}")
+            words.setdefault(question, {}).setdefault(key, (unit, source, targets))
+        arcs = [
+            Place(
+                question, key, unit.bucket, unit.number, source, unit.document.words if unit.document else (), targets
+            )
+            for question, found in sorted(words.items())
+            for key, (unit, source, targets) in sorted(found.items(), key=lambda one: one[0])[:ARCS]
+        ]
+        tokens: dict[int, tuple[Unit, int]] = {}
+        for unit in units:
+            own = np.random.default_rng(_hashed(repr(unit.ids)))
+            keys = own.integers(1, 1 << 53, REACH).tolist()
+            for row in range(1, min(len(unit.ids), REACH)):
+                tokens.setdefault(keys[row], (unit, row))
+        drawn = [(key, *tokens[key]) for key in sorted(tokens)[:ROWS]]
+        rows = [Place(ROW, key, unit.bucket, unit.number, row, unit.pieces) for key, unit, row in drawn]
+        return Cases(heads, tuple(arcs), (*rows, *echoes), layout.marks, tuple(aim.name for aim in layout.aims))
+
+    # While a model reads.
+
+    def see_words(
+        self, unit: Unit, find: Callable[[str, int], int | None], made: Tensor, maps: Tensor, heads: slice
+    ) -> None:
+        """One unit at one site: hits and weight of every row asked about, (H, R, 2…), and the map of its words, (H, W, W).
+
+        `find` gives the row of a question and a word, if it was asked.
+        """
+        for number in self._arcs_of.get(unit.number, ()):
+            place = self.arcs[number]
+            row = find(place.question, place.source)
+            if row is None:
+                continue
+            looks = maps[:, place.source].clone()  # (H, W)
+            looks[:, place.source] = -1.0
+            most, best = looks.max(-1)
+            for name, value in (("hit", made[:, row, 0]), ("weight", made[:, row, 1]), ("best", best), ("most", most)):
+                self.arrays[name][number, heads] = value.cpu().numpy()
+            self.arrays["met"][number] = 1
+
+    def see_tokens(self, seen: Seen, scene: Scene, first_head: int) -> None:
+        """One call at one site, for the tokens drawn that are in this batch."""
+        batch = scene.batch
+        where = {unit.number: example for example, unit in enumerate(batch.units)}
+        for number, place in enumerate(self.rows):
+            example = where.get(place.unit)
+            if place.question == ROW and example is not None:
+                start = int(batch.first[example])
+                self._keep(number, seen, example, start, first_head)
+                here = scene.marks[example, start : start + len(place.names)].cpu().numpy()
+                self.arrays["marks"][number, : len(here)] = here
+                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.aims]
+                self.arrays["aims"][number] = np.maximum(aims, 0)
+
+    def see_echoes(self, seen: Seen, some: slice, first_head: int) -> None:
+        """One call at one site, for repeated tokens."""
+        for number, place in enumerate(self.rows):
+            if place.question == ECHO and some.start <= place.unit < some.stop:
+                self._keep(number, seen, place.unit - some.start, 0, first_head)
+
+    def _keep(self, number: int, seen: Seen, example: int, start: int, first_head: int) -> None:
+        place = self.rows[number]
+        weights = seen.rows([place.source + start])[example, :, 0, start : start + len(place.names)]  # (H, S)
+        heads = slice(first_head, first_head + len(weights))
+        self.arrays["maps"][number, heads, : weights.shape[1]] = weights.float().cpu().numpy()
+        self.arrays["met"][len(self.arcs) + number] = 1
+
+    def gather(self, team: Team) -> None:
+        """What all processes met, each its own."""
+        for name in sorted(self.arrays):
+            team.add_up(self.arrays[name])
+
+    # Afterwards.
+
+    def merge(self, other: "Cases") -> "Cases":
+        """The places with the smallest keys of both; one that is in both counts once."""
+        chosen: list[list[tuple[Place, Cases, int]]] = []
+        for kind in ("arcs", "rows"):
+            found: dict[str, dict[int, tuple[Place, Cases, int]]] = {}
+            for made in (self, other):
+                for number, place in enumerate(getattr(made, kind)):
+                    found.setdefault(place.question, {}).setdefault(place.key, (place, made, number))
+            kept = {question: sorted(some)[: MOST[kind]] for question, some in found.items()}
+            chosen.append([found[question][key] for question in sorted(kept) for key in kept[question]])
+        arcs, rows = chosen
+        first, second = (tuple(place for place, _, _ in some) for some in (arcs, rows))
+        merged = Cases(self.heads, first, second, self.marks, self.aims)
+        for new, (_, made, old) in enumerate([*arcs, *rows]):
+            at, kind = (new, "arcs") if new < len(arcs) else (new - len(arcs), "rows")
+            merged.arrays["met"][new] = made.arrays["met"][old + (0 if kind == "arcs" else len(made.arcs))]
+            for name in NAMES[kind]:
+                value = made.arrays[name][old]
+                merged.arrays[name][(at, *(slice(size) for size in value.shape))] = value
+        return merged
+
+    def examples(self, target: Target | None, half: np.ndarray, head: int, share: float | None) -> tuple[Example, ...]:
+        """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are. `target` is what
+        its measure is about; None: what cannot be shown.
+
+        `share` is how often it hits, where that is known; else it is how often it does at the places drawn.
+        """
+        looks = list(self._looks(target, half, head)) if target is not None else []
+        if not looks:
+            return ()
+        share = float(np.mean([look.hit for look in looks])) if share is None else share
+        hits, misses = ([look for look in looks if look.hit == wanted] for wanted in (True, False))
+        for count in range(min(SHOWN, len(looks)), 0, -1):
+            wanted = round(count * share)
+            if wanted <= len(hits) and count - wanted <= len(misses):
+                shown = [*hits[:wanted], *misses[: count - wanted]]
+                return tuple(_example(look) for look in looks if look in shown)
+        return tuple(_example(look) for look in looks[:1])
+
+    def _looks(self, target: Target, half: np.ndarray, head: int) -> Iterator["_Look"]:
+        arrays = self.arrays
+        for number, place in enumerate(self.arcs):
+            if target == Target("arc", place.question) and arrays["met"][number] and half[place.bucket]:
+                hit, weight, best, most = (
+                    float(arrays[name][number, head]) for name in ("hit", "weight", "best", "most")
+                )
+                yield _Look(place, bool(hit), weight, int(best), most, place.targets[0])
+        for number, place in enumerate(self.rows):
+            if not arrays["met"][len(self.arcs) + number] or not half[place.bucket]:
+                continue
+            weights = arrays["maps"][number, head, : len(place.names)]
+            sees = len(place.names) if arrays["maps"][number, :, place.source + 1 :].any() else place.source + 1
+            targets = list(self._targets(target, number, sees))
+            if targets:
+                best, meant = int(weights.argmax()), targets[int(weights[targets].argmax())]
+                yield _Look(place, best in targets, float(weights[targets].sum()), best, float(weights[best]), meant)
+
+    def _targets(self, target: Target, number: int, sees: int) -> Iterable[int]:
+        """The tokens that a role is about, for one row that sees so many; none where the row is not asked."""
+        place, value = self.rows[number], target.value
+        source, seen = place.source, range(1, sees)  # the first token is no target
+        if place.question == ECHO or target.kind == "echo":
+            return [place.targets[int(value)]] if (place.question, target.kind) == (ECHO, "echo") else ()
+        match target.kind:
+            case "offset":
+                return [j for j in (source - int(value),) if j in seen]
+            case "within":
+                return [j for j in seen if j != source and abs(source - j) <= int(value)]
+            case "beyond":
+                return [j for j in seen if abs(source - j) >= int(value)]
+            case "marked" if value in self.marks:
+                column = self.arrays["marks"][number, :, self.marks.index(str(value))]
+                return [j for j in seen if column[j]]
+            case "aim" if value in self.aims:
+                return [j for j in (int(self.arrays["aims"][number, self.aims.index(str(value))]) - 1,) if j in seen]
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The places, as plain data; the arrays are saved beside them."""
+        places = {"arcs": [asdict(place) for place in self.arcs], "rows": [asdict(place) for place in self.rows]}
+        return {**places, "marks": self.marks, "aims": self.aims}
+
+    @staticmethod
+    def of(heads: int, told: dict[str, Any], arrays: dict[str, np.ndarray]) -> "Cases":
+        """What `to_dict` and the arrays gave."""
+        arcs, rows = (
+            tuple(
+                Place(**{**one, "names": tuple(one["names"]), "targets": tuple(one["targets"])}) for one in told[kind]
+            )
+            for kind in ("arcs", "rows")
+        )
+        made = Cases(heads, arcs, rows, tuple(told["marks"]), tuple(told["aims"]))
+        made.arrays = {name: arrays[f"cases/{name}"] for name in made.arrays}
+        return made
+
+
+def echo_places(tokens: Sequence[Sequence[str]], start: int, length: int) -> list[Place]:
+    """A token of the second copy in each sequence of repeated ones, those of 16 sequences alike: they are read together."""
+    made = []
+    for number, names in enumerate(tokens):  # none where there is no room to repeat anything
+        row = start + length + 1 + (5 * (number // 16)) % (length - 1)
+        made.append(Place(ECHO, number, number, number, row, tuple(names), (row - length + 1, row - length)))
+    return made
+
+
+def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
+    """A text in parts, (kind, text): marked words with their kind, and what is around them; a long middle is left out.
+
+    >>> marked(("the", "cat", "sat"), {2: "token", 1: "attended"})
+    (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
+    """
+    far = max(marks) - min(marks) > 30
+    around = 3 if far else 6
+    low, high = max(0, min(marks) - around), min(max(marks) + around + 1, len(names))
+    parts: list[tuple[str, str]] = []
+    for i in range(low, high):
+        if far and min(abs(i - place) for place in marks) > around:
+            if parts[-1][1] != " … ":
+                parts.append(("", " … "))
+            continue
+        if parts and parts[-1][1] != " … ":
+            parts.append(("", " "))
+        parts.append((marks.get(i, ""), names[i]))
+    joined: list[tuple[str, str]] = []
+    for kind, text in parts:
+        if joined and not kind and not joined[-1][0]:
+            joined[-1] = "", joined[-1][1] + text
+        else:
+            joined.append((kind, text))
+    return tuple(joined)
+
+
+def written(parts: Iterable[tuple[str, str]]) -> str:
+    """Parts as one text: [x] looks, *y* is looked at hardest, {z} is meant.
+
+    >>> written((("attended", "cat"), ("", " "), ("token", "sat")))
+    '*cat* [sat]'
+    """
+    return "".join(MARKS[kind].format(text) for kind, text in parts)
+
+
+class _Look(NamedTuple):
+    place: Place
+    hit: bool
+    weight: float
+    best: int
+    most: float
+    meant: int
+
+
+def _example(look: _Look) -> Example:
+    place, meant = look.place, look.best if look.hit else look.meant
+    parts = marked(place.names, {meant: "meant", look.best: "attended", place.source: "token"})
+    token, named, attended = (place.names[i] for i in (place.source, meant, look.best))
+    return Example(look.hit, look.weight, token, named, attended, look.most, written(parts), parts)
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest())

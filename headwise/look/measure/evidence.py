@@ -1,0 +1,98 @@
+"""Where every head looked hardest, whatever for, kept as it streams by. What speaks for a role is in cases.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.look.measure.cases import marked, written
+from headwise.look.measure.rows import Block
+from headwise.look.record.units import Unit
+from headwise.team.team import Team
+
+KEPT = 8  # contexts per head
+
+
+@dataclass(frozen=True)
+class Context:
+    """One place: which token looked at which, how hard, and the text around with both marked."""
+
+    token: str
+    attended: str
+    weight: float
+    unit: int
+    row: int
+    column: int
+    text: str
+
+
+class Evidence:
+    """The strongest contexts of every head. Rows that rest, on the first token or on themselves, are passed over."""
+
+    def __init__(self, heads: int, kept: int = KEPT) -> None:
+        self.weights = np.zeros((heads, kept))
+        self.places = np.full((heads, kept, 3), -1, dtype=np.int64)  # unit, row, column
+        self.units: dict[int, Unit] = {}
+
+    def add(self, heads: slice, block: Block, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
+        """Take the best rows of a block. `resting` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
+        confidence = torch.where(resting, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
+        B, h, R = confidence.shape
+        mine = self.weights[heads]
+        if not (confidence.amax((0, 2)).cpu().numpy() > mine[:, -1]).any():
+            return  # the usual case, once a few blocks have passed
+        kept = self.weights.shape[1]
+        best, where = confidence.transpose(0, 1).reshape(h, B * R).topk(min(kept, B * R), dim=1)  # (h, kept)
+        row, example = where % R, where // R
+        index = torch.arange(h, device=where.device)[:, None].expand_as(where)
+        column = block.e[example, index, row].argmax(-1)  # (h, kept)
+        first = starts[example]
+        places = torch.stack(
+            (example, row + block.rows.start + block.past - first, column + block.cols.start - first), -1
+        )
+        found, weights = places.cpu().numpy(), best.double().cpu().numpy()
+        numbers = np.array([unit.number for unit in units])
+        found = np.concatenate((numbers[found[..., :1]], found[..., 1:]), -1)
+        weights, found = np.concatenate((mine, weights), 1), np.concatenate((self.places[heads], found), 1)
+        order = np.argsort(-weights, axis=1, kind="stable")[:, :kept]
+        self.weights[heads] = np.take_along_axis(weights, order, 1)
+        self.places[heads] = np.take_along_axis(found, order[..., None], 1)
+        for unit in units:
+            self.units[unit.number] = unit
+
+    def gather(self, team: Team, units: Sequence[Unit]) -> None:
+        """The strongest of what all processes found; all know all units."""
+        heads, kept = self.weights.shape
+        weights, places = np.zeros((team.size, heads, kept)), np.zeros((team.size, heads, kept, 3), dtype=np.int64)
+        weights[team.rank], places[team.rank] = self.weights, self.places
+        team.add_up(weights)
+        team.add_up(places)
+        flat = weights.transpose(1, 0, 2).reshape(heads, -1)
+        order = np.argsort(-flat, axis=1, kind="stable")[:, :kept]
+        self.weights = np.take_along_axis(flat, order, 1)
+        self.places = np.take_along_axis(places.transpose(1, 0, 2, 3).reshape(heads, -1, 3), order[..., None], 1)
+        self.units = {unit.number: unit for unit in units}
+
+    def tidy(self) -> None:
+        """Forget the texts that no head's evidence is in."""
+        wanted = set(self.places[..., 0].ravel().tolist())
+        self.units = {number: unit for number, unit in self.units.items() if number in wanted}
+
+    def contexts(self) -> list[list[Context]]:
+        """For every head its contexts, strongest first, with their texts."""
+        self.tidy()
+        return [
+            [
+                self._context(weight, *place)
+                for weight, place in zip(weights, places.tolist(), strict=True)
+                if weight > 0
+            ]
+            for weights, places in zip(self.weights.tolist(), self.places, strict=True)
+        ]
+
+    def _context(self, weight: float, number: int, row: int, column: int) -> Context:
+        names = self.units[number].pieces
+        parts = marked(names, {column: "attended", row: "token"})
+        return Context(names[row], names[column], weight, number, row, column, written(parts))

@@ -1,0 +1,1 @@
+"""Every head over a corpus: measures, roles with their evidence, saved, merged, and over training."""

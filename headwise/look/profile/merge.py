@@ -1,0 +1,90 @@
+"""Two profiles of one model as one: what was counted over two corpora, as if one pass had read them one after the other.
+
+A text falls into a bucket by a hash of it, so buckets add up, and the halves for choosing and for reporting are those of the
+one pass. What both read alike, such as the repeated tokens, counts once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from headwise.look.measure.evidence import KEPT, Context
+from headwise.look.measure.measure import ADD, ALIKE, LARGER, Number
+from headwise.look.measure.questions import SETS, SHAPES, Question, questions_of
+from headwise.look.measure.relations import Relations
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.roles import Support
+from headwise.look.record.buckets import BUCKETS
+
+
+def merge_tallies(one: Tally, other: Tally, numbers: Mapping[str, Number], apart: Sequence[str]) -> Tally:
+    """Both, each group as its numbers merge, but for the groups `apart`."""
+    groups = {*one.sums, *other.sums} - {*apart}
+    ways = {way: {group for group in groups if numbers[group].merge == way} for way in (ADD, ALIKE, LARGER)}
+    merged = _only(one, ways[ADD]).merge(_only(other, ways[ADD])).merge(_only(one, ways[ALIKE]))
+    for group in sorted(ways[LARGER]):
+        samples = [_only(made, {group}) for made in (one, other)]
+        merged = merged.merge(max(samples, key=_filled))  # of two that are alike, the first
+    return merged
+
+
+def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> Relations | None:
+    """The arcs of all parts, each with its tally; `tally` takes up their measures."""
+    if not parts:
+        return None
+    questions = _ordered({question for _, relations in parts for question in relations.questions})
+    merged = Relations(tally, questions, parts[0][1].causal)
+    shape = (BUCKETS, tally.heads, len(merged.fields))
+    sums, counts = np.zeros(shape), np.zeros(shape)  # (buckets, heads, fields)
+    for counted, part in parts:
+        at = [questions.index(question) for question in part.questions]
+        merged.offsets[:, at] += part.offsets
+        merged.arcs[:, at] += part.arcs
+        merged.left_out[:, at] += part.left_out
+        for name in part.fields:
+            made, rows = counted.per_bucket(name)  # (buckets, heads)
+            sums[..., merged.fields.index(name)] += made
+            counts[..., merged.fields.index(name)] += rows
+    if merged.fields:
+        tally.sums[merged.fields[0]], tally.counts[merged.fields[0]] = sums, counts
+        tally.fields |= {name: (merged.fields[0], place) for place, name in enumerate(merged.fields)}
+    return merged
+
+
+def merge_evidence(one: Sequence[Context], other: Sequence[Context], texts: int) -> list[Context]:
+    """The strongest of both."""
+    both = [*one, *(replace(context, unit=context.unit + texts) for context in other)]
+    return sorted(both, key=lambda context: -context.weight)[:KEPT]
+
+
+def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
+    """What ablation showed for the same role of the same head: it is about the model, and is not asked again."""
+    for before in earlier:
+        same = (before.role, before.detail) == (support.role, support.detail)
+        if same and before.effect is not None and support.rung == "effective":
+            told = ("effect", "effect_interval", "cost", "bar")
+            rung = "causal" if before.rung == "causal" else support.rung
+            return replace(support, rung=rung, **{name: getattr(before, name) for name in told})
+    return support
+
+
+def _only(tally: Tally, groups: set[str]) -> Tally:
+    """Some groups of a tally."""
+    fields = {name: (group, place) for name, (group, place) in tally.fields.items() if group in groups}
+    sums, counts = (
+        {group: array for group, array in arrays.items() if group in groups} for arrays in (tally.sums, tally.counts)
+    )
+    return Tally(tally.heads, fields, sums, counts)
+
+
+def _filled(tally: Tally) -> int:
+    """How many buckets have something in them."""
+    return max((int((counts > 0).any((1, 2)).sum()) for counts in tally.counts.values()), default=0)
+
+
+def _ordered(questions: set[Question]) -> tuple[Question, ...]:
+    """In the order in which one pass would ask them."""
+    names = {question.relation for question in questions}
+    derived, sets = sorted(names & {*SHAPES}), [name for name in SETS if name in names]
+    return questions_of([*sorted(names - {*SETS, *SHAPES}), *derived, *sets])

@@ -1,0 +1,360 @@
+"""Roles: what a head may be said to do, each a row of data; and the ladder of evidence a head has to climb.
+
+    pattern     its score, on the half of the texts used for choosing, is above its null by the role's threshold
+    selective   so it is on the other half, and the difference is no accident (max-T over all heads, roles and directions)
+    effective   so it is when attention is weighted by the length of what it fetches
+    causal      taking the head away hurts the role's own probe more than taking away others of its layer (see causal.py)
+
+No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.look.measure.classes import CLASS_NUMBERS, CLASSES
+from headwise.look.measure.diagonals import AIMED, LOCAL, LONG
+from headwise.look.measure.measure import Number
+from headwise.look.measure.questions import CONTROLS, HITS, MATCHED, NO_ROLE, OTHERS, SETS, SHAPES, Question
+from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.repeats import DUPLICATE, INDUCTION
+from headwise.look.measure.scene import SPECIAL, WINDOW
+from headwise.look.measure.shape import ENTROPY, RELATIVE, RESTING, SHARE
+from headwise.look.measure.statistics import FEWEST, bootstrap, max_t
+from headwise.look.measure.tally import Tally
+from headwise.look.record.buckets import CHOOSING, REPORTING, in_half
+from headwise.text.documents import Document
+
+RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
+
+
+@dataclass(frozen=True)
+class Role:
+    """One row: the measure that is the score, and how far above its null it must be, (score − null) / (1 − null)."""
+
+    name: str
+    measure: Number  # it has a null and a valued twin, over the same rows: those that could have the target
+    threshold: float
+    probe: str | None = None  # what is asked of the model when the head is taken away
+    detail: str = ""  # told beside the role: an offset, a direction
+    relation: bool = False  # asked of gold arcs
+    hits: bool = False  # its score is how often a word looks hardest at the right one
+
+
+def offset_role(offset: int) -> Role:
+    """A head that looks a fixed number of tokens back, or ahead."""
+    names = {1: "previous token", -1: "next token", 0: "self"}
+    probe = "repeats" if offset == 1 else None
+    return Role(
+        names.get(offset, "fixed offset"), AIMED[offset], 0.3, probe, "" if offset in names else f"{-offset:+d}"
+    )
+
+
+TABLE = (
+    *(offset_role(offset) for offset in range(1 - WINDOW, WINDOW)),
+    Role("local", LOCAL[0], 0.4, None, "within 3"),
+    *(Role(name, CLASS_NUMBERS[name], 0.3) for name in CLASSES if name != SPECIAL),
+    Role("long range", LONG[0], 0.4, None, f"beyond {WINDOW}"),
+    Role("induction", INDUCTION[0], 0.1, "repeats"),
+    Role("duplicate token", DUPLICATE[0], 0.1, "repeats"),
+)
+ROOM = 0.8  # a role whose null is above this is not told: a little more would look like all there is
+RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
+CONTROLLED = 5  # buckets of texts, in each half, that a control needs to say anything
+EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
+# relation: where a model that follows it must show it
+PROBES = {
+    "bracket": "later word", "quote": "later word", "copy": "later word", "if-then": "later word",
+    "subject-verb": "later word", "nsubj": "later word", "pronoun-antecedent": "referent",
+}  # fmt: skip
+TOLD = {
+    "related": "semantic",
+    "pronoun-antecedent": "coreference",
+    "coref": "coreference",
+    "same class": "part of speech",
+    "delimiter": "sentence end",  # a full stop looks at the one before; the class of tokens has the other name
+}
+NARROW = ("previous token", "next token", "self", "fixed offset")
+RESTS = ("sink", "special token", "broad", "idle")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One role in one form, for all heads at once: sums per bucket and head, and what they are sums over."""
+
+    role: Role
+    scores: np.ndarray  # (buckets, heads)
+    nulls: np.ndarray
+    valued: np.ndarray
+    counts: np.ndarray
+    coverage: np.ndarray | None = None  # (heads,): the share of rows that could be compared, on the half for reporting
+
+    def gain(self, half: int, valued: bool = False) -> np.ndarray:
+        """(score − null) / (1 − null) on one half: (heads,); NaN where nothing was asked."""
+        score, null = self.mean(half, valued), self.null(half)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return (score - null) / (1 - null)
+
+    def mean(self, half: int, valued: bool = False) -> np.ndarray:
+        """The score on one half: (heads,)."""
+        some = self.half(half)
+        return _ratio((self.valued if valued else self.scores)[some], self.counts[some])
+
+    def null(self, half: int) -> np.ndarray:
+        """The null on one half: (heads,)."""
+        some = self.half(half)
+        return _ratio(self.nulls[some], self.counts[some])
+
+    def half(self, half: int) -> np.ndarray:
+        """Which buckets are in a half, (buckets,)."""
+        return in_half(self.counts, half)
+
+
+class Effect(NamedTuple):
+    """What taking a head away costs its role's probe, in nats an answer."""
+
+    more: float  # than the other heads of its layer cost on average
+    low: float  # the interval of that
+    high: float
+    cost: float  # by itself
+    bar: float  # what the cost must be above
+
+    @property
+    def causal(self) -> bool:
+        """Whether the head is needed."""
+        return self.low > 0 and self.cost > self.bar
+
+
+@dataclass(frozen=True)
+class Support:
+    """What speaks for one head having one role."""
+
+    role: str
+    detail: str
+    rung: str
+    score: float  # on the half for reporting
+    null: float
+    interval: tuple[float, float]
+    gain: float
+    p: float  # family-wise
+    coverage: float  # the share of rows that could have the target or, of a relation, that could be compared
+    probe: str | None
+    rows: int
+    effect: float | None = None  # what taking the head away costs its probe, beyond others of its layer, nats an answer
+    effect_interval: tuple[float, float] | None = None
+    cost: float | None = None  # what it costs by itself
+    bar: float | None = None  # and what that must be above for the head to be causal
+    relation: bool = False  # whether it was asked of gold arcs
+    on: str = ""  # the texts on which it was shown, in words
+
+    def with_effect(self, found: Effect) -> "Support":
+        """The same with what ablation showed."""
+        rung = "causal" if found.causal else self.rung
+        return replace(
+            self, rung=rung, effect=found.more, effect_interval=(found.low, found.high), cost=found.cost, bar=found.bar
+        )
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is told: a mere pattern is not."""
+        return RUNGS.index(self.rung) >= 2
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Roles rank by rung, then by gain."""
+        return RUNGS.index(self.rung), self.gain
+
+
+def role_names(documents: Iterable[Document]) -> set[str]:
+    """Every role a head may be found to have: those of the table, and those of the relations in some documents.
+
+    >>> from headwise.text.documents import Relation
+    >>> sorted(role_names([Document.of(["it", "runs"], [Relation("subject-verb", 1, 0)])]) - role_names([]))
+    ['subject-verb']
+    """
+    names = {arc.name for document in documents for arc in document.relations} | {*SETS}
+    return {role.name for role in TABLE} | {TOLD.get(name, name) for name in names - NO_ROLE}
+
+
+def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
+    """Whether some roles can be judged beside the usual ones, on what is measured."""
+    known = {number.name for number in numbers}
+    told = {(role.name, role.detail) for role in TABLE}
+    for role in roles:
+        measure = role.measure
+        if not measure.null or not measure.valued:
+            raise HeadwiseError(
+                f"the role {role.name!r} needs a measure with a null and a valued twin; {measure.name!r} has none."
+            )
+        if not {measure.name, measure.null, measure.valued} <= known:
+            raise HeadwiseError(
+                f"the role {role.name!r} needs {measure.name!r} to be measured; give it in measures=[…]."
+            )
+        if (role.name, role.detail) in told:
+            raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
+        if not 0 < role.threshold < 1 or role.probe not in (None, "repeats"):
+            raise HeadwiseError(
+                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe 'repeats' or none; "
+                f"got {role.threshold} and {role.probe!r}."
+            )
+        told.add((role.name, role.detail))
+
+
+def make_cases(
+    tally: Tally, relations: Relations | None, only: str | None = None, roles: Sequence[Role] = TABLE
+) -> list[Case]:
+    """Every role that was measured, or one of them."""
+    cases = list(_table_cases(tally, roles))
+    if relations is not None:
+        cases += _relation_cases(tally, relations)
+    if only is not None:
+        known = {case.role.name for case in cases}
+        if only not in known:
+            raise HeadwiseError(f"there is no role {only!r} here; {close_names(only, known)}")
+        cases = [case for case in cases if case.role.name == only]
+    return cases
+
+
+def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
+    """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests."""
+    if not cases:
+        return [[] for _ in range(heads)], 0
+    reporting = [case.half(REPORTING) for case in cases]
+    scores, nulls, valued, counts = (
+        np.stack([getattr(case, name) * half[:, None] for case, half in zip(cases, reporting, strict=True)], -1)
+        for name in ("scores", "nulls", "valued", "counts")
+    )  # (buckets, heads, cases): the other half is empty
+    p, family = max_t(scores, nulls, counts)
+    p_valued, _ = max_t(valued, nulls, counts)
+    found: list[list[Support]] = [[] for _ in range(heads)]
+    for number, (case, half) in enumerate(zip(cases, reporting, strict=True)):
+        asked = case.counts[half]  # (buckets, heads)
+        chosen, told, heavy = case.gain(CHOOSING), case.gain(REPORTING), case.gain(REPORTING, valued=True)
+        enough = (asked > 0).sum(0) >= FEWEST
+        room = np.maximum(case.null(CHOOSING), case.null(REPORTING)) <= ROOM  # NaN is not
+        wanted = np.flatnonzero((np.nan_to_num(chosen, nan=-1.0) >= case.role.threshold) & enough & room)
+        if not len(wanted):
+            continue
+        low, high = bootstrap(case.scores[half][:, wanted], asked[:, wanted])
+        score, null = case.mean(REPORTING), case.null(REPORTING)
+        rows = asked.sum(0)
+        for place, head in enumerate(wanted):
+            rung = 1
+            if told[head] >= case.role.threshold and p[head, number] < 0.05:
+                rung = 3 if heavy[head] >= case.role.threshold / 2 and p_valued[head, number] < 0.05 else 2
+            found[head].append(
+                Support(
+                    case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
+                    (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
+                    1.0 if case.coverage is None else float(case.coverage[head]), case.role.probe, int(rows[head]),
+                    relation=case.role.relation, on=case.role.measure.on,
+                )
+            )  # fmt: skip
+    for supports in found:
+        supports.sort(key=lambda support: support.rank, reverse=True)
+    return [_one_each(supports) for supports in found], family
+
+
+def rest(tally: Tally, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
+    """Where each head rests: on the first token, on special tokens, everywhere alike, or without writing anything."""
+    told = (RESTING.name, SPECIAL, RELATIVE.name, SHARE.name)
+    first, special, relative, writes = (tally.mean(name) for name in told)
+    share = writes * heads_in_layer
+    flags = np.stack((first > 0.3, (special > 0.3) & (first <= 0.3), relative > 0.9, share < 0.2), -1)
+    return [tuple(name for name, there in zip(RESTS, row, strict=True) if there) for row in flags]
+
+
+def _one_each(supports: list[Support]) -> list[Support]:
+    """Each role once, in its best form; `local` only where no single offset says nearly as much."""
+    seen: set[str] = set()
+    kept = [one for one in supports if not (one.role in seen or seen.add(one.role))]
+    local = next((one for one in kept if one.role == "local"), None)
+    narrow = [one for one in kept if local and one.role in NARROW and RUNGS.index(one.rung) >= RUNGS.index(local.rung)]
+    if local and any(one.gain >= 0.7 * local.gain for one in narrow):
+        kept.remove(local)
+    return kept
+
+
+def _table_cases(tally: Tally, roles: Sequence[Role]) -> Iterator[Case]:
+    rows = tally.per_bucket(ENTROPY.name)[1] if ENTROPY.name in tally.fields else None
+    for role in roles:
+        told = role.measure
+        if told.name not in tally.fields:
+            continue
+        (scores, counts), (nulls, asked), (valued, _) = map(tally.per_bucket, (told.name, told.null, told.valued))
+        if counts.sum() == 0:
+            continue
+        with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other texts
+            rate = np.where(asked > 0, nulls / asked, 0.0)
+        covered = None if rows is None or told.on else _covered(counts, rows)  # of texts of its own every row is asked
+        yield Case(role, scores, rate * counts, valued, counts, covered)
+
+
+def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
+    for number, question in enumerate(relations.questions):
+        name, way, told = question.relation, question.way, question.numbers
+        if name in NO_ROLE or relations.arcs[:, number].sum() == 0:
+            continue
+        measure = told[MATCHED if name in SETS else HITS]
+        role = Role(
+            TOLD.get(name, name), measure, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
+        )
+        matched, fit = tally.per_bucket(told[MATCHED].name)
+        others = tally.per_bucket(told[OTHERS].name)[0]
+        hits, counts = tally.per_bucket(told[HITS].name)
+        covered, twin = _covered(fit, counts), tally.per_bucket(measure.valued)[0]
+        if name in SETS:
+            yield Case(role, matched, others, twin, fit, covered)
+            continue
+        nulls = _best_offset(relations, number)[:, None] * np.ones(tally.heads)
+        for other, of in _controls(tally, relations, question):
+            nulls = _larger(nulls, counts, other, of)
+        chosen = in_half(counts, CHOOSING)
+        excess = _ratio(matched[chosen], fit[chosen]) - _ratio(others[chosen], fit[chosen])
+        follows = np.nan_to_num(excess) >= EXCESS  # a hard positional head has exactly none
+        yield Case(role, hits * follows, nulls, twin * follows, counts, covered)
+
+
+def _controls(tally: Tally, relations: Relations, question: Question) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """How often each head looks at the wrong words, for each control of a relation: hits, rows, (buckets, heads) each."""
+    ahead = relations.offsets[:, relations.questions.index(question)].sum(0) @ np.sign(NEAREST) > 0
+    for control in CONTROLS.get(question.relation, ()):
+        back = "<" if ahead else ">"  # those made here look back by >
+        asked = Question(control, question.way if control not in SHAPES else back)
+        if asked in relations.questions:
+            hits, rows = tally.per_bucket(asked.numbers[HITS].name)
+            if min(in_half(rows, half).sum() for half in (CHOOSING, REPORTING)) >= CONTROLLED:
+                yield hits, rows
+
+
+def _covered(some: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The share of rows, on the half for reporting: (heads,)."""
+    half = in_half(of, REPORTING)
+    return np.nan_to_num(_ratio(some[half], of[half]))
+
+
+def _larger(nulls: np.ndarray, counts: np.ndarray, other: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Of two baselines the one that is larger on the half for choosing, for each head: the one so far, such as the best fixed
+    offset, or how often it looks at the words of a control. (buckets, heads)"""
+    halves = [(in_half(counts, half), in_half(of, half)) for half in (CHOOSING, REPORTING)]
+    rates = [np.nan_to_num(_ratio(other[theirs], of[theirs])) for _, theirs in halves]  # (heads,) each
+    chosen = halves[CHOOSING][0]
+    take = rates[CHOOSING] > np.nan_to_num(_ratio(nulls[chosen], counts[chosen]))
+    matched = sum(mine[:, None] * counts * rate for (mine, _), rate in zip(halves, rates, strict=True))
+    return np.where(take, matched, nulls)
+
+
+def _best_offset(relations: Relations, question: int) -> np.ndarray:
+    """How many arcs the best fixed offset hits in each bucket; the offset is chosen on the half for choosing."""
+    hits = relations.offsets[:, question]  # (buckets, offsets)
+    allowed = np.array([offset != 0 and (offset < 0 or not relations.causal) for offset in NEAREST])
+    chosen = in_half(relations.arcs[:, question], CHOOSING)
+    return hits[:, np.argmax(hits[chosen].sum(0) * allowed)]
+
+
+def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return sums.sum(0) / counts.sum(0)

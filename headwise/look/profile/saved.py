@@ -1,0 +1,56 @@
+"""A profile on disk: arrays and a table in JSON, with a version, in one file; what is damaged or older is refused."""
+
+import json
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwise.errors import HeadwiseError
+from headwise.files.whole import whole_file
+from headwise.look.measure.measure import Number, Target
+from headwise.look.profile.roles import Role, Support
+
+VERSION = 4  # of the table: names, what they mean, where their sums stand
+
+
+def pack(path: str | Path, told: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
+    """Write a file, whole or not at all."""
+    written = BytesIO()
+    table = np.frombuffer(json.dumps({"version": VERSION, **told}).encode(), dtype=np.uint8)
+    np.savez_compressed(written, **arrays, told=table)  # pyright: ignore[reportArgumentType]
+    return whole_file(path, written.getvalue())
+
+
+def unpack(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Read one: the table and the arrays."""
+    try:
+        with np.load(BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        told = json.loads(arrays.pop("told").tobytes())
+    except FileNotFoundError:
+        raise HeadwiseError(f"there is no file {path}.") from None
+    except Exception as error:  # zipfile, zlib, numpy and json each have their own
+        raise HeadwiseError(f"{path} is not a profile, or is damaged ({error}); make it anew.") from None
+    version = told.get("version") if isinstance(told, dict) else None
+    if version != VERSION:
+        raise HeadwiseError(f"{path} is a profile of version {version}, this is {VERSION}; make it anew.")
+    return told, arrays
+
+
+def number_of(told: dict[str, Any]) -> Number:
+    """A number as it was written."""
+    return Number(**{**told, "target": None if told["target"] is None else Target(**told["target"])})
+
+
+def role_of(told: dict[str, Any]) -> Role:
+    """A role as it was written."""
+    return Role(**{**told, "measure": number_of(told["measure"])})
+
+
+def support_of(told: dict[str, Any]) -> Support:
+    """What spoke for a role."""
+    intervals = {name: tuple(told[name]) for name in ("interval", "effect_interval") if told[name] is not None}
+    return Support(**{**told, **intervals})

@@ -1,0 +1,1 @@
+"""What a model reads, and what its heads did with it: recorded, or one sentence at once."""

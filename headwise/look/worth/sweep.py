@@ -1,0 +1,226 @@
+"""Take heads away one by one, at a fraction of what running the model anew for each would cost.
+
+The stream up to a layer is the same for all of its heads, and so is their z. So one clean walk through the blocks stops at
+each layer, runs all its heads as one batch, each copy with another head replaced, through what is left of the network, and
+goes on. Where few tokens are asked for, the last block finishes their rows alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.heads.site import Edit, Site
+from headwise.look.worth.ablate import Stand, replacing
+from headwise.look.worth.outputs import chosen_sites
+from headwise.look.worth.targets import Asked
+from headwise.model import AnyModel, Transformer
+from headwise.model.block import Beside, Block
+from headwise.model.loss import cross_entropy
+from headwise.spec import Address, ModelSpec
+
+Stands = Callable[[Site, tuple[Address, ...]], Stand]  # what stands in for some heads of a layer
+TOKENS = 2048  # run at once, copies included
+
+
+@torch.no_grad()
+def sweep(
+    model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
+) -> tuple[Tensor, Tensor]:
+    """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
+    if not isinstance(model, Transformer) or model.spec.kind == "encoder-decoder":
+        return _one_by_one(model, asked, heads, stands)
+    wanted = {site.address: chosen for site, chosen in chosen_sites(model, heads)}
+    x, beside = model.begin(asked.ids, padding=asked.padding)
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    answers: dict[Address, Tensor] = {}
+    for layer, block in enumerate(blocks):
+        site, read, calls = block.attention.site, block.reads(x), []
+        with site.listen(calls.append):
+            wrote = block.attend(read, beside)  # (B, T, D)
+        chosen = wanted.get(site.address, ())
+        if chosen:
+            z = calls[0].z  # (B, H, T, e)
+            standing = stands(site, chosen)(z).to(z).expand(len(z), len(chosen), *z.shape[2:])
+            here = _Layer(block, blocks[layer + 1 :], x, read, z, standing, beside)
+            for some in _shares(len(chosen), tokens // max(1, asked.ids.numel())):
+                states = here.without([site.index(chosen[i]) for i in some], some, asked)  # (n·B, R, D)
+                made = asked.answers(model, _normed(model, states))
+                answers |= zip((chosen[i] for i in some), made.unflatten(0, (len(some), -1)), strict=True)
+        x = block.finish(x, read, wrote, beside)
+    clean = asked.answers(model, _normed(model, asked.pick(x)))
+    lost = [asked.lost(answers[head], clean) for head in heads]
+    return torch.stack(lost) if lost else clean.new_zeros(0, len(asked.ids)), clean
+
+
+def _one_by_one(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> tuple[Tensor, Tensor]:
+    """The same by a whole pass for every head: models that are not ours, or of two stacks, are not walked through by hand."""
+
+    def answers() -> Tensor:
+        return asked.answers(model, asked.pick(asked.run(model)))
+
+    clean, lost = answers(), {}
+    for site, chosen in chosen_sites(model, heads):
+        for head in chosen:
+            with site.replaced(replacing(site, (head,), stands(site, (head,)))):
+                lost[head] = asked.lost(answers(), clean)
+    return torch.stack([lost[head] for head in heads]) if lost else clean.new_zeros(0, len(asked.ids)), clean
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """The walk where it has come to: one layer, what is left behind it, and what stands in for its heads."""
+
+    block: Block
+    behind: list[Block]
+    x: Tensor  # (B, T, D)
+    read: Tensor  # (B, T, D)
+    z: Tensor  # (B, H, T, e)
+    standing: Tensor  # (B, n, T, e)
+    beside: Beside
+
+    def without(self, heads: list[int], places: Sequence[int], asked: Asked) -> Tensor:
+        """The final stream of a copy of the batch for each of these heads, at the rows asked about: (n·B, R, D)."""
+        n = len(heads)
+        changed = self.z.repeat(n, 1, 1, 1, 1)  # (n, B, H, T, e)
+        for copy, (head, place) in enumerate(zip(heads, places, strict=True)):
+            changed[copy, :, head] = self.standing[:, place]
+        block, beside = self.block, _copied(self.beside, n)
+        x, read = self.x.repeat(n, 1, 1), self.read.repeat(n, 1, 1)  # (n·B, T, D)
+        wrote = block.attention.write(changed.flatten(0, 1))  # (n·B, T, D)
+        for following in self.behind:
+            x = block.finish(x, read, wrote, beside)
+            block, read = following, following.reads(x)
+            wrote = block.attend(read, beside)
+        return block.finish(asked.pick(x, n), asked.pick(read, n), asked.pick(wrote, n), beside)
+
+
+def slopes(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> Tensor:
+    """How steeply each text's summed surprise rises as each head begins to be replaced: (heads, B), from one backward pass.
+
+    z becomes z + ε (stand-in − z), with an ε of its own for every head and text. Texts do not touch each other, so the
+    slope in ε is that text's own; and as it comes from `autograd.grad`, nothing is ever added up in a `.grad`.
+    """
+    if asked.targets is None:
+        raise HeadwiseError(
+            "without an output a model is compared with itself, and there the slope is 0; use by='ablation'."
+        )
+    leaves: dict[Address, Tensor] = {}
+    with torch.enable_grad(), ExitStack() as stack:
+        for site, chosen in chosen_sites(model, heads):
+            amounts = [torch.zeros(len(asked.ids), device=asked.ids.device, requires_grad=True) for _ in chosen]  # (B,)
+            leaves |= zip(chosen, amounts, strict=True)
+            stack.enter_context(site.replaced(_begin_to_replace(site, chosen, amounts, stands(site, chosen))))
+        hidden = asked.pick(asked.run(model)).flatten(0, 1)  # (B·R, D)
+        targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)
+        total = cross_entropy(model, hidden, targets.flatten(), total=1)
+        found = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()
+    return torch.stack([slope.double() for slope in found]) if found else torch.zeros(0, len(asked.ids))
+
+
+def _begin_to_replace(site: Site, chosen: tuple[Address, ...], amounts: list[Tensor], stand: Stand) -> Edit:
+    index = [site.index(address) for address in chosen]
+
+    def edit(z: Tensor) -> Tensor:
+        now = z.detach()
+        towards = stand(now).to(z) - now[:, index]  # (B, n, T, e)
+        begun = torch.zeros_like(now)
+        begun[:, index] = torch.stack(amounts, 1).to(z)[..., None, None] * towards
+        return z + begun
+
+    return edit
+
+
+def _normed(model: Transformer, x: Tensor) -> Tensor:
+    return x if model.norm is None else model.norm(x)
+
+
+def _shares(count: int, most: int) -> Iterator[range]:
+    """`count` heads in as few even shares as `most` at a time allow."""
+    parts = -(-count // max(1, most))
+    for part in range(parts):
+        yield range(part * count // parts, (part + 1) * count // parts)
+
+
+def _copied(beside: Beside, copies: int) -> Beside:
+    """What travels beside so many copies of the batch."""
+    real, angles = beside.real, beside.angles
+    if real is not None:
+        real = real.repeat(copies, 1)
+    if angles is not None and len(angles.cos) > 1:
+        angles = replace(angles, cos=angles.cos.repeat(copies, 1, 1, 1), sin=angles.sin.repeat(copies, 1, 1, 1))
+    return replace(beside, real=real, angles=angles)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations of one text: by the sweep, and by a forward pass of the whole model for every head."""
+
+    sweep: int
+    naive: int
+
+    @property
+    def ratio(self) -> float:
+        """The sweep's share of the naive loop."""
+        return self.sweep / self.naive
+
+
+def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> Cost:
+    """What ablating every head costs on a text of so many tokens, `rows` of them asked about (None: all).
+
+    Matrix products alone, 2 operations a multiplication, every pair of tokens counted; both sides project only the rows
+    asked about onto the vocabulary.
+
+    >>> from headwise.spec import preset
+    >>> round(sweep_cost(preset("gpt2"), 256).ratio, 2), round(sweep_cost(preset("gpt2"), 256, rows=1).ratio, 2)
+    (0.67, 0.47)
+    """
+    rows = length if rows is None else rows
+    cost = pass_cost(spec, length)
+    whole = cost.whole(rows)
+    quick = whole  # the walk itself
+    for layer, site in enumerate(spec.sites):
+        full = len(spec.sites) - 1 - layer  # MLPs over all rows: this one and those behind it, but for the last
+        onward = cost.write[layer] + sum(cost.attend[layer + 1 :]) + full * length * cost.mlp
+        quick += len(spec.attention_at(site).head_ids) * (onward + rows * (cost.mlp + cost.out))
+    return Cost(quick, whole * len(spec.addresses))
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Floating-point operations of one text's forward pass: matrix products alone, 2 operations a multiplication."""
+
+    attend: tuple[int, ...]  # for each attention layer: projections, scores and what is gathered by them, W_O
+    write: tuple[int, ...]  # W_O alone
+    mlp: int  # for one row
+    out: int  # for one row
+    rows: int  # that pass through MLPs, of all blocks together
+
+    def whole(self, rows: int) -> int:
+        """The pass, with so many rows projected onto the vocabulary."""
+        return sum(self.attend) + self.rows * self.mlp + rows * self.out
+
+
+def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> PassCost:
+    """What a forward pass over so many tokens costs; `causal` leaves out pairs of tokens that a decoder's mask hides.
+
+    >>> from headwise.spec import preset
+    >>> pass_cost(preset("gpt2"), 1).whole(rows=1) // 2 - 2 * 12 * 768  # but for one pair of tokens: one a weight
+    123532032
+    """
+    D, write, attend = spec.width, [], []
+    for site in spec.sites:
+        a = spec.attention_at(site)
+        heads, channels = len(a.head_ids), a.head_dim + a.value_dim
+        hidden = causal and site.stack in ("", "dec") and spec.kind != "encoder"
+        pairs = length * (length + 1) // 2 if hidden else length * length
+        width = D // a.heads if a.input == "slice" else D
+        read = 2 * length * width * (heads * a.head_dim + len(a.kv_ids) * channels)
+        write.append(2 * length * heads * a.value_dim * D)
+        attend.append(read + 2 * pairs * heads * channels + write[-1])
+    mlp = 2 * D * spec.hidden * (3 if spec.activation == "swiglu" else 2)
+    out = 2 * D * spec.vocab * (spec.output != "none") + 2 * D * D * (spec.output == "mlm")
+    return PassCost(tuple(attend), tuple(write), mlp, out, length * (spec.layers + spec.encoder_layers))

@@ -1,0 +1,1 @@
+"""What heads write: words, logits, and what can be decoded from them."""
