@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.spec import Address
 from tests.attach.models import BODY, BY_NAME, Case, transformers
 from tests.attach.test_look import VOCABULARY, documents
 from tests.attach.test_trial import GATED
@@ -43,7 +44,7 @@ def test_adapters_added_later_are_noticed() -> None:
     case = BY_NAME["llama"]
     model, given = case.build(), case.inputs()
     theirs = hw.attach(model)
-    assert theirs.heads["1.1"].W_O.shape == (4, 24)
+    assert theirs.heads[Address.parse("1.1")].W_O.shape == (4, 24)
     how = dict(r=3, init_lora_weights=False)
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], **how)).eval()
     with torch.no_grad():
@@ -76,7 +77,7 @@ def test_an_adapter_around_a_gated_output_is_not_edited_by_halves() -> None:
         again, o_proj = hw.attach(theirs.detach()), model.model.layers[1].self_attn.o_proj
         with again.heads["1.1"].silenced():
             silent = model(**given).logits
-        size = again.heads["1.1"].layer.spec.value_dim
+        size = again.heads[Address.parse("1.1")].layer.spec.value_dim
         for weight in (o_proj.base_layer.weight, o_proj.lora_A["default"].weight):
             weight[:, size : 2 * size] = 0  # what reads the head
         assert (model(**given).logits - silent).abs().max() < 1e-4

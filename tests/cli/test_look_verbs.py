@@ -80,7 +80,9 @@ def test_what_cannot_be_done(folder: str, texts: str) -> None:
 
 def test_diff_of_two_profiles(folder: str, texts: str, tmp_path: Path) -> None:
     small = tmp_path / "small"
-    save(hw.prune(hw.load(folder), heads="0.1", fold=False), small)
+    whole = hw.load(folder)
+    assert isinstance(whole, Transformer)
+    save(hw.prune(whole, heads="0.1", fold=False), small)
     for name, model in (("a.npz", folder), ("b.npz", str(small))):
         answer("heads", model, texts, "--no-causal", "--save", str(tmp_path / name), "--json")
     told = answer("diff", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"))

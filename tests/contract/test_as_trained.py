@@ -211,7 +211,7 @@ def test_what_stands_before_a_text_is_a_special_token(model: Any) -> None:
     assert words_of(model).decode(words_of(model).encode("the dog")) == "the dog"
     assert model.generate("the dog", tokens=0) == "the dog"
     for head in hw.profile(model, DOCUMENTS, causal=False):
-        for context in head.evidence:
+        for context in head.hardest:
             assert context.row > 0, "it looks at nothing, so it is nobody's evidence"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.kernels import causal
 from headwise.look.measure import rows
+from headwise.look.measure.questions import Question
 from headwise.look.measure.relations import Relations
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import make_cases
