@@ -17,6 +17,7 @@ from headwise.attach.layer import Layer
 from headwise.attach.masks import lowest
 from headwise.errors import HeadwiseError
 from headwise.heads.site import is_repeated
+from headwise.kernels.bias import Given
 from headwise.kernels.masks import Causal, Mask
 from headwise.kernels.terms import Terms, spread
 
@@ -140,4 +141,4 @@ def _terms(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None, kwargs
         bias = (more if bias is None else bias + more) if bool(more.any()) or bias is not None else None
     if bias is not None and bias.ndim != 4:
         raise HeadwiseError(f"the position bias at {layer.found.name} is {tuple(bias.shape)}; expected four axes.")
-    return Terms(d**-0.5 if scale is None else float(scale), groups, told, bias)
+    return Terms(d**-0.5 if scale is None else float(scale), groups, told, None if bias is None else Given(bias))

@@ -17,6 +17,7 @@ from headwise.kernels import (
     BACKENDS,
     Alibi,
     Angles,
+    Bias,
     Choice,
     Mask,
     Terms,
@@ -75,7 +76,7 @@ class MultiHeadAttention(nn.Module):
         source: Tensor | None = None,
         *more: object,
         mask: Mask | None = None,
-        bias: Tensor | None = None,
+        bias: Bias | Tensor | None = None,
         gate: Tensor | None = None,
         positions: Tensor | Angles | None = None,
         cache: Cache | None = None,
@@ -93,7 +94,7 @@ class MultiHeadAttention(nn.Module):
         source: Tensor | None = None,
         *,
         mask: Mask | None = None,
-        bias: Tensor | None = None,
+        bias: Bias | Tensor | None = None,
         gate: Tensor | None = None,
         positions: Tensor | Angles | None = None,
         cache: Cache | None = None,
@@ -108,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         source: Tensor | None = None,
         *,
         mask: Mask | None = None,
-        bias: Tensor | None = None,
+        bias: Bias | Tensor | None = None,
         positions: Tensor | Angles | None = None,
     ) -> Tensor:
         """Who looks at whom, head by head: (B, H, T, S). Rows sum to 1, but for a sink; dropout is left out.
@@ -155,7 +156,13 @@ class MultiHeadAttention(nn.Module):
         return self.write.bias
 
     def why(
-        self, T: int = 512, S: int | None = None, *, B: int = 1, mask: Mask | None = None, bias: Tensor | None = None
+        self,
+        T: int = 512,
+        S: int | None = None,
+        *,
+        B: int = 1,
+        mask: Mask | None = None,
+        bias: Bias | Tensor | None = None,
     ) -> Choice:
         """Which kernel a call of this size would run, why, and what would change it.
 
@@ -175,10 +182,10 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         source: Tensor | None,
         mask: Mask | None,
-        bias: Tensor | None,
+        bias: Bias | Tensor | None,
         positions: Tensor | Angles | None,
         cache: Cache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None]:
         """q, k and v, turned by their positions and with what a cache holds; and the mask and bias that go with them."""
         self._check_input(x, source)
         angles = self._angles(x, source, positions, cache)

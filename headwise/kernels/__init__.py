@@ -1,11 +1,12 @@
-"""Room 2: pure functions on tensors. Four kernels with one signature, masks, positions."""
+"""Room 2: pure functions on tensors. Four kernels with one signature, masks, positions, biases."""
 
 from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, run
 from headwise.kernels.batched import batched, maps
+from headwise.kernels.bias import Alibi, Bias, Buckets, Given, distances
 from headwise.kernels.blockwise import blockwise
 from headwise.kernels.fused import fused
 from headwise.kernels.masks import Mask, causal, document_mask, padding_mask, per_head, window
-from headwise.kernels.positions import Alibi, Angles, alibi_slopes, sinusoidal
+from headwise.kernels.positions import Angles, alibi_slopes, sinusoidal
 from headwise.kernels.reference import reference
 from headwise.kernels.terms import Terms
 
@@ -13,7 +14,10 @@ __all__ = [
     "BACKENDS",
     "Alibi",
     "Angles",
+    "Bias",
+    "Buckets",
     "Choice",
+    "Given",
     "Mask",
     "Terms",
     "alibi_slopes",
@@ -22,6 +26,7 @@ __all__ = [
     "blockwise",
     "causal",
     "choose",
+    "distances",
     "document_mask",
     "fused",
     "make_terms",

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.kernels.batched import batched
+from headwise.kernels.bias import Bias, Given
 from headwise.kernels.blockwise import BUDGET, blockwise
 from headwise.kernels.fused import fused
 from headwise.kernels.masks import Causal, Mask
-from headwise.kernels.positions import Alibi
 from headwise.kernels.reference import reference
-from headwise.kernels.terms import Bias, Terms
+from headwise.kernels.terms import Terms
 
 BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Terms], Tensor]] = {
     "reference": reference,
@@ -30,7 +30,7 @@ def attention(
     *,
     mask: Mask | None = None,
     scale: float | None = None,
-    bias: Bias | None = None,
+    bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | float | None = None,
     groups: tuple[int, ...] | None = None,
@@ -40,7 +40,8 @@ def attention(
     """Scaled-dot-product attention of all heads: (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e).
 
     `groups` says which key/value head each head reads, default: in even groups. `sink` is a logit per head that takes
-    part in the softmax and writes nothing; 0.0 gives the off-by-one softmax. `bias` is added to the scores.
+    part in the softmax and writes nothing; 0.0 gives the off-by-one softmax. `bias` is added to the
+    scores: a tensor, or a `Bias`.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
@@ -70,7 +71,7 @@ def make_terms(
     *,
     mask: Mask | None = None,
     scale: float | None = None,
-    bias: Bias | None = None,
+    bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | float | None = None,
     groups: tuple[int, ...] | None = None,
@@ -101,8 +102,12 @@ def make_terms(
                 f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor)."
             )
         mask.check(B, H, T, S)
-    if isinstance(bias, Tensor) and not _broadcasts(bias, (B, H, T, S)):
-        raise HeadwiseError(f"bias is {tuple(bias.shape)} but must broadcast to {(B, H, T, S)}, with four axes.")
+    if isinstance(bias, Tensor):
+        bias = Given(bias)
+    if bias is not None:
+        if not isinstance(bias, Bias):
+            raise HeadwiseError(f"bias must be a tensor or a Bias, got {type(bias).__name__}.")
+        bias.check(B, H, T, S)
     if isinstance(sink, int | float):
         sink = q.new_full((H,), float(sink))
     if sink is not None and sink.shape != (H,):
@@ -111,10 +116,6 @@ def make_terms(
     if sink is not None and scale == 0:
         raise HeadwiseError("scale must not be 0 where there is a sink.")
     return Terms(scale, groups, mask, bias, softcap, sink, dropout)
-
-
-def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    return tensor.ndim == len(shape) and all(have in (1, want) for have, want in zip(tensor.shape, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,8 @@ def choose(terms: Terms, B: int, H: int, T: int, S: int) -> Choice:
         beyond.append("scores are capped")
     if terms.dropout > 0:
         beyond.append("attention weights are dropped out, which makes the fused kernel keep every map")
-    if isinstance(terms.bias, Tensor) and terms.bias.requires_grad:
-        beyond.append("the bias is learned")
-    if isinstance(terms.bias, Alibi) and terms.bias.slopes.requires_grad:
-        beyond.append("the ALiBi slopes are learned")
+    if terms.bias is not None and terms.bias.learned():
+        beyond.append(terms.bias.learned_as)
     if not beyond:
         return Choice(
             "fused",

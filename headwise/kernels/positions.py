@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoids to add, rotary angles to turn by, ALiBi to lean on. (Learned positions are a table.)"""
+"""Where a token stands: sinusoids to add, rotary angles to turn by, ALiBi's slopes. (Learned positions are a table.)"""
 
 import math
 from dataclasses import dataclass
@@ -77,16 +77,3 @@ def alibi_slopes(heads: int) -> Tensor:
     first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     rest = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * power, 2)]
     return torch.tensor(first + rest[: heads - power])
-
-
-@dataclass(frozen=True, eq=False)
-class Alibi:
-    """A bias of −slope·distance, built block by block. `slopes` is (H,)."""
-
-    slopes: Tensor
-
-    def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
-        """(1, H, R, C)"""
-        queries = torch.arange(rows.start + S - T, rows.stop + S - T, device=self.slopes.device)
-        distance = (queries[:, None] - torch.arange(cols.start, cols.stop, device=self.slopes.device)).abs()  # (R, C)
-        return -self.slopes[None, :, None, None] * distance

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.blocks import nothing
-from headwise.kernels.positions import Alibi
 from headwise.kernels.terms import Terms
 
 
@@ -14,7 +13,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     if asked in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
     (B, H, T, _), S = q.shape, k.shape[2]
-    bias = terms.bias.block(range(T), range(S), T, S) if isinstance(terms.bias, Alibi) else terms.bias
+    bias = None if terms.bias is None else terms.bias.block(range(T), range(S), T, S)
     allowed = None if terms.mask is None else terms.mask.dense(T, S, q.device).expand(B, H, T, S)
     z = nothing(q, k, v)  # (B, H, T, e)
     if S == 0:

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.kernels.masks import Mask, cut_block
-from headwise.kernels.positions import Alibi
-
-Bias = Tensor | Alibi
+from headwise.kernels.bias import Bias
+from headwise.kernels.masks import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +16,7 @@ class Terms:
     scale: float
     groups: tuple[int, ...]  # for each head, its key/value head
     mask: Mask | None = None
-    bias: Bias | None = None  # broadcastable to (B, H, T, S)
+    bias: Bias | None = None
     softcap: float | None = None
     sink: Tensor | None = None  # (H,): a logit that takes part in the softmax and writes nothing
     dropout: float = 0.0
@@ -31,9 +29,7 @@ class Terms:
 
     def bias_block(self, rows: range, cols: range, T: int, S: int) -> Tensor | None:
         """The bias of a block, broadcastable to (B, H, R, C)."""
-        if isinstance(self.bias, Alibi):
-            return self.bias.block(rows, cols, T, S)
-        return None if self.bias is None else cut_block(self.bias, rows, cols)
+        return None if self.bias is None else self.bias.block(rows, cols, T, S)
 
     def keys(self, rows: range, T: int, S: int) -> range:
         """The keys these queries can see at most."""
@@ -42,10 +38,9 @@ class Terms:
     def planes(self) -> int:
         """How many separate T×S planes the mask and the bias need together, at most B·H."""
         batch, heads = (1, 1) if self.mask is None else self.mask.planes()
-        if isinstance(self.bias, Alibi):
-            heads = len(self.groups)
-        elif self.bias is not None:
-            batch, heads = max(batch, self.bias.shape[0]), max(heads, self.bias.shape[1])
+        if self.bias is not None:
+            own = self.bias.planes()
+            batch, heads = max(batch, own[0]), max(heads, own[1])
         return batch * heads
 
     def may_be_empty(self, T: int, S: int) -> bool:
@@ -53,35 +48,28 @@ class Terms:
         if self.sink is not None:
             return False
         masked = self.mask is not None and not self.mask.is_full(T, S) and self.mask.may_be_empty(T, S)
-        return masked or isinstance(self.bias, Tensor)
+        return masked or (self.bias is not None and self.bias.hides)
 
     def for_heads(self, heads: range, shared: range) -> "Terms":
         """The same terms for a run of heads, whose key/value heads lie in `shared`."""
         pick = slice(heads.start, heads.stop)
-        bias = self.bias
-        if isinstance(bias, Alibi):
-            bias = Alibi(bias.slopes[pick])
-        elif bias is not None and bias.shape[1] > 1:
-            bias = bias[:, pick]
         return replace(
             self,
             groups=tuple(group - shared.start for group in self.groups[pick]),
-            bias=bias,
+            bias=None if self.bias is None else self.bias.for_heads(pick),
             mask=None if self.mask is None else self.mask.for_heads(pick),
             sink=None if self.sink is None else self.sink[pick],
         )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in here that might be learned: the sink, the bias or its slopes."""
-        bias = self.bias.slopes if isinstance(self.bias, Alibi) else self.bias
-        return [tensor for tensor in (self.sink, bias) if tensor is not None]
+        """The tensors in here that might be learned: the sink, and those of the bias."""
+        return [*([] if self.sink is None else [self.sink]), *([] if self.bias is None else self.bias.tensors())]
 
     def with_tensors(self, tensors: list[Tensor]) -> "Terms":
         """The same terms with other tensors, in the order of `tensors()`."""
         new = list(tensors)
         sink = None if self.sink is None else new.pop(0)
-        bias = None if self.bias is None else new.pop(0)
-        return replace(self, sink=sink, bias=Alibi(bias) if isinstance(self.bias, Alibi) and bias is not None else bias)
+        return replace(self, sink=sink, bias=None if self.bias is None else self.bias.with_tensors(new))
 
 
 def raw_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:

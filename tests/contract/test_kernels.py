@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
-from headwise.kernels import Alibi, Mask, alibi_slopes, causal, document_mask, padding_mask, per_head, window
+from headwise.kernels import Alibi, Buckets, Mask, alibi_slopes, causal, document_mask, padding_mask, per_head, window
 from tests.contract.variants import (
     FIXED,
     FLOATS,
@@ -130,6 +130,7 @@ ONE_BY_ONE: dict[str, dict] = {
     "and": {"mask": causal() & window(3) & padding_mask(coins(B, S))},
     "or": {"mask": (causal() & window(2)) | padding_mask(torch.arange(S)[None] < 2)},
     "alibi": {"mask": causal(), "bias": Alibi(alibi_slopes(H))},
+    "buckets": {"mask": causal(), "bias": Buckets(torch.linspace(-2, 2, 8 * H).view(H, 8), farthest=11)},
     "bias": {"bias": numbers(1, H, T, S)},
     "learned bias": {"bias": numbers(B, 1, T, S).requires_grad_()},
     "learned bias with −inf": {

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
-from headwise.kernels.positions import Alibi
 from headwise.kernels.terms import Terms
 
 
@@ -121,8 +120,8 @@ class SiteRecord:
 
 
 def _kept_terms(terms: Terms) -> Terms:
-    """Learned tensors among them may change later; the few numbers of a sink are copied."""
-    bias = terms.bias if terms.bias is None or isinstance(terms.bias, Alibi) else terms.bias.detach()
+    """Learned tensors among them may change later: they are copied."""
+    bias = None if terms.bias is None else terms.bias.kept()
     return replace(terms, bias=bias, sink=None if terms.sink is None else terms.sink.detach().clone())
 
 
