@@ -214,7 +214,7 @@ class MultiHeadAttention(nn.Module):
             z = gated(z, gate)
         return self.site.passing(q, k, v, terms, self.head_dropout(z))
 
-    def _terms(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None) -> Terms:
+    def _terms(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Bias | Tensor | None) -> Terms:
         spec = self.spec
         if spec.window is not None:
             mask = _both(mask, window(spec.window))
@@ -290,8 +290,9 @@ def _both(mask: Mask | None, other: Mask) -> Mask:
     return mask & other
 
 
-# What torch's layer is called with, and what to write here.
+# What torch's layer and those of transformers are called with, and what to write here.
 TORCH_CALL = {
+    "attention_mask": "mask=hw.padding_mask(attention_mask.bool()): padding is True where a token is real",
     "key_padding_mask": "mask=hw.padding_mask(~key_padding_mask)",
     "attn_mask": "mask=hw.Mask.of(~attn_mask), or bias=attn_mask[None, None] if it is added to scores",
     "is_causal": "mask=hw.causal()",

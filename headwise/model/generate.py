@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.model.cache import ModelCache
 from headwise.model.contract import quiet
+from headwise.model.elsewhere import other_call
 from headwise.model.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def stream(
     gates: "Gates | None" = None,
     source: Tensor | None = None,
     source_padding: Tensor | None = None,
+    **unknown: object,
 ) -> Iterator[Tensor]:
     """Yield the next token of every prompt, (B,), step by step, until `tokens` are made or all have stopped.
 
@@ -80,6 +82,8 @@ def stream(
     on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`, token ids (B, S);
     without, a text is what it reads, and it writes from the start.
     """
+    if unknown:
+        raise other_call(stream, "model.generate(prompt, tokens, padding=…)", unknown)
     if source is None:
         prompt, more = _with_source(model, prompt, {"stop": stop, "cache": cache})
         stop, source, source_padding = more.get("stop"), more.get("source"), more.get("source_padding")

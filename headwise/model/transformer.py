@@ -16,6 +16,7 @@ from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
 from headwise.model.cache import ModelCache
+from headwise.model.elsewhere import other_call
 from headwise.model.generate import generate, stream
 from headwise.model.parts import Embedding, Output, Pooler, make_norm
 from headwise.spec import ModelSpec, SiteAddress
@@ -87,7 +88,7 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
+        ids: Tensor | None = None,
         *,
         padding: Tensor | None = None,
         mask: Mask | None = None,
@@ -98,6 +99,7 @@ class Transformer(nn.Module):
         cache: ModelCache | None = None,
         gates: Gates | None = None,
         hidden: bool = False,
+        **unknown: object,
     ) -> Tensor:
         """Token ids (B, T) → logits (B, T, V); hidden states (B, T, D) if `hidden`, or where there is no output layer.
 
@@ -105,6 +107,8 @@ class Transformer(nn.Module):
         heads for this call alone: {"5.1": 0.0, "6.*": 0.5}, a number each or one per example (B,). In an encoder-decoder
         `source` (B, S) is what is read; `memory` is the same, encoded already.
         """
+        if unknown:
+            raise other_call(self.forward, "model(ids, padding=…)", unknown)
         ids = self._checked_ids(ids, padding)
         gate_at = self.resolve_gates(gates)
         self._check_cache(cache)
@@ -319,7 +323,7 @@ class Transformer(nn.Module):
                 f"got ids {low}-{high}."
             ) from None
 
-    def _checked_ids(self, ids: Tensor, padding: Tensor | None) -> Tensor:
+    def _checked_ids(self, ids: Tensor | None, padding: Tensor | None) -> Tensor:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
             got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")

@@ -282,3 +282,10 @@ def test_a_layer_with_a_source_of_its_own_asks_for_it() -> None:
         make_layer(LAYERS["rotary, half"])(numbers(B, T, WIDTH), numbers(B, S, WIDTH))
     with pytest.raises(HeadwiseError, match="a layer with ALiBi takes no other bias"):
         make_layer(LAYERS["alibi"])(numbers(B, T, WIDTH), bias=torch.zeros(1, 1, 1, 1))
+
+
+def test_an_attention_mask_is_told_our_word() -> None:
+    with pytest.raises(
+        HeadwiseError, match=r"write mask=hw\.padding_mask\(attention_mask\.bool\(\)\): padding is True where"
+    ):
+        make_layer(LAYERS["plain"])(numbers(B, T, WIDTH), attention_mask=torch.ones(B, T))

@@ -288,6 +288,14 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "head": ("decoder", lambda m: m.heads["5.0"], r"'5\.0' names no head here; layers 0, 1 have heads 0-3"),
     "head of which": ("decoder", lambda m: m.heads[1], r"head 1 of which layer\? Write layer.head"),
     "mask": ("decoder", lambda m: m(IDS, mask=torch.ones(5, 5)), r"got Tensor; wrap a tensor with hw\.allow"),
+    "attention_mask": (
+        "decoder", lambda m: m(IDS, attention_mask=REAL), r"write padding=attention_mask\.bool\(\), True where a token is"
+    ),
+    "a batch of transformers": (
+        "encoder", lambda m: m(input_ids=IDS, attention_mask=REAL), r"for input_ids= write model\(ids\); for attention_mask="
+    ),
+    "generate": ("decoder", lambda m: m.generate(IDS, 1, attention_mask=REAL), "write padding=attention_mask"),
+    "a slip": ("decoder", lambda m: m(IDS, paddings=REAL), "paddings= is unknown; did you mean padding"),
 }  # fmt: skip
 
 
