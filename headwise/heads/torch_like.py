@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.cache import Cache
 from headwise.heads.projections import Read
-from headwise.kernels import Angles, Mask, causal, maps
+from headwise.kernels import Angles, Bias, Mask, causal, maps
 from headwise.kernels.torch_masks import from_mha, from_mha_padding
 from headwise.spec import AttentionSpec
 
@@ -106,10 +106,10 @@ class TorchAttention(MultiHeadAttention):
         x: Tensor,
         source: Tensor | None,
         mask: Mask | None,
-        bias: Tensor | None,
+        bias: Bias | Tensor | None,
         positions: Tensor | Angles | None,
         cache: Cache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None]:
         """For `attend`, `per_head` and `attention_weights`, which take keys and values from one source."""
         if self.kdim != self.vdim:
             raise HeadwiseError(
@@ -120,8 +120,8 @@ class TorchAttention(MultiHeadAttention):
         return q, *self._lengthened(k, v, mask, bias, q.shape[2])
 
     def _lengthened(
-        self, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, T: int
-    ) -> tuple[Tensor, Tensor, Mask | None, Tensor | None]:
+        self, k: Tensor, v: Tensor, mask: Mask | None, bias: Bias | Tensor | None, T: int
+    ) -> tuple[Tensor, Tensor, Mask | None, Bias | Tensor | None]:
         """With the keys that everybody may look at: the learned one, and the one of zeros."""
         B, H, S, d = k.shape
         more = 0
@@ -138,6 +138,7 @@ class TorchAttention(MultiHeadAttention):
             dense = mask.dense(T, S, k.device)
             mask = Mask.of(F.pad(dense.expand(*dense.shape[:2], T, S), (0, more), value=True))
         if more and bias is not None:
+            bias = bias.block(range(T), range(S), T, S) if isinstance(bias, Bias) else bias  # they have no place
             bias = F.pad(bias.expand(*bias.shape[:3], S), (0, more))
         return k, v, mask, bias
 

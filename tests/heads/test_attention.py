@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "source batch": (lambda layer: layer(torch.zeros(2, 3, 8), torch.zeros(1, 5, 8)), "do not fit: q and k share batch"),
     "tensor mask": (
         lambda layer: layer(torch.zeros(2, 3, 8), mask=torch.ones(3, 3).bool()),
-        r"mask must be a Mask, got Tensor; wrap a tensor with hw\.allow",
+        r"mask must be a Mask, got Tensor; wrap a tensor with hw\.Mask\.of",
     ),
     "mask shape": (
         lambda layer: layer(torch.zeros(2, 3, 8), mask=Mask.of(torch.ones(4, 3).bool())),

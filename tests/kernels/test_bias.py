@@ -127,3 +127,11 @@ def test_a_recording_holds_the_numbers_of_its_own_time(kind: str) -> None:
         for tensor in learned:
             tensor.add_(3.0 * torch.arange(float(tensor.numel())).view_as(tensor))  # a step of training
     assert torch.equal(seen["0.1"].map(), before)
+
+
+def test_keys_without_a_place_get_no_bias() -> None:
+    torch.manual_seed(0)
+    layer = hw.MultiHeadAttention.like_torch(12, H, batch_first=True, add_zero_attn=True, bias=False)
+    x, slopes = torch.randn(B, T, 12), alibi_slopes(H)
+    whole = Alibi(slopes).block(range(T), range(T), T, T)
+    assert torch.equal(layer.attend(x, bias=Alibi(slopes)), layer.attend(x, bias=whole))

@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "cache no size": ("decoder", lambda m: m.cache("growing", 5), "a growing cache takes no size"),
     "head": ("decoder", lambda m: m.heads["5.0"], r"'5\.0' names no head here; layers 0, 1 have heads 0-3"),
     "head of which": ("decoder", lambda m: m.heads[1], r"head 1 of which layer\? Write layer.head"),
-    "mask": ("decoder", lambda m: m(IDS, mask=torch.ones(5, 5)), r"got Tensor; wrap a tensor with hw\.allow"),
+    "mask": ("decoder", lambda m: m(IDS, mask=torch.ones(5, 5)), r"got Tensor; wrap a tensor with hw\.Mask\.of"),
     "attention_mask": (
         "decoder", lambda m: m(IDS, attention_mask=REAL), r"write padding=attention_mask\.bool\(\), True where a token is"
     ),
