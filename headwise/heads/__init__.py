@@ -1,6 +1,7 @@
 """Room 3: the head as an object."""
 
 from headwise.heads.attention import MultiHeadAttention
+from headwise.heads.by_head import HeadCache
 from headwise.heads.cache import Cache, FixedCache, GrowingCache, SlidingCache, SourceCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Circuit, Head, Heads
@@ -15,6 +16,7 @@ __all__ = [
     "FixedCache",
     "GrowingCache",
     "Head",
+    "HeadCache",
     "HeadDropout",
     "Heads",
     "MultiHeadAttention",

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads.cache import Cache, SlidingCache, SourceCache
+from headwise.heads.by_head import Call, HeadCache, as_kept, not_forgotten
+from headwise.heads.cache import Cache, SlidingCache, SourceCache, WholeCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
 from headwise.heads.init import initialise
@@ -28,7 +29,7 @@ from headwise.kernels import (
     run,
     window,
 )
-from headwise.spec import AttentionSpec, SiteAddress
+from headwise.spec import AttentionSpec, Keeps, SiteAddress
 
 if TYPE_CHECKING:
     from headwise.heads.torch_like import TorchAttention
@@ -80,13 +81,17 @@ class MultiHeadAttention(nn.Module):
         gate: Tensor | None = None,
         positions: Tensor | Angles | None = None,
         cache: Cache | None = None,
+        starts: Tensor | None = None,
         **unknown: object,
     ) -> Tensor:
-        """(B, T, D) → (B, T, D). `source` (B, S, ·) makes it cross-attention; `gate` (H,) or (B, H) scales heads."""
+        """(B, T, D) → (B, T, D). `source` (B, S, ·) makes it cross-attention; `gate` (H,) or (B, H) scales heads.
+
+        `starts` (B,) says where the text of each row begins, for heads that keep its first tokens; None: at the first.
+        """
         if more or unknown:
             raise _other_call(len(more), unknown)
-        z = self.attend(x, source, mask=mask, bias=bias, gate=gate, positions=positions, cache=cache)  # (B, H, T, e)
-        return self.write(z)  # (B, T, D)
+        z = self.attend(x, source, mask=mask, bias=bias, gate=gate, positions=positions, cache=cache, starts=starts)
+        return self.write(z)  # (B, H, T, e) → (B, T, D)
 
     def attend(
         self,
@@ -98,10 +103,13 @@ class MultiHeadAttention(nn.Module):
         gate: Tensor | None = None,
         positions: Tensor | Angles | None = None,
         cache: Cache | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """What each head found, before W_O: z, (B, H, T, e)."""
         q, k, v, mask, bias = self._project(x, source, mask, bias, positions, cache)
-        return self._through(q, k, v, self._terms(q, k, v, mask, bias), gate)
+        if isinstance(cache, HeadCache):
+            return self._by_head(q, k, v, mask, bias, gate, cache, starts)
+        return self._through(q, k, v, self._terms(q, k, v, mask, bias, self.spec.keeps, starts), gate)
 
     def attention_weights(
         self,
@@ -119,7 +127,7 @@ class MultiHeadAttention(nn.Module):
         torch.Size([3, 2, 5, 5])
         """
         q, k, v, mask, bias = self._project(x, source, mask, bias, positions, None)
-        return maps(q, k, self._terms(q, k, v, mask, bias))
+        return maps(q, k, self._terms(q, k, v, mask, bias, self.spec.keeps))
 
     def per_head(
         self, x: Tensor, source: Tensor | None = None, *, mask: Mask | None = None, gate: Tensor | None = None
@@ -201,23 +209,63 @@ class MultiHeadAttention(nn.Module):
                 mask = _both(
                     mask, window(cache.size)
                 )  # what it will have forgotten is not seen in a long prompt either
-            if cache is not None:
+            if cache is None:
+                k, v = as_kept(k, self.spec.keeps), as_kept(v, self.spec.keeps)
+            elif isinstance(cache, WholeCache):
+                if self.spec.cache:
+                    raise HeadwiseError("heads of this layer keep different things; give it a HeadCache.")
                 k, v = cache.extend(k, v)  # (B, K, S, ·)
         return q, k, v, mask, bias
 
-    def _through(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, gate: Tensor | None = None) -> Tensor:
-        """The kernel, gates, head dropout and the site: z, (B, H, T, e)."""
-        z = run(q, k, v, terms, self.backend)  # (B, H, T, e)
+    def _by_head(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        bias: Bias | Tensor | None,
+        gate: Tensor | None,
+        cache: HeadCache,
+        starts: Tensor | None,
+    ) -> Tensor:
+        """Each head looks at what its cache holds: z, (B, H, T, e). Only who listens sees keys side by side."""
+        cache.check_batch(k)
+        shape = k.new_empty(*k.shape[:2], cache.visible(k.shape[2]), 1, device="meta")
+        k_like, v_like = (shape.expand(*shape.shape[:3], x.shape[3]) for x in (k, v))
+        terms = self._terms(q, k_like, v_like, mask, bias)
+        seen = None
+        if self.site.is_heard:
+            seen = (*cache.laid_out(k, v, starts), self._terms(q, k_like, v_like, mask, bias, cache.keeps, starts))
+        narrow = None if self.spec.window is None else window(self.spec.window)
+        z = cache.attend(q, k, v, Call(cache.length, starts, terms, self.backend, narrow))
+        return self._through(q, *(seen or (k, v, terms)), gate, z)
+
+    def _through(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, gate: Tensor | None = None, z: Tensor | None = None
+    ) -> Tensor:
+        """The kernel (unless its z is there), gates, head dropout and the site: z, (B, H, T, e)."""
+        z = run(q, k, v, terms, self.backend) if z is None else z  # (B, H, T, e)
         if self.gate is not None:
             z = gated(z, self.gate)
         if gate is not None:
             z = gated(z, gate)
         return self.site.passing(q, k, v, terms, self.head_dropout(z))
 
-    def _terms(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Bias | Tensor | None) -> Terms:
+    def _terms(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        bias: Bias | Tensor | None,
+        keeps: tuple[Keeps, ...] = (),
+        starts: Tensor | None = None,
+    ) -> Terms:
         spec = self.spec
         if spec.window is not None:
             mask = _both(mask, window(spec.window))
+        left = not_forgotten(keeps, spec.kv_of_head, k.shape[2], starts)
+        mask = mask if left is None else _both(mask, left)
         leaning = Alibi(self._slopes(q)) if spec.alibi else None
         if leaning is not None and bias is not None:
             raise HeadwiseError("a layer with ALiBi takes no other bias; leave one of them out.")

@@ -1,5 +1,7 @@
 """Keys and values already computed, kept while generating. Three ways to keep them, one verb: `extend`.
 
+Where heads of a layer keep different things, `headwise.heads.by_head` has a cache.
+
 Caches hold numbers, not graphs: no gradient flows through them.
 """
 
@@ -14,8 +16,27 @@ from headwise.errors import HeadwiseError
 class Cache(ABC):
     """The cache of one attention layer. `length` counts all tokens seen, kept or not."""
 
+    length = 0
+    state: tuple  # what a step changes: keep it to go back
+
+    def visible(self, T: int) -> int:
+        """How many keys a mask is about when T more tokens come."""
+        return self.length + T
+
+    @abstractmethod
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Memory held."""
+
+
+class WholeCache(Cache):
+    """All key heads of the layer keep the same tokens, in one tensor."""
+
     def __init__(self) -> None:
-        self.length = 0
         self._k: Tensor | None = None  # (B, K, room, d)
         self._v: Tensor | None = None  # (B, K, room, e)
 
@@ -23,18 +44,12 @@ class Cache(ABC):
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, (B, K, T, ·), and return all that are visible, (B, K, S, ·)."""
 
-    def visible(self, T: int) -> int:
-        """How many keys `extend` will return when T more tokens come."""
-        return self.length + T
-
     def reorder(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
         if self._k is not None and self._v is not None:
             self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
 
     @property
-    def state(self) -> tuple:
-        """What `extend` changes: keep it to go back."""
+    def state(self) -> tuple:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.length, self._k, self._v
 
     @state.setter
@@ -43,7 +58,6 @@ class Cache(ABC):
 
     @property
     def bytes(self) -> int:
-        """Memory held."""
         return sum(t.numel() * t.element_size() for t in (self._k, self._v) if t is not None)
 
     def _room(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +85,7 @@ class Cache(ABC):
         return kept_k[:, :, : self.length], kept_v[:, :, : self.length]
 
 
-class GrowingCache(Cache):
+class GrowingCache(WholeCache):
     """Keeps everything. Room doubles when it runs out, so that a token costs the same however many came before."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +94,7 @@ class GrowingCache(Cache):
         return self._put(k, v, room if needed <= room else max(needed, 2 * room, 64))
 
 
-class FixedCache(Cache):
+class FixedCache(WholeCache):
     """Keeps up to `size` tokens in memory taken once; one more is an error."""
 
     def __init__(self, size: int) -> None:
@@ -98,7 +112,7 @@ class FixedCache(Cache):
         return self._put(k, v, self.size)
 
 
-class SlidingCache(Cache):
+class SlidingCache(WholeCache):
     """Keeps what a window of `size` can still see: for each new token, the `size` − 1 before it."""
 
     def __init__(self, size: int) -> None:
@@ -121,7 +135,7 @@ class SlidingCache(Cache):
         return min(self.length, self.size - 1) + T
 
 
-class SourceCache(Cache):
+class SourceCache(WholeCache):
     """Cross-attention's: the keys and values of the source, computed once and used at every step."""
 
     source: Tensor | None = None  # whose keys they are

@@ -86,6 +86,11 @@ class Site:
         return bool(self._listeners or self._edits or _repeating.get())
 
     @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens here now."""
+        return bool(self._listeners) and _repeating.get() is None
+
+    @property
     def is_edited(self) -> bool:
         """Whether what passes is changed now, or was in the pass that is being repeated."""
         first_time = _repeating.get()

@@ -57,8 +57,8 @@ class Bias(ABC):
             )
         return 1, heads.pop()
 
-    def for_heads(self, heads: slice) -> Self:
-        """The same for a run of heads."""
+    def for_heads(self, heads: slice | list[int]) -> Self:
+        """The same for some of the heads."""
         return self.with_tensors([tensor[heads] for tensor in self.tensors()])
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
@@ -92,7 +92,7 @@ class Given(Bias):
     def planes(self) -> tuple[int, int]:
         return self.tensor.shape[0], self.tensor.shape[1]
 
-    def for_heads(self, heads: slice) -> "Given":
+    def for_heads(self, heads: slice | list[int]) -> "Given":
         return self if self.tensor.shape[1] == 1 else Given(self.tensor[:, heads])
 
     def check(self, B: int, H: int, T: int, S: int) -> None:

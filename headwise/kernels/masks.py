@@ -41,9 +41,13 @@ class Mask(ABC):
         """Over how many batch rows and heads the mask differs; (1, 1) where one plane serves all."""
         return 1, 1
 
-    def for_heads(self, heads: slice) -> "Mask":
-        """The mask of a run of heads."""
+    def for_heads(self, heads: "slice | list[int]") -> "Mask":
+        """The mask of some of the heads."""
         return self
+
+    def sees_itself(self, T: int, S: int) -> bool:
+        """Whether it is known that every query sees its own place, the queries being the last T of S."""
+        return False
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027 (most masks fit any call)
         """Refuse a mask that does not fit the call."""
@@ -91,6 +95,9 @@ class Causal(Mask):
     def is_full(self, T: int, S: int) -> bool:
         return self.places(T, S) >= S - 1
 
+    def sees_itself(self, T: int, S: int) -> bool:
+        return self.places(T, S) == S - T >= 0
+
     def may_be_empty(self, T: int, S: int) -> bool:
         return self.places(T, S) < 0
 
@@ -118,6 +125,9 @@ class Window(Mask):
     def is_full(self, T: int, S: int) -> bool:
         first, last = self.places(T, S), self.places(T, S) + T - 1
         return last < self.size and S - 1 - first <= self.ahead
+
+    def sees_itself(self, T: int, S: int) -> bool:
+        return self.places(T, S) == S - T >= 0
 
     def may_be_empty(self, T: int, S: int) -> bool:
         first, last = self.places(T, S), self.places(T, S) + T - 1
@@ -180,8 +190,11 @@ class HeadMasks(Mask):
     def planes(self) -> tuple[int, int]:
         return max(mask.planes()[0] for mask in self.masks), len(self.masks)
 
-    def for_heads(self, heads: slice) -> Mask:
-        return HeadMasks(self.masks[heads])
+    def for_heads(self, heads: slice | list[int]) -> Mask:
+        return HeadMasks(self.masks[heads] if isinstance(heads, slice) else tuple(self.masks[head] for head in heads))
+
+    def sees_itself(self, T: int, S: int) -> bool:
+        return all(mask.sees_itself(T, S) for mask in self.masks)
 
     def keys(self, rows: range, T: int, S: int) -> range:
         ranges = [mask.keys(rows, T, S) for mask in self.masks]
@@ -214,7 +227,7 @@ class Allow(Mask):
     def planes(self) -> tuple[int, int]:
         return self.allowed.shape[0], self.allowed.shape[1]
 
-    def for_heads(self, heads: slice) -> Mask:
+    def for_heads(self, heads: slice | list[int]) -> Mask:
         return Allow(self.allowed[:, heads]) if self.allowed.shape[1] > 1 else self
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
@@ -240,7 +253,7 @@ class Both(Mask):
         (batch, heads), (batches, more) = self.one.planes(), self.other.planes()
         return max(batch, batches), max(heads, more)
 
-    def for_heads(self, heads: slice) -> Mask:
+    def for_heads(self, heads: slice | list[int]) -> Mask:
         return type(self)(self.one.for_heads(heads), self.other.for_heads(heads))
 
     def keys(self, rows: range, T: int, S: int) -> range:
@@ -252,8 +265,10 @@ class Both(Mask):
         return self.one.is_full(T, S) and self.other.is_full(T, S)
 
     def may_be_empty(self, T: int, S: int) -> bool:
-        around = all(isinstance(m, Causal | Window) and m.places(T, S) == S - T >= 0 for m in (self.one, self.other))
-        return not around  # both let a query see its own place
+        return not self.sees_itself(T, S)
+
+    def sees_itself(self, T: int, S: int) -> bool:
+        return self.one.sees_itself(T, S) and self.other.sees_itself(T, S)
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         self.one.check(B, H, T, S)

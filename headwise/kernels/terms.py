@@ -52,10 +52,14 @@ class Terms:
 
     def for_heads(self, heads: range, shared: range) -> "Terms":
         """The same terms for a run of heads, whose key/value heads lie in `shared`."""
-        pick = slice(heads.start, heads.stop)
+        groups = self.groups[heads.start : heads.stop]
+        return self.pick(slice(heads.start, heads.stop), tuple(group - shared.start for group in groups))
+
+    def pick(self, pick: slice | list[int], groups: tuple[int, ...]) -> "Terms":
+        """The same terms for some heads, that read these key/value heads."""
         return replace(
             self,
-            groups=tuple(group - shared.start for group in self.groups[pick]),
+            groups=groups,
             bias=None if self.bias is None else self.bias.for_heads(pick),
             mask=None if self.mask is None else self.mask.for_heads(pick),
             sink=None if self.sink is None else self.sink[pick],

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from headwise.heads import Cache, MultiHeadAttention
+from headwise.heads import Cache, HeadCache, MultiHeadAttention
 from headwise.kernels import Angles, Mask, causal, padding_mask
 from headwise.model.cache import ModelCache
 from headwise.model.parts import MLP, make_norm
@@ -33,6 +33,11 @@ class Beside:
         if self.mask is not None:
             masks.append(self.mask)
         return _all(masks)
+
+    @cached_property
+    def starts(self) -> Tensor | None:
+        """Where the text of each row begins, (B,), behind its padding; None where there is no padding."""
+        return None if self.real is None else (self.real.cumsum(1) == 0).sum(1)
 
     @cached_property
     def padded(self) -> Mask:
@@ -79,7 +84,9 @@ class Block(nn.Module):
         here = self.attention.site.address
         cache = None if beside.cache is None else beside.cache.layers.get(here)
         mask = beside.mask_for(cache, read.shape[1])
-        out = self.attention(read, mask=mask, positions=beside.angles, gate=beside.gates.get(here), cache=cache)
+        starts = beside.starts if isinstance(cache, HeadCache) or self.attention.spec.cache else None
+        gate = beside.gates.get(here)
+        out = self.attention(read, mask=mask, positions=beside.angles, gate=gate, cache=cache, starts=starts)
         return self.dropout(out)
 
     def finish(self, x: Tensor, read: Tensor, wrote: Tensor, beside: Beside) -> Tensor:

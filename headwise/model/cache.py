@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads import Cache, FixedCache, GrowingCache, SlidingCache, SourceCache
-from headwise.spec import ModelSpec, SiteAddress
+from headwise.heads import Cache, FixedCache, GrowingCache, HeadCache, SlidingCache, SourceCache
+from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 
 
 class ModelCache:
     """One cache per attention layer. `growing` and `fixed` keep all that a layer can see, `sliding` the last `size` tokens.
 
-    A layer with a window never needs more than its window, so it always keeps just that.
+    A layer with a window never needs more than its window, so it always keeps just that. Where the spec says what each key
+    head keeps, its layers have a cache by head.
     """
 
     def __init__(self, spec: ModelSpec, kind: str = "growing", size: int | None = None) -> None:
@@ -24,11 +25,13 @@ class ModelCache:
             raise HeadwiseError("a sliding cache needs size=…, how many tokens stay visible.")
         if kind == "growing" and size is not None:
             raise HeadwiseError("a growing cache takes no size; use kind='fixed' or 'sliding'.")
+        if kind == "sliding" and spec.cache:
+            raise HeadwiseError("this model's heads say themselves what they keep; use kind='growing' or 'fixed'.")
         self.layers: dict[SiteAddress, Cache] = {}
         for site in spec.sites:
             if site.stack != "enc":  # the source is read once, whole
                 self.layers[site] = _make(
-                    spec.attention_at(site).window, site, kind, spec.context if size is None else size
+                    spec.attention_at(site), site, kind, spec.context if size is None else size
                 )
         self.length = 0
         self.real: Tensor | None = None  # (B, length): which tokens are not padding; None: all
@@ -80,9 +83,12 @@ class ModelCache:
         return sum(cache.bytes for cache in self.layers.values())
 
 
-def _make(window: int | None, site: SiteAddress, kind: str, size: int) -> Cache:
+def _make(spec: AttentionSpec, site: SiteAddress, kind: str, size: int) -> Cache:
+    window = spec.window
     if site.stack == "cross":
         return SourceCache()
+    if spec.cache:
+        return HeadCache(spec, spec.keeps, size if kind == "fixed" else None)
     if kind == "sliding":
         return SlidingCache(size if window is None else min(size, window))
     if window is not None:

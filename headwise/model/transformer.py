@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
-from headwise.heads import Heads, MultiHeadAttention, Site, SlidingCache, initialise
+from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCache, initialise
 from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
@@ -343,10 +343,11 @@ class Transformer(nn.Module):
         """Windows and ALiBi count places, padding among them: with a cache, padding must all lie on the left."""
         if cache is None or real is None:
             return
-        counts_places = self.spec.attention.alibi or any(isinstance(c, SlidingCache) for c in cache.layers.values())
+        counting = any(isinstance(one, SlidingCache | HeadCache) for one in cache.layers.values())
+        counts_places = self.spec.attention.alibi or counting
         if counts_places and (real[:, :-1] & ~real[:, 1:]).any():
             raise HeadwiseError(
-                "with windows or ALiBi a cache takes texts padded on the left; padding follows a token here."
+                "with windows, ALiBi or heads that forget a cache takes texts padded on the left; padding follows a token here."
             )
 
 

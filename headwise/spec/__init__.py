@@ -2,12 +2,15 @@
 
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
+from headwise.spec.cache import CacheRule, Keeps
 from headwise.spec.model import ModelSpec
 from headwise.spec.presets import preset, presets
 
 __all__ = [
     "Address",
     "AttentionSpec",
+    "CacheRule",
+    "Keeps",
     "ModelSpec",
     "Rotary",
     "RotaryScaling",

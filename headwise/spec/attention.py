@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from headwise.errors import HeadwiseError
+from headwise.spec.cache import ALL, Keeps
 from headwise.spec.wire import Wire
 
 
@@ -87,6 +88,7 @@ class AttentionSpec(Wire):
     kv_heads: int = 0  # 0: heads; 1 is multi-query, in between is grouped-query
     kv_width: int = 0  # 0: width; the width of the source in cross-attention
     kept: tuple[int, ...] | None = None
+    cache: tuple[Keeps, ...] = ()  # what each key head it was born with keeps; (): all keep everything
     bias: bool = False  # on q, k and v
     out_bias: bool = False
     scale: float | None = None  # None: 1/√head_dim
@@ -115,6 +117,7 @@ class AttentionSpec(Wire):
         if self.kept is not None:
             kept = tuple(sorted(set(self.kept)))
             self._fill("kept", None if kept == tuple(range(self.heads)) else kept)
+        self._fill("cache", () if all(keeps == ALL for keeps in self.cache) else tuple(self.cache))
         self._check()
 
     def _fill(self, field: str, value: object) -> None:
@@ -149,6 +152,8 @@ class AttentionSpec(Wire):
             raise HeadwiseError(
                 f"head dropout schedule {self.head_dropout_schedule!r} is unknown; use constant, ramp or v."
             )
+        if self.cache and len(self.cache) != self.kv_heads:
+            raise HeadwiseError(f"cache tells what each of {self.kv_heads} key heads keeps; got {len(self.cache)}.")
         for name, rate in (("dropout", self.dropout), ("head_dropout", self.head_dropout)):
             if not 0 <= rate < 1:
                 raise HeadwiseError(f"{name} must be at least 0 and below 1, got {rate}.")
@@ -196,6 +201,11 @@ class AttentionSpec(Wire):
         """For each present head, the index of its key/value head among those present."""
         index = {number: i for i, number in enumerate(self.kv_ids)}
         return tuple(index[self._kv_of(head)] for head in self.head_ids)
+
+    @cached_property
+    def keeps(self) -> tuple[Keeps, ...]:
+        """What each present key head keeps."""
+        return tuple(self.cache[number] if self.cache else ALL for number in self.kv_ids)
 
     def _kv_of(self, head: int) -> int:
         return head * self.kv_heads // self.heads

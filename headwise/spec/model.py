@@ -8,6 +8,7 @@ from typing import Literal
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, check_kind, check_whole
+from headwise.spec.cache import ALL, CacheRule, Treatments, cache_rules
 from headwise.spec.wire import Wire
 
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
@@ -56,6 +57,7 @@ class ModelSpec(Wire):
     tied: bool = True
     dropout: float = 0.0  # on embeddings and on what each sub-layer adds
     kept: Kept = ()
+    cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
 
     def __post_init__(self) -> None:
         check_whole(self, "vocab", "context", "layers", "hidden", "encoder_layers", "token_types")
@@ -74,6 +76,9 @@ class ModelSpec(Wire):
         ordered = ((str(site), tuple(sorted(set(kept[str(site)])))) for site in self.sites if str(site) in kept)
         whole = tuple(range(self.attention.heads))
         object.__setattr__(self, "kept", tuple((site, heads) for site, heads in ordered if heads != whole))
+        rules = tuple(self.cache)
+        object.__setattr__(self, "cache", ())
+        object.__setattr__(self, "cache", cache_rules(rules, self.key_heads) if rules else ())
         for site in self.sites:
             self.attention_at(site)  # each layer is checked now, not when it is built
 
@@ -88,6 +93,8 @@ class ModelSpec(Wire):
                 raise HeadwiseError(f"{field} {getattr(self, field)!r} is unknown; use {', '.join(allowed)}.")
         if self.attention.kept is not None:
             raise HeadwiseError("attention.kept applies to one layer; in a model give kept={'5': (0, 1)} per layer.")
+        if self.attention.cache:
+            raise HeadwiseError("attention.cache applies to one layer; for a model use spec.caching({'5.1': …}).")
         if self.kind != "encoder-decoder" and self.encoder_layers:
             raise HeadwiseError(f"encoder_layers={self.encoder_layers} is for an encoder-decoder; use layers.")
         if self.kind == "decoder" and (self.pooler or self.output == "mlm"):
@@ -122,12 +129,36 @@ class ModelSpec(Wire):
             spec = replace(spec, window=self.windows[site.layer % len(self.windows)])
         if site.stack == "cross":  # keys come from another sequence: distances to them mean nothing
             spec = replace(spec, window=None, rotary=None, alibi=False)
-        return replace(spec, kept=dict(self.kept).get(str(site)))
+        spec = replace(spec, kept=dict(self.kept).get(str(site)))
+        named = [(Address.parse(head), rule.keeps) for rule in self.cache for head in rule.heads]
+        here = {head.head: keeps for head, keeps in named if head.site == site}
+        return replace(spec, cache=tuple(here.get(n, ALL) for n in range(spec.kv_heads))) if here else spec
 
     @cached_property
     def addresses(self) -> tuple[Address, ...]:
         """Every head there is."""
         return tuple(site.head(number) for site in self.sites for number in self.attention_at(site).head_ids)
+
+    @cached_property
+    def key_heads(self) -> tuple[Address, ...]:
+        """Every head whose keys and values a cache holds, by its number among the key heads of its layer."""
+        if self.kind == "encoder":
+            return ()
+        sites = [site for site in self.sites if site.stack in ("", "dec")]  # a source is read once, whole
+        return tuple(site.head(number) for site in sites for number in self.attention_at(site).kv_ids)
+
+    def caching(self, treatments: Treatments) -> "ModelSpec":
+        """The spec of this model with caches by head: {"5.*": Keeps(first=4, last=128), "0.1": 8}; heads not named keep all.
+
+        >>> from headwise.spec import Keeps, preset
+        >>> spec = preset("smollm2-135m").caching({"0.1": Keeps(first=4, last=128), "1.*": 8})
+        >>> [(rule.heads, str(rule.keeps)) for rule in spec.cache]
+        [(('0.1',), 'streaming 4 + 128'), (('1.0', '1.1', '1.2'), '8 bits')]
+        """
+        if not self.key_heads:
+            why = "an encoder sees all tokens at once" if self.kind == "encoder" else "it has no head left"
+            raise HeadwiseError(f"this model keeps no cache, for {why}; leave cache out.")
+        return replace(self, cache=cache_rules(treatments, self.key_heads))
 
     def without(self, heads: "str | Address | Iterable[Address]") -> "ModelSpec":
         """The spec of this model with some heads cut."""
@@ -136,7 +167,9 @@ class ModelSpec(Wire):
             str(site): tuple(n for n in self.attention_at(site).head_ids if site.head(n) not in gone)
             for site in self.sites
         }
-        return replace(self, kept=left)
+        bare = replace(self, kept=left, cache=())
+        there = set(map(str, bare.key_heads))
+        return replace(bare, cache=tuple(_among(rule, there) for rule in self.cache))
 
     def resized(
         self,
@@ -175,6 +208,7 @@ class ModelSpec(Wire):
             encoder_layers=layers if layers is not None and self.encoder_layers == self.layers else self.encoder_layers,
             context=self.context if context is None else context,
             kept=() if (heads, layers) != (self.attention.heads, None) else self.kept,
+            cache=() if (heads, layers) != (self.attention.heads, None) else self.cache,
         )
 
     # Counting, without building anything.
@@ -205,6 +239,10 @@ class ModelSpec(Wire):
     def final_norms(self) -> int:
         """Stacks that end in a norm: those whose blocks do not (https://arxiv.org/abs/2002.04745)."""
         return 0 if self.form == "post" else 1 + (self.kind == "encoder-decoder")
+
+
+def _among(rule: CacheRule, there: set[str]) -> CacheRule:
+    return replace(rule, heads=tuple(head for head in rule.heads if head in there))
 
 
 def _check_shares(width: int, heads: int, pairs: bool) -> None:

@@ -1,0 +1,332 @@
+"""A cache by head: each key head keeps what it needs, all tokens or a few, at its own bits; nothing more is held.
+
+Heads that keep alike are stored together and attended to in one call of the kernel, so that a layer is a handful of calls.
+Keys are stored after positions turned them, so that positions stay those of the text, whatever is forgotten.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.heads.cache import Cache
+from headwise.heads.shelf import Shelf
+from headwise.kernels import Alibi, Mask, Terms, per_head, run
+from headwise.kernels.masks import Causal, Padding
+from headwise.kernels.rounding import rounded
+from headwise.kernels.streaming import Columns, Held, Streaming, all_parts, take_columns
+from headwise.spec import AttentionSpec, Keeps
+
+ROWS = 256  # queries of a prompt at a time, where most keys are out of their sight
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What one step of a layer gives to each part of its cache."""
+
+    length: int  # tokens that came before
+    starts: Tensor | None  # (B,): where the text of each row begins, padding being on its left; None: at 0
+    terms: Terms  # of all heads, over all keys that ever came
+    backend: str
+    window: Mask | None = None  # of the layer, which each part of the cache sees to itself
+
+    @cached_property
+    def extra(self) -> tuple[Mask, ...]:
+        """Masks besides looking back and, where it is known where texts begin, padding."""
+        told = (Causal, Padding) if self.starts is not None else (Causal,)
+        others = (mask for mask in all_parts(self.terms.mask) if not isinstance(mask, told))
+        return tuple(mask for mask in others if mask != self.window)
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether no query looks ahead."""
+        return any(mask == Causal() for mask in all_parts(self.terms.mask))
+
+
+class HeadCache(Cache):
+    """The cache of one layer whose key heads keep different things; `keeps` tells what, one for each that is there.
+
+    >>> spec = AttentionSpec(width=8, heads=2)
+    >>> cache = HeadCache(spec, (Keeps(), Keeps(first=1, last=2)))
+    >>> [part.keys for part in cache.parts]
+    [[0], [1]]
+    """
+
+    def __init__(self, spec: AttentionSpec, keeps: tuple[Keeps, ...], size: int | None = None) -> None:
+        if len(keeps) != len(spec.kv_ids):
+            raise HeadwiseError(f"the layer has {len(spec.kv_ids)} key heads; it was told what {len(keeps)} of them keep.")
+        self.keeps = keeps
+        self.parts: list[Part] = []
+        for one in dict.fromkeys(keeps):
+            keys = [i for i, other in enumerate(keeps) if other == one]
+            heads = [head for head, key in enumerate(spec.kv_of_head) if key in keys]
+            groups = tuple(keys.index(spec.kv_of_head[head]) for head in heads)
+            self.parts.append(_part(heads, keys, groups, one, spec.window, size))
+        self._batch: int | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """New tokens are kept, and their queries look at all that is: (B, H, T, d), (B, K, T, ·) twice → (B, H, T, e)."""
+        self.check_batch(k)
+        z = q.new_empty(*q.shape[:3], v.shape[-1])
+        if k.shape[2]:
+            for part in self.parts:
+                at, key = part.at, part.key
+                z[:, at] = part.attend(q[:, at], k[:, key].detach(), v[:, key].detach(), call)
+        self.length += k.shape[2]
+        self._batch = len(k)
+        return z
+
+    def check_batch(self, k: Tensor) -> None:
+        """A cache serves one batch."""
+        if self._batch not in (None, len(k)):
+            raise HeadwiseError(
+                f"the cache holds a batch of {self._batch}, got {len(k)}; start a new cache for a new batch."
+            )
+
+    def laid_out(self, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens, new ones too, at their places, zeros where one was forgotten: (B, K, S, ·) twice.
+
+        For whoever looks at a call: it takes the memory that was saved.
+        """
+        S = self.length + k.shape[2]
+        made = tuple(x.new_zeros(*x.shape[:2], S, x.shape[3]) for x in (k, v))
+        for part in self.parts:
+            for whole, new, shelf in zip(made, (k, v), (part.k, part.v), strict=True):
+                whole[:, part.keys, self.length :] = shelf.as_kept(new[:, part.keys])
+                part.lay_out(whole, shelf, self.length, starts)
+        return made
+
+    def reorder(self, rows: Tensor) -> None:
+        for part in self.parts:
+            for shelf in (part.k, part.v):
+                shelf.held = tuple(x.index_select(0, rows) for x in shelf.held)
+        self._batch = None if self._batch is None else len(rows)
+
+    @property
+    def state(self) -> tuple:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.length, self._batch, [(part.k.held, part.v.held) for part in self.parts]
+
+    @state.setter
+    def state(self, kept: tuple) -> None:
+        self.length, self._batch, shelves = kept
+        for part, (k, v) in zip(self.parts, shelves, strict=True):
+            part.k.held, part.v.held = k, v
+
+    @property
+    def bytes(self) -> int:
+        return sum(shelf.bytes for part in self.parts for shelf in (part.k, part.v))
+
+
+class Part:
+    """Key heads of a layer that keep everything, and the heads that read them."""
+
+    def __init__(self, heads: list[int], keys: list[int], groups: tuple[int, ...], bits: int, size: int | None) -> None:
+        self.keys, self.groups, self.size = keys, groups, size
+        self.at, self.key = _run(heads), _run(keys)
+        self.k, self.v = Shelf(bits), Shelf(bits)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """(B, h, T, d), (B, keys, T, ·) twice → (B, h, T, e)"""
+        start, end = call.length, call.length + k.shape[2]
+        if self.size is not None and end > self.size:
+            raise HeadwiseError(
+                f"the cache is full: it holds {self.size} tokens, {start} are there and {end - start} more came; make it "
+                f"larger, or use a growing one."
+            )
+        seen = []
+        for shelf, new in ((self.k, k), (self.v, v)):
+            coded = shelf.coded(new)
+            shelf.make_room(coded, self.size or end, self.size)
+            shelf.put(coded, slice(start, end))
+            seen.append(shelf.read(slice(0, end)))
+        return run(q, *seen, call.terms.pick(self.at, self.groups), call.backend)
+
+    def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
+        """Put what is held at its places: whole is (B, K, S, ·)."""
+        if length:
+            whole[:, self.keys, :length] = shelf.read(slice(0, length))
+
+
+class StreamingPart(Part):
+    """Key heads that keep the first tokens of the text and the last.
+
+    The token at place p of its text stands in slot p while there is room, `first` + `last` slots. After that it takes the slot
+    of the token that is forgotten: the last ones go round in a ring behind the first ones.
+    """
+
+    def __init__(
+        self, heads: list[int], keys: list[int], groups: tuple[int, ...], keeps: Keeps, window: int | None
+    ) -> None:
+        super().__init__(heads, keys, groups, keeps.bits, None)
+        assert keeps.last is not None
+        self.first, self.last, self.window = keeps.first, keeps.last, window
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if not call.looks_back:
+            raise HeadwiseError("a head that forgets what lies behind must not look ahead; pass mask=hw.causal().")
+        coded = self.k.coded(k), self.v.coded(v)
+        new = self.k.decoded(coded[0]), self.v.decoded(coded[1])
+        T, room = k.shape[2], self.first + self.last
+        for shelf, rows in zip((self.k, self.v), coded, strict=True):
+            shelf.make_room(rows, min(room, call.length + T), room)
+        plain = call.starts is None and self.window is None and not call.extra
+        if plain and call.length == 0 and room >= T:  # nobody has forgotten anything yet
+            z = run(q, *new, call.terms.pick(self.at, self.groups), call.backend)
+            self._keep(coded, call)
+            return z
+        if T == 1:
+            self._keep(coded, call)
+            if plain and call.terms.bias is None:
+                held = slice(0, min(room, call.length + 1))
+                terms = replace(call.terms, mask=None).pick(self.at, self.groups)
+                return run(q, self.k.read(held), self.v.read(held), terms, call.backend)
+            return self._look(q, (), range(1), 1, call)
+        self._keep_first(coded, call)
+        blocks = [range(a, min(a + ROWS, T)) for a in range(0, T, ROWS)]
+        z = torch.cat([self._look(q[:, :, b.start : b.stop], new, b, T, call) for b in blocks], 2)
+        if call.length:
+            self.k.copy(), self.v.copy()  # a step that fails later finds the old ones again
+        self._keep(coded, call)
+        return z
+
+    def _look(self, q: Tensor, new: tuple[Tensor, ...], rows: range, T: int, call: Call) -> Tensor:
+        """Some queries of T, and the keys they can see: the first, the ring as it was, and those that came with them.
+
+        Without new keys everything is in its slot already.
+        """
+        begins = q.new_zeros(1, 1, dtype=torch.long) if call.starts is None else call.starts[:, None]  # (1 or B, 1)
+        slots = torch.arange(self.k.room, device=q.device)[None]  # (1, room)
+        before = (call.length - begins).clamp(min=0)  # (1 or B, 1): tokens of the text that are in their slots
+        after = call.length + T - begins
+        if not new:
+            keys = [self.k.read(slice(0, self.k.room))], [self.v.read(slice(0, self.v.room))]
+            places = [self._place_in(slots, after)]
+        else:
+            first = slice(0, min(self.first, self.k.room))
+            ring = slice(first.stop, self.k.room if call.length and rows.start + 1 < self.last else first.stop)
+            near = slice(max(0, rows.start - self.last + 1), rows.stop)
+            keys = [
+                [shelf.read(first), shelf.read(ring), fresh[:, :, near]]
+                for shelf, fresh in zip((self.k, self.v), new, strict=True)
+            ]
+            at = torch.arange(near.start, near.stop, device=q.device) + call.length - begins  # (1 or B, n)
+            places = [
+                torch.where(slots[:, first] < after, slots[:, first], -1),
+                self._place_in(slots[:, ring], before),
+                torch.where(at < self.first, -1, at),  # among the first already
+            ]
+        held = torch.cat([one.expand(len(begins), -1) for one in places], 1)  # (1 or B, C)
+        queries = torch.arange(rows.start, rows.stop, device=q.device) + call.length - begins  # (1 or B, R)
+        terms = self._terms(held, queries, begins, rows, T, call)
+        return run(q, *(torch.cat(several, 2) for several in keys), terms, call.backend)
+
+    def _terms(self, held: Tensor, queries: Tensor, begins: Tensor, rows: range, T: int, call: Call) -> Terms:
+        """What goes with keys in this order: held and queries are their places, (1 or B, C) and (1 or B, R)."""
+        S = call.length + T
+        columns = torch.where(held < 0, -1, held + begins)  # among all keys
+        mask: Mask = Held(queries, held, self.first, self.last, self.window)
+        for other in call.extra:
+            mask = mask & Columns(other.for_heads(self.at), columns, S, rows, T)
+        terms = replace(call.terms, mask=None).pick(self.at, self.groups)
+        bias = terms.bias
+        if isinstance(bias, Alibi):
+            far = (queries[:, :, None] - held[:, None]).abs()[:, None]  # (1 or B, 1, R, C)
+            bias = -bias.slopes[None, :, None, None] * far
+        elif bias is not None:
+            bias = bias[:, :, rows.start : rows.stop] if bias.shape[2] > 1 else bias
+            bias = take_columns(bias, columns[:, None, None], S)
+        return replace(terms, mask=mask, bias=bias)
+
+    def _place_in(self, slots: Tensor, tokens: Tensor) -> Tensor:
+        """The place of the token in each slot once so many came, or −1: (1, n), (1 or B, 1) → (1 or B, n)."""
+        newest = tokens - 1
+        round_about = newest - (newest - slots) % self.last  # the last place that falls into this slot of the ring
+        places = torch.where(slots < self.first, slots, torch.where(round_about < self.first, -1, round_about))
+        return torch.where(places > newest, -1, places)
+
+    def _slot(self, place: int) -> int:
+        return place if place < self.first else self.first + (place - self.first) % self.last
+
+    def _keep(self, coded: Sequence[tuple[Tensor, ...]], call: Call) -> None:
+        """Put new tokens into their slots; of many, those that are not forgotten at once."""
+        T = coded[0][0].shape[2]
+        if T == 1 and call.starts is None:
+            self._write(coded, slice(None), [self._slot(call.length)], 0)
+            return
+        if T == 1:
+            place = (call.length - call.starts).clamp(min=0)  # padding lands where the first token will
+            slot = torch.where(place < self.first, place, self.first + (place - self.first) % self.last)  # (B,)
+            for shelf, rows in zip((self.k, self.v), coded, strict=True):
+                shelf.put_each(rows, slot)
+            return
+        self._keep_first(coded, call)
+        for row, begin in self._texts(call):
+            end = call.length + T - begin  # the text's own places
+            start = max(self.first, call.length - begin, end - self.last)
+            if start < end:
+                slots = [self._slot(place) for place in range(start, end)]
+                self._write(coded, row, slots, start + begin - call.length)
+
+    def _keep_first(self, coded: Sequence[tuple[Tensor, ...]], call: Call) -> None:
+        """Put those of the new tokens that are among the first of their text into their slots."""
+        for row, begin in self._texts(call):
+            start, end = max(0, call.length - begin), call.length + coded[0][0].shape[2] - begin
+            slots = list(range(start, min(end, self.first)))
+            if slots:
+                self._write(coded, row, slots, start + begin - call.length)
+
+    def _write(self, coded: Sequence[tuple[Tensor, ...]], row: slice, slots: list[int], first: int) -> None:
+        for shelf, rows in zip((self.k, self.v), coded, strict=True):
+            shelf.put(tuple(x[row, :, first : first + len(slots)] for x in rows), _run(slots), row)
+
+    def _texts(self, call: Call) -> list[tuple[slice, int]]:
+        """Rows of the batch, and where their text begins."""
+        if call.starts is None:
+            return [(slice(None), 0)]
+        return [(slice(b, b + 1), begin) for b, begin in enumerate(call.starts.tolist())]
+
+    def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
+        if not length:
+            return
+        rows = shelf.read(slice(0, shelf.room))  # (B, keys, room, ·)
+        slots = torch.arange(shelf.room, device=whole.device)[None]
+        for row, begin in self._texts(Call(length, starts, Terms(1.0, ()), "")):
+            places = self._place_in(slots, torch.tensor([[length - begin]], device=whole.device))[0]  # (room,)
+            there = places >= 0
+            part = whole[row, self.keys]
+            part[:, :, places[there] + begin] = rows[row, :, there]
+            whole[row, self.keys] = part
+
+
+def _part(
+    heads: list[int], keys: list[int], groups: tuple[int, ...], keeps: Keeps, window: int | None, size: int | None
+) -> Part:
+    if window is not None and (keeps.last is None or keeps.last >= window):  # all it sees is the layer's window
+        keeps, window = Keeps(keeps.bits, 0, window), None
+    if keeps.last is None:
+        return Part(heads, keys, groups, keeps.bits, size)
+    return StreamingPart(heads, keys, groups, keeps, window)
+
+
+def _run(numbers: list[int]) -> slice | list[int]:
+    """Numbers in a row as a slice, which copies nothing."""
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
+    return slice(numbers[0], numbers[-1] + 1) if whole else numbers
+
+
+def as_kept(x: Tensor, keeps: tuple[Keeps, ...]) -> Tensor:
+    """Keys or values as they come back from a cache, each head's at its bits: (B, K, S, ·)"""
+    if all(one.bits == 32 for one in keeps):
+        return x
+    return torch.cat([rounded(x[:, i : i + 1], one.bits) for i, one in enumerate(keeps)], 1)
+
+
+def not_forgotten(keeps: tuple[Keeps, ...], kv_of_head: tuple[int, ...], S: int, starts: Tensor | None) -> Mask | None:
+    """For each head what it has not forgotten among S keys; None where nobody has forgotten anything."""
+    if not any(one.tokens(S) < S for one in keeps):
+        return None
+    masks = [Streaming(one.first, one.last or S, starts) for one in keeps]
+    return per_head([masks[key] for key in kv_of_head])
