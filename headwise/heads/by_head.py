@@ -14,7 +14,8 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.cache import Cache
 from headwise.heads.shelf import Shelf
-from headwise.kernels import Alibi, Mask, Terms, per_head, run
+from headwise.kernels import Mask, Terms, per_head, run
+from headwise.kernels.bias import Given
 from headwise.kernels.masks import Causal, Padding
 from headwise.kernels.rounding import rounded
 from headwise.kernels.streaming import Columns, Held, Streaming, all_parts, take_columns
@@ -57,7 +58,9 @@ class HeadCache(Cache):
 
     def __init__(self, spec: AttentionSpec, keeps: tuple[Keeps, ...], size: int | None = None) -> None:
         if len(keeps) != len(spec.kv_ids):
-            raise HeadwiseError(f"the layer has {len(spec.kv_ids)} key heads; it was told what {len(keeps)} of them keep.")
+            raise HeadwiseError(
+                f"the layer has {len(spec.kv_ids)} key heads; it was told what {len(keeps)} of them keep."
+            )
         self.keeps = keeps
         self.parts: list[Part] = []
         for one in dict.fromkeys(keeps):
@@ -92,12 +95,12 @@ class HeadCache(Cache):
         For whoever looks at a call: it takes the memory that was saved.
         """
         S = self.length + k.shape[2]
-        made = tuple(x.new_zeros(*x.shape[:2], S, x.shape[3]) for x in (k, v))
+        all_k, all_v = (x.new_zeros(*x.shape[:2], S, x.shape[3]) for x in (k, v))
         for part in self.parts:
-            for whole, new, shelf in zip(made, (k, v), (part.k, part.v), strict=True):
+            for whole, new, shelf in ((all_k, k, part.k), (all_v, v, part.v)):
                 whole[:, part.keys, self.length :] = shelf.as_kept(new[:, part.keys])
                 part.lay_out(whole, shelf, self.length, starts)
-        return made
+        return all_k, all_v
 
     def reorder(self, rows: Tensor) -> None:
         for part in self.parts:
@@ -106,7 +109,7 @@ class HeadCache(Cache):
         self._batch = None if self._batch is None else len(rows)
 
     @property
-    def state(self) -> tuple:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> tuple:
         return self.length, self._batch, [(part.k.held, part.v.held) for part in self.parts]
 
     @state.setter
@@ -142,7 +145,7 @@ class Part:
             shelf.make_room(coded, self.size or end, self.size)
             shelf.put(coded, slice(start, end))
             seen.append(shelf.read(slice(0, end)))
-        return run(q, *seen, call.terms.pick(self.at, self.groups), call.backend)
+        return run(q, seen[0], seen[1], call.terms.pick(self.at, self.groups), call.backend)
 
     def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
         """Put what is held at its places: whole is (B, K, S, ·)."""
@@ -153,8 +156,8 @@ class Part:
 class StreamingPart(Part):
     """Key heads that keep the first tokens of the text and the last.
 
-    The token at place p of its text stands in slot p while there is room, `first` + `last` slots. After that it takes the slot
-    of the token that is forgotten: the last ones go round in a ring behind the first ones.
+    The token at place p of its text stands in slot p while there is room, `first` + `last` slots. After that it takes the
+    slot of the token that is forgotten: the last ones go round in a ring behind the first ones.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class StreamingPart(Part):
             shelf.make_room(rows, min(room, call.length + T), room)
         plain = call.starts is None and self.window is None and not call.extra
         if plain and call.length == 0 and room >= T:  # nobody has forgotten anything yet
-            z = run(q, *new, call.terms.pick(self.at, self.groups), call.backend)
+            z = run(q, new[0], new[1], call.terms.pick(self.at, self.groups), call.backend)
             self._keep(coded, call)
             return z
         if T == 1:
@@ -188,7 +191,8 @@ class StreamingPart(Part):
         blocks = [range(a, min(a + ROWS, T)) for a in range(0, T, ROWS)]
         z = torch.cat([self._look(q[:, :, b.start : b.stop], new, b, T, call) for b in blocks], 2)
         if call.length:
-            self.k.copy(), self.v.copy()  # a step that fails later finds the old ones again
+            self.k.copy()  # a step that fails later finds the old ones again
+            self.v.copy()
         self._keep(coded, call)
         return z
 
@@ -221,7 +225,7 @@ class StreamingPart(Part):
         held = torch.cat([one.expand(len(begins), -1) for one in places], 1)  # (1 or B, C)
         queries = torch.arange(rows.start, rows.stop, device=q.device) + call.length - begins  # (1 or B, R)
         terms = self._terms(held, queries, begins, rows, T, call)
-        return run(q, *(torch.cat(several, 2) for several in keys), terms, call.backend)
+        return run(q, torch.cat(keys[0], 2), torch.cat(keys[1], 2), terms, call.backend)
 
     def _terms(self, held: Tensor, queries: Tensor, begins: Tensor, rows: range, T: int, call: Call) -> Terms:
         """What goes with keys in this order: held and queries are their places, (1 or B, C) and (1 or B, R)."""
@@ -231,13 +235,10 @@ class StreamingPart(Part):
         for other in call.extra:
             mask = mask & Columns(other.for_heads(self.at), columns, S, rows, T)
         terms = replace(call.terms, mask=None).pick(self.at, self.groups)
-        bias = terms.bias
-        if isinstance(bias, Alibi):
-            far = (queries[:, :, None] - held[:, None]).abs()[:, None]  # (1 or B, 1, R, C)
-            bias = -bias.slopes[None, :, None, None] * far
-        elif bias is not None:
-            bias = bias[:, :, rows.start : rows.stop] if bias.shape[2] > 1 else bias
-            bias = take_columns(bias, columns[:, None, None], S)
+        if terms.bias is None:
+            return replace(terms, mask=mask)
+        whole = terms.bias.block(rows, range(S), T, S)  # by true places, whatever order keys are in
+        bias = Given(take_columns(whole[(None,) * (4 - whole.ndim)], columns[:, None, None], S))
         return replace(terms, mask=mask, bias=bias)
 
     def _place_in(self, slots: Tensor, tokens: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ class StreamingPart(Part):
         if T == 1 and call.starts is None:
             self._write(coded, slice(None), [self._slot(call.length)], 0)
             return
-        if T == 1:
+        if T == 1 and call.starts is not None:
             place = (call.length - call.starts).clamp(min=0)  # padding lands where the first token will
             slot = torch.where(place < self.first, place, self.first + (place - self.first) % self.last)  # (B,)
             for shelf, rows in zip((self.k, self.v), coded, strict=True):

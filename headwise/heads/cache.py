@@ -17,7 +17,15 @@ class Cache(ABC):
     """The cache of one attention layer. `length` counts all tokens seen, kept or not."""
 
     length = 0
-    state: tuple  # what a step changes: keep it to go back
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple:
+        """What a step changes: keep it to go back."""
+
+    @state.setter
+    @abstractmethod
+    def state(self, kept: tuple) -> None: ...
 
     def visible(self, T: int) -> int:
         """How many keys a mask is about when T more tokens come."""
@@ -49,7 +57,7 @@ class WholeCache(Cache):
             self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
 
     @property
-    def state(self) -> tuple:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> tuple:
         return self.length, self._k, self._v
 
     @state.setter

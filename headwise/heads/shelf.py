@@ -25,7 +25,10 @@ class Shelf:
 
     def decoded(self, rows: Coded) -> Tensor:
         """And back again: (B, K, T, d)"""
-        return rows[0] if self.bits == 32 else from_codes(*rows, self.bits, self._channels, self._dtype)
+        if self.bits == 32:
+            return rows[0]
+        codes, scales = rows
+        return from_codes(codes, scales, self.bits, self._channels, self._dtype)
 
     def as_kept(self, x: Tensor) -> Tensor:
         """Numbers as they will be read: (B, K, T, d)"""
@@ -43,7 +46,7 @@ class Shelf:
             # Zeros, for a slot nobody has filled may be multiplied by a weight of 0.
             self.held = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in like)
 
-    def put(self, rows: Coded, at: slice | list[int], of: slice = slice(None)) -> None:  # noqa: B008 (it has no parts that change)
+    def put(self, rows: Coded, at: slice | list[int], of: slice = slice(None)) -> None:
         """Write rows into slots, in some texts of the batch."""
         for held, new in zip(self.held, rows, strict=True):
             held[of, :, at] = new

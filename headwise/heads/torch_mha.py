@@ -57,6 +57,7 @@ def to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
     beyond = {
         "grouped key/value heads": spec.kv_heads != spec.heads,
         "heads that were cut": spec.kept is not None,
+        "heads with caches of their own": bool(spec.cache),
         "head_dim other than width / heads": spec.head_dim * spec.heads != spec.width,
         "value_dim other than head_dim": spec.value_dim != spec.head_dim,
         "a bias on q, k, v but not on the output, or the reverse": spec.bias != spec.out_bias,

@@ -30,7 +30,7 @@ class Streaming(Mask):
         return 1 if self.starts is None else len(self.starts), 1
 
     def is_full(self, T: int, S: int) -> bool:
-        return S <= self.first + self.last
+        return self.first + self.last >= S
 
     def sees_itself(self, T: int, S: int) -> bool:
         return T <= S
@@ -66,7 +66,7 @@ class Held(Mask):
 class Columns(Mask):
     """Some columns of a mask over `keys` keys, in any order: `places` is (1 or B, S); one below 0 stands for no key."""
 
-    of: Mask
+    every: Mask
     places: Tensor
     keys_of: int
     rows_of: range  # which of all `queries_of` queries these are
@@ -74,12 +74,12 @@ class Columns(Mask):
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
         asked = range(self.rows_of.start + rows.start, self.rows_of.start + rows.stop)
-        whole = self.of.block(asked, range(self.keys_of), self.queries_of, self.keys_of, device)
+        whole = self.every.block(asked, range(self.keys_of), self.queries_of, self.keys_of, device)
         places = self.places[:, None, None, cols.start : cols.stop]  # (1 or B, 1, 1, C)
         return take_columns(whole, places, self.keys_of) & (places >= 0)
 
     def planes(self) -> tuple[int, int]:
-        batch, heads = self.of.planes()
+        batch, heads = self.every.planes()
         return max(batch, len(self.places)), heads
 
 

@@ -30,9 +30,7 @@ class ModelCache:
         self.layers: dict[SiteAddress, Cache] = {}
         for site in spec.sites:
             if site.stack != "enc":  # the source is read once, whole
-                self.layers[site] = _make(
-                    spec.attention_at(site), site, kind, spec.context if size is None else size
-                )
+                self.layers[site] = _make(spec.attention_at(site), site, kind, spec.context if size is None else size)
         self.length = 0
         self.real: Tensor | None = None  # (B, length): which tokens are not padding; None: all
         self.memory: Tensor | None = None  # (B, S, D): the encoded source

@@ -347,7 +347,7 @@ class Transformer(nn.Module):
         counts_places = self.spec.attention.alibi or counting
         if counts_places and (real[:, :-1] & ~real[:, 1:]).any():
             raise HeadwiseError(
-                "with windows, ALiBi or heads that forget a cache takes texts padded on the left; padding follows a token here."
+                "with windows, ALiBi or caches by head texts are padded on the left; padding follows a token here."
             )
 
 

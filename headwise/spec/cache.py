@@ -29,7 +29,9 @@ class Keeps:
             if value is not None and (type(value) is not int or value < least):
                 raise HeadwiseError(f"{name} counts tokens, {least} or more; got {value!r}.")
         if self.last is None and self.first:
-            raise HeadwiseError(f"a head that keeps its first {self.first} tokens also needs last=…, how many it ends with.")
+            raise HeadwiseError(
+                f"a head that keeps its first {self.first} tokens also needs last=…, how many it ends with."
+            )
 
     @property
     def streams(self) -> bool:
@@ -66,13 +68,15 @@ def cache_rules(given: Treatments, key_heads: tuple[Address, ...]) -> tuple[Cach
     A mapping names key heads by pattern, {"5.*": Keeps(first=4, last=128), "0.1": 8}, a number being bits; of two patterns
     that name the same head the later one counts.
     """
-    if not isinstance(given, Mapping):
-        given = tuple(given)
-        if not all(isinstance(rule, CacheRule) for rule in given):
-            raise HeadwiseError(f"a cache is told as {{'5.1': Keeps(first=4, last=128)}}; got {given!r}.")
-        given = {",".join(rule.heads): rule.keeps for rule in given if rule.heads}
+    if isinstance(given, Mapping):
+        told: list[tuple[str, Keeps | int]] = list(given.items())  # pyright: ignore[reportAssignmentType]
+    else:
+        rules = tuple(given)
+        if not all(isinstance(rule, CacheRule) for rule in rules):
+            raise HeadwiseError(f"a cache is told as {{'5.1': Keeps(first=4, last=128)}}; got {rules!r}.")
+        told = [(",".join(rule.heads), rule.keeps) for rule in rules if rule.heads]
     chosen: dict[Address, Keeps] = {}
-    for pattern, keeps in given.items():
+    for pattern, keeps in told:
         keeps = Keeps(bits=keeps) if isinstance(keeps, int) else keeps
         if not isinstance(keeps, Keeps):
             raise HeadwiseError(f"a key head keeps Keeps(first=4, last=128), or a number of bits; got {keeps!r}.")

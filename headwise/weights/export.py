@@ -51,6 +51,11 @@ def export(model: Transformer | Attached, folder: str | Path, family: str | None
 
 def _family(spec: ModelSpec, name: str | None) -> tuple[Family, dict]:
     """The family and its configuration; an error tells why none will do."""
+    if spec.cache:
+        raise HeadwiseError(
+            "no family can say that heads keep caches of their own, and without them the model says other things; use "
+            "model.save(folder)."
+        )
     if name is not None:
         for family in FAMILIES:
             if name in (family.name, *family.model_types):

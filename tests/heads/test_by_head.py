@@ -273,7 +273,7 @@ def test_refused() -> None:
     with pytest.raises(HeadwiseError, match="4 key heads; it was told what 2 of them keep"):
         HeadCache(spec, MIXED[:2])
     layer, cache = make_layer(spec), HeadCache(spec, MIXED)
-    with pytest.raises(HeadwiseError, match="must not look ahead; pass mask=hw.causal"):
+    with pytest.raises(HeadwiseError, match=r"must not look ahead; pass mask=hw\.causal"):
         layer(x, cache=cache)
     layer(x, mask=causal(), cache=HeadCache(spec, MIXED))
     cache = HeadCache(spec, MIXED)
