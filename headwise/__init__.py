@@ -18,6 +18,7 @@ _ROOMS = {
     "attach": ("attach",),
     "weights": ("export", "load"),
     "train": ("Recipe", "train"),
+    "teach": ("distil",),
     "look.record.recording": ("record",),
     "look.record.attend": ("attend",),
     "look.profile.make": ("profile",),
@@ -44,7 +45,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Corpus", "Tokenizer", "embed",
     "attach",
     "export", "load",
-    "Recipe", "train",
+    "Recipe", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "compare", "HeadHistory",
     "prune", "Plan",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from headwise.look.worth.importance import importance
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
+    from headwise.teach import distil
     from headwise.text import Corpus, Tokenizer, embed
     from headwise.train import Recipe, train
     from headwise.weights import export, load

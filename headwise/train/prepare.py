@@ -13,7 +13,7 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.files.aligned import aligned
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.spec import ModelSpec
 from headwise.team.team import Team
 from headwise.text import Tokenizer
@@ -85,7 +85,7 @@ def prepare(
         "held out": None if valid is None else valid.fingerprint,
         "tokenizer": tokenizer if isinstance(tokenizer, str) else _digest(tokenizer.backend.to_str().encode()),
         "framed": framed,
-        "weights": None if isinstance(given, ModelSpec) else _weights(given),
+        "weights": None if isinstance(given, ModelSpec) else weights_digest(given),
     }
     if team.leads:
         known = is_same(folder, asked)
@@ -178,7 +178,8 @@ def _loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, team: Team) -
     return loss.to(team.device)
 
 
-def _weights(model: Transformer) -> str:
+def weights_digest(model: AnyModel) -> str:
+    """What tells the weights of a model from all others."""
     state = model.state_dict()
     return _digest(*(value.detach().cpu().contiguous().view(torch.uint8).numpy().data for value in state.values()))
 

@@ -1,0 +1,63 @@
+"""What a student learns from its teacher's logits, and from the text, without ever holding all logits at once."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from headwise.model import AnyModel
+from headwise.model.loss import WHOLE
+from headwise.teach.kept import Kept
+
+Sums = tuple[Tensor, Tensor]  # of the divergence, and of the cross-entropy
+
+
+def kl_and_surprise(
+    student: AnyModel, teacher: AnyModel, hidden: tuple[Tensor, Tensor], targets: Tensor, temperature: float
+) -> Sums:
+    """States (N, D) of both and targets (N,) → the sums over tokens of KL(teacher ‖ student) at a temperature, and of the
+    cross-entropy. In chunks of tokens, whose logits are made again in the backward pass: all of them never exist at once."""
+    vocab = min(student.spec.vocab, teacher.spec.vocab)  # one of them may be padded
+    read_student, read_teacher = student.output, teacher.output
+    assert read_student is not None
+    assert read_teacher is not None
+
+    def chunk(ours: Tensor, theirs: Tensor, wanted: Tensor) -> Sums:
+        logits = read_student(ours).float()  # (n, V)
+        with torch.no_grad():
+            taught = read_teacher(theirs).float()[:, :vocab].div(temperature).log_softmax(-1)
+        learned = logits[:, :vocab].div(temperature).log_softmax(-1)
+        apart = F.kl_div(learned, taught, reduction="sum", log_target=True)
+        return apart, F.cross_entropy(logits, wanted, reduction="sum")
+
+    return in_chunks(chunk, WHOLE // vocab, *hidden, targets)
+
+
+def in_chunks(chunk: Callable[..., Sums], size: int, *tensors: Tensor) -> Sums:
+    """A function of tokens, some at a time."""
+    parts = list(zip(*(one.split(max(1, size)) for one in tensors), strict=True))
+    if len(parts) == 1:
+        return chunk(*parts[0])
+    sums = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
+    one, other = zip(*sums, strict=True)  # pyright: ignore[reportArgumentType]
+    return torch.stack(one).sum(), torch.stack(other).sum()
+
+
+def kl_of_kept(student: AnyModel, hidden: Tensor, targets: Tensor, taught: Kept, temperature: float) -> Sums:
+    """States (n, D) and targets (n,) → the sums of KL(teacher ‖ student), the rest of the vocabulary taken as one, and of the
+    cross-entropy."""
+    read = student.output
+    assert read is not None
+
+    def chunk(states: Tensor, wanted: Tensor, logs: Tensor, ids: Tensor, rest: Tensor) -> Sums:
+        logits = read(states).float()  # (n, V)
+        learned = logits.div(temperature).log_softmax(-1)
+        apart = (logs.exp() * (logs - learned.gather(-1, ids))).sum()
+        others = learned.scatter(-1, ids, -torch.inf).logsumexp(-1)  # (n,)
+        some = rest > -torch.inf
+        apart = apart + (rest[some].exp() * (rest[some] - others[some])).sum()
+        return apart, F.cross_entropy(logits, wanted, reduction="sum")
+
+    return in_chunks(chunk, WHOLE // student.spec.vocab, hidden, targets, *taught)

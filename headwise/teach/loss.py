@@ -1,0 +1,135 @@
+"""A student with its teacher: one pass of each, and the losses of a lesson between them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.model import AnyModel, quiet
+from headwise.model.loss import IGNORE, cross_entropy
+from headwise.teach.glimpse import Glimpse, Watcher
+from headwise.teach.kept import KeptLogits
+from headwise.teach.lesson import Lesson
+from headwise.teach.logits import kl_and_surprise, kl_of_kept
+from headwise.teach.pairs import Pair
+from headwise.teach.terms import Hidden, Maps, Relations
+from headwise.train.loss import Loss
+
+
+class Distillation(Loss):
+    """ids and targets (B, T) → every loss of the lesson, weighed; all are means over the tokens that count."""
+
+    def __init__(
+        self, model: AnyModel, teacher: AnyModel, lesson: Lesson, pairs: list[Pair], kept: KeptLogits | None, name: str
+    ) -> None:
+        super().__init__(model)
+        if model.output is None or teacher.output is None:
+            raise HeadwiseError("a student and its teacher both need an output over the vocabulary.")
+        self._teacher = [teacher]  # in a list: its weights are not this module's, and never learn
+        self.lesson, self.kept, self.name = lesson, kept, name
+        self._last: Glimpse | None = None  # the teacher's pass of this call
+        wanted = lesson.weights
+        self.states = Hidden(model, teacher, lesson.layers) if "hidden" in wanted else None
+        self.maps = Maps(pairs) if "maps" in wanted else None
+        self.relations = (
+            Relations(model, teacher, lesson.relation_layers, lesson.relation_heads) if "qkv" in wanted else None
+        )
+        self.watchers = [Watcher(one, *self._wanted(side)) for side, one in enumerate((model, teacher))]
+
+    def _wanted(self, side: int) -> tuple[list[int], list[Any]]:
+        """Layers and sites of the student (0) or the teacher (1) that the losses look at."""
+        layers = [pair[side] for pair in self.states.layers] if self.states is not None else []
+        sites = [pair[side].site for pair in self.maps.pairs] if self.maps is not None else []
+        return layers, [*sites, *([self.relations.sites[side]] if self.relations is not None else [])]
+
+    @property
+    def teacher(self) -> AnyModel:
+        """The model that is learned from; it stays as it is."""
+        return self._teacher[0]
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        padding: Tensor | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+        *,
+        total: int | None = None,
+    ) -> dict[str, Tensor]:
+        """(B, T), (B, T) → the weighed losses, by name. With `total`, parts of a step add up to the mean of the whole."""
+        asked = targets != IGNORE  # (B, T)
+        count = asked.sum().clamp(min=1)
+        share = torch.ones((), device=ids.device) if total is None else asked.sum() / total
+        options: dict[str, Any] = {"padding": padding}
+        if source is not None:
+            options |= {"source": source, "source_padding": source_padding}
+        ours = self.watchers[0](ids, **options)
+        made = self._from_logits(ours, ids, targets, options, share / count)
+        if self.states is None and self.maps is None and self.relations is None:
+            self._last = None
+            return made
+        theirs = self._taught(ids, options)
+        real = self._real(ids, asked, padding, source, source_padding)
+        weights = self.lesson.weights
+        if self.states is not None:
+            made["hidden"] = weights["hidden"] * share * self.states(ours, theirs, real[""])
+        if self.maps is not None:
+            made["maps"] = weights["maps"] * share * self.maps(ours, theirs, real)
+        if self.relations is not None:
+            made["qkv"] = weights["qkv"] * share * self.relations(ours, theirs, real)
+        self._last = None
+        return made
+
+    def _from_logits(
+        self, ours: Glimpse, ids: Tensor, targets: Tensor, options: dict[str, Any], share: Tensor
+    ) -> dict[str, Tensor]:
+        """The losses of what comes out: the teacher's logits and the text."""
+        lesson, made = self.lesson, {}
+        asked = targets != IGNORE
+        assert ours.hidden is not None
+        hidden, wanted = ours.hidden[asked], targets[asked]  # (n, D), (n,)
+        T, alpha = lesson.temperature, lesson.alpha
+        if "logits" in lesson.weights:
+            if self.kept is not None:
+                read = (ids, asked, *(value for value in options.values() if value is not None))
+                taught = self.kept.take(read, lambda: self._logits(ids, options, asked))
+                apart, surprise = kl_of_kept(self.model, hidden, wanted, taught, T)
+            else:
+                states = self._taught(ids, options).hidden
+                assert states is not None
+                apart, surprise = kl_and_surprise(self.model, self.teacher, (hidden, states[asked]), wanted, T)
+            made["logits"] = lesson.weights["logits"] * alpha * T * T * apart * share
+        elif lesson.text_weight:
+            surprise = cross_entropy(self.model, hidden, wanted, 1)
+        else:
+            return made
+        if lesson.text_weight:
+            made["text"] = lesson.text_weight * surprise * share
+        return made
+
+    def _taught(self, ids: Tensor, options: dict[str, Any]) -> Glimpse:
+        """The teacher's pass, once for a call."""
+        if self._last is None:
+            with torch.no_grad(), quiet(self.teacher):
+                self._last = self.watchers[1](ids, **options)
+        return self._last
+
+    def _logits(self, ids: Tensor, options: dict[str, Any], asked: Tensor) -> Tensor:
+        """The teacher's logits at the tokens asked for, (n, V)."""
+        states, read = self._taught(ids, options).hidden, self.teacher.output
+        assert states is not None
+        assert read is not None
+        with torch.no_grad():
+            return read(states[asked]).float()
+
+    def _real(
+        self, ids: Tensor, asked: Tensor, padding: Tensor | None, source: Tensor | None, source_padding: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The tokens whose states and rows count, (B, T), by stack: of a decoder those that are followed by one."""
+        everything = torch.ones_like(ids, dtype=torch.bool)
+        own = asked if self.model.spec.kind != "encoder" else everything if padding is None else padding.bool()
+        read = None if source is None else torch.ones_like(source, dtype=torch.bool)
+        read = source_padding.bool() if source_padding is not None else read
+        return {"": own, "dec": own, "cross": own, **({} if read is None else {"enc": read})}
