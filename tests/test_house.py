@@ -14,7 +14,7 @@ import headwise as hw
 ROOT = Path(__file__).parent.parent
 ROOMS = [
     *("errors", "spec", "kernels", "heads", "model", "text", "files", "team", "attach"),
-    *("weights", "train", "look", "change", "lab", "show", "cli"),
+    *("weights", "train", "teach", "look", "change", "lab", "show", "cli"),
 ]
 # The few that look up, inside a function: what is there to be shown shows itself, a model saves itself, and the plans a
 # model was cut by are read with it.
@@ -45,14 +45,14 @@ PUBLIC_NAMES = [
     *("Corpus", "Tokenizer", "embed"),
     "attach",
     *("export", "load"),
-    *("Recipe", "train"),
+    *("Recipe", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "compare", "HeadHistory"),
     *("prune", "Plan"),
     *("head_sweep", "claims"),
 ]
 VERBS = [
-    *("ablate", "attend", "claims", "corpus", "demo", "diff", "export", "generate", "head", "heads"),
+    *("ablate", "attend", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
     *("info", "plot", "presets", "prune", "sweep", "train", "view"),
 ]
 

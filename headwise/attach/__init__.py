@@ -1,4 +1,4 @@
-"""Room 6: anyone's model, its heads reached through transformers' attention interface."""
+"""Anyone's model, its heads reached through transformers' attention interface."""
 
 import sys
 from types import ModuleType

@@ -1,1 +1,1 @@
-"""Room 10: something stays changed. Heads are cut, what they gave on average is folded in, and models stay small."""
+"""Something stays changed. Heads are cut, what they gave on average is folded in, and models stay small."""

@@ -7,7 +7,10 @@ from typing import Any
 from headwise.errors import HeadwiseError, close_names
 from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel
+from headwise.teach.distil import lesson_of, same_tokenizer
+from headwise.teach.lesson import By, Lesson
 from headwise.train.loop import Trained, train
+from headwise.train.loss import LanguageLoss
 from headwise.train.recipe import Recipe
 
 LONGEST = 256  # tokens of a row, where nobody has said it
@@ -20,13 +23,16 @@ def heal(
     steps: int = 200,
     out: str | Path | None = None,
     valid: Any = None,
+    teacher: AnyModel | None = None,
+    learn: By | Lesson | None = None,
     progress: bool = True,
     **recipe: Any,
 ) -> Trained:
     """Train a model a little further, in place, gently: it is nearly where it should be.
 
-    `corpus`, `out`, `valid` and `progress` are those of `train`. Whatever else is given is a field of `Recipe`; unless said
-    otherwise the rate is 3e-4 after a short warm-up, nothing decays, and rows have at most 256 tokens.
+    `corpus`, `out`, `valid` and `progress` are those of `train`. With a `teacher`, the whole model, it learns from that:
+    `learn` is what `hw.distil` takes as `by`, or a Lesson; none is its logits. Whatever else is given is a field of
+    `Recipe`; unless said otherwise the rate is 3e-4 after a short warm-up, nothing decays, and rows have at most 256 tokens.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -48,4 +54,11 @@ def heal(
         "evaluate_every": max(1, steps // 4),
     }
     how = Recipe(steps=steps, **(gentle | recipe))
-    return train(model, corpus, how, out=out, valid=valid, progress=progress)  # pyright: ignore[reportArgumentType]
+    if teacher is None:
+        if learn is not None:
+            raise HeadwiseError("learn says what to learn from a teacher; give teacher=…, the model before the cut.")
+        loss = LanguageLoss
+    else:
+        same_tokenizer(model, teacher)
+        loss = lesson_of(teacher, learn if isinstance(learn, Lesson) else Lesson(learn or "logits"), corpus)
+    return train(model, corpus, how, out=out, valid=valid, loss=loss, progress=progress)  # pyright: ignore[reportArgumentType]

@@ -130,6 +130,7 @@ def report(
     seeds: int = 3,
     heal: Train | None = None,
     healed: AnyModel | None = None,
+    train_whole: Train | None = None,
     length: int | None = None,
     turns: int = TURNS,
     note: Note | None = None,
@@ -138,7 +139,8 @@ def report(
 
     Random cuts take as many heads, once for each of `seeds`; their means over `folded_on` are folded in, where it is given.
     `heal` trains a model further, in place. Then everything is told before and after it: of the smaller model (`healed`, if
-    that was done already), of the random cuts, and of the whole model trained alike. The given models stay as they are.
+    that was done already), of the random cuts, and of the whole model trained alike: by `train_whole`, where healing has a
+    teacher, from which the whole model would learn nothing. The given models stay as they are.
     Speed is measured on a text of `length` tokens (None: 512, or the model's context), both models in turn, `turns` times.
     """
     gone = set(before.spec.addresses) - set(after.spec.addresses)
@@ -176,16 +178,24 @@ def report(
         more=trial.difference(losses, trial.full),
         random=_means(trial, random),
         more_than_random=trial.difference_from_draws(losses, random) if random else None,
-        healed=None if heal is None else _heal(trial, before, after, heal, healed, random_healed),
+        healed=None
+        if heal is None
+        else _heal(trial, before, after, (heal, train_whole or heal), healed, random_healed),
     )
 
 
 def _heal(
-    trial: Trial, before: AnyModel, after: AnyModel, heal: Train, healed: AnyModel | None, random: list[np.ndarray]
+    trial: Trial,
+    before: AnyModel,
+    after: AnyModel,
+    how: tuple[Train, Train],
+    healed: AnyModel | None,
+    random: list[np.ndarray],
 ) -> Healed:
     """Heal copies of both models, and tell what came of it beside random cuts that were healed."""
+    heal, train_whole = how  # cut models, the whole one
     whole = copy.deepcopy(before)
-    heal(whole)
+    train_whole(whole)
     trained = trial.losses(whole)
     del whole
     if healed is None:

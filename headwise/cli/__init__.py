@@ -1,4 +1,4 @@
-"""Room 13: the command line. One file per verb; a verb is a thin call of one public function.
+"""The command line. One file per verb; a verb is a thin call of one public function.
 
 Standard output is the result, standard error everything else; `--json` gives every result to a program.
 """
@@ -16,6 +16,7 @@ from headwise.cli import (
     corpus,
     demo,
     diff,
+    distil,
     export,
     generate,
     head,
@@ -32,7 +33,8 @@ from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
 VERBS = (
-    demo, info, generate, export, presets, corpus, train, heads, head, attend, ablate, prune, diff, sweep, claims, plot, view,
+    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, ablate, prune, diff, sweep, claims,
+    plot, view,
 )  # fmt: skip
 app = typer.Typer(
     name="headwise",

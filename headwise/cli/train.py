@@ -193,7 +193,6 @@ def report(result: dict[str, Any], marks: tuple, lives: list[Life]) -> None:
         console.print(make_table(title, ["measure", "head", "value", "baseline", "cases", "half of it at step"], rows))
     again = result["stopped"] == "interrupted"
     run = Path(result["model"]).parent
-    told = (
-        f"to go on: headwise train --resume {run}" if again else f"the model is in {run}: headwise generate {run} ..."
-    )
+    on = result.get("again", f"headwise train --resume {run}")
+    told = f"to go on: {on}" if again else f"the model is in {run}: headwise generate {run} ..."
     console.print(told, highlight=False, soft_wrap=True)

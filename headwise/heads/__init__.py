@@ -1,4 +1,4 @@
-"""Room 3: the head as an object."""
+"""The head as an object."""
 
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.by_head import HeadCache

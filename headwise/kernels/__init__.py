@@ -1,4 +1,4 @@
-"""Room 2: pure functions on tensors. Four kernels with one signature, masks, positions, biases."""
+"""Pure functions on tensors. Four kernels with one signature, masks, positions, biases."""
 
 from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, run
 from headwise.kernels.batched import batched, maps

@@ -1,1 +1,1 @@
-"""Room 11: experiments. Sweeps over head counts, and the claims guides make about heads, each put to the test."""
+"""Experiments. Sweeps over head counts, and the claims guides make about heads, each put to the test."""

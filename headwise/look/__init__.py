@@ -1,1 +1,1 @@
-"""Room 9: nothing stays changed. What every head does, measured over a corpus, with evidence."""
+"""Nothing stays changed. What every head does, measured over a corpus, with evidence."""

@@ -1,4 +1,4 @@
-"""Room 4: whole networks."""
+"""Whole networks."""
 
 from headwise.model.block import Block
 from headwise.model.cache import ModelCache

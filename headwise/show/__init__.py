@@ -1,1 +1,1 @@
-"""Room 12: people meet it. For now the demo and its tables."""
+"""People meet it: tables, pictures, the page, notebooks, the demo."""

@@ -1,4 +1,4 @@
-"""Room 1: what a model is. Frozen data, no torch."""
+"""What a model is. Frozen data, no torch."""
 
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling

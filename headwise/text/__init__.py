@@ -1,4 +1,4 @@
-"""Room 5: words come in. Names are loaded when first used: words need no torch, vectors do."""
+"""Words come in. Names are loaded when first used: words need no torch, vectors do."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Room 8: weights change. A recipe, an order of reading, a loop, and checkpoints that survive anything."""
+"""Weights change. A recipe, an order of reading, a loop, and checkpoints that survive anything."""
 
 import sys
 from types import ModuleType

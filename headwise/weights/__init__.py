@@ -1,4 +1,4 @@
-"""Room 7: weights come in and go out."""
+"""Weights come in and go out."""
 
 from headwise.weights.export import export
 from headwise.weights.load import load, open_checkpoint

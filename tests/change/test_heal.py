@@ -10,15 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import headwise as hw
 from headwise.change.cut import cut
 from headwise.change.heal import heal
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.teach import Lesson
 from headwise.text import Tokenizer
 from headwise.text.make import add_frame, add_mask, word_tokenizer
 from headwise.train import Recipe, train
 from headwise.weights import load
+from tests.teach.tiny import make as make_student
 
 WORDS = tuple(f"w{i}x" for i in range(20))
 GROUPED = ModelSpec(vocab=1, context=24, layers=1, attention=AttentionSpec(width=32, heads=4, kv_heads=2))
@@ -120,3 +123,24 @@ def test_models_that_cannot_be_healed_are_refused() -> None:
         heal(new(replace(MASKED, output="none")), rounds(40, seed=0), **QUICK)
     with pytest.raises(HeadwiseError, match="empty"):
         heal(new(GROUPED), "", **QUICK)
+
+
+def test_with_a_teacher_the_cut_model_comes_nearer_to_it() -> None:
+    whole = make_student(3, layers=2)
+    with torch.no_grad():
+        for head in whole.heads:
+            head.W_O.mul_(8.0)  # so that it matters whether a head is there
+    small = hw.prune(whole, heads="0.1,0.3,1.*", fold=False)
+    texts = " ".join(str(n * n) for n in range(400))
+    ids = torch.tensor([whole.tokenizer.encode(texts[:60])])
+
+    def apart() -> float:
+        with torch.no_grad():
+            p, q = (model(ids).log_softmax(-1) for model in (whole, small))
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    before = apart()
+    heal(small, texts, steps=60, batch=4, context=32, rate=3e-3, teacher=whole, learn=Lesson(alpha=1.0), progress=False)
+    assert apart() < before / 2
+    with pytest.raises(hw.HeadwiseError, match="give teacher="):
+        heal(small, texts, steps=1, learn="logits", progress=False)

@@ -72,7 +72,7 @@ def test_what_is_kept_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.Mon
     first = hw.distil(SMALL, teacher, TEXT, RECIPE, **how)
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) == RECIPE.steps
 
-    def refuse(self: Watcher, *given: object, **named: object) -> None:
+    def refuse(self: Watcher, *given: Any, **named: Any) -> Any:
         assert self.model is not teacher, "the teacher was asked"
         return call(self, *given, **named)
 
@@ -154,7 +154,7 @@ def test_the_best_pairs_find_a_teacher_whose_heads_changed_places() -> None:
         (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="maps", pairs=[("0.0", "9.0")]), "no head 9.0; it has 0.0 to 1.3"),
         (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="maps", keep="somewhere"), "by 'logits' alone"),
         (lambda: hw.distil(SMALL, make(), TEXT, replace(RECIPE, compile=True), by="maps"), "compile goes with"),
-        (lambda: given_pairs(make(), make(), ["0.0"]), "a pair is two heads"),
+        (lambda: given_pairs(make(), make(), [("0.0",)]), "a pair is two heads"),  # pyright: ignore[reportArgumentType]
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(call, said: str) -> None:

@@ -1,5 +1,7 @@
 """Small students and teachers with random weights, sharp enough to differ."""
 
+from typing import Any
+
 import torch
 
 from headwise.model import Transformer
@@ -16,7 +18,7 @@ def make(
     rotary = Rotary() if more.pop("rotary", False) else None
     attention = AttentionSpec(width=width, heads=heads, rotary=rotary, **more)
     output = "mlm" if kind == "encoder" else "lm"
-    how = {"kind": kind, "output": output, "positions": "none" if rotary else "learned"}
+    how: dict[str, Any] = {"kind": kind, "output": output, "positions": "none" if rotary else "learned"}
     spec = ModelSpec(vocab=VOCAB, context=64, layers=layers, attention=attention, **how)
     model = Transformer(spec)
     with torch.no_grad():

@@ -13,6 +13,7 @@ EXAMPLES = {
     "presets": "headwise presets",
     "corpus": "headwise corpus --documents 100",
     "train": "headwise train --steps 300 --out runs/first",
+    "distil": "headwise distil runs/first/model --layers 1 --steps 300 --out runs/student",
     "heads": "headwise heads minilm --save minilm.npz",
     "head": "headwise head minilm 3.1",
     "attend": 'headwise attend smollm2 "The teacher gave the students their homework." --from their',

@@ -1,0 +1,80 @@
+"""headwise distil: a smaller model that learns from a larger one."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.cli.shell.words import Json, Model
+
+
+def run(
+    teacher: Model,
+    text: Annotated[
+        list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
+    ] = None,
+    student: Annotated[
+        str | None, typer.Option(help="A model to go on with; none: a new one of the teacher's kind.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks of a new student, if not the teacher's.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads of its layers, if not the teacher's.")] = None,
+    width: Annotated[int | None, typer.Option(help="Its width, if not the teacher's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; none: runs/distil-TEACHER. The same again goes on.")
+    ] = None,
+    by: Annotated[str, typer.Option(help="logits, hidden, maps, qkv, or several: logits,maps.")] = "logits",
+    temperature: Annotated[float, typer.Option(help="Of the logits.")] = 2.0,
+    alpha: Annotated[float, typer.Option(help="The share of the teacher's logits, beside the text.")] = 0.9,
+    pairs: Annotated[str, typer.Option(help="Which heads belong together: order, best, or 0.0:1.1,0.1:3.2.")] = "best",
+    keep: Annotated[Path | None, typer.Option(help="A folder for the teacher's logits, for a second run.")] = None,
+    valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
+    seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    as_json: Json = False,
+) -> None:
+    """Distil: train a student by a teacher's logits, states, attention maps or relations. Ctrl-C saves and stops."""
+    from headwise.errors import HeadwiseError
+    from headwise.teach import distil
+    from headwise.train import Recipe
+    from headwise.train.little import LITTLE, little_texts
+    from headwise.train.loop import finite
+    from headwise.weights import load
+
+    loaded = load(teacher)
+    learner: Any = loaded.spec.resized(layers=layers, heads=heads, width=width) if student is None else load(student)
+    if student is not None and not layers is heads is width is None:
+        raise HeadwiseError("--layers, --heads and --width are for a new student; leave them out, or --student.")
+    asked = {"steps": steps, "batch": batch, "context": context, "rate": rate, "warmup": warmup}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    recipe = replace(Recipe() if text else LITTLE, **given, seed=seed)
+    texts, held_out = (text, None) if text else little_texts(recipe)
+    folder = out or Path("runs") / f"distil-{Path(teacher).name}"
+    made = distil(
+        learner, loaded, texts, recipe, by=tuple(by.split(",")), out=folder, valid=valid or held_out, keep=keep,
+        device=device, temperature=temperature, alpha=alpha, pairs=_pairs(pairs),
+    )  # fmt: skip
+    told = {
+        "steps": made.step, "tokens": made.tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
+        "stopped": made.stopped, "seconds": made.seconds, "by": by,
+        "parameters": made.model.spec.parameters, "teacher": loaded.spec.parameters, "model": str(folder / "model"),
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps({**told, "recipe": asdict(made.recipe)}, indent=2))
+    else:
+        from headwise.cli.train import report
+
+        report({**told, "again": "headwise distil, as before"}, (), [])
+    if made.stopped == "interrupted":
+        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
+
+
+def _pairs(text: str) -> str | list[tuple[str, ...]]:
+    """`order`, `best`, or pairs of heads."""
+    return [tuple(pair.split(":")) for pair in text.split(",")] if ":" in text else text
