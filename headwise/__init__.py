@@ -31,6 +31,8 @@ _ROOMS = {
     "look.profile.history": ("HeadHistory",),
     "change.prune": ("prune",),
     "change.plan": ("Plan",),
+    "change.request": ("PruneRequest",),
+    "change.study": ("PruneStudy", "prune_study"),
     "lab.experiments.head_sweep": ("head_sweep",),
     "lab.run": ("claims",),
 }
@@ -48,7 +50,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Recipe", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "compare", "HeadHistory",
-    "prune", "Plan",
+    "prune", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
 ]  # fmt: skip
 
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from headwise.attach import attach
     from headwise.change.plan import Plan
     from headwise.change.prune import prune
+    from headwise.change.request import PruneRequest
+    from headwise.change.study import PruneStudy, prune_study
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window

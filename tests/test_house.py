@@ -48,7 +48,7 @@ PUBLIC_NAMES = [
     *("Recipe", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "compare", "HeadHistory"),
-    *("prune", "Plan"),
+    *("prune", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),
 ]
 VERBS = [

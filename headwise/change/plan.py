@@ -4,19 +4,19 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from headwise.attach import Attached
 from headwise.change.cut import M, check_model, cut, heads_to_cut
 from headwise.change.cut import fold as fold_means
-from headwise.change.rank import choose, heads_left
-from headwise.change.ways import WAYS, way_of
+from headwise.change.rank import choose
+from headwise.change.request import PruneRequest, PruneWords
+from headwise.change.ways import WAYS
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.places import read_text
 from headwise.files.whole import whole_file
-from headwise.heads.head import Pattern
 from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel
@@ -76,42 +76,33 @@ class Plan(Wire):
     @staticmethod
     def make(
         model: AnyModel,
+        request: PruneRequest | None = None,
         *,
-        keep: float | None = None,
-        heads: Pattern | None = None,
-        by: str = "ablation",
-        fold: bool = True,
-        on: Any = None,
-        rounds: int = 1,
-        seed: int = 0,
-        steps: int = 200,
         note: Note | None = None,
+        **words: Unpack[PruneWords],
     ) -> "Plan":
-        """Decide which heads go: `heads` names them, or `keep` is the share that stays, the others having the least worth.
+        """Decide which heads go, by a `PruneRequest` or by its fields: `keep=0.5`, `heads="5.1,6.*"`, `by`, `fold`, `on`, …
 
-        `by` ranks heads on the corpus `on`: ablation (what is lost without each), gradient, random (`seed`), or gates that
-        are learned (`steps`). `fold` leaves the heads' means over `on` behind. `rounds` cuts a little at a time and ranks
-        what is left anew. `note(what, done, of)` hears how far it is.
+        `note(what, done, of)` hears how far it is.
         """
         check_model(model)
-        _check(model, keep, heads, by, fold, on, rounds)
-        corpus = None if on is None else Corpus.of(on)
-        gone = () if heads is None else heads_to_cut(model, heads)
-        means = mean_activations(model, corpus, heads=gone or "*") if fold else None
+        asked = PruneRequest.of(request, words)
+        asked.check(model)
+        corpus = None if asked.on is None else Corpus.of(asked.on)
+        gone = () if asked.heads is None else heads_to_cut(model, asked.heads)
+        means = mean_activations(model, corpus, heads=gone or "*") if asked.fold else None
         scores: dict[Address, float] = {}
-        if keep is not None:
-            gone, scores = choose(
-                model, corpus, keep, by, means=means, rounds=rounds, seed=seed, steps=steps, note=note
-            )
+        if asked.keep is not None:
+            how = {"rounds": asked.rounds, "seed": asked.seed, "steps": asked.steps}
+            gone, scores = choose(model, corpus, asked.keep, asked.by, means=means, note=note, **how)
         biases = {} if means is None else fold_means(model, gone, means)
-        used = means is not None or (keep is not None and way_of(by).reads)
         return Plan(
             spec=model.spec,
             weights=digest(model),
             heads=tuple(map(str, gone)),
-            by="named" if heads is not None else by,
-            rounds=rounds,
-            on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and used else "",
+            by="named" if asked.keep is None else asked.by,
+            rounds=asked.rounds,
+            on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and asked.reads else "",
             scores=tuple(scores[head] for head in model.spec.addresses) if scores else (),
             folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
         )
@@ -128,6 +119,10 @@ class Plan(Wire):
             raise HeadwiseError(
                 "the plan was made for other weights of the same sizes, or in another dtype; make a plan for this model."
             )
+        return self.carry_out(model)
+
+    def carry_out(self, model: M) -> M:
+        """The same, for a model this plan was made for just now: its weights are not hashed again."""
         biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
         small = cut(model, self.addresses, biases)
         if isinstance(small, Attached):
@@ -176,24 +171,6 @@ def digest(model: AnyModel) -> str:
             made.update(f"{name}:{tuple(tensor.shape)}".encode())
             made.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()
-
-
-def _check(
-    model: AnyModel, keep: float | None, heads: Pattern | None, by: str, fold: bool, on: Any, rounds: int
-) -> None:
-    """What can be told before any work is done."""
-    if (keep is None) == (heads is None):
-        raise HeadwiseError("say which heads go: keep=0.5, the share that stays, or heads='5.1,6.*'; one of the two.")
-    way = way_of(by)
-    if keep is not None:
-        heads_left(len(model.spec.addresses), keep)
-    if type(rounds) is not int or rounds < 1:
-        raise HeadwiseError(f"rounds must be a whole number of at least 1, got {rounds!r}.")
-    ranked = keep is not None and way.reads
-    if on is None and (fold or ranked):
-        what = "folding leaves heads' means behind" if fold else f"ranking by {by} asks the model"
-        needed = "pairs" if model.spec.kind == "encoder-decoder" else "a text"
-        raise HeadwiseError(f"{what}, so it needs {needed}: give on=…{', or fold=False' * fold}.")
 
 
 def _sizes(spec: ModelSpec) -> str:

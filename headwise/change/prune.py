@@ -1,30 +1,19 @@
 """`prune`: a smaller model in one call."""
 
-from typing import Any
+from typing import Unpack
 
 from headwise.change.cut import M
 from headwise.change.plan import Plan
-from headwise.heads.head import Pattern
+from headwise.change.request import PruneRequest, PruneWords
 from headwise.look.profile.make import Note
 
 
-def prune(
-    model: M,
-    *,
-    keep: float | None = None,
-    heads: Pattern | None = None,
-    by: str = "ablation",
-    fold: bool = True,
-    on: Any = None,
-    rounds: int = 1,
-    seed: int = 0,
-    steps: int = 200,
-    note: Note | None = None,
-) -> M:
+def prune(model: M, request: PruneRequest | None = None, *, note: Note | None = None, **words: Unpack[PruneWords]) -> M:
     """A smaller model: the share `keep` of the heads stays, or those named in `heads` go. The given model stays as it is.
 
-    This makes a plan and applies it; `Plan.make` takes the same and gives the plan, to be looked at, saved and applied
-    later. `on` is the corpus that heads are ranked on and whose means are folded in: a text, a list of texts, a path.
+    Takes a `PruneRequest`, or its fields by name; `on` is the corpus that heads are ranked on and whose means are folded in:
+    a text, a list of texts, a path. `Plan.make` takes the same and gives the plan, to be looked at, saved and applied later;
+    `prune_study` also tells what the cut cost.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -32,7 +21,4 @@ def prune(
     >>> len(small.spec.addresses)
     18
     """
-    plan = Plan.make(
-        model, keep=keep, heads=heads, by=by, fold=fold, on=on, rounds=rounds, seed=seed, steps=steps, note=note
-    )
-    return plan.apply(model)
+    return Plan.make(model, request, note=note, **words).carry_out(model)

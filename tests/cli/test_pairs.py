@@ -211,7 +211,7 @@ def test_trouble_is_one_line(
         (("prune", folder, *cut), "needs pairs"),
         (("prune", folder, files.texts, "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "o"), "needs pairs"),
         (("prune", folder, "--curve"), "needs pairs"),
-        (("prune", folder, "--heads", "cross.0.1", "--no-fold", "--heal", 2), "needs pairs: give TEXT and --source"),
+        (("prune", folder, "--heads", "cross.0.1", "--no-fold", "--heal", 2), "needs pairs: give on="),
         (("prune", folder, files.texts, *cut, *source, "--test", files.other_texts), "needs pairs"),
         (("prune", folder, files.texts, *cut, *source, "--test-source", files.other_sources), alone),
         (("prune", decoder, files.texts, *cut, *source), "give this decoder texts alone"),
@@ -235,4 +235,4 @@ def test_heads_are_cut_by_name_without_pairs(folder: Path, files: Files, tmp_pat
     done = headwise("prune", folder, "--heads", "cross.0.1", "--no-fold", *judging, "--json")
     assert json.loads(done.out)["report"]["loss_after"]["mean"] == pytest.approx(mean_loss(small, OTHERS), rel=1e-5)
     done = headwise("prune", folder, "--heads", "cross.0.1")
-    assert "needs pairs: give TEXT and --source" in done.err
+    assert "needs pairs: give on=" in done.err

@@ -113,7 +113,10 @@ def test_an_encoder_decoder_is_cut_without_a_word(tmp_path: Path) -> None:
     done = prune(tmp_path / "full", "--heads", "cross.0.1", "--no-fold", "--out", tmp_path / "small")
     assert done.code == 0, done.err
     assert [str(head) for head in hw.load(tmp_path / "small").spec.addresses if head.stack == "cross"] == ["cross.0.0"]
-    assert "needs pairs: give TEXT and --source" in prune(tmp_path / "full", "--keep", 0.5).err
+    assert (
+        "needs pairs: give on=hw.Corpus.pairs(sources, texts), TEXT and --source"
+        in prune(tmp_path / "full", "--keep", 0.5).err
+    )
 
 
 def test_trouble_is_one_line(folder: str, texts: str, tmp_path: Path) -> None:
@@ -204,5 +207,5 @@ def test_a_cut_model_is_healed_before_it_is_saved(folder: str, texts: str, tmp_p
 
 
 def test_what_cannot_be_healed(folder: str, texts: str) -> None:
-    assert "--heal trains a model that was cut" in prune(folder, texts, "--curve", "--heal", 5).err
+    assert "heal trains a model that was cut" in prune(folder, texts, "--curve", "--heal", 5).err
     assert "cannot be asked for tokens" in prune("minilm", texts, "--keep", 0.5, "--heal", 5).err
