@@ -28,6 +28,7 @@ _ROOMS = {
     "look.worth.ablate": ("ablated", "patched"),
     "look.worth.importance": ("importance",),
     "look.compare.compare": ("compare",),
+    "look.compare.match": ("match",),
     "look.profile.history": ("HeadHistory",),
     "change.prune": ("prune",),
     "change.plan": ("Plan",),
@@ -49,7 +50,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "export", "load",
     "Recipe", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
-    "ablated", "patched", "importance", "compare", "HeadHistory",
+    "ablated", "patched", "importance", "compare", "match", "HeadHistory",
     "prune", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
 ]  # fmt: skip
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from headwise.lab.experiments.head_sweep import head_sweep
     from headwise.lab.run import claims
     from headwise.look.compare.compare import compare
+    from headwise.look.compare.match import match
     from headwise.look.measure.measure import WeightAt, WeightOn
     from headwise.look.profile.history import HeadHistory
     from headwise.look.profile.make import profile

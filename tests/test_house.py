@@ -47,7 +47,7 @@ PUBLIC_NAMES = [
     *("export", "load"),
     *("Recipe", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
-    *("ablated", "patched", "importance", "compare", "HeadHistory"),
+    *("ablated", "patched", "importance", "compare", "match", "HeadHistory"),
     *("prune", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),
 ]
