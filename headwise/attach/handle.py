@@ -275,8 +275,9 @@ class Attached(nn.Module):
         self._check_attached()
         if isinstance(prompt, str):
             tokens = TOKENS if tokens is None else tokens
-            made = [int(step) for step in self.stream(prompt, tokens, gates=gates, seed=seed, **how)]
-            start = [] if self.spec.kind == "encoder-decoder" else self.tokenizer.encode(prompt)
+            ids = self._ids(prompt)  # (1, T)
+            made = [int(step) for step in self.stream(ids, tokens, gates=gates, seed=seed, **how)]
+            start = [] if self.spec.kind == "encoder-decoder" else ids[0].tolist()
             return self.tokenizer.decode([*start, *made])
         with self._gated(gates), quiet(self.model):
             return speak_whole(self.model, prompt, tokens, seed, how)
@@ -289,12 +290,15 @@ class Attached(nn.Module):
         `temperature`, `top_k`, `top_p`, `seed` say how they are drawn. Between two tokens the model is as it was.
         """
         self._check_attached()
-        if isinstance(prompt, str):
-            check_speaker(self.model)
-            if self.tokenizer is None:
-                raise HeadwiseError("this model has no tokenizer, so it cannot read text; hw.attach(model, tokenizer).")
-            prompt = torch.tensor([self.tokenizer.encode(prompt)], device=self.device)  # (1, T)
-        return self._stream(speak(self.model, prompt, tokens, **how), gates)
+        ids = self._ids(prompt) if isinstance(prompt, str) else prompt
+        return self._stream(speak(self.model, ids, tokens, **how), gates)
+
+    def _ids(self, text: str) -> Tensor:
+        """A text to go on from, (1, T)."""
+        check_speaker(self.model)
+        if self.tokenizer is None:
+            raise HeadwiseError("this model has no tokenizer, so it cannot read text; hw.attach(model, tokenizer).")
+        return torch.tensor([self.tokenizer.encode(text)], device=self.device)
 
     def _stream(self, steps: Generator[Tensor, None, None], gates: Gates | None) -> Generator[Tensor, None, None]:
         with closing(steps):

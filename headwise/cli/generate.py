@@ -26,6 +26,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Continue a text; it appears as it is written."""
+    import torch
+
     from headwise.errors import HeadwiseError
     from headwise.weights import load
 
@@ -33,10 +35,11 @@ def run(
     if loaded.tokenizer is None:
         raise HeadwiseError(f"{model} has no tokenizer, so it cannot read text.")
     gates = None if silence is None else {silence: 0.0}
-    steps = loaded.stream(prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates)
     reads = loaded.spec.kind == "encoder-decoder"  # then the text is its source, and it writes another
-    ids, start = [] if reads else loaded.tokenizer.encode(prompt), time.perf_counter()
-    read = len(ids)
+    ids = [] if reads else loaded.tokenizer.encode(prompt)
+    given = prompt if reads else torch.tensor([ids], dtype=torch.long, device=loaded.device)  # (1, T)
+    steps = loaded.stream(given, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates)
+    read, end, start = len(ids), loaded.tokenizer.special.get("eos"), time.perf_counter()
     text = shown = loaded.tokenizer.decode(ids)
     if not as_json:
         print(shown, end="", flush=True)
@@ -46,6 +49,9 @@ def run(
         if not as_json and not text.endswith("\ufffd"):  # a character may take several tokens
             print(text[len(shown) :], end="", flush=True)
             shown = text
+        if ids[-1] == end and not reads:
+            steps.close()
+            break
     seconds, made = time.perf_counter() - start, len(ids) - read
     why = "as many as asked for (--tokens)" if made >= tokens else "the model ended its text"
     if as_json:

@@ -1,6 +1,6 @@
 """Writing on: one token after another, with a cache, one prompt or many of different lengths."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -45,6 +45,8 @@ def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpa
     """
     is_text, alone = _is_text(prompt), isinstance(prompt, str)
     prompt, how = _with_source(model, prompt, how)
+    if _is_text(prompt):  # tokenised once; ids do not say what ends a text
+        prompt, how = _encoded(model, prompt), {**how, "stop": _stops(model, prompt, how.get("stop"))}
     rows, real = as_batch(model, prompt)
     steps = list(stream(model, prompt, tokens, **how))  # each (B,)
     made = torch.stack(steps, 1) if steps else rows[:, :0]
@@ -74,7 +76,7 @@ def stream(
     source: Tensor | None = None,
     source_padding: Tensor | None = None,
     **unknown: object,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Yield the next token of every prompt, (B,), step by step, until `tokens` are made or all have stopped.
 
     Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
@@ -111,7 +113,7 @@ def _steps(
     cache: ModelCache,
     gates: "Gates | None",
     first: dict[str, Tensor | None],
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """One step after the other; `first` is what only the first one needs."""
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail = ids[:, :0]
@@ -151,10 +153,7 @@ def _with_source(model: "Transformer", prompt: Prompt, how: How) -> tuple[Prompt
     cached = how.get("cache") is not None and how["cache"].memory is not None  # pyright: ignore
     if model.spec.kind != "encoder-decoder" or how.get("source") is not None or cached or not _is_text(prompt):
         return prompt, how
-    if model.tokenizer is None:
-        raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
-    end = model.start
-    rows = [model.tokenizer.encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]  # pyright: ignore
+    rows, end = _encoded(model, prompt), model.start
     source, padding = as_batch(model, [row if row[-1:] == [end] else [*row, end] for row in rows])
     stop = end if how.get("stop") is None else how["stop"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
     return [[end]] * len(rows), {**how, "source": source, "source_padding": padding, "stop": stop}
@@ -171,11 +170,7 @@ def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | Non
     if not isinstance(prompt, str | list | tuple):
         raise HeadwiseError(f"a prompt is a text, a list of token ids, or a tensor; got {type(prompt).__name__}.")
     alone = isinstance(prompt, str) or not prompt or isinstance(prompt[0], Integral)
-    rows: Any = [prompt] if alone else prompt
-    if _is_text(prompt):
-        if model.tokenizer is None:
-            raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
-        rows = [model.tokenizer.encode(text) for text in rows]
+    rows: Any = _encoded(model, prompt) if _is_text(prompt) else [prompt] if alone else prompt
     if not all(isinstance(id, Integral) for row in rows for id in row):
         raise HeadwiseError("token ids are whole numbers; a prompt here holds something else.")
     lengths = torch.tensor([len(row) for row in rows])
@@ -186,6 +181,13 @@ def as_batch(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | Non
     if lengths.min() == T:
         return ids, None
     return ids, (torch.arange(T) >= (T - lengths)[:, None]).to(model.device)
+
+
+def _encoded(model: "Transformer", texts: Any) -> list[list[int]]:
+    """A text, or several, as ids."""
+    if model.tokenizer is None:
+        raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
+    return [model.tokenizer.encode(text) for text in ([texts] if isinstance(texts, str) else texts)]
 
 
 def _is_text(prompt: Prompt) -> bool:

@@ -45,7 +45,7 @@ def info(source: str | Path) -> Info:
         return _told(str(source), preset(str(source)), "preset", "none: a preset has no weights")
     if is_theirs(path := find(source)):
         return _told_of_theirs(str(source), path)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(path)
     family = "headwise" if checkpoint.family is None else checkpoint.family.name
     tokens = "none" if checkpoint.tokenizer is None else f"{len(checkpoint.tokenizer()):,} tokens"
     return _told(str(source), checkpoint.spec, family, tokens)

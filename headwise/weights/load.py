@@ -61,7 +61,7 @@ def load(
     """
     if is_theirs(path := find(source)):
         return _attached(path, dtype, device, check)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(path)
     model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
     dtype = dtype or state["embed.tokens.weight"].dtype  # one for all: norms are sometimes stored finer

@@ -146,3 +146,11 @@ def test_autocast_reaches_the_writer() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         list(theirs.stream(TEXTS[0], 2))
     assert seen == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_prompt_is_tokenised_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, asked, usual = hw.attach(*build(name)), [], hw.Tokenizer.encode
+    monkeypatch.setattr(hw.Tokenizer, "encode", lambda self, text, *a: (asked.append(text), usual(self, text, *a))[1])
+    theirs.generate(TEXTS[0], 3)
+    assert asked == [TEXTS[0]]

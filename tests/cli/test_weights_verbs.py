@@ -215,3 +215,24 @@ def test_export_that_cannot_be(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "papers" / "thesis.txt").write_text("years of work")
     one_line(headwise("export", str(folder), str(tmp_path / "papers")), "holds something else")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_is_tokenised_once(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, usual = [], hw.Tokenizer.encode
+    monkeypatch.setattr(
+        hw.Tokenizer, "encode", lambda self, text, *a, **b: (asked.append(text), usual(self, text, *a, **b))[1]
+    )
+    wanted = hw.load(talker).generate("ba do", 4)
+    assert asked.count("ba do") == 1
+    asked.clear()
+    assert json.loads(headwise("generate", talker, "ba do", "--tokens", "4", "--json").out)["text"] == wanted
+    assert asked.count("ba do") == 1
+
+
+def test_a_model_of_the_hub_is_fetched_once(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, asked = pytest.importorskip("huggingface_hub"), []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: (asked.append(name), talker)[1])
+    hw.load("someone/talker")
+    assert asked == ["someone/talker"]
+    headwise("info", "someone/talker")
+    assert len(asked) == 2
