@@ -17,7 +17,7 @@ from headwise.attach.describe import describe, has_output
 from headwise.attach.families import norm_before
 from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
-from headwise.attach.speak import TOKENS, check_speaker, speak, speak_whole
+from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
 from headwise.attach.store import PLANS, is_cut, keep_note, make_layers, read, write
 from headwise.attach.tokens import wrap_tokenizer
 from headwise.attach.trial import try_layers
@@ -275,7 +275,7 @@ class Attached(nn.Module):
         self._check_attached()
         if isinstance(prompt, str):
             tokens = TOKENS if tokens is None else tokens
-            ids = self._ids(prompt)  # (1, T)
+            ids = read_prompt(self.model, self.tokenizer, prompt)  # (1, T)
             made = [int(step) for step in self.stream(ids, tokens, gates=gates, seed=seed, **how)]
             start = [] if self.spec.kind == "encoder-decoder" else ids[0].tolist()
             return self.tokenizer.decode([*start, *made])
@@ -290,15 +290,8 @@ class Attached(nn.Module):
         `temperature`, `top_k`, `top_p`, `seed` say how they are drawn. Between two tokens the model is as it was.
         """
         self._check_attached()
-        ids = self._ids(prompt) if isinstance(prompt, str) else prompt
+        ids = read_prompt(self.model, self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         return self._stream(speak(self.model, ids, tokens, **how), gates)
-
-    def _ids(self, text: str) -> Tensor:
-        """A text to go on from, (1, T)."""
-        check_speaker(self.model)
-        if self.tokenizer is None:
-            raise HeadwiseError("this model has no tokenizer, so it cannot read text; hw.attach(model, tokenizer).")
-        return torch.tensor([self.tokenizer.encode(text)], device=self.device)
 
     def _stream(self, steps: Generator[Tensor, None, None], gates: Gates | None) -> Generator[Tensor, None, None]:
         with closing(steps):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.text import Tokenizer
 
 LIMITS = ("max_new_tokens", "max_length", "generation_config")  # their own words for how much is written
 TOKENS = 64  # where nobody has said it
@@ -64,6 +65,14 @@ def speak_whole(model: Any, prompt: Any, tokens: int | None, seed: int | None, h
     with nullcontext() if seed is None else _Dice(seed, model.device).lent():
         made = model.generate(**how) if ids is None else model.generate(ids, **how)
     return made[0].tolist() if listed else made
+
+
+def read_prompt(model: Any, tokenizer: Tokenizer | None, text: str) -> Tensor:
+    """A text to go on from, (1, T)."""
+    check_speaker(model)
+    if tokenizer is None:
+        raise HeadwiseError("this model has no tokenizer, so it cannot read text; hw.attach(model, tokenizer).")
+    return torch.tensor([tokenizer.encode(text)], device=model.device)
 
 
 def check_speaker(model: Any) -> None:
