@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import stdtrit
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
@@ -96,7 +96,7 @@ class Trial:
             return Figure(mean, float("nan"), float("nan"))
         over_texts = n / (n - 1) * ((gaps.mean(0) - mean * counts) ** 2).sum() / total**2
         over_draws = means.var(ddof=1) / S
-        reach = float(np.hypot(*(stats.t.ppf(0.975, [n - 1, S - 1]) * np.sqrt([over_texts, over_draws]))))
+        reach = float(np.hypot(*(stdtrit([n - 1, S - 1], 0.975) * np.sqrt([over_texts, over_draws]))))
         return Figure(mean, mean - reach, mean + reach)
 
     def _losses(self, answers: Sequence[Tensor]) -> np.ndarray:

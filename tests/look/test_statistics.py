@@ -232,6 +232,8 @@ def test_false_discoveries() -> None:
     expected = [[0.005, 0.9, np.nan], [0.02, 0.05125, 0.05125]]
     np.testing.assert_allclose(benjamini_hochberg(p), expected)
     assert benjamini_hochberg([]).shape == (0,)
+    many = np.random.default_rng(0).random(77).round(1)  # with equals, 0 and 1
+    np.testing.assert_allclose(benjamini_hochberg(many), stats.false_discovery_control(many))
     with pytest.raises(HeadwiseError, match="0-1"):
         benjamini_hochberg([0.1, 1.5])
 

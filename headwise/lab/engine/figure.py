@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from scipy.stats import binom, norm
-from scipy.stats import f as fisher
-from scipy.stats import t as student
+from scipy.special import bdtr, fdtri, ndtri, stdtrit  # scipy.stats has them too, and takes a second to import
 
 from headwise.errors import HeadwiseError
 
@@ -80,7 +78,7 @@ class Figure:
             return self
         if self.how != "known":
             return _made(self.values, self.how, level)
-        wider = float(norm.ppf((1 + level) / 2) / norm.ppf((1 + self.level) / 2))
+        wider = float(ndtri((1 + level) / 2) / ndtri((1 + self.level) / 2))
         low, high = (self.mean + (end - self.mean) * wider for end in (self.low, self.high))
         return replace(self, low=low, high=high, level=level)
 
@@ -110,14 +108,14 @@ def _made(values: tuple[float, ...], how: How, level: float) -> Figure:
 
 def _mean(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
     mean, n = float(np.mean(values)), len(values)
-    half = float(student.ppf((1 + level) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
+    half = float(stdtrit(n - 1, (1 + level) / 2) * np.std(values, ddof=1) / math.sqrt(n))
     return mean, mean - half, mean + half
 
 
 def _median(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
     """From the k-th smallest to the k-th largest: the true median lies outside if fewer than k fell on one side of it."""
     n, ordered = len(values), sorted(values)
-    k = sum(2 * float(binom.cdf(fewer, n, 0.5)) <= 1 - level for fewer in range(n // 2))
+    k = sum(2 * float(bdtr(fewer, n, 0.5)) <= 1 - level for fewer in range(n // 2))
     low, high = (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)  # so few turns are never as sure as that
     return statistics.median(values), low, high
 
@@ -126,7 +124,7 @@ def _spread(values: tuple[float, ...], level: float) -> tuple[float, float, floa
     n = len(values) // 2
     one, other = (float(np.std(some, ddof=1)) for some in (values[:n], values[n:]))
     ratio = one / other if other else math.nan if not one else math.inf
-    most, least = (math.sqrt(fisher.ppf(q, n - 1, n - 1)) for q in ((1 + level) / 2, (1 - level) / 2))
+    most, least = (math.sqrt(fdtri(n - 1, n - 1, q)) for q in ((1 + level) / 2, (1 - level) / 2))
     return ratio, ratio / most, ratio / least
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import false_discovery_control
 
 from headwise.errors import HeadwiseError
 
@@ -140,8 +139,11 @@ def benjamini_hochberg(p: ArrayLike) -> np.ndarray:
     adjusted, tested = np.full(p.shape, np.nan), ~np.isnan(p)
     if ((p[tested] < 0) | (p[tested] > 1)).any():
         raise HeadwiseError(f"p-values lie in 0-1, got {p[tested].min():g} to {p[tested].max():g}.")
-    if tested.any():
-        adjusted[tested] = false_discovery_control(p[tested])
+    order = np.argsort(-p[tested])  # the largest first
+    ranked = p[tested][order] * len(order) / np.arange(len(order), 0, -1)
+    made = np.empty(len(order))
+    made[order] = np.minimum.accumulate(ranked)  # never above that of a larger one
+    adjusted[tested] = made
     return adjusted
 
 
