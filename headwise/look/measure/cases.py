@@ -93,8 +93,11 @@ class Cases:
     ) -> "Cases":
         """Choose places: among what is asked about relations, among the tokens of texts; and some of repeated tokens."""
         words: dict[str, dict[int, tuple[Unit, int, tuple[int, ...]]]] = {}
+        last, ids = None, ""
         for question, unit, source, targets in asked:
-            key = _hashed(f"{question}|{source}|{unit.ids}")
+            if unit is not last:
+                last, ids = unit, str(unit.ids)
+            key = _hashed(f"{question}|{source}|{ids}")
             words.setdefault(question, {}).setdefault(key, (unit, source, targets))
         arcs = [
             Place(

@@ -73,8 +73,8 @@ class Asked:
     def __post_init__(self) -> None:
         rows, row = np.unique(np.stack((self.question, self.source), 1), axis=0, return_inverse=True)
         row = row.reshape(-1)
-        same = (self.question[:, None] == self.question) & (self.stratum[:, None] == self.stratum)  # (A, A)
-        others = (self.pairs[:, 2] == self.stratum[:, None]).sum(1) - same.sum(1)
+        arcs = self.question * (self.pairs[:, 2].max(initial=0) + 1) + self.stratum  # (A,): question and stratum as one
+        others = np.bincount(self.pairs[:, 2])[self.stratum] - np.bincount(arcs)[arcs]
         fit = np.bincount(row[others == 0], minlength=len(rows)) == 0
         for name, value in (("row", row), ("asks", rows[:, 0]), ("others", others), ("fit", fit)):
             object.__setattr__(self, name, value)
@@ -176,8 +176,9 @@ class Relations:
     def rows_of(self, unit: Unit) -> Iterator[Ask]:
         """What is asked about a text: each question, who looks, and the words it should look at."""
         targets: dict[tuple[str, int], list[int]] = {}
+        pairs = {} if unit.document is None else self._pairs_of(unit.document)
         for question in self.questions:
-            for s, t in sorted({*self._pairs_of(unit, question.relation)}) if unit.document is not None else ():
+            for s, t in pairs.get(question.relation, ()):
                 s, t = (s, t) if question.way == ">" else (t, s)
                 if s != t and (t < s or not self.causal):
                     targets.setdefault((question, s), []).append(t)
@@ -255,17 +256,21 @@ class Relations:
         places = [frozenset(tokens) for tokens in aligned.tokens_of_word]
         shared = sorted({pair for words in aligned.words_of_token for pair in combinations(words, 2)})
         to_word, rivals = torch.zeros(T, W + len(shared)), torch.ones(W, W, dtype=torch.bool).fill_diagonal_(False)
-        for word, tokens in enumerate(places):
-            to_word[list(tokens), word] = 1
+        ones = [(token, word) for word, tokens in enumerate(places) for token in tokens]
+        to_word[tuple(torch.tensor(ones, dtype=torch.long).reshape(-1, 2).T)] = 1
         for number, (one, other) in enumerate(shared):
             to_word[list(places[one] & places[other]), W + number] = 1
             rivals[[one, other], [other, one]] = False
         from_word = to_word[:, :W].T / to_word[:, :W].sum(0).clamp(min=1)[:, None]
         first = aligned.words_of_token[0]  # the words where heads rest; none behind a start token
-        apart = np.array([[bool(mine and theirs - mine) for theirs in places] for mine in places]).reshape(W, W)
+        own = to_word[:, :W]
+        apart = (
+            (own.sum(0) > own.T @ own) & (own.sum(0) > 0)[:, None]
+        ).numpy()  # the target has a token the source has not
         question, source, target, left_out = [], [], [], np.zeros(len(self.questions))
+        pairs = self._pairs_of(document)
         for number, one in enumerate(self.questions):
-            for s, t in sorted({*self._pairs_of(unit, one.relation)}):
+            for s, t in pairs.get(one.relation, ()):
                 s, t = (s, t) if one.way == ">" else (t, s)
                 if s == t or t in first or (t > s and self.causal):
                     continue
@@ -285,18 +290,23 @@ class Relations:
         both = np.array(shared, dtype=np.int64).reshape(-1, 2)
         return Asked(q, s, t, pairs, stratum, to_word, from_word, both, rivals, left_out)
 
-    def _pairs_of(self, unit: Unit, name: str) -> Iterable[tuple[int, int]]:
-        document = unit.document
-        assert document is not None
-        if name == "same phrase":
-            short = [range(first, end) for first, end in document.phrases if end - first <= 8]
-            return {(i, j) for phrase in short for i in phrase for j in phrase if i < j}
-        if name == "same class":
-            kinds = document.classes
-            return [(i, j) for i in range(len(kinds)) for j in range(i + 1, len(kinds)) if kinds[i] == kinds[j]]
-        if name in SHAPES:
-            return _wrong_pairs(document, name)
-        return [(arc.source, arc.target) for arc in document.relations if arc.name == name]
+    def _pairs_of(self, document: Document) -> dict[str, list[tuple[int, int]]]:
+        """The pairs of every relation that is asked about, each once and in order."""
+        found: dict[str, set[tuple[int, int]]] = {}
+        for arc in document.relations:
+            found.setdefault(arc.name, set()).add((arc.source, arc.target))
+        for name in {question.relation for question in self.questions}:
+            if name == "same phrase":
+                short = [range(first, end) for first, end in document.phrases if end - first <= 8]
+                found[name] = {pair for phrase in short for pair in combinations(phrase, 2)}
+            elif name == "same class":
+                places: dict[str, list[int]] = {}
+                for place, kind in enumerate(document.classes):
+                    places.setdefault(kind, []).append(place)
+                found[name] = {pair for some in places.values() for pair in combinations(some, 2)}
+            elif name in SHAPES:
+                found[name] = {*_wrong_pairs(document, name)}
+        return {name: sorted(pairs) for name, pairs in found.items()}
 
     def _stratum(self, source: np.ndarray, target: np.ndarray, words: int) -> np.ndarray:
         """Pairs at the same offset whose rows see about as many words."""
@@ -334,9 +344,5 @@ def _wrong_pairs(document: Document, control: str) -> list[tuple[int, int]]:
         return []
     shapes, words = SHAPES[control], document.words
     pairs = {frozenset((arc.source, arc.target)) for arc in document.relations}
-    return [
-        (s, t)
-        for s, word in enumerate(words)
-        for t in range(s)
-        if shapes.get(word) == words[t] and frozenset((s, t)) not in pairs
-    ]
+    shaped = [(s, shapes[word]) for s, word in enumerate(words) if word in shapes]
+    return [(s, t) for s, wanted in shaped for t in range(s) if words[t] == wanted and frozenset((s, t)) not in pairs]

@@ -132,7 +132,9 @@ def fitting(model: AnyModel, corpus: Corpus, most: int | None = None) -> Corpus:
     documents = [item for item in corpus.items() if isinstance(item, Document)]
     there = [one for one in documents if 0 < len(tokenizer_of(model).encode(one.text)) <= model.spec.context]
     if most is None:
-        return corpus if len(there) == len(documents) else Corpus.of(there or [one.text for one in documents])
+        if len(there) == len(documents):
+            return replace(corpus, _read=lambda: iter(there))  # as it is, and not made a second time
+        return Corpus.of(there or [one.text for one in documents])
     return Corpus.of(there[:: max(1, len(there) // most)][:most] or [one.text for one in documents[:most]])
 
 
