@@ -19,6 +19,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_folder
 from headwise.look.profile.make import Note
 from headwise.model import AnyModel, Transformer
+from headwise.teach.lesson import Lesson
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class PruneStudy:
     limit: int = 64
     length: int | None = None
     heal: int = 0  # then train it so many steps on the texts heads were chosen on
+    heal_by: str = "text"  # what it learns from: the text, or the model before the cut, by logits, hidden, maps, qkv
     seeds: int = 3  # random cuts to compare with
     shares: tuple[float, ...] = ()  # also cut at each of these, by several ways: a curve
 
@@ -43,6 +45,12 @@ class PruneStudy:
             raise HeadwiseError(WHICH)
         if self.heal < 0 or (self.heal and not self.cuts):
             raise HeadwiseError(f"heal trains a model that was cut, so many steps, 1 or more; got {self.heal}.")
+        if self.heal_by != "text":
+            Lesson(tuple(self.heal_by.split(",")))  # refuses what nobody can learn from
+            if not self.heal:
+                raise HeadwiseError(
+                    f"heal_by says how a model is healed; say how long, too: heal=200, got {self.heal}."
+                )
 
     @property
     def cuts(self) -> bool:
@@ -109,9 +117,11 @@ def prune_study(
         raise HeadwiseError(WHICH)
     choosing, judging = _texts(model, study)
     _check(model, study, choosing)
-    healer = None
+    healer = train_whole = None
     if study.heal:
-        healer = partial(heal, corpus=choosing, steps=study.heal, seed=study.request.seed, progress=False)
+        train_whole = partial(heal, corpus=choosing, steps=study.heal, seed=study.request.seed, progress=False)
+        taught = {} if study.heal_by == "text" else {"teacher": model, "learn": tuple(study.heal_by.split(","))}
+        healer = partial(train_whole, **taught)
     made = small = healed = measured = drawn = None
     # The folder is asked for first: long work must not end before a folder that cannot be written.
     with nullcontext() if out is None else whole_folder(out, ("spec.json", "headwise.json")) as folder:
@@ -130,7 +140,15 @@ def prune_study(
     if made is not None and small is not None and judging is not None:
         over = choosing if made.folded else None
         measured = report(
-            model, small, judging, folded_on=over, seeds=study.seeds, heal=healer, healed=healed, note=note
+            model,
+            small,
+            judging,
+            folded_on=over,
+            seeds=study.seeds,
+            heal=healer,
+            healed=healed,
+            train_whole=train_whole,
+            note=note,
         )
     if study.shares:
         drawn = _curve(model, study, made, choosing, judging, note)

@@ -28,6 +28,9 @@ def run(
     seed: Annotated[int, typer.Option(help="For random cuts and gates.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 200,
     heal: Annotated[int, typer.Option(help="Then train it so many steps on the texts heads were chosen on.")] = 0,
+    heal_by: Annotated[
+        str, typer.Option(help="What it learns from then: text, or the whole model's logits, hidden, maps, qkv.")
+    ] = "text",
     out: Annotated[Path | None, typer.Option(help="Save the smaller model in this folder.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
     test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
@@ -57,7 +60,7 @@ def run(
         asked,
         plan=None if apply is None else Plan.load(apply),
         test=Corpus.named([test] if test else None, test_source) if test or test_source else None,
-        limit=limit, length=length, heal=heal, seeds=seeds, shares=_numbers(shares) if curve or plot else (),
+        limit=limit, length=length, heal=heal, heal_by=heal_by, seeds=seeds, shares=_numbers(shares) if curve or plot else (),
     )  # fmt: skip
     if plot is not None:
         check_path(plot)

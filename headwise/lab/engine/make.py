@@ -16,12 +16,15 @@ from headwise.lab.engine.store import DONE, Store
 from headwise.lab.engine.threads import one_thread
 from headwise.lab.engine.versions import VERSIONS
 from headwise.model import Transformer
+from headwise.teach.distil import lesson_of
+from headwise.teach.lesson import Lesson
 from headwise.text.corpus import Corpus
 from headwise.text.little import LittleLanguage
 from headwise.text.make import make_tokenizer
 from headwise.train import train
 from headwise.train.exam import Mark, exam
 from headwise.train.loop import Diverged, Trained
+from headwise.train.loss import LanguageLoss, MakeLoss
 
 HELD_OUT = 500  # documents of the little language the loss is measured on; no more than are learned from
 EXAMINED = 600  # and those of the exam,
@@ -55,7 +58,7 @@ def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
         every = int(np.gcd.reduce([*point.watch, recipe.steps]))
         made = train(
             _beginning(point, corpus), corpus, recipe, out=place, valid=valid, tokenizer=point.tokenizer,
-            call=keep if point.watch else None, every=every, progress=False,
+            loss=_loss(point, corpus, store), call=keep if point.watch else None, every=every, progress=False,
         )  # fmt: skip
         runs.append(made)
 
@@ -66,6 +69,27 @@ def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
     if runs[0].stopped == "interrupted":
         raise KeyboardInterrupt
     return _measure(point, runs[0]) | {"memory": memory}
+
+
+def _loss(point: Point, corpus: Corpus, store: Store) -> MakeLoss:
+    """What it learns from: the text, or a teacher that is trained first."""
+    if point.teacher is None:
+        return LanguageLoss
+    teacher = make(point.teacher, store).model()
+    losses, pairs = [], "best"
+    for part in point.by.split("+"):
+        name, _, paired = part.partition(" ")
+        losses.append(name)
+        pairs = paired or pairs
+    given = _first_layers(point, teacher) if pairs == "first" else pairs
+    return lesson_of(teacher, Lesson(tuple(losses), pairs=given), corpus)
+
+
+def _first_layers(point: Point, teacher: Transformer) -> list[tuple[str, str]]:
+    """Every layer with the teacher's of the same number, its heads in order."""
+    own = point.spec.addresses
+    theirs = set(teacher.spec.addresses)
+    return [(str(head), str(head)) for head in own if head in theirs]
 
 
 def _measure(point: Point, run: Trained) -> dict[str, Any]:

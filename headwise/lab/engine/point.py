@@ -27,11 +27,15 @@ class Point(Wire):
     text: str = ""
     tokenizer: str = "word"
     watch: tuple[int, ...] = ()  # steps after which the model is kept as well; 0: before the first
+    teacher: "Point | None" = None  # another point, that this one learns from
+    by: str = ""  # what it learns from it: losses of headwise.teach, joined by +; of maps also how heads are paired
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "watch", tuple(sorted(set(self.watch))))
         if self.start not in STARTS:
             raise HeadwiseError(f"there is no beginning {self.start!r}; {close_names(self.start, STARTS)}")
+        if (self.teacher is None) != (self.by == ""):
+            raise HeadwiseError("a point that learns from a teacher says by what, and one that does not has none.")
 
     def key(self, *more: str) -> str:
         """A short name for this point, and for whatever else decides it."""

@@ -28,7 +28,7 @@ from headwise.spec import Address
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
-WORDS = 40  # of a text; what is longer is left out
+WORDS = 96  # of a text; what is longer is left out
 FEWEST = 3  # words: in less there is nothing to tell
 TWINS = 3  # untrained ones: how near a head comes by chance hangs on their weights, too
 CERTAIN, NEAR = 0.05, 0.5  # two heads do the same below this family-wise p, at less than this share of the distance
