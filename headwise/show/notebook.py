@@ -33,7 +33,7 @@ def profile_html(profile: Profile) -> str:
     about = profile.about
     told = f"{len(profile)} heads on {about['texts']:,} texts, {about['tokens']:,} tokens"
     grid = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
-    return f"<p>{told}</p>{grid}{_table(['best', 'role', 'rung', 'score', 'null', 'a case of it'], lines)}"
+    return f"<p>{told}</p>{grid}{_table(['best', 'role', 'rung', 'score', 'baseline', 'a case of it'], lines)}"
 
 
 def head_html(head: Head) -> str:
