@@ -31,6 +31,7 @@ _ROOMS = {
     "look.compare.match": ("match",),
     "look.profile.history": ("HeadHistory",),
     "change.prune": ("prune",),
+    "change.quantise": ("quantise", "dequantise"),
     "change.plan": ("Plan",),
     "change.request": ("PruneRequest",),
     "change.study": ("PruneStudy", "prune_study"),
@@ -51,7 +52,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Recipe", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "compare", "match", "HeadHistory",
-    "prune", "Plan", "PruneRequest", "PruneStudy", "prune_study",
+    "prune", "quantise", "dequantise", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
 ]  # fmt: skip
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from headwise.change.prune import prune
     from headwise.change.request import PruneRequest
     from headwise.change.study import PruneStudy, prune_study
+    from headwise.change.quantise import dequantise, quantise
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window

@@ -48,12 +48,12 @@ PUBLIC_NAMES = [
     *("Recipe", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "compare", "match", "HeadHistory"),
-    *("prune", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
+    *("prune", "quantise", "dequantise", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),
 ]
 VERBS = [
     *("ablate", "attend", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
-    *("info", "plot", "presets", "prune", "sweep", "train", "view"),
+    *("info", "plot", "presets", "prune", "quantise", "sweep", "train", "view"),
 ]
 
 

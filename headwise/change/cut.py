@@ -15,6 +15,8 @@ from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import Pattern
+from headwise.heads.packed import is_held
+from headwise.heads.projections import cut_packed
 from headwise.look.worth.outputs import Means, chosen_sites
 from headwise.model import AnyModel, Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress, select
@@ -47,10 +49,13 @@ def _cut_ours(model: Transformer, gone: tuple[Address, ...], folded: Biases | No
     state = dict(model.state_dict())  # split, with a head axis
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):
-            _cut_layer(state, f"{name}.", layer.spec, spec.attention_at(layer.site.address))
+            after = spec.attention_at(layer.site.address)
+            _cut_layer(state, f"{name}.", layer.spec, after)
+            cut_packed(state, f"{name}.", layer, after)
             if spec.attention.out_bias:
-                _add(state, f"{name}.write.", (folded or {}).get(layer.site.address))
-    return _built(spec, state, model)
+                none = model.embed.like.new_zeros(spec.width)  # (D,)
+                _add(state, f"{name}.write.", none, (folded or {}).get(layer.site.address))
+    return built(spec, state, model)
 
 
 @torch.no_grad()
@@ -93,28 +98,28 @@ def _cut_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, aft
     keys = [before.kv_ids.index(number) for number in after.kv_ids]
     rows = {"read.q": heads, "read.k": keys, "read.v": keys, "write.weight": heads, "sink": heads, "gate": heads}
     for part, chosen in rows.items():
-        for name in [name for name in state if name.startswith(prefix + part)]:
+        for name in [name for name in state if name.startswith(prefix + part) and not is_held(name)]:
             index = torch.tensor(chosen, dtype=torch.long, device=state[name].device)
             state[name] = state[name].index_select(1 if part == "write.weight" else 0, index)
 
 
-def _add(state: dict[str, Tensor], prefix: str, more: Tensor | None) -> None:
+def _add(state: dict[str, Tensor], prefix: str, none: Tensor, more: Tensor | None) -> None:
     """Add to a layer's output bias, in float64; where there was none it begins at 0."""
-    weight = state[f"{prefix}weight"]
-    bias = state.get(f"{prefix}bias", weight.new_zeros(len(weight)))  # (D,)
+    bias = state.get(f"{prefix}bias", none)
     state[f"{prefix}bias"] = bias if more is None else (bias.double() + more.to(bias.device).double()).to(bias.dtype)
 
 
-def _built(spec: ModelSpec, state: dict[str, Tensor], like: Transformer) -> Transformer:
+def built(spec: ModelSpec, state: dict[str, Tensor], like: Transformer) -> Transformer:
     """A model of these tensors, copied; all else is as it was in the one it came from."""
     storage = next((layer.read.storage for layer in like.attention_layers()), "qkv")
     small = Transformer(spec, storage=storage, device="meta")
     if spec.tied:
         state.pop("output.vocabulary.weight", None)
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    if spec.tied and small.output is not None:
+    if spec.tied and small.output is not None and "embed.tokens.weight" in own:
         own["output.vocabulary.weight"] = own["embed.tokens.weight"]
     small.load_state_dict(own, assign=True)
+    small.to(like.embed.like.dtype)
     for new, old in zip(small.attention_layers(), like.attention_layers(), strict=True):
         new.backend = old.backend
     small.tokenizer, small.family, small.checkpointing = like.tokenizer, like.family, like.checkpointing

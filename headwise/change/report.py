@@ -224,6 +224,8 @@ def _spread(losses: tuple[float, ...]) -> Figure:
 def _size(model: AnyModel, length: int) -> Size:
     """What a model takes, its parameters counted one by one: a spec of somebody else's model does not tell them all."""
     size = Size.of(model.spec, length, next(model.parameters()).element_size())
+    if model.spec.weights:
+        return size  # what is packed is no parameter, but the numbers are there
     return replace(size, parameters=sum(value.numel() for value in model.parameters()))
 
 

@@ -25,6 +25,7 @@ from headwise.cli import (
     plot,
     presets,
     prune,
+    quantise,
     sweep,
     train,
     view,
@@ -33,8 +34,8 @@ from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
 VERBS = (
-    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, ablate, prune, diff, sweep, claims,
-    plot, view,
+    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, ablate, prune, quantise, diff, sweep,
+    claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(
     name="headwise",

@@ -11,7 +11,7 @@ from headwise.heads.cache import Cache, SlidingCache, SourceCache, WholeCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
 from headwise.heads.init import initialise
-from headwise.heads.projections import Read, Write
+from headwise.heads.projections import Read, make_write
 from headwise.heads.site import Site, gated
 from headwise.heads.writes import PerHead
 from headwise.kernels import (
@@ -63,7 +63,7 @@ class MultiHeadAttention(nn.Module):
         if backend == "fused" and spec.softcap is not None:
             raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
         self.read = Read(spec, storage)
-        self.write = Write(spec)
+        self.write = make_write(spec)
         present = len(spec.head_ids)
         self.sink = nn.Parameter(torch.empty(present)) if spec.softmax == "sink" else None
         self.gate = nn.Parameter(torch.empty(present)) if spec.gated else None

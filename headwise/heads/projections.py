@@ -4,16 +4,20 @@ Storage is fused, one weight for q, k and v, because one product is quicker than
 per letter with its head axis, because that is what a person can read, cut and share:
 
     q.weight (H, d, D)   k.weight (K, d, D)   v.weight (K, e, D)   and   weight (D, H, e) of the output projection
+
+Where heads have weights at few bits (`spec.weights`), letters are kept apart, each in a `Packed`.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.heads.packed import Packed
 from headwise.kernels.linear import linear
 from headwise.spec import AttentionSpec
+from headwise.spec.weights import FULL
 
 STORAGES = ("qkv", "q,kv", "q,k,v")
 
@@ -36,9 +40,17 @@ class Read(nn.Module):
         share = spec.heads if spec.input == "slice" else 1
         values = spec.kv_width if value_width is None else value_width
         self.inputs = {"q": spec.width // share, "k": spec.kv_width // share, "v": values // share}
-        for slab in storage.split(","):
+        bits = {letter: bits_here(spec, letter) for letter in "qkv"}
+        packed = {letter: own for letter, own in bits.items() if any(count != FULL for count in own)}
+        self.slabs = tuple("qkv" if packed else storage.split(","))  # what lies together
+        for slab in self.slabs:
             rows = sum(self._rows(letter) for letter in slab)
-            self.register_parameter(f"{slab}_weight", nn.Parameter(torch.empty(rows, self.inputs[slab[0]])))
+            if slab in packed:
+                assert spec.weights is not None
+                sizes = (self.sizes[slab][1], self.inputs[slab], spec.weights.group, spec.weights.activations)
+                self.add_module(slab, Packed(packed[slab], *sizes))
+            else:
+                self.register_parameter(f"{slab}_weight", nn.Parameter(torch.empty(rows, self.inputs[slab[0]])))
             self.register_parameter(f"{slab}_bias", nn.Parameter(torch.empty(rows)) if spec.bias else None)
 
     def forward(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,10 +64,10 @@ class Read(nn.Module):
         if self.spec.input == "slice":
             return tuple(self._project_slices(x, letter) for letter in letters)
         out: list[Tensor] = []
-        for slab in self.storage.split(","):
+        for slab in self.slabs:
             some = "".join(letter for letter in slab if letter in letters)
             if some:
-                made = linear(x, self._weight(some), self._bias(some))  # (B, T, rows)
+                made = linear(self._as_read(x, slab), self._weight(some), self._bias(some))  # (B, T, rows)
                 pieces = made.split([self._rows(letter) for letter in some], -1)
                 out += [p.unflatten(-1, self.sizes[c]).transpose(1, 2) for p, c in zip(pieces, some, strict=True)]
         return tuple(out)
@@ -64,6 +76,7 @@ class Read(nn.Module):
         """Each head reads its own slice of the embedding: a grouped 1×1 convolution."""
         heads = torch.tensor(self.spec.head_ids, dtype=torch.long, device=x.device)
         slices = x.unflatten(-1, (self.spec.heads, -1)).index_select(2, heads)  # (B, T, H, D/heads)
+        slices = self._as_read(slices, letter)
         made = torch.einsum("bthc,hdc->bhtd", slices, self.weight(letter))  # (B, H, T, d)
         bias = self.bias(letter)
         return made if bias is None else made + bias[:, None]
@@ -83,8 +96,19 @@ class Read(nn.Module):
 
     def _weight(self, letters: str) -> Tensor:
         slab, rows = self._rows_in_slab(letters)
+        packed = self._packed(slab)
+        if packed is not None:
+            return packed.unpacked().flatten(0, 1)
         weight = getattr(self, f"{slab}_weight")
         return weight if letters == slab else weight[rows]  # a slice would cost a copy in the backward pass
+
+    def _packed(self, slab: str) -> Packed | None:
+        packed = self._modules.get(slab)
+        return packed if isinstance(packed, Packed) else None
+
+    def _as_read(self, x: Tensor, slab: str) -> Tensor:
+        packed = self._packed(slab)
+        return x if packed is None else packed.as_read(x)
 
     def _bias(self, letters: str) -> Tensor | None:
         slab, rows = self._rows_in_slab(letters)
@@ -93,7 +117,7 @@ class Read(nn.Module):
 
     def _rows_in_slab(self, letters: str) -> tuple[str, slice]:
         """Where neighbouring letters are kept: the slab, and their rows in it."""
-        slab = next(slab for slab in self.storage.split(",") if letters in slab)
+        slab = next(slab for slab in self.slabs if letters in slab)
         start = sum(self._rows(letter) for letter in slab[: slab.index(letters)])
         return slab, slice(start, start + sum(self._rows(letter) for letter in letters))
 
@@ -101,7 +125,8 @@ class Read(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for letter in "qkv":
-            for kind, value in (("weight", self.weight(letter)), ("bias", self.bias(letter))):
+            weight = None if self._packed(letter) else self.weight(letter)  # what is packed saves itself
+            for kind, value in (("weight", weight), ("bias", self.bias(letter))):
                 if value is not None:
                     destination[f"{prefix}{letter}.{kind}"] = value if keep_vars else value.detach()
 
@@ -115,10 +140,10 @@ class Read(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for slab in self.storage.split(","):
+        for slab in self.slabs:
             for kind in ("weight", "bias") if self.spec.bias else ("weight",):
-                if f"{prefix}{slab}_{kind}" in state_dict:
-                    continue  # fused already
+                if f"{prefix}{slab}_{kind}" in state_dict or (kind == "weight" and self._packed(slab)):
+                    continue  # fused already, or it loads itself
                 keys = [f"{prefix}{letter}.{kind}" for letter in slab]
                 missing_keys += [key for key in keys if key not in state_dict]
                 pieces = [state_dict.pop(key) for key in keys if key in state_dict]
@@ -138,6 +163,12 @@ class Read(nn.Module):
 
     def _shape(self, letter: str, kind: str) -> tuple[int, ...]:
         return (*self.sizes[letter], self.inputs[letter]) if kind == "weight" else self.sizes[letter]
+
+
+def bits_here(spec: AttentionSpec, letter: str) -> tuple[int, ...]:
+    """The bits of each present head, of k and v of each key head."""
+    there = spec.head_ids if letter in "qo" else spec.kv_ids
+    return tuple(FULL if spec.weights is None else getattr(spec.weights, letter)[number] for number in there)
 
 
 class Write(nn.Module):
@@ -169,3 +200,68 @@ class Write(nn.Module):
         if key in state_dict and tuple(state_dict[key].shape) == (len(self.weight), self.heads, self.value_dim):
             state_dict[key] = state_dict[key].flatten(1)
         super()._load_from_state_dict(state_dict, prefix, *rest, **more)
+
+
+class PackedWrite(Write):
+    """The same with weights at few bits, each head's W_O rounded along its own channels alone."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        nn.Module.__init__(self)
+        assert spec.weights is not None
+        self.heads, self.value_dim = len(spec.head_ids), spec.value_dim
+        sizes = (spec.width, spec.value_dim, spec.weights.group, spec.weights.activations)
+        self.packed = Packed(bits_here(spec, "o"), *sizes)  # (H, D, e)
+        self.bias = nn.Parameter(torch.empty(spec.width)) if spec.out_bias else None
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(B, H, T, e) → (B, T, D)"""
+        return super().forward(self.packed.as_read(z))
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The numbers, (D, H·e); not live."""
+        return self.packed.unpacked().transpose(0, 1).flatten(1)
+
+    @property
+    def slices(self) -> Tensor:
+        """Every head's own W_O: (H, e, D); not live."""
+        return self.packed.unpacked().mT
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
+        nn.Module._load_from_state_dict(self, *given, **named)
+
+
+def cut_packed(state: dict[str, Tensor], prefix: str, layer: "HasPacked", after: AttentionSpec) -> None:
+    """In a state dict, keep of a layer's packed weights those of the heads that `after` has; floats, if all of these are."""
+    before = layer.spec
+    for letter in "qkvo":
+        packed = getattr(layer.write, "packed", None) if letter == "o" else layer.read._packed(letter)
+        if not isinstance(packed, Packed):
+            continue
+        had, has = ((before.head_ids, after.head_ids) if letter in "qo" else (before.kv_ids, after.kv_ids))
+        name = f"{prefix}write.packed" if letter == "o" else f"{prefix}read.{letter}"
+        for held, _ in packed.named_buffers():
+            state.pop(f"{name}.{held}")
+        left = packed.some_units([had.index(number) for number in has])
+        if any(bits != FULL for bits in bits_here(after, letter)):
+            state |= {f"{name}.{held}": tensor for held, tensor in left.items()}
+            continue
+        empty = torch.empty(0, packed.rows, packed.inputs, dtype=packed.dtype, device=packed.device)
+        rows = left.get("rows32", empty)
+        state[f"{name.removesuffix('.packed')}.weight"] = rows.transpose(0, 1) if letter == "o" else rows
+
+
+class HasPacked(Protocol):
+    """A layer of ours."""
+
+    spec: AttentionSpec
+    read: Read
+    write: Write
+
+
+def make_write(spec: AttentionSpec) -> Write:
+    """The output projection of a layer, packed where any of its heads is."""
+    return PackedWrite(spec) if any(bits != FULL for bits in bits_here(spec, "o")) else Write(spec)

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.heads.packed import PackedLinear, PackedTable, PackedTied
 from headwise.kernels import sinusoidal
 from headwise.kernels.linear import Linear
 from headwise.spec import ModelSpec
+from headwise.spec.weights import FULL
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -31,9 +33,9 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.bend = ACTIVATIONS[spec.activation]
-        self.gate = Linear(spec.width, spec.hidden, spec.mlp_bias) if spec.activation == "swiglu" else None
-        self.up = Linear(spec.width, spec.hidden, spec.mlp_bias)
-        self.down = Linear(spec.hidden, spec.width, spec.mlp_bias)
+        self.gate = _linear(spec, spec.width, spec.hidden) if spec.activation == "swiglu" else None
+        self.up = _linear(spec, spec.width, spec.hidden)
+        self.down = _linear(spec, spec.hidden, spec.width)
         self.down.writes_to_stream = True  # pyright: ignore[reportArgumentType]  # read by initialise
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,17 +45,32 @@ class MLP(nn.Module):
         return self.down(self.bend(self.gate(x)) * self.up(x))
 
 
+def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | PackedLinear:
+    bits, group = spec.bits_of("mlp")
+    if bits == FULL:
+        return Linear(inputs, outputs, spec.mlp_bias)
+    return PackedLinear(inputs, outputs, spec.mlp_bias, bits, group, spec.activations)
+
+
 class Embedding(nn.Module):
     """Tokens, positions and token types become one vector."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.tokens = _table(spec.vocab, spec.width)
+        bits, group = spec.bits_of("vocabulary")
+        packed = bits != FULL
+        self.tokens = PackedTable(spec.vocab, spec.width, bits, group) if packed else _table(spec.vocab, spec.width)
         self.positions = _table(spec.context, spec.width) if spec.positions == "learned" else None
         self.types = _table(spec.token_types, spec.width) if spec.token_types else None
         self.norm = make_norm(spec) if spec.embed_norm else None
         self.dropout = nn.Dropout(spec.dropout)
+
+    @property
+    def like(self) -> Tensor:
+        """No numbers, but the dtype and the device of all others."""
+        tokens = self.tokens
+        return torch.empty(0, dtype=tokens.dtype, device=tokens.device) if isinstance(tokens, PackedTable) else tokens.weight
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """(B, T), (1 or B, T) → (B, T, D)"""
@@ -81,14 +98,24 @@ def _table(rows: int, width: int) -> nn.Embedding:
 class Output(nn.Module):
     """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
 
-    def __init__(self, spec: ModelSpec, tokens: nn.Embedding) -> None:
+    def __init__(self, spec: ModelSpec, tokens: nn.Embedding | PackedTable) -> None:
         super().__init__()
-        masked = spec.output == "mlm"
+        masked, self.tied = spec.output == "mlm", spec.tied
         self.bend = ACTIVATIONS[spec.activation]
         self.transform = Linear(spec.width, spec.width) if masked else None
         self.norm = make_norm(spec) if masked else None
-        self.vocabulary = Linear(spec.width, spec.vocab, bias=masked)
-        if spec.tied:
+        bits, group = spec.bits_of("vocabulary")
+        if bits == FULL:
+            self.vocabulary = Linear(spec.width, spec.vocab, bias=masked)
+            self.tie(tokens)
+        elif spec.tied and isinstance(tokens, PackedTable):
+            self.vocabulary = PackedTied(tokens, masked, spec.activations)
+        else:
+            self.vocabulary = PackedLinear(spec.width, spec.vocab, masked, bits, group, spec.activations)
+
+    def tie(self, tokens: nn.Module) -> None:
+        """Make the vocabulary's weight that of the embedding, where they are to be one; packed, they always are."""
+        if self.tied and isinstance(tokens, nn.Embedding) and isinstance(self.vocabulary, Linear):
             self.vocabulary.weight = tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:

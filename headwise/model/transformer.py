@@ -177,7 +177,7 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed.tokens.weight.device
+        return self.embed.like.device
 
     @property
     def tokenizer(self) -> Tokenizes | None:
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
         attention = self.spec.attention
         if attention.rotary is None:
             return None
-        return Angles.at(positions, attention.rotary, attention.head_dim, self.embed.tokens.weight.dtype)
+        return Angles.at(positions, attention.rotary, attention.head_dim, self.embed.like.dtype)
 
     def resolve_gates(self, gates: Gates | None) -> dict[SiteAddress, Tensor]:
         """Gates by pattern, as `forward` takes them, become one gate per layer, (H,) or (B, H)."""
@@ -353,5 +353,5 @@ class Transformer(nn.Module):
 
 def _tie_again(model: nn.Module, incompatible: object) -> None:
     """Loading with assign=True puts new tensors in place of old ones; what was tied stays tied."""
-    if isinstance(model, Transformer) and model.output is not None and model.spec.tied:
-        model.output.vocabulary.weight = model.embed.tokens.weight
+    if isinstance(model, Transformer) and model.output is not None:
+        model.output.tie(model.embed.tokens)

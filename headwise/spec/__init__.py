@@ -5,16 +5,19 @@ from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
 from headwise.spec.cache import CacheRule, Keeps
 from headwise.spec.model import ModelSpec
 from headwise.spec.presets import preset, presets
+from headwise.spec.weights import LayerBits, WeightRule
 
 __all__ = [
     "Address",
     "AttentionSpec",
     "CacheRule",
     "Keeps",
+    "LayerBits",
     "ModelSpec",
     "Rotary",
     "RotaryScaling",
     "SiteAddress",
+    "WeightRule",
     "preset",
     "presets",
     "select",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from headwise.errors import HeadwiseError
 from headwise.spec.cache import ALL, Keeps
+from headwise.spec.weights import LayerBits
 from headwise.spec.wire import Wire
 
 
@@ -89,6 +90,7 @@ class AttentionSpec(Wire):
     kv_width: int = 0  # 0: width; the width of the source in cross-attention
     kept: tuple[int, ...] | None = None
     cache: tuple[Keeps, ...] = ()  # what each key head it was born with keeps; (): all keep everything
+    weights: LayerBits | None = None  # at how many bits its weights are stored; None: as the layer computes
     bias: bool = False  # on q, k and v
     out_bias: bool = False
     scale: float | None = None  # None: 1/√head_dim
@@ -154,6 +156,10 @@ class AttentionSpec(Wire):
             )
         if self.cache and len(self.cache) != self.kv_heads:
             raise HeadwiseError(f"cache tells what each of {self.kv_heads} key heads keeps; got {len(self.cache)}.")
+        if self.weights is not None:
+            sizes = [len(getattr(self.weights, letter)) for letter in "qkvo"]
+            if sizes != [self.heads, self.kv_heads, self.kv_heads, self.heads]:
+                raise HeadwiseError(f"weights tell the bits of every head, q k v o; got {sizes} of them.")
         for name, rate in (("dropout", self.dropout), ("head_dropout", self.head_dropout)):
             if not 0 <= rate < 1:
                 raise HeadwiseError(f"{name} must be at least 0 and below 1, got {rate}.")

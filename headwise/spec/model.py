@@ -9,6 +9,7 @@ from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, check_kind, check_whole
 from headwise.spec.cache import ALL, CacheRule, Treatments, cache_rules
+from headwise.spec.weights import FULL, GROUP, Bits, LayerBits, WeightRule, layer_bits, row_saving, rules_left, saved_bytes, weight_rules
 from headwise.spec.wire import Wire
 
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
@@ -58,6 +59,8 @@ class ModelSpec(Wire):
     dropout: float = 0.0  # on embeddings and on what each sub-layer adds
     kept: Kept = ()
     cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
+    weights: tuple[WeightRule, ...] = ()  # at how many bits weights are stored; those not named are as they are computed
+    activations: int = FULL  # 8: what is multiplied by such weights is rounded as well
 
     def __post_init__(self) -> None:
         check_whole(self, "vocab", "context", "layers", "hidden", "encoder_layers", "token_types")
@@ -76,9 +79,12 @@ class ModelSpec(Wire):
         ordered = ((str(site), tuple(sorted(set(kept[str(site)])))) for site in self.sites if str(site) in kept)
         whole = tuple(range(self.attention.heads))
         object.__setattr__(self, "kept", tuple((site, heads) for site, heads in ordered if heads != whole))
-        rules = tuple(self.cache)
+        rules, bits = tuple(self.cache), tuple(self.weights)
         object.__setattr__(self, "cache", ())
+        object.__setattr__(self, "weights", ())
         object.__setattr__(self, "cache", cache_rules(rules, self.key_heads) if rules else ())
+        self.__dict__["_layer_bits"] = layer_bits(bits, self._layers, self.activations)
+        object.__setattr__(self, "weights", bits)
         for site in self.sites:
             self.attention_at(site)  # each layer is checked now, not when it is built
 
@@ -93,6 +99,10 @@ class ModelSpec(Wire):
                 raise HeadwiseError(f"{field} {getattr(self, field)!r} is unknown; use {', '.join(allowed)}.")
         if self.attention.kept is not None:
             raise HeadwiseError("attention.kept applies to one layer; in a model give kept={'5': (0, 1)} per layer.")
+        if self.attention.weights is not None:
+            raise HeadwiseError("attention.weights applies to one layer; for a model use spec.quantised({'5.1': 4}).")
+        if self.activations not in (FULL, 8):
+            raise HeadwiseError(f"activations are rounded to 8 bits, or not at all (32); got {self.activations!r}.")
         if self.attention.cache:
             raise HeadwiseError("attention.cache applies to one layer; for a model use spec.caching({'5.1': …}).")
         if self.kind != "encoder-decoder" and self.encoder_layers:
@@ -129,10 +139,18 @@ class ModelSpec(Wire):
             spec = replace(spec, window=self.windows[site.layer % len(self.windows)])
         if site.stack == "cross":  # keys come from another sequence: distances to them mean nothing
             spec = replace(spec, window=None, rotary=None, alibi=False)
-        spec = replace(spec, kept=dict(self.kept).get(str(site)))
+        spec = replace(spec, kept=dict(self.kept).get(str(site)), weights=self._layer_bits.get(site))
         named = [(Address.parse(head), rule.keeps) for rule in self.cache for head in rule.heads]
         here = {head.head: keeps for head, keeps in named if head.site == site}
         return replace(spec, cache=tuple(here.get(n, ALL) for n in range(spec.kv_heads))) if here else spec
+
+    @cached_property
+    def _layer_bits(self) -> dict[SiteAddress, LayerBits]:
+        return {}  # what __post_init__ puts here, once it knows which heads there are
+
+    @property
+    def _layers(self) -> dict[SiteAddress, AttentionSpec]:
+        return {site: self.attention_at(site) for site in self.sites}
 
     @cached_property
     def addresses(self) -> tuple[Address, ...]:
@@ -160,6 +178,25 @@ class ModelSpec(Wire):
             raise HeadwiseError(f"this model keeps no cache, for {why}; leave cache out.")
         return replace(self, cache=cache_rules(treatments, self.key_heads))
 
+    def quantised(self, weights: Bits, *, group: int = GROUP, activations: int = FULL) -> "ModelSpec":
+        """The spec of this model with weights at few bits: 4 for heads, MLPs and vocabulary, or by head and part.
+
+        >>> from headwise.spec import preset
+        >>> spec = preset("nano").quantised({"*": 8, "5.1": 4, "5.2:vo": 3, "mlp": 8})
+        >>> [(rule.part, rule.bits, len(rule.heads)) for rule in spec.weights if rule.part in ("q", "o", "mlp")]
+        [('mlp', 8, 0), ('q', 8, 35), ('q', 4, 1), ('o', 8, 34), ('o', 4, 1), ('o', 3, 1)]
+        """
+        if self.weights:
+            raise HeadwiseError("the weights of this model are at few bits already; take the model it was made from.")
+        rules = weight_rules(weights, self._layers, group)
+        if activations != FULL and not rules:
+            raise HeadwiseError("activations are rounded where weights are; give weights=8 as well.")
+        return replace(self, weights=rules, activations=activations)
+
+    def bits_of(self, part: str) -> tuple[int, int]:
+        """The bits and the group of the MLPs, or the vocabulary."""
+        return next(((rule.bits, rule.group) for rule in self.weights if rule.part == part), (FULL, GROUP))
+
     def without(self, heads: "str | Address | Iterable[Address]") -> "ModelSpec":
         """The spec of this model with some heads cut."""
         gone = set(select(heads, self.addresses))
@@ -167,9 +204,14 @@ class ModelSpec(Wire):
             str(site): tuple(n for n in self.attention_at(site).head_ids if site.head(n) not in gone)
             for site in self.sites
         }
-        bare = replace(self, kept=left, cache=())
-        there = set(map(str, bare.key_heads))
-        return replace(bare, cache=tuple(_among(rule, there) for rule in self.cache))
+        bare = replace(self, kept=left, cache=(), weights=())
+        cached = set(map(str, bare.key_heads))
+        keys = {str(site.head(n)) for site, layer in bare._layers.items() for n in layer.kv_ids}
+        return replace(
+            bare,
+            cache=tuple(_among(rule, cached) for rule in self.cache),
+            weights=rules_left(self.weights, set(map(str, bare.addresses)), keys),
+        )
 
     def resized(
         self,
@@ -209,6 +251,8 @@ class ModelSpec(Wire):
             context=self.context if context is None else context,
             kept=() if (heads, layers) != (self.attention.heads, None) else self.kept,
             cache=() if (heads, layers) != (self.attention.heads, None) else self.cache,
+            weights=(),
+            activations=FULL,
         )
 
     # Counting, without building anything.
@@ -234,6 +278,23 @@ class ModelSpec(Wire):
         if self.output == "mlm":
             total += width * (width + 1) + norm + self.vocab
         return total + self.vocab * width * (self.output != "none" and not self.tied)
+
+    def weight_bytes(self, element: int = 4) -> int:
+        """What all weights take, in memory and on disk: `element` bytes a parameter, but those at few bits are packed.
+
+        >>> from headwise.spec.presets import preset
+        >>> preset("gpt2").weight_bytes(), preset("gpt2").quantised(4).weight_bytes()
+        (497759232, 80838624)
+        """
+        saved = saved_bytes(self._layers, element)
+        bits, group = self.bits_of("mlp")
+        ways = 2 if self.activation == "swiglu" else 1
+        blocks = self.layers + self.encoder_layers
+        saved += blocks * ways * self.hidden * row_saving(self.width, bits, group, element)
+        saved += blocks * self.width * row_saving(self.hidden, bits, group, element)
+        tables = 1 + (self.output != "none" and not self.tied)
+        saved += tables * self.vocab * row_saving(self.width, *self.bits_of("vocabulary"), element)
+        return self.parameters * element - saved
 
     @property
     def final_norms(self) -> int:

@@ -60,6 +60,10 @@ def prepare(
     for texts in (corpus, valid):
         if texts is not None:
             texts.suits(spec.kind)
+    if spec.weights:
+        raise HeadwiseError(
+            "weights at few bits are no parameters and cannot be trained; train hw.dequantise(model), then quantise it."
+        )
     objective = _objective(spec, recipe)
     if (objective == "masked") != (spec.kind == "encoder"):
         raise HeadwiseError(

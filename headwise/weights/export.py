@@ -26,6 +26,10 @@ def export(model: Transformer | Attached, folder: str | Path, family: str | None
         if family is not None and family != model.family:
             raise HeadwiseError(f"an attached model stays what it is, {model.family}; leave the family away.")
         return model.save_pretrained(folder, whole=True)
+    if model.spec.weights:
+        raise HeadwiseError(
+            "other tools do not know weights packed by head; export the numbers: hw.export(hw.dequantise(model), …)."
+        )
     whole = replace(model.spec, kept=())
     chosen, config = _family(whole, family or model.family)
     state = whole_state(model)

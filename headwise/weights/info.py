@@ -31,6 +31,8 @@ class Info:
     context: int
     parameters: int
     float32_megabytes: float
+    stored_megabytes: float  # the same where weights are packed: at their bits, scales among them
+    weight_bits: str  # which parts are at few bits
     kv_cache_kilobytes_per_token: float  # in float32
     tokenizer: str
 
@@ -57,7 +59,7 @@ def _told_of_theirs(source: str, folder: Path) -> Info:
     tokens = f"{len(Tokenizer.load(folder)):,} tokens" if any(map(Path.is_file, _tokenizers(folder))) else "none"
     facts = _told(source, describe(model, layers), f"{model.config.model_type}, through transformers", tokens)
     count = sum(value.numel() for value in model.parameters())
-    return replace(facts, parameters=count, float32_megabytes=count * 4 / 1e6)
+    return replace(facts, parameters=count, float32_megabytes=count * 4 / 1e6, stored_megabytes=count * 4 / 1e6)
 
 
 def _tokenizers(folder: Path) -> list[Path]:
@@ -85,9 +87,20 @@ def _told(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Info:
         context=spec.context,
         parameters=spec.parameters,
         float32_megabytes=spec.parameters * 4 / 1e6,
+        stored_megabytes=spec.weight_bytes() / 1e6,
+        weight_bits=_bits(spec),
         kv_cache_kilobytes_per_token=0.0 if spec.kind == "encoder" else numbers * 4 / 1e3,
         tokenizer=tokenizer,
     )
+
+
+def _bits(spec: ModelSpec) -> str:
+    """heads 8 4, mlp 8: the bits of each part, the most first."""
+    told: dict[str, set[int]] = {}
+    for rule in spec.weights:
+        told.setdefault("heads" if rule.heads else rule.part, set()).add(rule.bits)
+    parts = [f"{part} {' '.join(map(str, sorted(bits, reverse=True)))}" for part, bits in sorted(told.items())]
+    return ", ".join(parts) or "float32"
 
 
 def as_rows(facts: Info) -> list[list[Any]]:

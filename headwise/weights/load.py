@@ -16,6 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.aligned import aligned
 from headwise.files.places import find, inside, read_json, read_text, weight_files
 from headwise.files.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
+from headwise.heads.packed import Packed
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
@@ -64,17 +65,32 @@ def load(
     checkpoint = open_checkpoint(path)
     model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
-    dtype = dtype or state["embed.tokens.weight"].dtype  # one for all: norms are sometimes stored finer
+    packed = _packed_names(model)
+    dtype = dtype or _dtype_of(state, packed)
     for name, tensor in state.items():
-        if check:
+        if check and tensor.is_floating_point():
             _check_numbers(checkpoint.source, name, tensor)
-        state[name] = tensor.to(device=device, dtype=dtype)
-    if checkpoint.spec.tied and model.output is not None:
+        state[name] = tensor.to(device=device, dtype=None if name in packed else dtype)
+    if checkpoint.spec.tied and model.output is not None and "embed.tokens.weight" in state:
         state["output.vocabulary.weight"] = state["embed.tokens.weight"]
     model.load_state_dict(state, assign=True)
+    if packed:
+        model.to(dtype)  # what is unpacked comes out like all else
     model.tokenizer = checkpoint.tokenizer
     model.family = None if checkpoint.family is None else checkpoint.family.name
     return model.eval()
+
+
+def _packed_names(model: Transformer) -> set[str]:
+    """The names of codes and scales of weights at few bits: they stay as they are stored."""
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, Packed)]
+    return {f"{name}.{held}" for name, part in parts for held, _ in part.named_buffers() if held != "rows32"}
+
+
+def _dtype_of(state: dict[str, Tensor], packed: set[str]) -> torch.dtype:
+    """One dtype for all, the embedding's: norms are sometimes stored finer. Where that is packed, all others have one."""
+    table = state.get("embed.tokens.weight")
+    return table.dtype if table is not None else next(t.dtype for name, t in state.items() if name not in packed)
 
 
 def is_theirs(path: Path) -> bool:
@@ -229,11 +245,19 @@ def _their_shape(found: Found, parameter: Tensor) -> tuple[int, ...]:
 
 
 def _own_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    empty = model.state_dict()
     if checkpoint.spec.tied:
-        wanted.pop("output.vocabulary.weight", None)
-    check_names(checkpoint.reader, wanted, checkpoint.source)
-    tensors = {name: _floats(checkpoint.reader.get(name), checkpoint.source, name) for name in wanted}
+        empty.pop("output.vocabulary.weight", None)
+    check_names(checkpoint.reader, {name: tuple(tensor.shape) for name, tensor in empty.items()}, checkpoint.source)
+    packed = _packed_names(model)
+    tensors = {name: checkpoint.reader.get(name) for name in empty}
+    for name, tensor in tensors.items():
+        if name not in packed:
+            _floats(tensor, checkpoint.source, name)
+        elif tensor.dtype != empty[name].dtype:
+            raise HeadwiseError(
+                f"{checkpoint.source} keeps {name} as {tensor.dtype}; packed weights have {empty[name].dtype} there."
+            )
     return {name: aligned(tensor) for name, tensor in tensors.items()}  # the same bits out as before saving
 
 

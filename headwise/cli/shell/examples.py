@@ -19,6 +19,7 @@ EXAMPLES = {
     "attend": 'headwise attend smollm2 "The teacher gave the students their homework." --from their',
     "ablate": "headwise ablate minilm --by gradient",
     "prune": "headwise prune minilm --keep 0.7 --out minilm-small",
+    "quantise": "headwise quantise smollm2 --weights '*=4,mlp=8,vocabulary=8' --out smollm2-small",
     "diff": "headwise diff before.npz after.npz",
     "sweep": "headwise sweep --heads 1,2,4,8",
     "claims": "headwise claims --list",

@@ -1,0 +1,64 @@
+"""headwise quantise: a model with its weights at few bits."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.cli.shell.words import Json, Model, Texts
+
+
+def run(
+    model: Model,
+    text: Texts = None,
+    weights: Annotated[
+        str, typer.Option(help="Bits: 8, 4, 3 or 2; or by head and part: '*=8,5.1=4,5.2:qk=3,mlp=8,vocabulary=8'.")
+    ] = "8",
+    group: Annotated[int, typer.Option(help="Numbers along the input that share a scale.")] = 32,
+    activations: Annotated[int, typer.Option(help="8: round what weights are multiplied by as well.")] = 32,
+    basis: Annotated[str, typer.Option(help="given, or balanced: heads in their balanced basis.")] = "given",
+    out: Annotated[Path | None, typer.Option(help="Save the new model in this folder.")] = None,
+    limit: Annotated[int, typer.Option(help="Judge it on at most so many texts; 0: do not.")] = 16,
+    length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bits of every head: .png, .svg, .pdf; or .csv, .json")] = None,
+    as_json: Json = False,
+) -> None:
+    """Store weights at few bits, by head and part, and say what that saves and costs."""
+    from headwise.change.bits import judge
+    from headwise.change.quantise import quantise
+    from headwise.change.trial import read_texts
+    from headwise.show.bits import draw_bits, show_judged
+    from headwise.show.figures.drawing import check_path
+    from headwise.text.corpus import Corpus
+    from headwise.weights import load
+
+    if plot is not None:
+        check_path(plot)
+    loaded: Any = load(model)
+    small = quantise(loaded, _bits(weights), group=group, activations=activations, basis=basis)  # pyright: ignore
+    asked = limit and loaded.tokenizer is not None and (text or loaded.spec.kind != "encoder-decoder")
+    judged = judge(loaded, small, read_texts(loaded, Corpus.named(text, None), limit, length) if asked else None)
+    if out is not None:
+        small.save(out)
+    if plot is not None:
+        draw_bits(small.spec).save(plot)
+    if as_json:
+        print(json.dumps(judged.to_dict() | {"out": None if out is None else str(out)}, indent=2))
+        return
+    show_judged(judged)
+    if out is not None:
+        print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise info {out}")
+
+
+def _bits(told: str) -> int | dict[str, int]:
+    """4, or *=8,5.1=4 as a mapping."""
+    from headwise.errors import HeadwiseError
+
+    try:
+        if "=" not in told:
+            return int(told)
+        pairs = [one.rpartition("=") for one in told.split(",")]
+        return {part.strip(): int(bits) for part, _, bits in pairs}
+    except ValueError:
+        raise HeadwiseError(f"weights are bits, 4, or bits by part, '*=8,5.1=4,mlp=8'; got {told!r}.") from None

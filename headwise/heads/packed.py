@@ -1,0 +1,183 @@
+"""Weights at few bits, packed. Looked at, they are numbers again: unpacking and multiplying is the reference.
+
+A `Packed` holds matrices of one shape, one for each head say, (units, rows, inputs). Those of equal bits lie together,
+`codes4` and `scales4`; those that stay as they are lie in `rows32`. Nothing of it is a parameter: a model that is to be
+trained is unpacked first.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError
+from headwise.kernels.linear import linear
+from headwise.kernels.rounding import from_codes, rounded, to_codes
+from headwise.spec.weights import FULL, GROUP
+
+
+class Packed(nn.Module):
+    """Matrices (units, rows, inputs) at so many bits each, rounded in groups along the inputs."""
+
+    def __init__(
+        self, bits: Sequence[int], rows: int, inputs: int, group: int = GROUP, activations: int = FULL
+    ) -> None:
+        super().__init__()
+        if torch.empty(0).device.type != "meta":
+            raise HeadwiseError(
+                "weights at few bits are made from weights that are there; build the model without, and use hw.quantise."
+            )
+        self.bits, self.rows, self.inputs, self.group = tuple(bits), rows, inputs, group
+        self.activations, self.dtype = activations, torch.get_default_dtype()
+        like = torch.empty(1, inputs)
+        for count in self._kinds():
+            units = len(self._units(count))
+            if count == FULL:
+                self.register_buffer("rows32", torch.empty(units, rows, inputs))
+            else:
+                for name, one in zip(("codes", "scales"), to_codes(like, count, group), strict=True):
+                    shape = (units, rows, one.shape[-1])
+                    self.register_buffer(f"{name}{count}", torch.empty(shape, dtype=one.dtype))
+
+    def _kinds(self) -> list[int]:
+        return sorted(set(self.bits))
+
+    def _units(self, count: int) -> list[int]:
+        return [unit for unit, bits in enumerate(self.bits) if bits == count]
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        """What is to be held of these numbers, (units, rows, inputs), by name."""
+        held: dict[str, Tensor] = {}
+        for count in self._kinds():
+            some = weight[self._units(count)]
+            if count == FULL:
+                held["rows32"] = some.clone()
+            else:
+                codes, scales = to_codes(some, count, self.group)
+                held |= {f"codes{count}": codes.contiguous(), f"scales{count}": scales.contiguous()}
+        return held
+
+    def some_units(self, chosen: Sequence[int]) -> dict[str, Tensor]:
+        """What is held of some matrices, by name; of kinds that none of them is of, nothing."""
+        held: dict[str, Tensor] = {}
+        for count in self._kinds():
+            there = self._units(count)
+            places = [there.index(unit) for unit in chosen if unit in there]
+            names = ("rows32",) if count == FULL else (f"codes{count}", f"scales{count}")
+            held |= {name: getattr(self, name)[places] for name in names if places}
+        return held
+
+    def unpacked(self) -> Tensor:
+        """The numbers: (units, rows, inputs)."""
+        kinds = self._kinds()
+        if len(kinds) == 1:
+            return self._of(kinds[0])
+        made = torch.empty(len(self.bits), self.rows, self.inputs, dtype=self.dtype, device=self.device)
+        for count in kinds:
+            made[self._units(count)] = self._of(count)
+        return made
+
+    def _of(self, count: int) -> Tensor:
+        if count == FULL:
+            return self.rows32.to(self.dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        codes, scales = getattr(self, f"codes{count}"), getattr(self, f"scales{count}")
+        return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
+
+    def some_rows(self, rows: Tensor) -> Tensor:
+        """Some rows of the only matrix: (…) → (…, inputs)."""
+        (count,) = self.bits
+        codes, scales = getattr(self, f"codes{count}")[0], getattr(self, f"scales{count}")[0]
+        codes, scales = F.embedding(rows, codes), F.embedding(rows, scales)  # which refuses rows that are not there
+        return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
+
+    def as_read(self, x: Tensor) -> Tensor:
+        """What is multiplied by these weights: as it is, or rounded to few bits, row by row."""
+        return rounded(x, self.activations, x.shape[-1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.buffers()).device
+
+    @property
+    def nbytes(self) -> int:
+        """What is held, scales among it."""
+        return sum(held.nbytes for held in self.buffers())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Packed":
+        """Another dtype is that of the numbers as they are looked at; codes and scales stay what they are."""
+        before = {name: held for name, held in self._buffers.items() if name.startswith("scales")}
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        for name, held in before.items():
+            now = self._buffers[name]
+            assert held is not None and now is not None
+            if now.dtype != held.dtype:
+                self._buffers[name] = now.to(held.dtype) if held.is_meta else held.to(now.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        told = ", ".join(f"{len(self._units(count))} at {count}" for count in self._kinds())
+        return f"{self.rows} × {self.inputs}, bits: {told}"
+
+
+def is_held(name: str) -> bool:
+    """Whether a name in a state dict is that of codes, scales or rows of a `Packed`."""
+    return re.search(r"\.(codes|scales|rows)\d+$", name) is not None
+
+
+class PackedLinear(Packed):
+    """A linear layer whose weight, (out, in), is packed."""
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, bits: int, group: int = GROUP, activations: int = FULL
+    ) -> None:
+        super().__init__((bits,), outputs, inputs, group, activations)
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers, (out, in); not live."""
+        return self.unpacked()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)"""
+        return linear(self.as_read(x), self.weight, self.bias)
+
+
+class PackedTable(Packed):
+    """A table of vectors, one a row, packed."""
+
+    def __init__(self, rows: int, width: int, bits: int, group: int = GROUP) -> None:
+        super().__init__((bits,), rows, width, group)
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers, (rows, width); not live."""
+        return self.unpacked()[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) → (…, width)"""
+        return self.some_rows(ids)
+
+
+class PackedTied(nn.Module):
+    """A linear layer whose weight is a packed table that stands elsewhere."""
+
+    def __init__(self, table: PackedTable, bias: bool, activations: int = FULL) -> None:
+        super().__init__()
+        self._table = (table,)  # in a tuple: it is not held here
+        self.activations = activations
+        self.bias = nn.Parameter(torch.empty(table.rows)) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers, (out, in); not live."""
+        return self._table[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)"""
+        return linear(rounded(x, self.activations, x.shape[-1]), self.weight, self.bias)

@@ -1,0 +1,70 @@
+"""Weights at few bits, in the terminal and as pictures: what they take, what they cost, head by head."""
+
+import math
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from headwise.change.bits import Judged
+from headwise.errors import HeadwiseError
+from headwise.show.figures.drawing import FAINT, INK, Drawing, make_figure
+from headwise.show.tables import make_table
+from headwise.spec import Address, ModelSpec
+from headwise.spec.weights import PAIRS
+
+
+def show_judged(judged: Judged, console: Console | None = None) -> None:
+    """Print bytes by part, then losses."""
+    console = console or Console()
+    rows = [[f"{one:,}" if isinstance(one, int) else one for one in row] for row in judged.rows()]
+    columns = ["part", "numbers", "bytes before", "bytes after", "bits a number"]
+    console.print(make_table("What weights take, scales among it", columns, rows))
+    if judged.more is not None:
+        title = f"What it costs: loss, {judged.metric}, {judged.texts} texts, with 95 % intervals"
+        console.print(make_table(title, ["", "mean", "low", "high"], judged.losses()))
+
+
+def draw_bits(spec: ModelSpec) -> Drawing:
+    """The grid of heads, coloured by the bits of what each reads by and writes with: W_Q and W_O."""
+    panels: dict[str, dict[Address, float]] = {pair: {} for pair in PAIRS}
+    for site in spec.sites:
+        layer = spec.attention_at(site)
+        for number in layer.head_ids:
+            own = (32, 32) if layer.weights is None else (layer.weights.q[number], layer.weights.o[number])
+            for pair, bits in zip(PAIRS, own, strict=True):
+                panels[pair][site.head(number)] = float(bits)
+    return draw_grids({f"bits of {pair}": shown for pair, shown in panels.items()}, "bits", ".0f")
+
+
+def draw_grids(panels: Mapping[str, Mapping[Address, float]], name: str, form: str = ".3g") -> Drawing:
+    """Layers downwards, heads from left to right, a panel for each mapping, all with the same colours."""
+    heads = {head for shown in panels.values() for head in shown}
+    if not heads:
+        raise HeadwiseError("there is no head to be drawn.")
+    sites = sorted({head.site for head in heads}, key=lambda site: (site.stack, site.layer))
+    width = 1 + max(head.head for head in heads)
+    figure = make_figure(len(panels) * (0.42 * width + 1.1) + 0.8, 0.26 * len(sites) + 1.0)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    every = [value for shown in panels.values() for value in shown.values() if math.isfinite(value)]
+    low, high = min([0.0, *every]), max([0.0, *every]) or 1.0
+    drawn = None
+    for panel, (title, shown) in zip(axes, panels.items(), strict=True):
+        cells = [[shown.get(site.head(n), math.nan) for n in range(width)] for site in sites]
+        drawn = panel.imshow(cells, cmap="YlOrRd", vmin=low, vmax=high, aspect="auto")
+        panel.set_title(title, fontsize=9, color=INK)
+        panel.set_xticks(range(width), range(width), fontsize=7)
+        panel.set_yticks(range(len(sites)), list(map(str, sites)), fontsize=7)
+        panel.set_xlabel("head", fontsize=8, color=INK)
+        for row, values in enumerate(cells):
+            for column, value in enumerate(values):
+                if math.isfinite(value):
+                    dark = value > low + 0.6 * (high - low)
+                    colour = "#ffffff" if dark else INK
+                    panel.text(column, row, f"{value:{form}}", ha="center", va="center", fontsize=5, color=colour)
+        for side in panel.spines.values():
+            side.set_color(FAINT)
+    axes[0].set_ylabel("layer", fontsize=8, color=INK)
+    bar = figure.colorbar(drawn, ax=list(axes), shrink=0.8)  # pyright: ignore[reportArgumentType]
+    bar.set_label(name, fontsize=8, color=INK)
+    rows = [{"panel": t, "head": str(head), name: value} for t, shown in panels.items() for head, value in shown.items()]
+    return Drawing(figure, rows)
