@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from headwise.attach import attach
     from headwise.change.plan import Plan
     from headwise.change.prune import prune
+    from headwise.change.quantise import dequantise, quantise
     from headwise.change.request import PruneRequest
     from headwise.change.study import PruneStudy, prune_study
-    from headwise.change.quantise import dequantise, quantise
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window

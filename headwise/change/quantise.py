@@ -83,8 +83,8 @@ def check_ours(model: AnyModel) -> None:
     """Weights are packed in models that are ours."""
     if not isinstance(model, Transformer):
         raise HeadwiseError(
-            f"weights are packed by head in headwise's own models; got {type(model).__name__}. Load it with hw.load(…), if its "
-            f"family is mapped; hw.sensitivity tells of any model what few bits would cost."
+            f"weights are packed by head in headwise's own models; got {type(model).__name__}. Load it with hw.load(…), if "
+            f"its family is mapped here."
         )
 
 

@@ -21,7 +21,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Save the new model in this folder.")] = None,
     limit: Annotated[int, typer.Option(help="Judge it on at most so many texts; 0: do not.")] = 16,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the bits of every head: .png, .svg, .pdf; or .csv, .json")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the bits of every head: .png, .svg, .pdf; or .csv, .json")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Store weights at few bits, by head and part, and say what that saves and costs."""

@@ -37,8 +37,9 @@ class Matrices:
     def of(layer: HasHeads) -> "Matrices":
         """Those of a layer, ours or not: live where the layer's own views are."""
         read = layer.read
-        weights = [read.weight(letter) for letter in "qkv"]
-        return Matrices(*weights, layer.write.slices, *(read.bias(letter) for letter in "qkv"))
+        q, k, v = (read.weight(letter) for letter in "qkv")
+        b_q, b_k, b_v = (read.bias(letter) for letter in "qkv")
+        return Matrices(q, k, v, layer.write.slices, b_q, b_k, b_v)
 
 
 @torch.no_grad()
@@ -61,7 +62,10 @@ def _balance_vo(made: Matrices, heads: list[int], key: int) -> None:
 
 
 def _balance_qk(made: Matrices, heads: list[int], key: int, rotary: Rotary | None) -> None:
-    queries, keys = _with_bias(made.q, made.b_q, heads), _with_bias(made.k, made.b_k, [key])  # (n·(D + 1), d), (D + 1, d)
+    queries, keys = (
+        _with_bias(made.q, made.b_q, heads),
+        _with_bias(made.k, made.b_k, [key]),
+    )  # (n·(D + 1), d), (D + 1, d)
     turning, still = channel_pairs(queries.shape[1], rotary)
     for pair in turning:
         queries[:, pair], keys[:, pair] = turned_pair(queries[:, pair], keys[:, pair])
@@ -92,7 +96,9 @@ def balanced_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     (q_left, r_left), (q_right, r_right) = torch.linalg.qr(left), torch.linalg.qr(right.mT)
     u, sizes, v = torch.linalg.svd(r_left @ r_right.mT, full_matrices=False)
     one, other = q_left @ u, v @ q_right.mT  # (a, r), (r, b)
-    signs = one.gather(0, one.abs().argmax(0, keepdim=True)).sign()  # (1, r); which of two signs is then no matter of chance
+    signs = one.gather(
+        0, one.abs().argmax(0, keepdim=True)
+    ).sign()  # (1, r); which of two signs is then no matter of chance
     signs = torch.where(signs == 0, 1.0, signs)
     roots, more = sizes.sqrt(), d - len(sizes)  # where there are fewer than d the others are 0
     one, other = one * signs * roots, (other * signs.mT) * roots[:, None]

@@ -81,7 +81,8 @@ class Packed(nn.Module):
 
     def _of(self, count: int) -> Tensor:
         if count == FULL:
-            return self.rows32.to(self.dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            rows = self.get_buffer("rows32")
+            return rows.to(self.dtype)
         codes, scales = getattr(self, f"codes{count}"), getattr(self, f"scales{count}")
         return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
 
@@ -113,8 +114,7 @@ class Packed(nn.Module):
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         for name, held in before.items():
             now = self._buffers[name]
-            assert held is not None and now is not None
-            if now.dtype != held.dtype:
+            if held is not None and now is not None and now.dtype != held.dtype:
                 self._buffers[name] = now.to(held.dtype) if held.is_meta else held.to(now.device)
         return self
 

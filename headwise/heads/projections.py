@@ -241,7 +241,7 @@ def cut_packed(state: dict[str, Tensor], prefix: str, layer: "HasPacked", after:
         packed = getattr(layer.write, "packed", None) if letter == "o" else layer.read._packed(letter)
         if not isinstance(packed, Packed):
             continue
-        had, has = ((before.head_ids, after.head_ids) if letter in "qo" else (before.kv_ids, after.kv_ids))
+        had, has = (before.head_ids, after.head_ids) if letter in "qo" else (before.kv_ids, after.kv_ids)
         name = f"{prefix}write.packed" if letter == "o" else f"{prefix}read.{letter}"
         for held, _ in packed.named_buffers():
             state.pop(f"{name}.{held}")

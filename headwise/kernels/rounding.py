@@ -35,9 +35,7 @@ def to_codes(x: Tensor, bits: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
     return _pack((codes + (most + 1)).to(torch.uint8), bits), scales  # from 1
 
 
-def from_codes(
-    codes: Tensor, scales: Tensor, bits: int, d: int, dtype: torch.dtype, group: int = GROUP
-) -> Tensor:
+def from_codes(codes: Tensor, scales: Tensor, bits: int, d: int, dtype: torch.dtype, group: int = GROUP) -> Tensor:
     """The numbers again: (…, d)."""
     most = 2 ** (bits - 1) - 1
     if bits < 8:

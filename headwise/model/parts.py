@@ -70,7 +70,11 @@ class Embedding(nn.Module):
     def like(self) -> Tensor:
         """No numbers, but the dtype and the device of all others."""
         tokens = self.tokens
-        return torch.empty(0, dtype=tokens.dtype, device=tokens.device) if isinstance(tokens, PackedTable) else tokens.weight
+        return (
+            torch.empty(0, dtype=tokens.dtype, device=tokens.device)
+            if isinstance(tokens, PackedTable)
+            else tokens.weight
+        )
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """(B, T), (1 or B, T) → (B, T, D)"""

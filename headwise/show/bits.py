@@ -66,5 +66,7 @@ def draw_grids(panels: Mapping[str, Mapping[Address, float]], name: str, form: s
     axes[0].set_ylabel("layer", fontsize=8, color=INK)
     bar = figure.colorbar(drawn, ax=list(axes), shrink=0.8)  # pyright: ignore[reportArgumentType]
     bar.set_label(name, fontsize=8, color=INK)
-    rows = [{"panel": t, "head": str(head), name: value} for t, shown in panels.items() for head, value in shown.items()]
+    rows = [
+        {"panel": t, "head": str(head), name: value} for t, shown in panels.items() for head, value in shown.items()
+    ]
     return Drawing(figure, rows)

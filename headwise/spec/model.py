@@ -9,7 +9,18 @@ from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, check_kind, check_whole
 from headwise.spec.cache import ALL, CacheRule, Treatments, cache_rules
-from headwise.spec.weights import FULL, GROUP, Bits, LayerBits, WeightRule, layer_bits, row_saving, rules_left, saved_bytes, weight_rules
+from headwise.spec.weights import (
+    FULL,
+    GROUP,
+    Bits,
+    LayerBits,
+    WeightRule,
+    layer_bits,
+    row_saving,
+    rules_left,
+    saved_bytes,
+    weight_rules,
+)
 from headwise.spec.wire import Wire
 
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,7 +70,9 @@ class ModelSpec(Wire):
     dropout: float = 0.0  # on embeddings and on what each sub-layer adds
     kept: Kept = ()
     cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
-    weights: tuple[WeightRule, ...] = ()  # at how many bits weights are stored; those not named are as they are computed
+    weights: tuple[
+        WeightRule, ...
+    ] = ()  # at how many bits weights are stored; those not named are as they are computed
     activations: int = FULL  # 8: what is multiplied by such weights is rounded as well
 
     def __post_init__(self) -> None:

@@ -22,7 +22,9 @@ GROUP = 32  # numbers along the input that share a scale
 PAIRS = ("qk", "vo")
 BESIDE = ("mlp", "vocabulary")
 
-Bits = int | Mapping[str, int]  # one number for everything, or by head and part: {"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8}
+Bits = (
+    int | Mapping[str, int]
+)  # one number for everything, or by head and part: {"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8}
 
 
 @dataclass(frozen=True)

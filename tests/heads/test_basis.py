@@ -69,4 +69,5 @@ def test_any_turn_and_stretch_of_a_pair_comes_to_the_same() -> None:
 
 def test_a_head_that_writes_nothing_stays_one() -> None:
     one, other = balanced_pair(numbers(7, 3), torch.zeros(3, 5, dtype=torch.float64))
-    assert one.isfinite().all() and not (one @ other).any()
+    assert one.isfinite().all()
+    assert not (one @ other).any()

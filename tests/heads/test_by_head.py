@@ -167,7 +167,7 @@ def test_who_listens_sees_maps_over_all_places(starts: list[int] | None) -> None
 
 
 def quantised_by_hand(x: Tensor, bits: int) -> Tensor:
-    """Number by number: s = max|x| / (2^(b−1) − 1) of each 32 channels, s · round(x / s); the last bit as max|x| · (n / most)."""
+    """Number by number: s = max|x| / (2^(b−1) − 1) of each 32 channels, s · n of the nearest n: max|x| · (n / most)."""
     made = x.float().clone()
     for row in made.reshape(-1, x.shape[-1]):
         for start in range(0, len(row), 32):

@@ -1,0 +1,41 @@
+"""headwise quantise, as a person types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import headwise as hw
+from tests.runner import headwise
+from tests.teach.tiny import make
+
+TEXT = "to be or not to be that is the question " * 40
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    make().save(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def test_bytes_and_loss_are_told(files: Path) -> None:
+    how = ("--weights", "*=4,0.1:qk=3,mlp=8", "--out", files / "small", "--plot", files / "bits.csv")
+    told = json.loads(headwise("quantise", files / "model", files / "text.txt", *how, "--json").told)
+    small = hw.load(files / "small")
+    assert told["after"][-1]["bytes"] == small.spec.weight_bytes() < told["before"][-1]["bytes"]
+    assert told["loss_after"]["mean"] == pytest.approx(told["loss_before"]["mean"] + told["more"]["mean"], abs=1e-6)
+    assert "bits of qk,0.1,3.0" in (files / "bits.csv").read_text()
+    shown = headwise("quantise", files / "model", "--weights", 8, "--limit", 0).told
+    assert "bits a number" in shown
+    assert "loss" not in shown
+    facts = json.loads(headwise("info", files / "small", "--json").told)
+    assert facts["weight_bits"] == "heads 4 3, mlp 8"
+    assert facts["stored_megabytes"] == pytest.approx(small.spec.weight_bytes() / 1e6)
+
+
+def test_mistakes_are_told(files: Path) -> None:
+    for weights, told in (("5", "8, 4, 3 or 2 bits"), ("much", "weights are bits"), ("9.1=4", "names no head here")):
+        assert told in headwise("quantise", files / "model", "--weights", weights, "--limit", 0).refused
+    headwise("quantise", files / "model", "--weights", 4, "--limit", 0, "--out", files / "small")
+    assert "at few bits already" in headwise("quantise", files / "small", "--weights", 4, "--limit", 0).refused
