@@ -17,7 +17,7 @@ _ROOMS = {
     "text": ("Corpus", "Tokenizer", "embed"),
     "attach": ("attach",),
     "weights": ("export", "load"),
-    "train": ("Recipe", "train"),
+    "train": ("Recipe", "TrainRequest", "train"),
     "teach": ("distil",),
     "look.record.recording": ("record",),
     "look.record.attend": ("attend",),
@@ -49,7 +49,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Corpus", "Tokenizer", "embed",
     "attach",
     "export", "load",
-    "Recipe", "train", "distil",
+    "Recipe", "TrainRequest", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "compare", "match", "HeadHistory",
     "prune", "quantise", "dequantise", "Plan", "PruneRequest", "PruneStudy", "prune_study",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary, RotaryScaling, preset, presets
     from headwise.teach import distil
     from headwise.text import Corpus, Tokenizer, embed
-    from headwise.train import Recipe, train
+    from headwise.train import Recipe, TrainRequest, train
     from headwise.weights import export, load
 
 

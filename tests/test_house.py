@@ -45,7 +45,7 @@ PUBLIC_NAMES = [
     *("Corpus", "Tokenizer", "embed"),
     "attach",
     *("export", "load"),
-    *("Recipe", "train", "distil"),
+    *("Recipe", "TrainRequest", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "compare", "match", "HeadHistory"),
     *("prune", "quantise", "dequantise", "Plan", "PruneRequest", "PruneStudy", "prune_study"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Json, Model
+from headwise.cli.shell.words import Json, Model, given
 
 
 def run(
@@ -41,36 +41,29 @@ def run(
 ) -> None:
     """Distil: train a student by a teacher's logits, states, attention maps or relations. Ctrl-C saves and stops."""
     from headwise.errors import HeadwiseError
+    from headwise.show.train import show_run
     from headwise.teach import distil
     from headwise.train import Recipe
     from headwise.train.little import LITTLE, little_texts
-    from headwise.train.loop import finite
     from headwise.weights import load
 
     loaded = load(teacher)
     learner: Any = loaded.spec.resized(layers=layers, heads=heads, width=width) if student is None else load(student)
     if student is not None and not layers is heads is width is None:
         raise HeadwiseError("--layers, --heads and --width are for a new student; leave them out, or --student.")
-    asked = {"steps": steps, "batch": batch, "context": context, "rate": rate, "warmup": warmup}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    recipe = replace(Recipe() if text else LITTLE, **given, seed=seed)
+    numbers = given(steps=steps, batch=batch, context=context, rate=rate, warmup=warmup)
+    recipe = replace(Recipe() if text else LITTLE, **numbers, seed=seed)
     texts, held_out = (text, None) if text else little_texts(recipe)
     folder = out or Path("runs") / f"distil-{Path(teacher).name}"
     made = distil(
         learner, loaded, texts, recipe, by=tuple(by.split(",")), out=folder, valid=valid or held_out, keep=keep,
         device=device, temperature=temperature, alpha=alpha, pairs=_pairs(pairs),
     )  # fmt: skip
-    told = {
-        "steps": made.step, "tokens": made.tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
-        "stopped": made.stopped, "seconds": made.seconds, "by": by,
-        "parameters": made.model.spec.parameters, "teacher": loaded.spec.parameters, "model": str(folder / "model"),
-    }  # fmt: skip
+    told = {**made.to_dict(), "by": by, "teacher": loaded.spec.parameters}
     if as_json:
         print(json.dumps({**told, "recipe": asdict(made.recipe)}, indent=2))
     else:
-        from headwise.cli.train import report
-
-        report({**told, "again": "headwise distil, as before"}, (), [])
+        show_run({**told, "again": "headwise distil, as before"}, (), [])
     if made.stopped == "interrupted":
         raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
 

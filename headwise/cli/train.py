@@ -1,18 +1,13 @@
 """headwise train: a transformer from scratch, on the little language or on any text."""
 
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Json
-
-if TYPE_CHECKING:
-    from headwise.look.profile.history import HeadHistory
-    from headwise.model import Transformer
+from headwise.cli.shell.words import Json, given
 
 HEADS = "heads.npz"
 
@@ -61,68 +56,51 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
+    from headwise.look.profile.history import HeadHistory
+    from headwise.show.train import show_run
     from headwise.spec import preset as named
-    from headwise.text import Tokenizer
+    from headwise.team.team import is_first
     from headwise.text.corpus import Corpus
-    from headwise.text.little import VOCABULARY
+    from headwise.train import TrainRequest, start
     from headwise.train import resume as go_on
-    from headwise.train import train
-    from headwise.train.exam import exam
-    from headwise.train.little import LITTLE, little_texts
-    from headwise.train.loop import finite
+    from headwise.train.exam import can_sit, exam
+    from headwise.train.little import LITTLE
 
     if resume is not None:
         _alone(context_of)
     spec = named(preset).resized(layers=layers, heads=heads, width=width, context=context)
     silent = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
-    spec = replace(spec, attention=replace(spec.attention, **silent))
-    if masked:
-        spec = replace(spec, kind="encoder", output="mlm")
-    asked = {
-        "steps": steps, "batch": batch, "accumulate": accumulate, "rate": rate, "warmup": warmup, "precision": precision,
-        "evaluate_every": evaluate_every, "patience": patience, "save_every": save_every,
-    }  # fmt: skip
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    rows = "windows" if text else LITTLE.rows
-    recipe = replace(LITTLE, **given, rows=rows, compile=compile, checkpointing=checkpointing, seed=seed)
-    texts, held_out = (text, None) if text else little_texts(recipe)
-    texts = texts if source is None else Corpus.named(text, source)
-    held_out = valid or held_out if valid_source is None else Corpus.named([valid] if valid else None, valid_source)
+    kind = {"kind": "encoder", "output": "mlm"} if masked else {}
+    spec = replace(spec, attention=replace(spec.attention, **silent), **kind)
+    numbers = given(
+        steps=steps, batch=batch, accumulate=accumulate, rate=rate, warmup=warmup, precision=precision,
+        evaluate_every=evaluate_every, patience=patience, save_every=save_every,
+    )  # fmt: skip
+    switches = {"compile": compile, "checkpointing": checkpointing, "seed": seed}
     out = resume or out or Path("runs") / (text[0].stem if text else "little")
-    leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process looks and speaks for all
-    watched = _begin(out / HEADS) if watch_heads and leads else None
-
-    def look(model: "Transformer", step: int) -> None:
-        if watched is not None:
-            watched(model, step)
-            watched.save(out / HEADS)
-
-    called, every = (None if watched is None else look), recipe.evaluate_every
+    request = TrainRequest(
+        spec,
+        text if source is None else Corpus.named(text, source),
+        replace(LITTLE, rows="windows" if text else LITTLE.rows, **numbers, **switches),
+        out=out,
+        valid=valid if valid_source is None else Corpus.named([valid] if valid else None, valid_source),
+        tokenizer=tokenizer,
+    )
+    leads = is_first()
+    history = HeadHistory.kept_in(out / HEADS) if watch_heads and leads else None
     if resume is not None:
-        made = go_on(resume, device=device, call=called, every=every)
+        made = go_on(resume, device=device, call=history, every=None)
     else:
-        made = train(
-            spec, texts, recipe, out=out, valid=held_out, tokenizer=tokenizer, device=device, call=called, every=every,
-        )  # fmt: skip
+        made = start(request, device=device, call=history, every=None)
     if not leads:
         return
-    own = made.model.tokenizer
-    little = isinstance(own, Tokenizer) and set(own.backend.get_vocab()) >= set(VOCABULARY)
-    examined = little and not text and made.model.spec.kind == "decoder" and made.stopped != "interrupted"
-    marks = exam(made.model) if examined else ()
-    result = {
-        "steps": made.step, "tokens": made.tokens, "loss": finite(made.loss), "valid_loss": made.valid_loss,
-        "stopped": made.stopped, "best_step": made.best_step, "seconds": made.seconds,
-        "parameters": made.model.spec.parameters, "model": str(out / "model"),
-    }  # fmt: skip
-    lives = [] if watched is None else summarise(watched)
+    examined = not text and can_sit(made.model) and made.stopped != "interrupted"
+    marks, lives = exam(made.model) if examined else (), [] if history is None else history.lives()
     if as_json:
-        told = {**result, "recipe": asdict(made.recipe), "exam": [mark._asdict() for mark in marks]}
-        if watched is not None:
-            told |= {"heads": [life._asdict() for life in lives]}
-        print(json.dumps(told, indent=2))
+        told = {**made.to_dict(), "recipe": asdict(made.recipe), "exam": [mark._asdict() for mark in marks]}
+        print(json.dumps(told if history is None else told | {"heads": [life._asdict() for life in lives]}, indent=2))
     else:
-        report(result, marks, lives)
+        show_run(made.to_dict(), marks, lives)
     if made.stopped == "interrupted":
         raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
 
@@ -141,58 +119,3 @@ def _alone(context: typer.Context) -> None:
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-class Life(NamedTuple):
-    """What became of one measure: the head with most of it, beside the most any head had at the first look."""
-
-    measure: str
-    head: str
-    value: float
-    baseline: float  # the most of any head at the first look
-    cases: int  # rows or arcs it is a mean over
-    half_at: int | None  # the step at which that head first had half of it
-
-
-def summarise(watched: "HeadHistory") -> list[Life]:
-    """For each measure the head with most of it, how much, and the step at which it first had half of that."""
-    lives = []
-    for measure, cases in zip(watched.names, watched.counts, strict=True) if watched.steps else ():
-        head, value = watched.best(measure)
-        half = watched.born(measure, value / 2).get(head) if value > 0 else None  # half of nothing is no news
-        lives.append(Life(measure, head, value, watched.baseline(measure), cases, half))
-    return lives
-
-
-def _begin(path: Path) -> "HeadHistory":
-    """A new history, or the one a stopped run left."""
-    from headwise.look.profile.history import HeadHistory
-
-    return HeadHistory.load(path) if path.is_file() else HeadHistory()
-
-
-def report(result: dict[str, Any], marks: tuple, lives: list[Life]) -> None:
-    """What came of it, for a person."""
-    from rich.console import Console
-
-    from headwise.show.tables import make_table
-
-    console = Console()
-    held_out = "" if result["valid_loss"] is None else f", held out {result['valid_loss']:.4f}"
-    console.print(
-        f"{result['stopped']} at step {result['steps']}, {result['tokens']:,} tokens, {result['seconds']:.0f} s, "
-        f"{result['parameters']:,} parameters: loss {result['loss'] or float('nan'):.4f}{held_out}",
-        highlight=False,
-    )
-    if marks:
-        columns = ["quiz", "questions", "right", "chance", "bigram"]
-        console.print(make_table("The right word is the first choice, on held-out documents", columns, marks))
-    if lives:
-        rows = [(*life[:5], "" if life.half_at is None else life.half_at) for life in lives]
-        title = "The best head of each measure; the baseline is the best of any head before the first step"
-        console.print(make_table(title, ["measure", "head", "value", "baseline", "cases", "half of it at step"], rows))
-    again = result["stopped"] == "interrupted"
-    run = Path(result["model"]).parent
-    on = result.get("again", f"headwise train --resume {run}")
-    told = f"to go on: {on}" if again else f"the model is in {run}: headwise generate {run} ..."
-    console.print(told, highlight=False, soft_wrap=True)

@@ -55,6 +55,11 @@ class Team:
             dist.barrier()
 
 
+def is_first() -> bool:
+    """Whether this is the process that looks and speaks for all that torchrun started; before they have met."""
+    return not int(os.environ.get("RANK", "0"))
+
+
 @contextmanager
 def gather(device: str | torch.device | None) -> Iterator[Team]:
     """The team that torchrun started, or a team of one."""

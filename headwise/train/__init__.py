@@ -4,10 +4,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from headwise.train.loop import Trained, resume, train
+from headwise.train.loop import Trained, resume, start, train
 from headwise.train.recipe import Recipe
+from headwise.train.request import TrainRequest
 
-__all__ = ["Recipe", "Trained", "resume", "train"]
+__all__ = ["Recipe", "TrainRequest", "Trained", "resume", "start", "train"]
 
 
 class _Room(ModuleType):

@@ -11,7 +11,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer, quiet
 from headwise.text import Tokenizer
 from headwise.text.documents import Document
-from headwise.text.little import LittleLanguage, Quiz, quizzes
+from headwise.text.little import VOCABULARY, LittleLanguage, Quiz, quizzes
 from headwise.text.little.quizzes import KINDS
 
 
@@ -23,6 +23,14 @@ class Mark(NamedTuple):
     right: float  # by the model's first choice among all words
     chance: float  # by guessing among the words that compete
     bigram: float  # by the one of those that follows the word before most often
+
+
+def can_sit(model: Transformer) -> bool:
+    """Whether the exam is for this model: a decoder that reads the words of the little language."""
+    own = model.tokenizer
+    return (
+        model.spec.kind == "decoder" and isinstance(own, Tokenizer) and set(own.backend.get_vocab()) >= set(VOCABULARY)
+    )
 
 
 def exam(model: Transformer, *, documents: int = 1000, split: str = "held-out", seed: int = 1) -> tuple[Mark, ...]:

@@ -4,7 +4,6 @@ import math
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from headwise.model import Transformer, quiet
 from headwise.spec import ModelSpec
 from headwise.team.team import Team, gather
 from headwise.text import Tokenizer
-from headwise.text.corpus import Corpus
 from headwise.train.batches import Hide, Rows, in_order, make_rows, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
@@ -27,6 +25,8 @@ from headwise.train.optimise import make_optimizer
 from headwise.train.prepare import Prepared, cutter, prepare, recall
 from headwise.train.progress import Clock, Watch
 from headwise.train.recipe import Recipe
+from headwise.train.request import TrainRequest
+from headwise.train.result import Trained, finite
 from headwise.train.run import Metrics, note
 from headwise.train.stop import interruptible
 
@@ -35,23 +35,6 @@ Call = Callable[[Transformer, int], object]
 
 class Diverged(HeadwiseError):  # noqa: N818 (what happened, not another kind of error)
     """Training ran away: a gradient is no longer a number."""
-
-
-@dataclass
-class Trained:
-    """What a run gave: the model, how far it came, every logged row, and how it ended."""
-
-    model: Transformer
-    recipe: Recipe
-    step: int
-    tokens: int  # read so far
-    loss: float  # of the last step
-    valid_loss: float | None  # of the last evaluation, on text that was held out
-    best_step: int  # of the best evaluation
-    stopped: str  # finished | early | interrupted
-    seconds: float  # of this call
-    history: list[dict[str, float]] = field(repr=False)
-    folder: Path | None = None
 
 
 def train(
@@ -65,7 +48,7 @@ def train(
     loss: MakeLoss = LanguageLoss,
     device: str | torch.device | None = None,
     call: Call | None = None,
-    every: int = 100,
+    every: int | None = 100,
     progress: bool = True,
 ) -> Trained:
     """Train a new model from a spec, or go on with one that is there, on a text.
@@ -73,8 +56,9 @@ def train(
     `corpus` is a text, a list of texts, a path or a Corpus; none is the little language. `out` is a folder for checkpoints,
     metrics and the model: run the same again and a stopped run goes on, to the same bits. `tokenizer` is one that was
     loaded or made, or "byte", "character", "word" (the little language), "bpe:4096"; a new model's vocabulary is set to it.
-    `call(model, step)` is called before the first step, after every `every` steps and after the last. `loss` makes of the
-    model what it learns from (`headwise.train.loss.Loss`); what is held out is always judged by its text alone.
+    `call(model, step)` is called before the first step, after every `every` steps (None: at each evaluation) and after the
+    last. `loss` makes of the model what it learns from (`headwise.train.loss.Loss`); what is held out is always judged by
+    its text alone.
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -82,19 +66,34 @@ def train(
     >>> made.step, made.loss < 5, made.stopped
     (20, True, 'finished')
     """
-    recipe = recipe or Recipe()
-    texts = Corpus.little() if corpus is None else Corpus.of(corpus)
-    if corpus is None and valid is None:
-        valid = Corpus.little("held-out", documents=1000)
-    held_out = None if valid is None else Corpus.of(valid)
-    if every < 1:
+    request = TrainRequest(model, corpus, recipe, out=out, valid=valid, tokenizer=tokenizer, loss=loss)
+    return start(request, device=device, call=call, every=every, progress=progress)
+
+
+def start(
+    request: TrainRequest,
+    *,
+    device: str | torch.device | None = None,
+    call: Call | None = None,
+    every: int | None = 100,
+    progress: bool = True,
+) -> Trained:
+    """Start a run, or go on with it where its folder holds a part of it already; `train` in one object.
+
+    >>> from headwise.spec import preset
+    >>> small = preset("little").resized(layers=1, width=16, heads=2)
+    >>> made = start(TrainRequest(small, recipe=Recipe(steps=2, batch=4, warmup=1)), progress=False)
+    >>> made.step, made.model.tokenizer.encode("the dog", special=False) != [made.model.tokenizer.unk] * 2
+    (2, True)
+    """
+    if every is not None and every < 1:
         raise HeadwiseError(f"every must be at least 1, got {every}.")
+    out = request.out
     with gather(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
         folder = Path(scratch) if out is None else Path(out)
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
-        start = prepare(model, texts, held_out, recipe, tokenizer, loss, folder, team)
-        return _run(start, recipe, team, folder, out is not None, call, every, progress)
+        return _run(prepare(request, folder, team), request.how, team, folder, out is not None, call, every, progress)
 
 
 def resume(
@@ -103,7 +102,7 @@ def resume(
     loss: MakeLoss = LanguageLoss,
     device: str | torch.device | None = None,
     call: Call | None = None,
-    every: int = 100,
+    every: int | None = 100,
     progress: bool = True,
 ) -> Trained:
     """Go on with a run from its folder alone, to the bits it would have had; a finished one is given as it ended.
@@ -122,7 +121,14 @@ def resume(
 
 
 def _run(
-    start: Prepared, recipe: Recipe, team: Team, folder: Path, kept: bool, call: Call | None, every: int, progress: bool
+    start: Prepared,
+    recipe: Recipe,
+    team: Team,
+    folder: Path,
+    kept: bool,
+    call: Call | None,
+    every: int | None,
+    progress: bool,
 ) -> Trained:
     threads = torch.get_num_threads()
     loop = Loop(start, recipe, team, folder if kept else None, progress)
@@ -134,7 +140,7 @@ def _run(
                 f"{recipe.rate:g}. A tenth of the steps is usual."
             )
     try:
-        return loop.run(call, every)
+        return loop.run(call, recipe.evaluate_every if every is None else every)
     finally:
         torch.set_num_threads(threads)
 
@@ -353,11 +359,6 @@ class Loop:
         if self.folder is not None and self.stopped != "interrupted" and self.team.leads:
             self.model.save(self.folder / "model")
         self.team.wait()
-
-
-def finite(number: float) -> float | None:
-    """A number as JSON can hold it."""
-    return number if math.isfinite(number) else None
 
 
 def precision_of(recipe: Recipe, device: torch.device) -> torch.dtype:

@@ -17,11 +17,11 @@ from headwise.model import AnyModel, Transformer
 from headwise.spec import ModelSpec
 from headwise.team.team import Team
 from headwise.text import Tokenizer
-from headwise.text.corpus import Corpus
 from headwise.text.make import add_frame, add_mask, make_tokenizer
 from headwise.train.batches import Anywhere, Pairs, Texts, Windows
 from headwise.train.loss import Loss, MakeLoss
 from headwise.train.recipe import Recipe
+from headwise.train.request import TrainRequest
 from headwise.train.run import asked_before, is_same
 from headwise.train.tokens import Tokens, read_tokens, write_tokens
 
@@ -43,17 +43,10 @@ class Prepared:
         return self.loss.model  # pyright: ignore[reportReturnType]
 
 
-def prepare(
-    given: ModelSpec | Transformer,
-    corpus: Corpus,
-    valid: Corpus | None,
-    recipe: Recipe,
-    tokenizer: Tokenizer | str | None,
-    make_loss: MakeLoss,
-    folder: Path,
-    team: Team,
-) -> Prepared:
+def prepare(request: TrainRequest, folder: Path, team: Team) -> Prepared:
     """Check what was asked, claim the folder, and make or find everything in it."""
+    given, recipe, tokenizer = request.model, request.how, request.tokenizer
+    corpus, valid = request.texts, request.held_out
     spec = given if isinstance(given, ModelSpec) else getattr(given, "spec", given)
     if not isinstance(spec, ModelSpec):
         raise HeadwiseError(f'train takes a ModelSpec or a Transformer, e.g. hw.preset("nano"); got {given!r}.')
@@ -102,7 +95,7 @@ def prepare(
             write_tokens(folder / "tokens", corpus, valid, made, recipe.holdout)
     team.wait()
     made = Tokenizer.load(folder / "tokens")
-    loss = _loss(make_loss, _model(given, made, recipe.seed), recipe, team)
+    loss = _loss(request.loss, _model(given, made, recipe.seed), recipe, team)
     asked["loss"] = loss.name or None
     if team.leads:
         is_same(folder, asked)

@@ -17,8 +17,10 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.model.loss import IGNORE
 from headwise.text.make import byte_tokenizer, character_tokenizer
-from headwise.train import Recipe
+from headwise.train import Recipe, TrainRequest, start
 from headwise.train.batches import masked
+from headwise.train.exam import can_sit
+from headwise.train.little import LITTLE
 from tests.train.tiny import MASKED, NOISY, PLAIN, SHORT, TEXT, checkpoint, run, same_weights, there, timeless, words
 
 # Looking in.
@@ -237,3 +239,34 @@ def test_a_new_models_vocabulary_is_its_tokenizers() -> None:
     assert made.model.spec.vocab == len(set(TEXT)) + 2
     assert run(PLAIN, SHORT, tokenizer="bpe:300").model.spec.vocab == 300
     assert run(replace(PLAIN, vocab=3), SHORT).model.spec.vocab == 257
+
+
+def test_a_request_is_the_call_in_one_object(tmp_path: Path) -> None:
+    request = TrainRequest(PLAIN, TEXT, SHORT, out=tmp_path / "run", tokenizer="character")
+    made = start(request, progress=False)
+    assert same_weights(made.model, hw.train(PLAIN, TEXT, SHORT, tokenizer="character", progress=False).model)
+    assert start(request, progress=False).step == made.step, "the same again is that run"
+    told = made.to_dict()
+    assert (told["steps"], told["valid_loss"], told["model"]) == (
+        made.step,
+        made.valid_loss,
+        str(tmp_path / "run" / "model"),
+    )
+
+
+def test_without_a_text_the_little_language_is_read_a_document_a_row() -> None:
+    spec = hw.preset("little").resized(layers=1, width=16, heads=2)
+    request = TrainRequest(spec, recipe=replace(LITTLE, steps=3, batch=2, warmup=1))
+    assert "6 documents" in request.texts.name
+    assert request.held_out is not None
+    assert "held-out" in request.held_out.name
+    assert can_sit(start(request, progress=False).model)
+    assert TrainRequest(spec).how == LITTLE
+
+
+def test_a_call_comes_at_every_evaluation(tmp_path: Path) -> None:
+    recipe, heard = replace(SHORT, steps=6, warmup=1, evaluate_every=4), []
+    hw.train(
+        PLAIN, TEXT, recipe, out=tmp_path / "run", call=lambda _, step: heard.append(step), every=None, progress=False
+    )
+    assert heard == [0, 4, 6]

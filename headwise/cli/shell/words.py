@@ -1,6 +1,6 @@
 """What verbs have in common: arguments that mean the same everywhere, and what a shell offers for them."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,3 +16,8 @@ Model = Annotated[
 ]
 Texts = Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def given(**asked: Any) -> dict[str, Any]:
+    """Options that were said; the others stay as they are in what they would change."""
+    return {name: value for name, value in asked.items() if value is not None}

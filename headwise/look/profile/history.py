@@ -9,7 +9,7 @@ from bisect import bisect_left
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,17 @@ VERSION = 2
 DOCUMENTS = 48  # a look must be cheap beside the steps between two looks
 
 
+class Life(NamedTuple):
+    """What became of one measure: the head with most of it, beside the most any head had at the first look."""
+
+    measure: str
+    head: str
+    value: float
+    baseline: float  # the most of any head at the first look
+    cases: int  # rows or arcs it is a mean over
+    half_at: int | None  # the step at which that head first had half of it
+
+
 class HeadHistory:
     """Give it to `hw.train(…, call=history, every=100)`, or call it with a model and a step.
 
@@ -64,6 +75,19 @@ class HeadHistory:
         self._rows: list[np.ndarray] = []  # for each step (heads, measures)
         self._digest = ""  # of the texts, so that two sets of them never share a curve
         self._probe: tuple[list[Unit], Repeats] | None = None
+        self.path: Path | None = None  # a file that is written at every look
+
+    @staticmethod
+    def kept_in(path: str | Path, corpus: Any = None) -> "HeadHistory":
+        """One that is saved at every look, in a file; what a stopped run left there is gone on with.
+
+        >>> import tempfile
+        >>> HeadHistory.kept_in(tempfile.mkdtemp() + "/heads.npz").steps
+        []
+        """
+        made = HeadHistory.load(path, corpus) if Path(path).is_file() else HeadHistory(corpus)
+        made.path = Path(path)
+        return made
 
     def __call__(self, model: Transformer, step: int) -> None:
         """Look at a model as it is at a step; a step that was seen before is seen anew."""
@@ -84,6 +108,8 @@ class HeadHistory:
             )
         self.addresses, self.names, self.counts = addresses, names, counts
         self._keep(step, row)
+        if self.path is not None:
+            self.save(self.path)
 
     @property
     def values(self) -> np.ndarray:
@@ -119,6 +145,15 @@ class HeadHistory:
         """The most any head had of a measure at the first look: of a new model, what one sees that has learned nothing."""
         first = self._rows[0][:, self._place(measure)]
         return float("nan") if np.isnan(first).all() else float(np.nanmax(first))
+
+    def lives(self) -> list[Life]:
+        """For each measure the head with most of it, how much, and the step at which it first had half of that."""
+        made = []
+        for measure, cases in zip(self.names, self.counts, strict=True) if self.steps else ():
+            head, value = self.best(measure)
+            half = self.born(measure, value / 2).get(head) if value > 0 else None  # half of nothing is no news
+            made.append(Life(measure, head, value, self.baseline(measure), cases, half))
+        return made
 
     def save(self, path: str | Path) -> Path:
         """Write one compressed file; `HeadHistory.load` brings it back."""
