@@ -76,7 +76,7 @@ def verbs(place: Path) -> dict[str, tuple[tuple[str, ...], ...]]:
     }  # fmt: skip
 
 
-NONE = {"demo", "generate", "export", "plot", "view"}  # the demo's are those of attend, heads and prune
+NONE = {"demo", "distil", "generate", "export", "plot", "view"}  # the demo's are those of attend, heads and prune
 
 
 def test_all_verbs_are_here() -> None:
