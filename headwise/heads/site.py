@@ -52,9 +52,9 @@ class Seen:
         """Who looked at whom: the attention weights of every head, (B, H, T, S), rebuilt from q and k."""
         return maps(self.q, self.k, self.terms)
 
-    def rows(self, rows: Sequence[int]) -> Tensor:
-        """Some rows of the maps: (B, H, rows, S)."""
-        return torch.cat([maps_of_rows(self.q, self.k, self.terms, range(row, row + 1)) for row in rows], 2)
+    def rows(self, rows: Sequence[int], some: slice = slice(None)) -> Tensor:
+        """Some rows of the maps, (B, H, rows, S), or of `some` of the batch."""
+        return torch.cat([maps_of_rows(self.q, self.k, self.terms, range(row, row + 1), some) for row in rows], 2)
 
 
 class Site:

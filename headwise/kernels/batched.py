@@ -24,8 +24,8 @@ def maps(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     return maps_of_rows(q, k, terms, range(q.shape[2]))
 
 
-def maps_of_rows(q: Tensor, k: Tensor, terms: Terms, rows: range) -> Tensor:
-    """The same for some queries. (B, H, R, S)"""
+def maps_of_rows(q: Tensor, k: Tensor, terms: Terms, rows: range, some: slice = slice(None)) -> Tensor:
+    """The same for some queries. (B, H, R, S), or of `some` of the batch."""
     T, S = q.shape[2], k.shape[2]
-    scores = raw_scores(q[:, :, rows.start : rows.stop], spread(k, terms.groups), terms)
-    return weights(visible_scores(scores, terms, rows, range(S), T, S), terms, terms.may_be_empty(T, S))
+    scores = raw_scores(q[some, :, rows.start : rows.stop], spread(k[some], terms.groups), terms)
+    return weights(visible_scores(scores, terms, rows, range(S), T, S, some), terms, terms.may_be_empty(T, S))

@@ -82,13 +82,19 @@ def raw_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     return scores if terms.softcap is None else terms.softcap * torch.tanh(scores / terms.softcap)
 
 
-def visible_scores(scores: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
-    """Add the bias and put −inf where the mask forbids. (B, H, R, C)"""
+def visible_scores(
+    scores: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int, some: slice = slice(None)
+) -> Tensor:
+    """Add the bias and put −inf where the mask forbids. (B, H, R, C), or of `some` of the batch."""
     bias = terms.bias_block(rows, cols, T, S)
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+        scores = scores + _of_some(bias, some).to(scores.dtype)
     allowed = terms.mask_block(rows, cols, T, S, scores.device)
-    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    return scores if allowed is None else scores.masked_fill(~_of_some(allowed, some), -torch.inf)
+
+
+def _of_some(block: Tensor, some: slice) -> Tensor:
+    return block[some] if block.ndim == 4 and len(block) > 1 else block  # else all of the batch share it
 
 
 def weights(scores: Tensor, terms: Terms, may_be_empty: bool) -> Tensor:

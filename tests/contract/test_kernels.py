@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import Alibi, Buckets, Mask, alibi_slopes, causal, document_mask, padding_mask, per_head, window
+from headwise.kernels.attend import make_terms
+from headwise.kernels.batched import maps, maps_of_rows
 from tests.contract.variants import (
     FIXED,
     FLOATS,
@@ -39,6 +41,16 @@ def random_call(B: int, H: int, T: int, S: int, d: int = 5, dtype: torch.dtype =
     shapes = (B, H, T, d), (B, H, S, d), (B, H, S, d)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     return Call(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), **options)
+
+
+@given(call=calls(), data=st.data())
+@FIXED
+def test_a_row_of_one_of_the_batch_is_that_of_the_whole_map(call: Call, data: st.DataObject) -> None:
+    terms = make_terms(call.q, call.k, call.v, **call.options)
+    one, row = (data.draw(st.integers(0, call.q.shape[axis] - 1)) for axis in (0, 2))
+    some = slice(one, one + 1)
+    got = maps_of_rows(call.q, call.k, terms, range(row, row + 1), some)
+    torch.testing.assert_close(got, maps(call.q, call.k, terms)[some, :, row : row + 1], rtol=0, atol=1e-12)
 
 
 # The reference, against implementations that share no line with it.

@@ -159,7 +159,8 @@ class Cases:
 
     def _keep(self, number: int, seen: Seen, example: int, start: int, first_head: int) -> None:
         place = self.rows[number]
-        weights = seen.rows([place.source + start])[example, :, 0, start : start + len(place.names)]  # (H, S)
+        row = seen.rows([place.source + start], slice(example, example + 1))  # (1, H, 1, T)
+        weights = row[0, :, 0, start : start + len(place.names)]  # (H, S)
         heads = slice(first_head, first_head + len(weights))
         self.arrays["maps"][number, heads, : weights.shape[1]] = weights.float().cpu().numpy()
         self.arrays["met"][len(self.arcs) + number] = 1
