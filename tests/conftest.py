@@ -49,6 +49,18 @@ if SHIFT:  # wherever a weight comes into a module, changes its type or is copie
 
 
 @pytest.fixture
+def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what comes of a profile, not of its figures: 24 of the hundreds of documents that are read by default."""
+    from headwise.look.profile import make
+    from headwise.look.record import units
+
+    monkeypatch.setattr(units, "DOCUMENTS", 24)
+    monkeypatch.setattr(
+        make, "documents_for", lambda model: units.fitting(model, units.documents_for(model), units.DOCUMENTS)
+    )
+
+
+@pytest.fixture
 def straight() -> None:
     """For tests that ask where weights lie."""
     if SHIFT:

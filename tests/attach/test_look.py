@@ -52,7 +52,7 @@ def test_a_profile_is_that_of_the_native_model(name: str, tmp_path: Path) -> Non
     theirs = hw.attach(*build(name))
     assert isinstance(ours, hw.Transformer)
     for causal in (False, True) if name == "llama" else (False,):
-        a, b = (hw.profile(model, documents(12), causal=causal) for model in (ours, theirs))
+        a, b = (hw.profile(model, documents(5), causal=causal) for model in (ours, theirs))
         assert [head.address for head in a] == [head.address for head in b]
         for one, other in zip(a, b, strict=True):
             assert one.measures.keys() == other.measures.keys()
@@ -282,6 +282,7 @@ def test_random_twins_and_tokenizers_of_theirs() -> None:
         hw.attach(build("phi3")[0], object())
 
 
+@pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("name", ["opt", "roberta"])
 def test_every_verb_takes_a_folder_of_another_family(name: str, tmp_path: Path) -> None:
     from headwise.cli import app
@@ -305,6 +306,7 @@ def test_every_verb_takes_a_folder_of_another_family(name: str, tmp_path: Path) 
     assert facts["parameters"] == sum(value.numel() for value in build(name)[0].parameters())
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_a_folder_of_another_family_is_pruned_into_a_folder_that_loads(tmp_path: Path) -> None:
     from headwise.cli import app
 
@@ -336,6 +338,7 @@ def test_missing_weights_are_refused_not_drawn(tmp_path: Path) -> None:
         hw.load(folder)
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_the_heads_verb_takes_an_encoder_decoder(tmp_path: Path) -> None:
     from headwise.cli import app
 

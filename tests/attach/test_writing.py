@@ -124,10 +124,11 @@ def test_what_a_head_promotes_is_what_it_adds_to_the_logits_of_a_text_of_one_tok
             if "wpe" in part or "embed_positions" in part:
                 weight.zero_()  # positions are left out of what is promoted
     theirs, count = hw.attach(model, tokenizer), model.config.vocab_size
+    every = [logit_attribution(theirs, [17], i).heads for i in range(count)]
     for head in ("0.0", "0.3"):
         found = vocabulary(theirs, head, [17], k=count)[0].promotes
         assert len(found) == count
-        shares = np.array([logit_attribution(theirs, [17], i).heads[head] for i in range(count)])
+        shares = np.array([made[head] for made in every])
         order = np.argsort(-shares)
         assert words(found) == [tokenizer.backend.decode([int(i)], skip_special_tokens=False) for i in order]
         factor = shares[order[0]] / found[0][1]
@@ -207,6 +208,7 @@ def test_an_embedding_that_is_scaled_on_its_way_is_not_taken_for_a_bare_one() ->
     assert vocabulary(theirs, "0.1", "t", typical=True, corpus=TEXTS)[0].token == "t"
 
 
+@pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("name", ["gemma3", "roberta"])
 def test_the_story_of_a_head_tells_what_it_promotes(name: str, tmp_path: Path) -> None:
     from headwise.cli import app

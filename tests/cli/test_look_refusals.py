@@ -53,8 +53,11 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_as_a_program_of_its_own(folder: str, text: str) -> None:
-    done = alone("heads", folder, text, "--length", "50", "--no-causal", "--json")
+pytestmark = pytest.mark.usefixtures("few_documents")
+
+
+def test_as_a_program_of_its_own(folder: str, text: str, gold: str) -> None:
+    done = alone("heads", folder, text, "--treebank", gold, "--length", "50", "--no-causal", "--json")
     assert [head["address"] for head in strict(done.told)["heads"]] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
 
 

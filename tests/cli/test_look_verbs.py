@@ -52,12 +52,14 @@ def test_heads(folder: str, texts: str, tmp_path: Path) -> None:
     assert one["measures"] == told["heads"][6]["measures"]
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_some_heads_as_a_table(folder: str, texts: str) -> None:
     lines = answer("heads", folder, texts, "--no-causal", "--layers", "1", "--csv").splitlines()
     assert lines[0].startswith("head,role,")
     assert [line.split(",")[0] for line in lines[1:]] == HEADS[4:]
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_head(folder: str, texts: str) -> None:
     told = json.loads(answer("head", folder, "0.3", texts, "--json"))
     assert told["address"] == "0.3"
@@ -73,11 +75,13 @@ def test_ablate(folder: str, texts: str) -> None:
     assert told["how"] == "mean"
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_what_cannot_be_done(folder: str, texts: str) -> None:
     assert "random-init or shuffled" in headwise("heads", folder, texts, "--control", "sorted").refused
     assert "there is no role 'juggler'" in headwise("heads", folder, texts, "--no-causal", "--role", "juggler").refused
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_diff_of_two_profiles(folder: str, texts: str, tmp_path: Path) -> None:
     small = tmp_path / "small"
     whole = hw.load(folder)

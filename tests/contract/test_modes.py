@@ -29,7 +29,8 @@ from headwise.train.evaluate import evaluate
 from headwise.train.exam import exam
 
 TOKENIZER = word_tokenizer(VOCABULARY)
-TEXTS = [document.text for document in hw.Corpus.little("held-out", documents=6, seed=3).items()]
+GOLD = list(hw.Corpus.little("held-out", documents=6, seed=3).items())
+TEXTS = [document.text for document in GOLD]
 SHORT = [" ".join(text.split()[:20]) for text in TEXTS]
 IDS = torch.tensor([[5, 9, 11, 30, 7]])
 CASES = [
@@ -62,7 +63,7 @@ def evaluated(model: Any) -> None:
 
 VERBS: dict[str, Callable[[Any], object]] = {
     "attend": lambda model: hw.attend(model, SHORT[0]),
-    "profile": lambda model: hw.profile(model, SHORT, causal=False),
+    "profile": lambda model: hw.profile(model, SHORT, relations=GOLD, causal=False),
     "between": lambda model: hw.compare(model, SHORT, rows=8),
     "importance": lambda model: hw.importance(model, SHORT),
     "importance, gradient": lambda model: hw.importance(model, SHORT, by="gradient"),

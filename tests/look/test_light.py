@@ -10,6 +10,7 @@ from headwise.look.measure.tally import Tally
 from headwise.look.record.units import make_batches
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.probe import probe_set
 from tests.contract.layers import make_model
 from tests.look.dense import Rows, assert_alike, watch
 from tests.look.test_surface import FLAGS, VARIANTS, texts
@@ -51,8 +52,8 @@ def test_light_on_all_rows_and_full_on_some() -> None:
 
 
 def test_a_light_profile_has_no_role_it_did_not_measure() -> None:
-    model = hw.load("minilm")
-    light_one, full = (hw.profile(model, causal=False, detail=detail) for detail in ("light", "full"))
+    model, texts = hw.load("minilm"), list(probe_set())[::12]
+    light_one, full = (hw.profile(model, texts, causal=False, detail=detail) for detail in ("light", "full"))
     for name in ("entropy", "participation", "first", "delimiter valued", "aimed 1", "induction"):
         np.testing.assert_allclose(light_one.tally.mean(name), full.tally.mean(name), atol=2e-4)
     assert "confidence" not in light_one.tally.fields

@@ -6,6 +6,7 @@ import torch
 
 from headwise.look.profile.history import HeadHistory
 from headwise.look.profile.make import profile
+from headwise.look.record.units import DOCUMENTS
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.documents import Document, Relation
@@ -50,7 +51,7 @@ def test_some_documents_fit() -> None:
     """Of the little language's documents those that fit are read, with their relations."""
     made = profile(small(word_tokenizer(VOCABULARY), 40), causal=False)
     assert made.relations is not None
-    assert 0 < made.about["documents"] < 500
+    assert 0 < made.about["documents"] < DOCUMENTS == 500
 
 
 @pytest.mark.parametrize("off", [False, []])

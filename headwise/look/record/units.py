@@ -18,6 +18,7 @@ from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY
 from headwise.text.tokenizer import trim
 
+DOCUMENTS = 500  # of the little language, where no text is given
 LONGEST = 512  # tokens of a unit of plain text
 
 
@@ -188,7 +189,7 @@ def documents_for(model: AnyModel) -> Corpus:
     """What a model reads where nothing is given: the little language, if it knows its words, or the probe set; of these the
     documents that fit into its context, or, where none does, their texts, to be cut."""
     words = set(tokenizer_of(model).backend.get_vocab())
-    corpus = Corpus.little("held-out", documents=500, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
+    corpus = Corpus.little("held-out", documents=DOCUMENTS, seed=1) if words >= set(VOCABULARY) else Corpus.probe()
     return fitting(model, corpus)
 
 
