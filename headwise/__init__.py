@@ -16,7 +16,8 @@ _ROOMS = {
     "model": ("Transformer",),
     "text": ("Corpus", "Tokenizer", "embed"),
     "attach": ("attach",),
-    "weights": ("export", "load"),
+    "weights": ("load",),
+    "deploy": ("export",),
     "train": ("Recipe", "TrainRequest", "train"),
     "teach": ("distil",),
     "look.record.recording": ("record",),
@@ -48,7 +49,8 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Transformer",
     "Corpus", "Tokenizer", "embed",
     "attach",
-    "export", "load",
+    "load",
+    "export",
     "Recipe", "TrainRequest", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "compare", "match", "HeadHistory",
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from headwise.change.quantise import dequantise, quantise
     from headwise.change.request import PruneRequest
     from headwise.change.study import PruneStudy, prune_study
+    from headwise.deploy import export
     from headwise.errors import HeadwiseError
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window
@@ -84,7 +87,7 @@ if TYPE_CHECKING:
     from headwise.teach import distil
     from headwise.text import Corpus, Tokenizer, embed
     from headwise.train import Recipe, TrainRequest, train
-    from headwise.weights import export, load
+    from headwise.weights import load
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ import headwise as hw
 ROOT = Path(__file__).parent.parent
 ROOMS = [
     *("errors", "spec", "kernels", "heads", "model", "text", "files", "team", "attach"),
-    *("weights", "train", "teach", "look", "change", "lab", "show", "cli"),
+    *("weights", "deploy", "train", "teach", "look", "change", "lab", "show", "cli"),
 ]
 # The few that look up, inside a function: what is there to be shown shows itself, a model saves itself, and the plans a
 # model was cut by are read with it.
@@ -44,7 +44,8 @@ PUBLIC_NAMES = [
     "Transformer",
     *("Corpus", "Tokenizer", "embed"),
     "attach",
-    *("export", "load"),
+    "load",
+    "export",
     *("Recipe", "TrainRequest", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "compare", "match", "HeadHistory"),

@@ -1,7 +1,8 @@
-"""headwise export: a folder that transformers loads."""
+"""headwise export: a model for another engine."""
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -10,15 +11,26 @@ from headwise.cli.shell.words import Json, Model
 
 def run(
     model: Model,
-    folder: Annotated[str, typer.Argument(help="Where to write it.")],
+    path: Annotated[str, typer.Argument(help="Where to write it: a folder, or a file for gguf.")],
+    to: Annotated[str, typer.Option(help="transformers or gguf (llama.cpp).")] = "transformers",
     family: Annotated[
-        str | None, typer.Option(help="gpt2, gpt-neo, bert or llama; left out: the one it came from.")
+        str | None, typer.Option(help="For transformers: gpt2, gpt-neo, bert or llama; left out: the one it came from.")
     ] = None,
+    dtype: Annotated[str | None, typer.Option(help="For gguf: f32, f16, q8_0 or q4_0.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Run it in its real engine and compare.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a model as a folder that transformers loads; cut heads become zeros."""
-    from headwise.weights import export, load
+    """Write a model, cut or not, for an engine that people run; what it cannot hold is refused, or told."""
+    from headwise.deploy import export
+    from headwise.weights import load
 
-    written = export(load(model), folder, family)
-    files = sorted(path.name for path in written.iterdir())
-    print(json.dumps({"folder": str(written), "files": files}) if as_json else f"{written}: {', '.join(files)}")
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    made = export(load(model), path, family, to=to, check=check, **options)
+    where = Path(path)
+    files = sorted(one.name for one in where.iterdir()) if where.is_dir() else [where.name]
+    if as_json:
+        print(json.dumps({**made.to_dict(), "folder": path, "files": files}))
+        return
+    print(f"{path}: {', '.join(files)}" if where.is_dir() else f"{path}: {where.stat().st_size:,} bytes")
+    for note in (*made.notes, *([str(made.checked)] if made.checked is not None else [])):
+        print(f"  {note}")

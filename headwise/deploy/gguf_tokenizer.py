@@ -1,0 +1,106 @@
+"""A tokenizer as GGUF metadata, or why llama.cpp could not cut text as it does."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from headwise.errors import HeadwiseError
+from headwise.text import Tokenizer
+from headwise.text.gguf_cuts import CUTS, Cut
+
+INSTEAD = "export with tokenizer=False, and feed it ids"
+NORMAL, CONTROL, ADDED, BYTE = 1, 3, 4, 6
+NAMES = {
+    "bos": "bos",
+    "eos": "eos",
+    "pad": "padding",
+    "unk": "unknown",
+    "mask": "mask",
+    "cls": "cls",
+    "sep": "seperator",
+}
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what ByteLevel cuts by itself
+
+
+def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
+    """`tokenizer.ggml.*` for byte-level BPE and WordPiece; `vocab` rows, those that stand for nothing filled up."""
+    told = json.loads(tokenizer.backend.to_str())
+    kind = told["model"]["type"]
+    makers = {"BPE": _byte_level, "WordPiece": _wordpiece}
+    if kind not in makers:
+        raise HeadwiseError(
+            f"llama.cpp has no {kind} tokenizer like this one; export with tokenizer=False, and feed it ids."
+        )
+    fields = makers[kind](tokenizer, told, vocab)
+    for role, name in NAMES.items():
+        if tokenizer.special.get(role) is not None:
+            fields[f"{name}_token_id"] = tokenizer.special[role]
+    before, behind = tokenizer.around
+    if kind == "BPE":
+        for side, role in ((before, "bos"), (behind, "eos")):
+            if side not in ((), (tokenizer.special.get(role),)):
+                raise HeadwiseError(
+                    f"the tokenizer puts {side} around a text, which GGUF cannot say; export with tokenizer=False."
+                )
+        fields |= {"add_bos_token": bool(before), "add_eos_token": bool(behind)}
+    return fields
+
+
+def _byte_level(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
+    model = told["model"]
+    patterns = tuple(_patterns(told))
+    whole_first = bool(model.get("ignore_merges"))
+    name = _name_of(patterns, whole_first)
+    tokens, types = _tokens(tokenizer, told, vocab)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types, "merges": merges}
+
+
+def _patterns(told: dict[str, Any]) -> Iterator[str]:
+    """How text is cut before it is merged, pattern by pattern."""
+    step = told.get("pre_tokenizer") or {}
+    if told.get("normalizer") is not None:
+        raise HeadwiseError(
+            "the tokenizer changes text before it is cut, which GGUF cannot say; export with tokenizer=False."
+        )
+    for part in step["pretokenizers"] if step.get("type") == "Sequence" else [step]:
+        kind, inverted = part.get("type"), part.get("invert", False)
+        if kind == "Split" and part["behavior"] == "Isolated" and not inverted:
+            yield part["pattern"].get("Regex") or part["pattern"]["String"]
+        elif kind == "Digits" and part["individual_digits"]:
+            yield r"\p{N}"
+        elif kind == "ByteLevel" and not part["add_prefix_space"]:
+            if part["use_regex"]:
+                yield _GPT2
+        else:
+            raise HeadwiseError(
+                f"llama.cpp cannot cut text as this tokenizer does ({kind}); export with tokenizer=False."
+            )
+
+
+def _name_of(patterns: tuple[str, ...], whole_first: bool) -> str:
+    """The name by which llama.cpp knows a cut."""
+    for name, cut in CUTS.items():
+        if isinstance(cut, Cut) and cut.patterns == patterns and cut.whole_first == whole_first and name != "default":
+            return name
+    raise HeadwiseError(f"llama.cpp knows no cut by these patterns: {' then '.join(patterns)[:200]}; {INSTEAD}.")
+
+
+def _tokens(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> tuple[list[str], list[int]]:
+    """Every token in its place, and of what type it is."""
+    tokens, types = [f"[PAD{i}]" for i in range(vocab)], [CONTROL] * vocab
+    for token, i in tokenizer.backend.get_vocab().items():
+        tokens[i], types[i] = token, NORMAL
+    for added in told.get("added_tokens", ()):
+        types[added["id"]] = CONTROL if added["special"] else ADDED
+    return tokens, types
+
+
+def _wordpiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """GGUF marks where words begin, BERT where they go on."""
+    tokens, types = _tokens(tokenizer, told, vocab)
+    special = {added["id"] for added in told.get("added_tokens", ())}
+    for i, token in enumerate(tokens):
+        if types[i] == NORMAL and i not in special:
+            tokens[i] = token[2:] if token.startswith("##") else f"▁{token}"
+    return {"model": "bert", "tokens": tokens, "token_type": types, "token_type_count": 2}

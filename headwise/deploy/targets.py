@@ -1,0 +1,131 @@
+"""`export`: a model written for an engine; one table says what each can hold."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.deploy.check import Checked, compare
+from headwise.errors import HeadwiseError, close_names
+from headwise.model import AnyModel, Transformer
+from headwise.weights.export import export as write_folder
+
+PROMPTS = (
+    "The teacher gave the students", "Once upon a time there was", "In 1969 the first", "She opened the door and",
+)  # fmt: skip
+TOKENS = 16  # that are written behind each when a file is checked
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What lies where, for whom, what was done about the rest, and, where it was asked for, how it does in its engine."""
+
+    path: Path
+    to: str
+    notes: tuple[str, ...] = ()
+    checked: Checked | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        told = {"path": str(self.path), "to": self.to, "notes": list(self.notes)}
+        return (
+            told if self.checked is None else {**told, "checked": vars(self.checked) | {"agrees": self.checked.agrees}}
+        )
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine: what it takes, what becomes of cut heads there, and how a model is written for it."""
+
+    takes: str
+    cut_heads: str
+    write: Callable[..., tuple[str, ...]]
+    check: Callable[[AnyModel, Path, Sequence[Sequence[int]]], Checked] | None = None
+
+
+def export(
+    model: AnyModel,
+    path: str | Path,
+    family: str | None = None,
+    *,
+    to: str = "transformers",
+    check: bool = False,
+    **options: Any,
+) -> Exported:
+    """Write a model for another engine: `transformers` (a folder), `gguf` (a file, for llama.cpp).
+
+    What an engine cannot hold is refused with the reason, or done otherwise with the same numbers, as the notes say. What
+    was written here before is replaced, anything else refused. `check` runs the file in its real engine and compares.
+    Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`.
+
+    >>> from headwise.spec import preset
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export(Transformer(preset("nano")), folder + "/out").to
+    'transformers'
+    """
+    if to not in TARGETS:
+        raise HeadwiseError(f"there is no target {to!r}; {close_names(to, TARGETS)}")
+    if family is not None:
+        options["family"] = family
+    target = TARGETS[to]
+    try:
+        notes = target.write(model, Path(path), **options)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise HeadwiseError(f"{to} has no option {str(error).rpartition(' ')[2]}.") from None
+    if not check:
+        return Exported(Path(path), to, notes)
+    if target.check is None:
+        raise HeadwiseError(f"what is written for {to} is checked by its tests, not here; leave check out.")
+    prompts = [ids for text in PROMPTS if (ids := _ids(model, text))]
+    return Exported(Path(path), to, notes, target.check(model, Path(path), prompts))
+
+
+def _ids(model: AnyModel, text: str) -> list[int]:
+    """A prompt in the model's tokens, or, where it has no tokenizer, the same letters as numbers."""
+    if model.tokenizer is None:
+        return [ord(letter) % model.spec.vocab for letter in text]
+    return model.tokenizer.encode(text)
+
+
+def _to_transformers(model: Any, path: Path, family: str | None = None) -> tuple[str, ...]:
+    write_folder(model, path, family)
+    gone = len(getattr(model.spec, "kept", ()))
+    return ("cut heads are zeros: the numbers are those of the cut model, the size is not",) if gone else ()
+
+
+def _to_gguf(model: Any, path: Path, dtype: str = "f32", tokenizer: bool = True) -> tuple[str, ...]:
+    from headwise.deploy.gguf import write_gguf
+
+    if not isinstance(model, Transformer):
+        raise HeadwiseError("GGUF is written from models that hw.load builds; an attached one stays with transformers.")
+    if path.exists() and (path.is_dir() or path.read_bytes()[:4] != b"GGUF"):
+        raise HeadwiseError(f"{path} is there already and is no GGUF file; choose another name.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    try:
+        written = write_gguf(model, Path(name), dtype, tokenizer)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return (f"architecture {written.architecture}", *written.notes)
+
+
+def _in_llama_cpp(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked:
+    from headwise.deploy.llama_cpp import write_on
+
+    answers, speed = write_on(path, prompts, TOKENS)
+    return compare(model, prompts, answers, speed)
+
+
+TARGETS: dict[str, Target] = {
+    "transformers": Target("GPT-2, GPT-Neo, BERT and Llama families", "zeros, in the full shape", _to_transformers),
+    "gguf": Target("Llama families", "gone: heads are counted by layer", _to_gguf, _in_llama_cpp),
+}

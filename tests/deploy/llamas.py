@@ -1,0 +1,60 @@
+"""Small Llamas with a tokenizer llama.cpp knows, cut in all ways."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+import headwise as hw
+from headwise.change.cut import cut, fold
+from headwise.look.worth.outputs import mean_activations
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec, Rotary
+from headwise.text import Tokenizer
+from headwise.text.make import bpe_tokenizer
+
+TEXTS = ["the cat sat on the mat", "a dog saw the cat and ran", "heads look at words", "it rained all day on the mat"]
+SPEC = ModelSpec(
+    vocab=300, context=64, layers=3, hidden=64, norm="rms", activation="swiglu", mlp_bias=False, positions="none",
+    attention=AttentionSpec(width=32, heads=6, head_dim=8, kv_heads=3, rotary=Rotary()),
+)  # fmt: skip
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return bpe_tokenizer(TEXTS * 20, size=SPEC.vocab)
+
+
+def llama(seed: int = 0, **more) -> Transformer:
+    torch.manual_seed(seed)
+    words = tokenizer()
+    model = Transformer(replace(SPEC, **more, vocab=len(words)))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4.0) if weight.ndim > 1 else None  # so that words matter
+        parts = [i for i in range(len(words)) if "\ufffd" in words.decode([i])]  # of which llama.cpp tells nothing
+        model.embed.tokens.weight[parts] *= 0.01
+        if not model.spec.tied:
+            model.output.vocabulary.weight[parts] *= 0.01
+    model.tokenizer = words
+    return model.eval()
+
+
+def without(model: Transformer, heads: str, folded: bool = True) -> Transformer:
+    """The model without some heads, what they gave on average folded in."""
+    gone = model.spec.addresses if heads == "*" else hw.Plan.make(model, heads=heads, fold=False).heads
+    means = fold(model, gone, mean_activations(model, TEXTS)) if folded else None
+    return cut(model, gone, means)
+
+
+def random_cut(model: Transformer, seed: int) -> Transformer:
+    """Any heads but all of them; whole layers too."""
+    dice = random.Random(seed)
+    heads = list(model.spec.addresses)
+    gone = [head for head in heads if dice.random() < dice.choice((0.2, 0.5, 0.8))]
+    if dice.random() < 0.5:
+        layer = dice.randrange(model.spec.layers)
+        gone = sorted({*gone, *(head for head in heads if head.layer == layer)})
+    gone = gone[:-1] if len(gone) == len(heads) else gone or heads[:1]
+    return without(model, ",".join(map(str, gone)), folded=dice.random() < 0.5)

@@ -1,0 +1,174 @@
+"""GGUF files of whole and cut models, run in stock llama.cpp where it is installed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.deploy.check import compare
+from headwise.deploy.layers import filled_layers
+from headwise.deploy.llama_cpp import Step, is_there, write_on
+from headwise.spec import Rotary, RotaryScaling
+from tests.deploy.llamas import SPEC, TEXTS, llama, random_cut, tokenizer, without
+
+gguf = pytest.importorskip("gguf")
+engine = pytest.mark.skipif(not is_there(), reason="needs xllamacpp, which carries llama.cpp")
+STRETCHED = Rotary(theta=500.0, scaling=RotaryScaling("llama3", 8.0, original_context=32))
+WITHIN = 5e-3  # nats, of the five likeliest tokens in float32
+
+
+def fields(path: Path) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def prompts(count: int = 3) -> list[list[int]]:
+    return [tokenizer().encode(text) for text in TEXTS[:count]]
+
+
+CUTS = {
+    "whole": lambda model: model,
+    "uneven": lambda model: without(model, "0.1,1.0,1.1,2.5", folded=False),
+    "emptied": lambda model: without(model, "1.*"),
+    "first emptied": lambda model: without(model, "0.*,2.1"),
+    "folded": lambda model: without(model, "0.1,0.4,2.0"),
+}
+
+
+@engine
+@pytest.mark.parametrize("name", CUTS)
+def test_llama_cpp_says_what_we_say(name: str, tmp_path: Path) -> None:
+    model = CUTS[name](llama())
+    made = hw.export(model, tmp_path / "m.gguf", to="gguf", check=True)
+    assert made.checked is not None
+    assert made.checked.largest < WITHIN
+    assert made.checked.numbers > 100
+    assert made.checked.agrees
+    assert made.notes[0] == f"architecture {'llama' if name == 'whole' else 'deci'}"
+
+
+@engine
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tied": False},
+        {"attention": replace(SPEC.attention, rotary=Rotary(layout="interleaved"))},
+        {"attention": replace(SPEC.attention, rotary=STRETCHED)},
+        {"attention": replace(SPEC.attention, bias=True)},
+        {"attention": replace(SPEC.attention, bias=True), "cut": "1.*,2.0"},
+    ],
+    ids=["untied", "interleaved", "stretched", "biases", "biases, cut"],
+)  # fmt: skip
+def test_other_llamas(more: dict, tmp_path: Path) -> None:
+    gone = more.pop("cut", None) if "cut" in (more := dict(more)) else None
+    model = llama(1, **more)
+    model = model if gone is None else without(model, gone)
+    made = hw.export(model, tmp_path / "m.gguf", to="gguf", check=True)
+    assert made.checked is not None
+    assert made.checked.largest < WITHIN
+    assert made.checked.numbers > 100
+    assert made.checked.agrees
+
+
+@engine
+@pytest.mark.parametrize(("dtype", "within"), [("f16", 0.1), ("q8_0", 0.5)])
+def test_fewer_bits(dtype: str, within: float, tmp_path: Path) -> None:
+    model = without(llama(), "0.1,1.*", folded=False)
+    hw.export(model, tmp_path / "m.gguf", to="gguf", dtype=dtype)
+    answers, _ = write_on(tmp_path / "m.gguf", prompts(1), 4)
+    assert compare(model, prompts(1), answers).largest < within
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.slow)])
+@engine
+def test_no_cut_ends_the_engine(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        model = random_cut(llama(seed), seed)
+        hw.export(model, tmp_path / f"{seed}.gguf", to="gguf")
+        answers, _ = write_on(tmp_path / f"{seed}.gguf", prompts(1), 2)  # raises if the process ended
+        assert compare(model, prompts(1), answers).largest < WITHIN, seed
+        (tmp_path / f"{seed}.gguf").unlink()
+
+
+def test_what_stands_in_the_file(tmp_path: Path) -> None:
+    model = without(llama(), "0.0,2.*")
+    made = hw.export(model, tmp_path / "m.gguf", to="gguf")
+    told = fields(tmp_path / "m.gguf")
+    assert told["deci.attention.head_count"] == [6, 6, 0]  # 0.0 is gone, and a head of zeros stands for it
+    assert told["deci.attention.head_count_kv"] == [3, 3, 0]
+    assert told["deci.feed_forward_length"] == [64, 64, 64]
+    assert told["tokenizer.ggml.pre"] == "gpt-2"
+    assert told["tokenizer.ggml.tokens"][5] == model.tokenizer.token(5)
+    assert "1 heads of zeros make groups even" in made.notes
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert "blk.2.attn_q.weight" not in tensors
+    constant = list(model.attention_layers())[2].b_O
+    assert torch.equal(torch.from_numpy(tensors["blk.1.ffn_down.bias"].copy()), constant.detach())
+
+
+def test_groups_are_filled_up_with_heads_that_write_nothing() -> None:
+    model = without(llama(), "0.1,0.2,0.3", folded=False)  # key heads 0 and 2 are left, with 1 and 2 heads
+    layers, behind = filled_layers(model)
+    first = layers[0]
+    assert (first.heads, first.kv_heads, first.zeros) == (4, 2, 1)
+    assert first.o is not None
+    written = first.o.unflatten(1, (4, 8)).abs().sum((0, 2))
+    assert written[1] == 0
+    assert (written[[0, 2, 3]] > 0).all()
+    assert not behind
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: hw.Transformer(hw.preset("nano")), "its norm is layer"),
+        (lambda: llama(attention=replace(SPEC.attention, window=8)), "looks back only so far"),
+        (lambda: llama(attention=replace(SPEC.attention, softmax="sink")), "a sink or a cap"),
+        (lambda: llama(kind="encoder", output="mlm"), "it is of kind encoder"),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused(make, said: str, tmp_path: Path) -> None:
+    with pytest.raises(hw.HeadwiseError, match=said):
+        hw.export(make(), tmp_path / "m.gguf", to="gguf")
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(hw.HeadwiseError, match="there is no target 'ggml'"):
+        hw.export(model, tmp_path / "m.gguf", to="ggml")
+    with pytest.raises(hw.HeadwiseError, match="weights are written as f32, f16"):
+        hw.export(model, tmp_path / "m.gguf", to="gguf", dtype="q5_k")
+    with pytest.raises(hw.HeadwiseError, match="gguf has no option"):
+        hw.export(model, tmp_path / "m.gguf", to="gguf", shards=2)
+    (tmp_path / "diary.txt").write_text("dear diary")
+    with pytest.raises(hw.HeadwiseError, match="is no GGUF file"):
+        hw.export(model, tmp_path / "diary.txt", to="gguf")
+    with pytest.raises(hw.HeadwiseError, match="is no GGUF file"):
+        hw.export(model, tmp_path, to="gguf")
+    assert (tmp_path / "diary.txt").read_text() == "dear diary"
+    words = llama()
+    words.tokenizer = hw.Tokenizer.from_wordpiece(["[UNK]", "[CLS]", "[SEP]", "the"])
+    hw.export(words, tmp_path / "words.gguf", to="gguf")
+    from headwise.text.make import word_tokenizer
+
+    words.tokenizer = word_tokenizer(["the", "cat"])
+    with pytest.raises(hw.HeadwiseError, match="tokenizer=False"):
+        hw.export(words, tmp_path / "none.gguf", to="gguf")
+    hw.export(words, tmp_path / "none.gguf", to="gguf", tokenizer=False)
+    assert fields(tmp_path / "none.gguf")["tokenizer.ggml.model"] == "none"
+
+
+def test_where_texts_part_is_told() -> None:
+    """Our own two likeliest tokens: the first agrees, the second parts, and is close only if it is."""
+    model = llama()
+    ids = prompts(1)[0]
+    logs = model(torch.tensor([ids]))[0, -1].log_softmax(-1).detach()
+    best, second = logs.topk(2).indices.tolist()
+    right = [[Step(best, {best: float(logs[best])})]]
+    assert compare(model, [ids], right, None).agrees
+    wrong = compare(model, [ids], [[Step(second, {second: float(logs[second]) + 0.25})]], None)
+    assert wrong.parted == 1
+    assert wrong.largest == pytest.approx(0.25, abs=1e-6)
+    assert wrong.agrees == (float(logs[best] - logs[second]) < 1e-2)
