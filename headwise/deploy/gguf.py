@@ -170,6 +170,10 @@ def _factors(spec: ModelSpec) -> Tensor | None:
 
 def _check(spec: ModelSpec) -> None:
     """What llama.cpp's Llama computes, and nothing else."""
+    if spec.weights:
+        raise HeadwiseError(
+            "GGUF has no weights at bits by head; write the numbers: hw.export(hw.dequantise(model), …, to='gguf')."
+        )
     attention = spec.attention
     rotary = attention.rotary
     wrong = {

@@ -61,8 +61,9 @@ def export(
     Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`.
 
     >>> from headwise.spec import preset
+    >>> small = preset("gpt2").resized(layers=1, width=16, heads=2, context=16)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     export(Transformer(preset("nano")), folder + "/out").to
+    ...     export(Transformer(small), folder + "/out").to
     'transformers'
     """
     if to not in TARGETS:

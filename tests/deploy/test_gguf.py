@@ -126,6 +126,7 @@ def test_groups_are_filled_up_with_heads_that_write_nothing() -> None:
         (lambda: llama(attention=replace(SPEC.attention, window=8)), "looks back only so far"),
         (lambda: llama(attention=replace(SPEC.attention, softmax="sink")), "a sink or a cap"),
         (lambda: llama(kind="encoder", output="mlm"), "it is of kind encoder"),
+        (lambda: hw.quantise(llama(), 8), "no weights at bits by head"),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused(make, said: str, tmp_path: Path) -> None:
