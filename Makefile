@@ -4,6 +4,8 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
+# Each process has a half of the tests in their order, so that what a file prepares is prepared once; who is done takes of the rest.
+SHARED := -n $(CORES) --dist worksteal
 
 .PHONY: install browser demo claims docs test test-all test-cpus parity lint bench clean
 
@@ -36,10 +38,10 @@ docs: install
 
 test: install
 	$(PY) -m pytest tests/test_tiny.py -q
-	$(PY) -m pytest -m 'not slow' -q -n $(CORES)
+	$(PY) -m pytest -m 'not slow' -q $(SHARED)
 
 test-all: install test-cpus
-	$(PY) -m pytest -q -n $(CORES)
+	$(PY) -m pytest -q $(SHARED)
 
 # Other processors, as far as one can imitate them: the oldest instructions, AVX2 alone, two threads, and weights that begin
 # 8 bytes behind a multiple of 64, as those of somebody's file may. Last bits differ there; what is promised may not.
@@ -53,7 +55,7 @@ comma := ,
 test-cpus: install $(CPUS:%=test-cpu@%)
 
 test-cpu@%: install
-	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q -n $(CORES) tests/contract tests/weights tests/train/test_resume.py tests/look
+	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/train/test_resume.py tests/look
 
 parity: install
 	$(PY) -m tests.parity
