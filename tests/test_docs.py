@@ -25,6 +25,7 @@ def test_doctests(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+@pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs_and_prints_what_it_says(page: Path) -> None:
     torch.manual_seed(0)

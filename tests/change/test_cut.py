@@ -17,6 +17,7 @@ from headwise.spec import ModelSpec, SiteAddress, preset, presets
 from headwise.train import Recipe, train
 from tests.contract.layers import LAYERS, MODELS, SIZES, assert_equal, make_lively_model, make_model, run, token_ids
 from tests.look.readers import TEXTS, reading
+from tests.parity.real import smollm2_folder
 from tests.train.tiny import same_weights
 
 # Every preset, small: eight heads in two layers; and every variant of a layer, as the layer of a decoder.
@@ -182,7 +183,7 @@ def test_it_generates_with_a_cache_as_without(name: str, pattern: str) -> None:
 @pytest.mark.parametrize(("name", "pattern"), [("smollm2", "0.0-2,3.*,17.1,29.4-8"), ("minilm", "0.*,1.3,5.1-11")])
 @torch.no_grad()
 def test_real_models(name: str, pattern: str) -> None:
-    model = hw.load(name)
+    model = hw.load(smollm2_folder() if name == "smollm2" else name)
     assert model.tokenizer is not None
     sentence = "The teacher gave the students their homework."
     ids, means = torch.tensor([model.tokenizer.encode(sentence)]), mean_activations(model, sentence)

@@ -80,6 +80,7 @@ def test_claims_with_their_page(tmp_path: Path):
     assert json.loads(said) == told
     assert [(claim["seeds"], claim["seen"]) for claim in told] == [([0], True)] * 2
     assert told[1]["identity"].startswith("a plain layer has four matrices")
+    asked = ("claims", "parameters", "--cache", str(tmp_path / "cache"), "--processes", "1")
     code, said, _ = headwise(*asked, "--seeds", "2", "--first-seed", "40")
     assert "2 seeds (40 to 41)" in said
     assert "looked at" not in said

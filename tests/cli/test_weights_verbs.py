@@ -105,7 +105,8 @@ def test_info_does_not_read_weights(folder: Path) -> None:
 
 def test_generate_appears_as_it_is_written() -> None:
     """A process of its own, with its standard output as a pipe: the text comes in pieces, in order."""
-    command = [sys.executable, "-m", "headwise", "generate", "smollm2", "The capital of France is", "--tokens", "6"]
+    folder = str(smollm2_folder())  # as transformers writes it: quicker to load than the bundle
+    command = [sys.executable, "-m", "headwise", "generate", folder, "The capital of France is", "--tokens", "6"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
@@ -117,14 +118,14 @@ def test_generate_appears_as_it_is_written() -> None:
     assert len(said) > 2  # not all at once
     assert said[0].startswith(b"The capital of France is")
     text = b"".join(said).decode()
-    assert text == hw.load(smollm2_folder()).generate("The capital of France is", 6) + "\n"
+    assert text == hw.load(folder).generate("The capital of France is", 6) + "\n"
     assert "Paris" in text
     assert stderr.startswith(b"6 tokens: as many as asked for (--tokens); ")
     assert stderr.count(b"\n") == 1
 
 
 def test_generate_with_heads_silenced() -> None:
-    folder = str(smollm2_folder())  # as transformers writes it: quicker to load than the bundle
+    folder = str(smollm2_folder())
     done = headwise("generate", folder, "One two three", "--tokens", "5", "--json", "--silence", "0-9.*")
     silenced = json.loads(done.out)
     model = hw.load(folder)

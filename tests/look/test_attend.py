@@ -13,6 +13,7 @@ from headwise.look.record.attend import attend
 from headwise.model import Transformer
 from headwise.text import Tokenizer
 from tests.contract.layers import MODELS, fill
+from tests.parity.real import smollm2_folder
 
 PIECES = [
     "[PAD]",
@@ -182,7 +183,7 @@ def test_what_cannot_be_read_is_refused() -> None:
 
 
 def test_an_empty_text_is_refused_where_no_special_token_stands_in() -> None:
-    model = hw.load("smollm2")
+    model = hw.load(smollm2_folder())
     with pytest.raises(HeadwiseError, match="the text is empty"):
         attend(model, "")
     seen = attend(model, "We  met\nZoë.", "0.0", words=False)

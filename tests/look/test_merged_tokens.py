@@ -16,6 +16,7 @@ from headwise.text import Alignment
 from headwise.text.documents import Document, Relation
 from headwise.text.probe import probe_set
 from tests.look.dense import by_scores
+from tests.parity.real import smollm2_folder
 
 # words: x " a , " y      tokens: x | " | a | ," | y
 QUOTE = Document('x "a," y', ("x", '"', "a", ",", '"', "y"), (Relation("quote", 4, 1), Relation("beside", 4, 3)))
@@ -109,7 +110,7 @@ def test_one_sentence_shows_words_of_one_token_as_one() -> None:
 
 def test_quotes_of_the_probe_set() -> None:
     """SmolLM2 writes 36 of the 65 closing quotes in one token with the mark before them: no arc of theirs is lost."""
-    model = hw.load("smollm2", check=False)
+    model = hw.load(smollm2_folder())
     units = list(read_units(model, probe_set("quote")))
     asked = [(unit.alignment, arc) for unit in units if unit.document for arc in unit.document.relations]
     assert sum(found.words_of_token[found.tokens_of_word[arc.source][0]][0] != arc.source for found, arc in asked) == 36

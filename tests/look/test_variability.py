@@ -91,7 +91,7 @@ def test_a_sink_takes_its_share_from_both() -> None:
 
 
 def test_a_profile_has_it_too() -> None:
-    made = profile(decoder(), TEXTS, causal=False)
+    made = profile(decoder(), TEXTS, relations=False, causal=False)
     alone = variability(decoder(), TEXTS)
     assert made.measure("variability") == pytest.approx(list(alone.values()), abs=1e-6)
     assert made["0.0"].measures["variability"] == pytest.approx(0, abs=1e-5)
@@ -102,7 +102,7 @@ def test_a_profile_has_it_too() -> None:
             p[text, i, found] = 1 / len(found)
     assert made["1.3"].measures["variability"] == pytest.approx(np.abs(p - p.mean(0)).sum() / (2 * p.sum()), abs=1e-3)
     for texts in (TEXTS[:1], ["1 2 3", "2 3 4"]):
-        short = profile(decoder(), texts, causal=False)
+        short = profile(decoder(), texts, relations=False, causal=False)
         assert np.isnan(short.measure("variability")).all()
 
 

@@ -17,6 +17,7 @@ from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer
 from tests.contract.layers import MODELS, fill, make_model, token_ids
+from tests.parity.real import smollm2_folder
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", "on", "mat", ".", "it"]
 TEXTS = ["the cats sat on the mat .", "it sat", "the cat . it sat on it . the mat", "mat"]
@@ -122,7 +123,7 @@ def test_a_heads_share_is_what_its_write_does_at_the_frozen_scale(norm: str) -> 
 
 
 def test_it_is_complete_on_a_real_model_and_leaves_its_outputs_bitwise_alone() -> None:
-    model = hw.load("smollm2")
+    model = hw.load(smollm2_folder())
     assert isinstance(model.tokenizer, Tokenizer)
     text = "The capital of France is"
     ids = torch.tensor([model.tokenizer.encode(text)])

@@ -106,5 +106,6 @@ def measure_minilm() -> Iterator[Result]:
     yield from measure_texts("minilm (real)", hw.load("minilm"), minilm_oracle(), "last_hidden_state")
 
 
-def measure_smollm2() -> Iterator[Result]:
-    yield from measure_texts("smollm2 (real)", hw.load("smollm2"), smollm2_oracle(), "logits")
+def measure_smollm2(ours: AnyModel | None = None) -> Iterator[Result]:
+    """`ours` is the bundle, where it is loaded already."""
+    yield from measure_texts("smollm2 (real)", ours or hw.load("smollm2"), smollm2_oracle(), "logits")

@@ -117,8 +117,8 @@ def reader(smollm2: hw.Transformer) -> hw.Tokenizer:
     return smollm2.tokenizer
 
 
-def test_smollm2() -> None:
-    results = list(real.measure_smollm2())
+def test_smollm2(smollm2: hw.Transformer) -> None:
+    results = list(real.measure_smollm2(smollm2))
     assert len(results) == 6
     assert [result for result in results if not result.ok] == []
 

@@ -12,6 +12,7 @@ import headwise as hw
 from headwise.text import Alignment
 from headwise.text.probe import probe_set
 from headwise.text.treebank import read_documents
+from tests.parity.real import minilm_folder, smollm2_folder
 from tests.parity.sentences import SENTENCES
 
 DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
@@ -19,9 +20,7 @@ DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.
 
 @cache
 def tokenizer(kind: str) -> hw.Tokenizer:
-    made = hw.load(kind, check=False).tokenizer
-    assert isinstance(made, hw.Tokenizer)
-    return made
+    return hw.Tokenizer.load({"smollm2": smollm2_folder, "minilm": minilm_folder}[kind]())
 
 
 KINDS = ["smollm2", "minilm"]  # byte-level and WordPiece
