@@ -20,16 +20,18 @@ from headwise.heads.projections import cut_packed
 from headwise.look.worth.outputs import Means, chosen_sites
 from headwise.model import AnyModel, Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress, select
+from headwise.spec.cache import Treatments, cache_rules
 
 M = TypeVar("M", bound=AnyModel)
 Biases = Mapping[SiteAddress, Tensor]  # (D,) each
 
 
 @torch.no_grad()
-def cut(model: M, heads: Pattern, folded: Biases | None = None) -> M:
+def cut(model: M, heads: Pattern, folded: Biases | None = None, cache: Treatments | None = None) -> M:
     """A smaller model without these heads, sharing no memory with this one, which stays as it is.
 
-    `folded` is added to the output biases of layers, as `fold` makes it; a model that had no such biases gets them.
+    `folded` is added to the output biases of layers, as `fold` makes it; a model that had no such biases gets them. `cache`
+    says what key heads keep; None: what they kept.
 
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
@@ -41,11 +43,14 @@ def cut(model: M, heads: Pattern, folded: Biases | None = None) -> M:
     gone = heads_to_cut(model, heads)
     if isinstance(model, Attached):
         return model.without(gone, folded)  # pyright: ignore[reportReturnType]
-    return _cut_ours(model, gone, folded)  # pyright: ignore
+    return _cut_ours(model, gone, folded, cache)  # pyright: ignore
 
 
-def _cut_ours(model: Transformer, gone: tuple[Address, ...], folded: Biases | None) -> Transformer:
-    spec = _smaller(model.spec, gone, bool(folded))
+def _cut_ours(
+    model: Transformer, gone: tuple[Address, ...], folded: Biases | None, cache: Treatments | None
+) -> Transformer:
+    spec = model.spec if cache is None else replace(model.spec, cache=cache_rules(cache, model.spec.key_heads))
+    spec = _smaller(spec, gone, bool(folded))
     state = dict(model.state_dict())  # split, with a head axis
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):

@@ -56,7 +56,7 @@ def learn_gates(
     _check(model, keep, steps, rate, batch)
     units = _units(model, corpus, context, steps * batch)
     order = Windows(np.arange(len(units) + 1), context=1, seed=seed)  # the order of training; a window is one text
-    with _prepared(model, weights), torch.random.fork_rng(), torch.enable_grad():
+    with prepared(model, weights), torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
         gates = Gates({site.address: len(site.head_ids) for site in model.sites()}).to(model.device)
         clean = copy.deepcopy(model).eval() if weights and model.output is None else model
@@ -72,7 +72,7 @@ def learn_gates(
             if not loss.isfinite():
                 raise HeadwiseError(f"the loss is {loss.item()} at step {step + 1}; are all weights finite numbers?")
             loss.backward()
-            _along(gates)
+            along(gates)
             if weights:
                 nn.utils.clip_grad_norm_(model.parameters(), BESIDE.clip)
             for optimizer in optimizers:
@@ -149,7 +149,7 @@ def _units(model: AnyModel, corpus: Any, context: int | None, most: int) -> list
 
 
 @contextmanager
-def _prepared(model: AnyModel, weights: bool) -> Iterator[None]:
+def prepared(model: AnyModel, weights: bool) -> Iterator[None]:
     """While open, weights that do not learn ask for no gradient; afterwards flags, gradients and modes are as before."""
     before = {value: (value.requires_grad, value.grad) for value in model.parameters()}
     with quiet(model):
@@ -177,7 +177,7 @@ def _loss(model: AnyModel, clean: AnyModel, asked: Asked, gates: dict[SiteAddres
     return cross_entropy(model, hidden.flatten(0, 1), targets.flatten(), total=max(1, count))
 
 
-def _along(gates: Gates) -> None:
+def along(gates: Gates) -> None:
     """Add the price of an open gate, λ · Σ P(open), to the slope of the loss: λ such that the sum leads neither up nor down.
 
     So λ need not be guessed: it is the Lagrange multiplier of the constraint that so many gates are open, as the slopes of

@@ -1,26 +1,34 @@
-"""A plan: which heads go, why, and what is folded in for them. Made once, printed, saved, and applied now or later."""
+"""A plan: what is done to heads, and why. Made once, printed, saved, and applied now or later.
+
+A head is kept or cut; a key head keeps all tokens in its cache or a few, at its bits. The spec of the model that comes out
+says it all.
+"""
 
 import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
 from headwise.attach import Attached
-from headwise.change.cut import M, check_model, cut, heads_to_cut
+from headwise.change.cut import M, check_model, heads_to_cut
+from headwise.change.cut import cut as cut_heads
 from headwise.change.cut import fold as fold_means
 from headwise.change.rank import choose
 from headwise.change.request import PruneRequest, PruneWords
+from headwise.change.streaming import STREAM_WAYS, choose_streaming
 from headwise.change.ways import WAYS
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.places import read_text
 from headwise.files.whole import whole_file
+from headwise.heads.head import Pattern
 from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import mean_activations
-from headwise.model import AnyModel
-from headwise.spec import Address, ModelSpec, SiteAddress, select
+from headwise.model import AnyModel, Transformer
+from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, select
+from headwise.spec.cache import Treatments, cache_rules
 from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus
 
@@ -35,41 +43,54 @@ class Folded:
 
 @dataclass(frozen=True)
 class Plan(Wire):
-    """Heads to cut from one model, by their original numbers. `apply` gives the smaller model.
+    """What is done to the heads of one model, by their original numbers. `apply` gives the changed model.
+
+    `cut` names heads; `cache` names key heads, which are fewer where several heads share their keys.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
-    >>> plan = Plan.make(model, heads="5.1,3.*", fold=False)
+    >>> plan = Plan.make(model, cut="5.1,3.*", fold=False)
     >>> print(plan)
     7 of 36 heads are cut, named by hand; nothing is folded.
       layer 3 loses 0 1 2 3 4 5, all it had
       layer 5 loses 1
     >>> len(plan.apply(model).spec.addresses)
     29
+    >>> print(Plan.make(model, cache={"0-1.*": Keeps(first=4, last=64), "2.0": 8}))
+    13 of 36 key heads keep less, named by hand.
+      streaming 4 + 64: 0.0 0.1 0.2 0.3 0.4 0.5 1.0 1.1 1.2 1.3 1.4 1.5
+      8 bits: 2.0
     """
 
     spec: ModelSpec = field(repr=False)  # of the model it was made for
-    weights: str = field(repr=False)  # and a digest of its numbers
-    heads: tuple[str, ...]  # these are cut
-    by: str = "named"  # or one of WAYS
+    digest: str = field(repr=False)  # of its numbers
+    cut: tuple[str, ...] = ()
+    cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
+    by: str = "named"  # how heads to cut were chosen: this, or one of WAYS
     rounds: int = 1
     on: str = ""  # the corpus heads were ranked on, and whose means are folded in
     scores: tuple[float, ...] = field(default=(), repr=False)  # one per head of the model: those with the least go
     folded: tuple[Folded, ...] = field(default=(), repr=False)
+    cache_by: str = "named"  # how key heads were chosen: this, or one of STREAM_WAYS
+    cache_on: str = ""
+    cache_scores: tuple[float, ...] = field(default=(), repr=False)  # one per key head: those with the least stream
 
     def __post_init__(self) -> None:
-        if self.by not in ("named", *WAYS):
-            raise HeadwiseError(f"a plan cannot be made by {self.by!r}; {close_names(self.by, ('named', *WAYS))}")
-        if len(select(self.heads, self.spec.addresses)) != len(self.heads):
+        for by, ways in ((self.by, WAYS), (self.cache_by, STREAM_WAYS)):
+            if by not in ("named", *ways):
+                raise HeadwiseError(f"a plan cannot be made by {by!r}; {close_names(by, ('named', *ways))}")
+        if len(select(self.cut, self.spec.addresses)) != len(self.cut):
             raise HeadwiseError("the plan names a head twice; name each one once.")
-        if self.scores and len(self.scores) != len(self.spec.addresses):
-            raise HeadwiseError(f"the plan has {len(self.scores)} scores for {len(self.spec.addresses)} heads.")
+        object.__setattr__(self, "cache", cache_rules(self.cache, self.spec.key_heads))
+        for scores, heads in ((self.scores, self.spec.addresses), (self.cache_scores, self.spec.key_heads)):
+            if scores and len(scores) != len(heads):
+                raise HeadwiseError(f"the plan has {len(scores)} scores for {len(heads)} heads.")
         for part in self.folded:
             layer = SiteAddress.parse(part.layer)
             if layer not in self.spec.sites or len(part.bias) != self.spec.width:
                 raise HeadwiseError(f"the plan folds {len(part.bias)} numbers into layer {layer}, which does not fit.")
-        numbers = [*self.scores, *(number for part in self.folded for number in part.bias)]
+        numbers = [*self.scores, *self.cache_scores, *(number for part in self.folded for number in part.bias)]
         if not all(map(math.isfinite, numbers)):
             raise HeadwiseError("the plan holds numbers that are NaN or infinite; make it again.")
 
@@ -78,15 +99,24 @@ class Plan(Wire):
         model: AnyModel,
         request: PruneRequest | None = None,
         *,
+        cut: Pattern | None = None,
+        cache: Treatments | None = None,
         note: Note | None = None,
         **words: Unpack[PruneWords],
     ) -> "Plan":
-        """Decide which heads go, by a `PruneRequest` or by its fields: `keep=0.5`, `heads="5.1,6.*"`, `by`, `fold`, `on`, …
+        """Decide what is done to heads. `cut` names those that go; or a `PruneRequest` chooses them, or its fields by name:
+        `keep=0.5`, `by`, `fold`, `on`, …
 
-        `note(what, done, of)` hears how far it is.
+        `cache` says what key heads keep, {"5.*": Keeps(first=4, last=128), "0.1": 8}, a number being bits; key heads that
+        are not named keep what they kept. `Plan.streaming` chooses them. `note(what, done, of)` hears how far it is.
         """
         check_model(model)
-        asked = PruneRequest.of(request, words)
+        if "heads" in words:
+            raise HeadwiseError("a plan may do several things to heads; name those that go: cut='5.1,6.*'.")
+        asked = PruneRequest.of(request, {**words, **({} if cut is None else {"heads": cut})})
+        rules = model.spec.cache if cache is None else _rules(model, cache)
+        if cache is not None and not asked.cuts:
+            return Plan(spec=model.spec, digest=digest(model), cache=rules)
         asked.check(model)
         corpus = None if asked.on is None else Corpus.of(asked.on)
         gone = () if asked.heads is None else heads_to_cut(model, asked.heads)
@@ -98,8 +128,9 @@ class Plan(Wire):
         biases = {} if means is None else fold_means(model, gone, means)
         return Plan(
             spec=model.spec,
-            weights=digest(model),
-            heads=tuple(map(str, gone)),
+            digest=digest(model),
+            cut=tuple(map(str, gone)),
+            cache=rules,
             by="named" if asked.keep is None else asked.by,
             rounds=asked.rounds,
             on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and asked.reads else "",
@@ -107,32 +138,74 @@ class Plan(Wire):
             folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
         )
 
+    @staticmethod
+    def streaming(
+        model: Transformer,
+        share: float = 0.5,
+        *,
+        first: int = 4,
+        last: int = 128,
+        by: str = "mass",
+        on: Any = None,
+        longest: int | None = None,
+        seed: int = 0,
+        steps: int = 60,
+        note: Note | None = None,
+    ) -> "Plan":
+        """A plan in which the share of key heads that need it least keep the `first` tokens and the `last` alone.
+
+        `by` ranks key heads on texts of `longest` tokens of the corpus `on`: mass (how much they look beyond), loss (what is
+        lost when one streams), gates that learn (`steps`), role (those that find what is repeated stay whole), random
+        (`seed`).
+        """
+        check_model(model)
+        keeps = Keeps(first=first, last=last)
+        chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, note)
+        return Plan(
+            spec=model.spec,
+            digest=digest(model),
+            cache=_rules(model, {",".join(map(str, chosen)): keeps} if chosen else {}),
+            cache_by=by,
+            cache_on=told,
+            cache_scores=tuple(scores[head] for head in model.spec.key_heads),
+        )
+
     def apply(self, model: M) -> M:
-        """The smaller model; only for the model this plan was made for."""
+        """The changed model; only for the model this plan was made for."""
+        self._check_model(model)
+        return self.carry_out(model)
+
+    def carry_out(self, model: M) -> M:
+        """The same, for a model this plan was made for just now: its weights are not hashed again."""
+        biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
+        small = cut_heads(model, self.addresses, biases, self.cache)
+        if isinstance(small, Attached):
+            small.plans = (*small.plans, self)  # saved with the model; our own models say in their spec what they kept
+        return small
+
+    def cache_spec(self, model: Transformer) -> ModelSpec:
+        """What `model.cache(plan)` asks: the spec that says what key heads keep."""
+        self._check_model(model)
+        if self.cut:
+            raise HeadwiseError("the plan cuts heads as well; use plan.apply(model).cache().")
+        return self.spec.caching(self.cache)
+
+    def _check_model(self, model: AnyModel) -> None:
         check_model(model)
         if model.spec != self.spec:
             raise HeadwiseError(
                 f"the plan was made for another model: {_sizes(self.spec)}; this one has {_sizes(model.spec)}. "
                 f"Make a plan for it."
             )
-        if digest(model) != self.weights:
+        if digest(model) != self.digest:
             raise HeadwiseError(
                 "the plan was made for other weights of the same sizes, or in another dtype; make a plan for this model."
             )
-        return self.carry_out(model)
-
-    def carry_out(self, model: M) -> M:
-        """The same, for a model this plan was made for just now: its weights are not hashed again."""
-        biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
-        small = cut(model, self.addresses, biases)
-        if isinstance(small, Attached):
-            small.plans = (*small.plans, self)  # saved with the model; our own models say in their spec what they kept
-        return small
 
     @property
     def addresses(self) -> tuple[Address, ...]:
         """The heads that are cut."""
-        return tuple(map(Address.parse, self.heads))
+        return tuple(map(Address.parse, self.cut))
 
     @property
     def worth(self) -> dict[Address, float]:
@@ -149,18 +222,29 @@ class Plan(Wire):
         return Plan.from_json(read_text(Path(path)))
 
     def __str__(self) -> str:
+        told = self._told_cut() if self.cut or not self.cache else []
+        return "\n".join([*told, *(self._told_cache() if self.cache else [])])
+
+    def _told_cut(self) -> list[str]:
         how = "named by hand" if self.by == "named" else f"chosen by {self.by}"
         folded = "what they gave on average is folded in" if self.folded else "nothing is folded"
-        lines = [f"{len(self.heads)} of {len(self.spec.addresses)} heads are cut, {how}; {folded}."]
+        lines = [f"{len(self.cut)} of {len(self.spec.addresses)} heads are cut, {how}; {folded}."]
         lines += [f"  on {self.on}"] if self.on else []
-        gone = set(self.heads)
+        gone = set(self.cut)
         for site in self.spec.sites:
             there = [site.head(number) for number in self.spec.attention_at(site).head_ids]
             loses = [head for head in there if str(head) in gone]
             if loses:
                 whole = ", all it had" if len(loses) == len(there) else ""
                 lines.append(f"  layer {site} loses {' '.join(str(head.head) for head in loses)}{whole}")
-        return "\n".join(lines)
+        return lines
+
+    def _told_cache(self) -> list[str]:
+        how = "named by hand" if self.cache_by == "named" else f"chosen by {self.cache_by}"
+        less = sum(len(rule.heads) for rule in self.cache)
+        lines = [f"{less} of {len(self.spec.key_heads)} key heads keep less, {how}."]
+        lines += [f"  on {self.cache_on}"] if self.cache_on else []
+        return lines + [f"  {rule.keeps}: {' '.join(rule.heads)}" for rule in self.cache]
 
 
 def digest(model: AnyModel) -> str:
@@ -171,6 +255,17 @@ def digest(model: AnyModel) -> str:
             made.update(f"{name}:{tuple(tensor.shape)}".encode())
             made.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()
+
+
+def _rules(model: AnyModel, cache: Treatments) -> tuple[CacheRule, ...]:
+    """What key heads keep after this: those not named what they kept before."""
+    if not isinstance(model, Transformer):
+        raise HeadwiseError(
+            "caches by head are for headwise's own models; load it with hw.load(…), or leave cache out."
+        )
+    new = model.spec.caching(cache).cache
+    before = {",".join(rule.heads): rule.keeps for rule in model.spec.cache}
+    return cache_rules(before | {",".join(rule.heads): rule.keeps for rule in new}, model.spec.key_heads)
 
 
 def _sizes(spec: ModelSpec) -> str:

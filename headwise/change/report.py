@@ -1,4 +1,4 @@
-"""What cutting brought and what it cost: sizes, speed, and the loss beside that of random cuts of the same size."""
+"""What a plan brought and what it cost: sizes, speed, and the loss beside that of random plans of equal cost."""
 
 import copy
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from headwise.change.rank import rank, worst
 from headwise.change.timing import Timing, take_turns
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
+from headwise.kernels.rounding import bytes_of_a_row
 from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import Means, mean_activations
 from headwise.look.worth.sweep import pass_cost
 from headwise.model import AnyModel
-from headwise.spec import ModelSpec
+from headwise.spec import AttentionSpec, Keeps, ModelSpec
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on
 TURNS = 9  # in which both models are timed
@@ -31,7 +32,7 @@ class Size:
     kv_heads: int
     layers_without_heads: int
     parameters: int
-    cache_bytes_per_token: int
+    cache_bytes_per_token: int  # of a text of that length
     operations: int
 
     @staticmethod
@@ -44,13 +45,13 @@ class Size:
         """
         layers = {site: spec.attention_at(site) for site in spec.sites}
         cached = [layer for site, layer in layers.items() if site.stack in ("", "dec") and spec.kind != "encoder"]
-        numbers = sum(len(layer.kv_ids) * (layer.head_dim + layer.value_dim) for layer in cached)
+        held = sum(_held(layer, keeps, length, bytes_per_number) for layer in cached for keeps in layer.keeps)
         return Size(
             heads=len(spec.addresses),
             kv_heads=sum(len(layer.kv_ids) for layer in layers.values()),
             layers_without_heads=sum(not layer.head_ids for layer in layers.values()),
             parameters=spec.parameters,
-            cache_bytes_per_token=numbers * bytes_per_number,
+            cache_bytes_per_token=round(held / length),
             operations=pass_cost(spec, length, causal=True).whole(rows=length),
         )
 
@@ -127,6 +128,7 @@ def report(
     on: Any,
     *,
     folded_on: Any = None,
+    longest: int | None = None,
     seeds: int = 3,
     heal: Train | None = None,
     healed: AnyModel | None = None,
@@ -137,7 +139,8 @@ def report(
 ) -> Report:
     """Measure a smaller model beside the one it came from, on texts, best such that heads were not chosen on.
 
-    Random cuts take as many heads, once for each of `seeds`; their means over `folded_on` are folded in, where it is given.
+    Random plans cut as many heads and let as many key heads keep as little, once for each of `seeds`; means of cut heads over
+    `folded_on` are folded in, where it is given. Plain text is asked about in units of `longest` tokens (None: 512).
     `heal` trains a model further, in place. Then everything is told before and after it: of the smaller model (`healed`, if
     that was done already), of the random cuts, and of the whole model trained alike: by `train_whole`, where healing has a
     teacher, from which the whole model would learn nothing. The given models stay as they are.
@@ -153,18 +156,18 @@ def report(
             "a healed model is the second one, trained further, and what it is held against must be trained alike; give it "
             "with heal=…, the function that healed it."
         )
-    trial = Trial.of(before, on)
-    seeds = seeds if gone else 0
+    trial = Trial.of(before, on, longest)
+    seeds = seeds if gone or after.spec.cache != before.spec.cache else 0
     means = mean_activations(before, folded_on) if folded_on is not None and seeds else None
     losses, random, random_healed = trial.losses(after), [], []
     for seed in range(seeds):
-        other = random_cut(before, len(gone), means, seed)
+        other = random_plan(before, after.spec, means, seed)
         random.append(trial.losses(other))
         if heal is not None:
             heal(other)
             random_healed.append(trial.losses(other))
         if note is not None:
-            note("random cuts" if heal is None else "random cuts, healed alike", seed + 1, seeds)
+            note("random plans" if heal is None else "random plans, healed alike", seed + 1, seeds)
     length = min(LENGTH, before.spec.context) if length is None else length
     return Report(
         before=_size(before, length),
@@ -212,6 +215,12 @@ def _heal(
     )
 
 
+def _held(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number: int) -> int:
+    """Bytes that one key head holds of a text."""
+    sizes = (layer.head_dim, layer.value_dim)
+    return keeps.tokens(length) * sum(bytes_of_a_row(size, keeps.bits, bytes_per_number) for size in sizes)
+
+
 def _means(trial: Trial, several: list[np.ndarray]) -> tuple[float, ...]:
     return tuple(float(losses.sum() / trial.counts.sum()) for losses in several)
 
@@ -233,3 +242,16 @@ def random_cut(model: AnyModel, count: int, means: Means | None, seed: int) -> A
     """The model without so many heads drawn by chance, their means folded in where they are given."""
     gone = worst(model.spec.addresses, rank(model, None, "random", seed=seed), count)
     return cut(model, gone, None if means is None else fold(model, gone, means))
+
+
+def random_plan(model: AnyModel, like: ModelSpec, means: Means | None, seed: int) -> AnyModel:
+    """The model with as many heads cut as in a spec, and as many key heads keeping as little, all drawn by chance."""
+    made = random_cut(model, len(model.spec.addresses) - len(like.addresses), means, seed)
+    if like.cache == model.spec.cache:
+        return made
+    heads = [str(made.spec.key_heads[i]) for i in np.random.default_rng(seed).permutation(len(made.spec.key_heads))]
+    rules = []
+    for rule in like.cache:
+        some, heads = heads[: len(rule.heads)], heads[len(rule.heads) :]
+        rules.append(replace(rule, heads=tuple(some)))
+    return cut(made, (), None, rules)

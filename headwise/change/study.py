@@ -84,7 +84,7 @@ class PruneResult:
         plan = self.plan
         return {
             "plan": None if plan is None else {
-                "by": plan.by, "rounds": plan.rounds, "folded": bool(plan.folded), "heads": plan.heads,
+                "by": plan.by, "rounds": plan.rounds, "folded": bool(plan.folded), "heads": plan.cut,
                 "scores": {str(head): score for head, score in plan.worth.items()},
             },
             "report": None if self.report is None else self.report.to_dict(),

@@ -84,7 +84,7 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     show_report(cut.report, console)
     console.print(f"The plan is in {cut.saved}: headwise prune {READS} --apply {cut.saved} --out smaller", highlight=False,
                   soft_wrap=True)  # fmt: skip
-    return told | {"cut": list(cut.plan.heads), "cost": cut.report.to_dict(), "seconds": clock.passed()}
+    return told | {"cut": list(cut.plan.cut), "cost": cut.report.to_dict(), "seconds": clock.passed()}
 
 
 def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:

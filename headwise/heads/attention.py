@@ -230,12 +230,11 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Each head looks at what its cache holds: z, (B, H, T, e). Only who listens sees keys side by side."""
         cache.check_batch(k)
-        shape = k.new_empty(*k.shape[:2], cache.visible(k.shape[2]), 1, device="meta")
-        k_like, v_like = (shape.expand(*shape.shape[:3], x.shape[3]) for x in (k, v))
-        terms = self._terms(q, k_like, v_like, mask, bias)
+        S, k, v = cache.visible(k.shape[2]), k.detach(), v.detach()
+        terms = self._terms(q, k, v, mask, bias, keys=S)
         seen = None
         if self.site.is_heard:
-            seen = (*cache.laid_out(k, v, starts), self._terms(q, k_like, v_like, mask, bias, cache.keeps, starts))
+            seen = (*cache.laid_out(k, v, starts), self._terms(q, k, v, mask, bias, cache.keeps, starts, S))
         narrow = None if self.spec.window is None else window(self.spec.window)
         z = cache.attend(q, k, v, Call(cache.length, starts, terms, self.backend, narrow))
         return self._through(q, *(seen or (k, v, terms)), gate, z)
@@ -260,11 +259,12 @@ class MultiHeadAttention(nn.Module):
         bias: Bias | Tensor | None,
         keeps: tuple[Keeps, ...] = (),
         starts: Tensor | None = None,
+        keys: int | None = None,
     ) -> Terms:
         spec = self.spec
         if spec.window is not None:
             mask = _both(mask, window(spec.window))
-        left = not_forgotten(keeps, spec.kv_of_head, k.shape[2], starts)
+        left = not_forgotten(keeps, spec.kv_of_head, k.shape[2] if keys is None else keys, starts)
         mask = mask if left is None else _both(mask, left)
         leaning = Alibi(self._slopes(q)) if spec.alibi else None
         if leaning is not None and bias is not None:
@@ -280,6 +280,7 @@ class MultiHeadAttention(nn.Module):
             sink=0.0 if spec.softmax == "off_by_one" else self.sink,
             groups=spec.kv_of_head,
             dropout=spec.dropout if self.training else 0.0,
+            keys=keys,
         )
 
     def _slopes(self, q: Tensor) -> Tensor:

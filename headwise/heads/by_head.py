@@ -35,6 +35,11 @@ class Call:
     window: Mask | None = None  # of the layer, which each part of the cache sees to itself
 
     @cached_property
+    def unmasked(self) -> Terms:
+        """The terms without their mask."""
+        return replace(self.terms, mask=None)
+
+    @cached_property
     def extra(self) -> tuple[Mask, ...]:
         """Masks besides looking back and, where it is known where texts begin, padding."""
         told = (Causal, Padding) if self.starts is not None else (Causal,)
@@ -45,6 +50,28 @@ class Call:
     def looks_back(self) -> bool:
         """Whether no query looks ahead."""
         return any(mask == Causal() for mask in all_parts(self.terms.mask))
+
+
+class Some:
+    """Some heads of those on the second axis of tensors: numbers in a row, which copy nothing, or any."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.which = _run(numbers)
+        self._index = torch.tensor(numbers, dtype=torch.long)
+
+    def of(self, x: Tensor) -> Tensor:
+        """(B, H, …) → (B, h, …)"""
+        if isinstance(self.which, slice):
+            return x[:, self.which]
+        self._index = self._index.to(x.device)
+        return x.index_select(1, self._index)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Write (B, h, …) into (B, H, …)."""
+        if isinstance(self.which, slice):
+            whole[:, self.which] = part
+        else:
+            whole.index_copy_(1, self._index, part)
 
 
 class HeadCache(Cache):
@@ -73,11 +100,13 @@ class HeadCache(Cache):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """New tokens are kept, and their queries look at all that is: (B, H, T, d), (B, K, T, ·) twice → (B, H, T, e)."""
         self.check_batch(k)
-        z = q.new_empty(*q.shape[:3], v.shape[-1])
-        if k.shape[2]:
-            for part in self.parts:
-                at, key = part.at, part.key
-                z[:, at] = part.attend(q[:, at], k[:, key].detach(), v[:, key].detach(), call)
+        if len(self.parts) == 1 and k.shape[2]:
+            z = self.parts[0].attend(q, k, v, call)
+        else:
+            z = q.new_zeros(*q.shape[:3], v.shape[-1])
+            for part in self.parts if k.shape[2] else ():
+                found = part.attend(part.heads.of(q), part.key_heads.of(k), part.key_heads.of(v), call)
+                part.heads.put(z, found)
         self.length += k.shape[2]
         self._batch = len(k)
         return z
@@ -128,7 +157,7 @@ class Part:
 
     def __init__(self, heads: list[int], keys: list[int], groups: tuple[int, ...], bits: int, size: int | None) -> None:
         self.keys, self.groups, self.size = keys, groups, size
-        self.at, self.key = _run(heads), _run(keys)
+        self.heads, self.key_heads = Some(heads), Some(keys)
         self.k, self.v = Shelf(bits), Shelf(bits)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -143,9 +172,9 @@ class Part:
         for shelf, new in ((self.k, k), (self.v, v)):
             coded = shelf.coded(new)
             shelf.make_room(coded, self.size or end, self.size)
-            shelf.put(coded, slice(start, end))
+            shelf.put_at(coded, start)
             seen.append(shelf.read(slice(0, end)))
-        return run(q, seen[0], seen[1], call.terms.pick(self.at, self.groups), call.backend)
+        return run(q, seen[0], seen[1], call.terms.pick(self.heads.which, self.groups), call.backend)
 
     def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
         """Put what is held at its places: whole is (B, K, S, ·)."""
@@ -170,22 +199,25 @@ class StreamingPart(Part):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if not call.looks_back:
             raise HeadwiseError("a head that forgets what lies behind must not look ahead; pass mask=hw.causal().")
-        coded = self.k.coded(k), self.v.coded(v)
-        new = self.k.decoded(coded[0]), self.v.decoded(coded[1])
         T, room = k.shape[2], self.first + self.last
-        for shelf, rows in zip((self.k, self.v), coded, strict=True):
-            shelf.make_room(rows, min(room, call.length + T), room)
+        coded = self.k.coded(k), self.v.coded(v)
+        self.k.make_room(coded[0], min(room, call.length + T), room)
+        self.v.make_room(coded[1], min(room, call.length + T), room)
         plain = call.starts is None and self.window is None and not call.extra
+        if T == 1 and plain and call.terms.bias is None:  # what is held is what is seen
+            slot = self._slot(call.length)
+            self.k.put_at(coded[0], slot)
+            self.v.put_at(coded[1], slot)
+            held = slice(0, min(room, call.length + 1))
+            terms = call.unmasked.pick(self.heads.which, self.groups)
+            return run(q, self.k.read(held), self.v.read(held), terms, call.backend)
+        new = self.k.decoded(coded[0]), self.v.decoded(coded[1])
         if plain and call.length == 0 and room >= T:  # nobody has forgotten anything yet
-            z = run(q, new[0], new[1], call.terms.pick(self.at, self.groups), call.backend)
+            z = run(q, new[0], new[1], call.terms.pick(self.heads.which, self.groups), call.backend)
             self._keep(coded, call)
             return z
         if T == 1:
             self._keep(coded, call)
-            if plain and call.terms.bias is None:
-                held = slice(0, min(room, call.length + 1))
-                terms = replace(call.terms, mask=None).pick(self.at, self.groups)
-                return run(q, self.k.read(held), self.v.read(held), terms, call.backend)
             return self._look(q, (), range(1), 1, call)
         self._keep_first(coded, call)
         blocks = [range(a, min(a + ROWS, T)) for a in range(0, T, ROWS)]
@@ -233,8 +265,8 @@ class StreamingPart(Part):
         columns = torch.where(held < 0, -1, held + begins)  # among all keys
         mask: Mask = Held(queries, held, self.first, self.last, self.window)
         for other in call.extra:
-            mask = mask & Columns(other.for_heads(self.at), columns, S, rows, T)
-        terms = replace(call.terms, mask=None).pick(self.at, self.groups)
+            mask = mask & Columns(other.for_heads(self.heads.which), columns, S, rows, T)
+        terms = call.unmasked.pick(self.heads.which, self.groups)
         if terms.bias is None:
             return replace(terms, mask=mask)
         whole = terms.bias.block(rows, range(S), T, S)  # by true places, whatever order keys are in
@@ -254,9 +286,6 @@ class StreamingPart(Part):
     def _keep(self, coded: Sequence[tuple[Tensor, ...]], call: Call) -> None:
         """Put new tokens into their slots; of many, those that are not forgotten at once."""
         T = coded[0][0].shape[2]
-        if T == 1 and call.starts is None:
-            self._write(coded, slice(None), [self._slot(call.length)], 0)
-            return
         if T == 1 and call.starts is not None:
             place = (call.length - call.starts).clamp(min=0)  # padding lands where the first token will
             slot = torch.where(place < self.first, place, self.first + (place - self.first) % self.last)  # (B,)

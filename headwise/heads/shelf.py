@@ -36,7 +36,7 @@ class Shelf:
 
     def make_room(self, like: Coded, needed: int, most: int | None) -> None:
         """Room for so many rows. Where it runs out it doubles, up to `most`."""
-        if needed <= self.room and self.held:
+        if self.held and needed <= self.held[0].shape[2]:
             return
         room = max(needed, 2 * self.room, 64)
         room = room if most is None else min(room, most)
@@ -51,6 +51,11 @@ class Shelf:
         for held, new in zip(self.held, rows, strict=True):
             held[of, :, at] = new
 
+    def put_at(self, rows: Coded, start: int) -> None:
+        """Write rows into slots from one on, in all texts: what every step does, so it is quick."""
+        for held, new in zip(self.held, rows, strict=True):
+            held.narrow(2, start, new.shape[2]).copy_(new)
+
     def put_each(self, rows: Coded, at: Tensor) -> None:
         """Write one row for each text, (B, K, 1, ·), each into its own slot, (B,)."""
         every = torch.arange(len(at), device=at.device)
@@ -59,7 +64,7 @@ class Shelf:
 
     def read(self, rows: slice) -> Tensor:
         """(B, K, rows, d)"""
-        return self.decoded(tuple(x[:, :, rows] for x in self.held))
+        return self.decoded(tuple(x.narrow(2, rows.start, rows.stop - rows.start) for x in self.held))
 
     def copy(self) -> None:
         """From now on write into a copy."""

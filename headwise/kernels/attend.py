@@ -57,7 +57,8 @@ def attention(
 def run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto") -> Tensor:
     """The same, for a caller whose terms are ready."""
     if backend == "auto":
-        backend = choose(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
+        beyond = _beyond_fused(terms)  # to write down why takes longer than to know
+        backend = choose(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend if beyond else "fused"
     kernel = BACKENDS.get(backend)
     if kernel is None:
         raise HeadwiseError(f"there is no backend {backend!r}; {close_names(backend, ['auto', *BACKENDS])}")
@@ -76,8 +77,9 @@ def make_terms(
     sink: Tensor | float | None = None,
     groups: tuple[int, ...] | None = None,
     dropout: float = 0.0,
+    keys: int | None = None,
 ) -> Terms:
-    """Check a call and fill in what was left out."""
+    """Check a call and fill in what was left out; `keys` counts all there are, where k and v are only the new ones."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise HeadwiseError(
             f"q, k and v are (batch, heads, tokens, channels); got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
@@ -96,6 +98,7 @@ def make_terms(
         groups = tuple(head * K // H for head in range(H))
     elif len(groups) != H or any(not 0 <= g < K for g in groups):
         raise HeadwiseError(f"groups must give one of {K} key/value heads to each of {H} heads, got {groups}.")
+    S = S if keys is None else keys
     if mask is not None:
         if not isinstance(mask, Mask):
             raise HeadwiseError(
@@ -132,13 +135,7 @@ class Choice:
 
 def choose(terms: Terms, B: int, H: int, T: int, S: int) -> Choice:
     """Pick the kernel for a call: fused, unless something in it is beyond the fused kernel."""
-    beyond = []
-    if terms.softcap is not None:
-        beyond.append("scores are capped")
-    if terms.dropout > 0:
-        beyond.append("attention weights are dropped out, which makes the fused kernel keep every map")
-    if terms.bias is not None and terms.bias.learned():
-        beyond.append(terms.bias.learned_as)
+    beyond = _beyond_fused(terms)
     if not beyond:
         return Choice(
             "fused",
@@ -152,6 +149,18 @@ def choose(terms: Terms, B: int, H: int, T: int, S: int) -> Choice:
         f"{' and '.join(beyond)}, and the {B}·{H}·{T}·{S} scores are {size}",
         "Without that it would be fused.",
     )
+
+
+def _beyond_fused(terms: Terms) -> list[str]:
+    """What in a call the fused kernel cannot do, or not without keeping every map."""
+    beyond = []
+    if terms.softcap is not None:
+        beyond.append("scores are capped")
+    if terms.dropout > 0:
+        beyond.append("attention weights are dropped out, which makes the fused kernel keep every map")
+    if terms.bias is not None and terms.bias.learned():
+        beyond.append(terms.bias.learned_as)
+    return beyond
 
 
 def _fused_how(terms: Terms, T: int, S: int) -> str:

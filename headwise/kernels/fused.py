@@ -4,6 +4,8 @@ A sink becomes one more key on one more channel. Values narrower or wider than k
 flash kernel has no flag for is handed over in blocks of rows, so that the mask itself never takes n² memory.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,8 +64,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = N
     H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
-    even = H % K == 0 and terms.groups == tuple(head * K // H for head in range(H))
-    if terms.sink is not None or not even:
+    if terms.sink is not None or not _even(terms.groups, K):
         k, v = spread(k, terms.groups), spread(v, terms.groups)  # SDPA shares keys in even groups only
     if terms.sink is not None:
         q, k, v, mask = _add_sink(q, k, v, terms, mask, is_causal)
@@ -78,6 +79,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = N
     )
     z = z[:, :, 1:] if terms.sink is not None and is_causal else z
     return z if z.shape[-1] == e else z[..., :e]
+
+
+@lru_cache
+def _even(groups: tuple[int, ...], K: int) -> bool:
+    """Whether heads share keys in even groups, one after the other."""
+    H = len(groups)
+    return H % K == 0 and groups == tuple(head * K // H for head in range(H))
 
 
 def _add_sink(

@@ -57,12 +57,14 @@ class Terms:
 
     def pick(self, pick: slice | list[int], groups: tuple[int, ...]) -> "Terms":
         """The same terms for some heads, that read these key/value heads."""
-        return replace(
-            self,
-            groups=groups,
-            bias=None if self.bias is None else self.bias.for_heads(pick),
+        return Terms(
+            self.scale,
+            groups,
             mask=None if self.mask is None else self.mask.for_heads(pick),
+            bias=None if self.bias is None else self.bias.for_heads(pick),
+            softcap=self.softcap,
             sink=None if self.sink is None else self.sink[pick],
+            dropout=self.dropout,
         )
 
     def tensors(self) -> list[Tensor]:

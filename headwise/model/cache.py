@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -9,6 +10,15 @@ from torch import Tensor
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads import Cache, FixedCache, GrowingCache, HeadCache, SlidingCache, SourceCache
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
+
+
+@runtime_checkable
+class SaysCache(Protocol):
+    """Something that says what the key heads of a model shall keep: a plan."""
+
+    def cache_spec(self, model: Any) -> ModelSpec:
+        """The model's spec, with caches by head; an error where it is for another model."""
+        ...
 
 
 class ModelCache:

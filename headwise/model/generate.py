@@ -35,6 +35,7 @@ class How(TypedDict, total=False):
     gates: "Gates | None"
     source: Tensor | None
     source_padding: Tensor | None
+    prompt_chunk: int
 
 
 def generate(model: "Transformer", prompt: Prompt, tokens: int = 64, **how: Unpack[How]) -> Any:
@@ -75,6 +76,7 @@ def stream(
     gates: "Gates | None" = None,
     source: Tensor | None = None,
     source_padding: Tensor | None = None,
+    prompt_chunk: int = 2048,
     **unknown: object,
 ) -> Generator[Tensor, None, None]:
     """Yield the next token of every prompt, (B,), step by step, until `tokens` are made or all have stopped.
@@ -82,7 +84,8 @@ def stream(
     Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
     text by default its end-of-text token); a row that has stopped yields `pad`. Prompts of different lengths are padded
     on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`, token ids (B, S);
-    without, a text is what it reads, and it writes from the start.
+    without, a text is what it reads, and it writes from the start. A prompt is read `prompt_chunk` tokens at a time, so that
+    what reading takes beside the cache does not grow with its length.
     """
     if unknown:
         raise other_call(stream, "model.generate(prompt, tokens, padding=…)", unknown)
@@ -95,11 +98,14 @@ def stream(
     ids, made_padding = as_batch(model, prompt)
     padding = made_padding if padding is None else padding
     _check_room(model, ids, padding, tokens)
+    if type(prompt_chunk) is not int or prompt_chunk < 1:
+        raise HeadwiseError(f"prompt_chunk counts tokens, 1 or more; got {prompt_chunk!r}.")
     dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     cache = model.cache() if cache is None else cache
     gates = model.resolve_gates(gates)  # once, not at every step
     first = {"padding": padding, "source": source, "source_padding": source_padding}
-    return _steps(model, ids, tokens, choose, dice, _stops(model, prompt, stop), pad, cache, gates, first)
+    stops = _stops(model, prompt, stop)
+    return _steps(model, ids, tokens, choose, dice, stops, pad, cache, gates, first, prompt_chunk)
 
 
 def _steps(
@@ -113,13 +119,14 @@ def _steps(
     cache: ModelCache,
     gates: "Gates | None",
     first: dict[str, Tensor | None],
+    chunk: int,
 ) -> Generator[Tensor, None, None]:
-    """One step after the other; `first` is what only the first one needs."""
+    """One step after the other; `first` is what only the prompt needs, which is read a chunk at a time."""
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail = ids[:, :0]
     for _ in range(tokens):
         with quiet(model), torch.no_grad():  # step by step: whoever reads the tokens finds the model as it was
-            last = model(ids, cache=cache, gates=gates, hidden=True, **first)[:, -1:]  # (B, 1, D)
+            last = _read(model, ids, cache, gates, first, chunk)  # (B, 1, D)
             logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
             chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
         yield chosen.clone()
@@ -128,6 +135,25 @@ def _steps(
         if not running.any():
             return
         ids, first = chosen[:, None], {}
+
+
+def _read(
+    model: "Transformer",
+    ids: Tensor,
+    cache: ModelCache,
+    gates: "Gates | None",
+    first: dict[str, Tensor | None],
+    chunk: int,
+) -> Tensor:
+    """The state of the last token, (B, 1, D); of the others nothing is kept but what the cache holds."""
+    padding, first = first.get("padding"), {name: value for name, value in first.items() if name != "padding"}
+    last = ids.new_zeros(0)
+    for start in range(0, ids.shape[1], chunk):
+        some = slice(start, start + chunk)
+        real = None if padding is None else padding[:, some]
+        last = model(ids[:, some], padding=real, cache=cache, gates=gates, hidden=True, **first)[:, -1:]
+        first = {}  # a source is read once
+    return last
 
 
 def _check_room(model: "Transformer", ids: Tensor, padding: Tensor | None, tokens: int) -> None:

@@ -15,7 +15,7 @@ from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCa
 from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
-from headwise.model.cache import ModelCache
+from headwise.model.cache import ModelCache, SaysCache
 from headwise.model.elsewhere import other_call
 from headwise.model.generate import generate, stream
 from headwise.model.parts import Embedding, Output, Pooler, make_norm
@@ -225,11 +225,15 @@ class Transformer(nn.Module):
 
     # Caching.
 
-    def cache(self, kind: str = "growing", size: int | None = None) -> ModelCache:
-        """An empty cache for this model: growing, fixed (size, default the context) or sliding (size)."""
+    def cache(self, kind: "str | SaysCache" = "growing", size: int | None = None) -> ModelCache:
+        """An empty cache for this model: growing, fixed (size, default the context) or sliding (size); or as a plan says."""
         if self.spec.kind == "encoder":
             raise HeadwiseError("an encoder sees all tokens at once and keeps no cache.")
-        return ModelCache(self.spec, kind, size)
+        if isinstance(kind, str):
+            return ModelCache(self.spec, kind, size)
+        if not isinstance(kind, SaysCache):
+            raise HeadwiseError(f"a cache is 'growing', 'fixed', 'sliding' or what a Plan says; got {kind!r}.")
+        return ModelCache(kind.cache_spec(self), "growing" if size is None else "fixed", size)
 
     # The small print.
 

@@ -83,7 +83,7 @@ class Training:
             "seconds": self.trained.seconds,
             "exam": [mark._asdict() for mark in self.marks],
             "roles": {role: [str(head) for head in heads] for role, heads in self.profile.roles().items()},
-            "cut": list(self.plan.heads), "report": self.report.to_dict(), "folder": str(self.folder),
+            "cut": list(self.plan.cut), "report": self.report.to_dict(), "folder": str(self.folder),
             "files": list(self.files),
         }  # fmt: skip
 

@@ -18,7 +18,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     score = WAYS[plan.by].score if plan.by in WAYS else ""
     if not score or not plan.scores:
         return
-    goes = set(plan.heads)
+    goes = set(plan.cut)
     ranked = sorted(((str(head), score) for head, score in plan.worth.items()), key=lambda one: one[1])
     console.print(f"Cheapest first, a head and its score ({score}):", highlight=False)
     console.print("  ".join(_scored(one) for one in ranked if one[0] in goes), highlight=False)

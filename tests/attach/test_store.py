@@ -32,7 +32,7 @@ def test_plans_come_back_whole(name: str, tmp_path: Path) -> None:
     assert theirs.plans == ()
     half = hw.Plan.make(theirs, keep=0.5, by="gradient", on=TEXTS)
     small = half.apply(theirs)
-    rest = hw.Plan.make(small, heads=[small.heads.addresses[0]], fold=False)
+    rest = hw.Plan.make(small, cut=[small.heads.addresses[0]], fold=False)
     smaller = rest.apply(small)
     assert (theirs.plans, small.plans, smaller.plans) == ((), (half,), (half, rest))
     smaller.save_pretrained(tmp_path / "small")
@@ -42,14 +42,14 @@ def test_plans_come_back_whole(name: str, tmp_path: Path) -> None:
     assert (told.by, len(told.scores), bool(told.folded)) == ("gradient", len(theirs.heads), True)
     assert told.on == f"a list of {len(TEXTS)} texts ({hw.Corpus.of(TEXTS).fingerprint[:12]})"
     assert set(again.heads.addresses) == set(theirs.heads.addresses) - set(half.addresses) - set(rest.addresses)
-    assert f"{len(half.heads)} of {len(theirs.heads)} heads are cut, chosen by gradient" in str(told)
+    assert f"{len(half.cut)} of {len(theirs.heads)} heads are cut, chosen by gradient" in str(told)
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "headwise.json").read_text() == (tmp_path / "small" / "headwise.json").read_text()
 
 
 def test_plans_stay_with_the_model_when_it_is_detached() -> None:
     theirs = hw.attach(*build("llama"))
-    plan = hw.Plan.make(theirs, heads="1.4", fold=False)
+    plan = hw.Plan.make(theirs, cut="1.4", fold=False)
     model = plan.apply(theirs).detach()
     assert hw.attach(model).plans == (plan,)
     assert hw.attach(copy.deepcopy(theirs).detach()).plans == ()
@@ -78,7 +78,7 @@ def test_a_note_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"apart": ["1"]}, "does not fit its note"),
         ({"apart": ["7"]}, "names layers that the model has not"),
         ({"apart": "1"}, "not a note of this version"),
-        ({"plans": [{"heads": ["1.4"]}]}, "lacks the field"),
+        ({"plans": [{"cut": ["1.4"]}]}, "lacks the field"),
     ):
         file.write_text(json.dumps(good | wrong))
         with pytest.raises(hw.HeadwiseError, match=message):

@@ -97,11 +97,11 @@ def test_pairs_are_dealt_out_whole(tmp_path: Path) -> None:
 def test_what_is_folded_in_is_each_stacks_own_average(name: str, tmp_path: Path) -> None:
     model = reading(SPECS[name])
     heads = SOME if name != "rotary, windows" else "enc.0.*,dec.1.2,cross.0.0,cross.1.3"
-    plan = Plan.make(model, heads=heads, on=PAIRS)
+    plan = Plan.make(model, cut=heads, on=PAIRS)
     plan.save(tmp_path / "plan.json")
     for made in (plan, Plan.load(tmp_path / "plan.json")):
         assert mean_loss(made.apply(model)) == pytest.approx(loss_without(model, heads), abs=CLOSE)
-    bare = Plan.make(model, heads=heads, fold=False).apply(model)
+    bare = Plan.make(model, cut=heads, fold=False).apply(model)
     assert mean_loss(bare) == pytest.approx(loss_without(model, heads, folded=False), abs=CLOSE)
     assert abs(mean_loss(bare) - mean_loss(plan.apply(model))) > 1e-4, "folding does something here"
 
@@ -117,14 +117,14 @@ def test_heads_worth_least_go_first(fold: bool) -> None:
     assert plan.on.startswith("a list of 5 pairs (")
     small = hw.prune(model, keep=0.5, on=PAIRS, fold=fold)
     assert same_weights(small, plan.apply(model))
-    assert mean_loss(small) == pytest.approx(loss_without(model, ",".join(plan.heads), fold), abs=CLOSE)
+    assert mean_loss(small) == pytest.approx(loss_without(model, ",".join(plan.cut), fold), abs=CLOSE)
 
 
 def test_in_rounds_what_is_left_is_ranked_anew() -> None:
     model = reading(SPECS["plain"])
     first = np.argsort(worths(model, standing(model)))[:6]
     gone = [model.spec.addresses[i] for i in first]
-    between = Plan.make(model, heads=gone, on=PAIRS).apply(model)
+    between = Plan.make(model, cut=gone, on=PAIRS).apply(model)
     left = worths(between, lambda head: [average(model, head).expand(len(row), -1) for row in given(between, head)])
     gone += [between.spec.addresses[i] for i in np.argsort(left)[:6]]
     assert set(Plan.make(model, keep=0.5, on=PAIRS, rounds=2).addresses) == set(gone)
@@ -254,7 +254,7 @@ def test_what_cannot_be_done_is_refused() -> None:
             lambda m, on: Plan.make(m, keep=0.5, on=on),
             lambda m, on: Plan.make(m, keep=0.5, on=on, fold=False),
             lambda m, on: Plan.make(m, keep=0.5, on=on, fold=False, by="gates", steps=1),
-            lambda m, on: Plan.make(m, heads="cross.0.0" if m is both else "0.0", on=on),
+            lambda m, on: Plan.make(m, cut="cross.0.0" if m is both else "0.0", on=on),
             Trial.of,
             curve,
             lambda m, on: learn_gates(m, on, keep=0.5, steps=1),
@@ -268,7 +268,7 @@ def test_what_cannot_be_done_is_refused() -> None:
         report(both, small, TEXTS)
     with pytest.raises(HeadwiseError, match="needs pairs"):
         report(both, small, PAIRS, folded_on=TEXTS)
-    for options in ({"keep": 0.5}, {"heads": "cross.0.0"}, {"keep": 0.5, "fold": False}):
+    for options in ({"keep": 0.5}, {"cut": "cross.0.0"}, {"keep": 0.5, "fold": False}):
         with pytest.raises(HeadwiseError, match="so it needs pairs: give on=…"):
             Plan.make(both, **options)  # pyright: ignore
-    assert len(Plan.make(both, keep=0.5, by="random", fold=False).heads) == 12
+    assert len(Plan.make(both, keep=0.5, by="random", fold=False).cut) == 12

@@ -28,7 +28,7 @@ def test_a_plan_saved_and_applied_later_is_the_prune_of_now(name: str, fold: boo
     now, later = prune(model, keep=0.5, on=TEXTS, fold=fold), back.apply(model)
     assert later.spec == now.spec
     assert same_weights(now, later)
-    assert len(plan.heads) == len(model.spec.addresses) // 2
+    assert len(plan.cut) == len(model.spec.addresses) // 2
     assert len(plan.scores) == len(model.spec.addresses)
     assert bool(plan.folded) == fold
 
@@ -46,25 +46,25 @@ def test_a_folded_plan_is_mean_ablation_in_rounds_as_well(name: str, rounds: int
 @torch.no_grad()
 def test_without_folding_it_is_silence() -> None:
     model, ids = reading(MODELS["decoder"]), token_ids(3, 7)
-    plan = Plan.make(model, heads="0.1,1.*", fold=False)
-    assert (plan.by, plan.scores, plan.folded, plan.heads) == ("named", (), (), ("0.1", "1.0", "1.1", "1.2", "1.3"))
+    plan = Plan.make(model, cut="0.1,1.*", fold=False)
+    assert (plan.by, plan.scores, plan.folded, plan.cut) == ("named", (), (), ("0.1", "1.0", "1.1", "1.2", "1.3"))
     with model.heads["0.1,1.*"].silenced():
         assert_equal(plan.apply(model)(ids), model(ids), 1e-9)
 
 
 def test_a_plan_tells_what_goes() -> None:
     model = reading(MODELS["decoder"])
-    assert str(Plan.make(model, heads="0.1,1.*", on=TEXTS)).splitlines() == [
+    assert str(Plan.make(model, cut="0.1,1.*", on=TEXTS)).splitlines() == [
         "5 of 8 heads are cut, named by hand; what they gave on average is folded in.",
         f"  on a list of {len(TEXTS)} texts ({Corpus.of(TEXTS).fingerprint[:12]})",
         "  layer 0 loses 1",
         "  layer 1 loses 0 1 2 3, all it had",
     ]
-    assert "0.1" in repr(Plan.make(model, heads="0.1", fold=False))
+    assert "0.1" in repr(Plan.make(model, cut="0.1", fold=False))
 
 
 def test_numbers_go_through_json_bit_by_bit() -> None:
-    plan = Plan.make(reading(MODELS["decoder"]), heads="0.1", on=TEXTS)
+    plan = Plan.make(reading(MODELS["decoder"]), cut="0.1", on=TEXTS)
     assert Plan.from_json(plan.to_json()).folded[0].bias == plan.folded[0].bias
     assert len(plan.folded) == 1
     assert len(plan.folded[0].bias) == plan.spec.width
@@ -72,7 +72,7 @@ def test_numbers_go_through_json_bit_by_bit() -> None:
 
 def test_a_plan_for_another_model_is_refused() -> None:
     model = reading(MODELS["decoder"])
-    plan = Plan.make(model, heads="0.1", on=TEXTS)
+    plan = Plan.make(model, cut="0.1", on=TEXTS)
     other: Any
     for other, message in (
         (make_model(replace(model.spec, layers=3)), r"8 heads in 2 layers.*this one has 12 heads in 3 layers"),
@@ -94,11 +94,11 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
     for damaged, message in (
         (text[:100], "not valid JSON"),
         (json.dumps(json.loads(text) | {"colour": 1}), "no field 'colour'"),
-        (json.dumps(json.loads(text) | {"heads": ["7.7"]}), "no head 7.7"),
+        (json.dumps(json.loads(text) | {"cut": ["7.7"]}), "no head 7.7"),
         (json.dumps(json.loads(text) | {"by": "luck"}), "cannot be made by 'luck'"),
         (json.dumps(json.loads(text) | {"scores": [1.0]}), "1 scores for 8 heads"),
-        (json.dumps(json.loads(text) | {"heads": ["0.1", "0.1"]}), "twice"),
-        (json.dumps(json.loads(text) | {"weights": 3}), "weights must be str"),
+        (json.dumps(json.loads(text) | {"cut": ["0.1", "0.1"]}), "twice"),
+        (json.dumps(json.loads(text) | {"digest": 3}), "digest must be str"),
     ):
         (tmp_path / "plan.json").write_text(damaged)
         with pytest.raises(HeadwiseError, match=message):

@@ -60,7 +60,7 @@ def test_heads_that_write_nothing_are_worth_nothing(by: str, fold: bool) -> None
     assert [str(h) for h, score in zip(model.spec.addresses, plan.scores, strict=True) if abs(score) < 1e-12] == list(
         dead
     )
-    assert by == "ablation" or plan.heads == dead, "others may do harm, but no slope is less steep"
+    assert by == "ablation" or plan.cut == dead, "others may do harm, but no slope is less steep"
     assert loss(prune(model, heads=",".join(dead), fold=fold, on=TEXTS)) == pytest.approx(loss(model), abs=1e-9)
 
 
@@ -84,10 +84,10 @@ def test_a_share_of_the_heads_there_are_now(keep: float, left: int) -> None:
 
 def test_random_cutting_follows_its_seed() -> None:
     model = reading(MODELS["decoder"])
-    plans = [Plan.make(model, keep=0.5, by="random", fold=False, seed=seed).heads for seed in (0, 0, 1, 2)]
+    plans = [Plan.make(model, keep=0.5, by="random", fold=False, seed=seed).cut for seed in (0, 0, 1, 2)]
     assert plans[0] == plans[1]
     assert len(set(plans)) > 1
-    more = Plan.make(model, keep=0.25, by="random", fold=False).heads
+    more = Plan.make(model, keep=0.25, by="random", fold=False).cut
     assert set(plans[0]) < set(more), "with one seed, who goes early goes late as well"
     counts = np.zeros(8)
     for seed in range(400):  # no head is favoured: 400 fair draws of one half give each 200 ± 10

@@ -39,7 +39,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> hw.Transformer:
 def test_plans_prunes_curves_and_tables_know_it(model: hw.Transformer) -> None:
     lengths = {str(head.address): head.W_O.detach().norm().item() for head in model.heads}
     plan = Plan.make(model, keep=0.5, by="length", fold=False)
-    assert set(plan.heads) == set(sorted(lengths, key=lambda head: lengths[head])[:3])
+    assert set(plan.cut) == set(sorted(lengths, key=lambda head: lengths[head])[:3])
     assert plan.on == ""
     assert Plan.from_json(plan.to_json()) == plan
     assert len(hw.prune(model, keep=0.5, by="length", fold=False).spec.addresses) == 3

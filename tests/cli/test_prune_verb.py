@@ -125,7 +125,7 @@ def test_trouble_is_one_line(folder: str, texts: str, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     torch.manual_seed(1)
     Transformer(ModelSpec(vocab=9, context=8, layers=1, attention=AttentionSpec(width=8, heads=2))).save(tmp_path / "m")
-    Plan.make(hw.load(tmp_path / "m"), heads="0.1", fold=False).save(tmp_path / "theirs.json")
+    Plan.make(hw.load(tmp_path / "m"), cut="0.1", fold=False).save(tmp_path / "theirs.json")
     for arguments, message in (
         ((folder, texts), "say which heads go, in one way"),
         ((folder, texts, "--keep", 0.5, "--heads", "0.1"), "say which heads go, in one way"),

@@ -28,7 +28,7 @@ def test_everything_is_written(made: Training) -> None:
 def test_the_models_are_the_ones_that_were_measured(made: Training) -> None:
     model, small = (hw.load(made.folder / name) for name in ("model", "small"))
     gone = set(model.spec.addresses) - set(small.spec.addresses)
-    assert {str(head) for head in gone} == set(made.plan.heads)
+    assert {str(head) for head in gone} == set(made.plan.cut)
     assert 1 <= len(gone) < len(model.spec.addresses)
     assert (made.report.before.heads, made.report.after.heads) == (len(model.spec.addresses), len(small.spec.addresses))
     assert hw.Plan.load(made.folder / "plan.json").apply(model).spec == small.spec
@@ -38,13 +38,13 @@ def test_the_models_are_the_ones_that_were_measured(made: Training) -> None:
 
 def test_the_result_is_plain_data(made: Training) -> None:
     told = json.loads(json.dumps(made.to_dict()))
-    assert told["cut"] == list(made.plan.heads)
+    assert told["cut"] == list(made.plan.cut)
     assert {mark["quiz"] for mark in told["exam"]} == {"bracket", "surname", "agreement", "referent"}
 
 
 def test_it_can_be_run_again_into_the_same_folder(made: Training) -> None:
     again = training(made.folder, quick=True, progress=False)
-    assert again.plan.heads == made.plan.heads
+    assert again.plan.cut == made.plan.cut
     assert again.report.loss_after == made.report.loss_after
 
 
@@ -80,6 +80,6 @@ def test_real_models_stage_by_stage(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_heads_of_a_real_model_are_cut_and_healed(tmp_path: Path) -> None:
     cut = Demo(tmp_path / "demo", quick=True).cut()
-    assert len(cut.plan.heads) == 27, "a tenth of 270"
+    assert len(cut.plan.cut) == 27, "a tenth of 270"
     assert cut.report.healed is not None
-    assert hw.Plan.load(cut.saved).heads == cut.plan.heads
+    assert hw.Plan.load(cut.saved).cut == cut.plan.cut

@@ -1,0 +1,261 @@
+"""What caches by head bring and cost: half of SmolLM2's key heads streaming, the first 4 tokens and the last 128.
+
+python -m bench.spend cache --out F               everything below; the better part of two hours on one core
+python -m bench.spend cache --out F --only loss   past what is kept, whole and by each way to choose, at --lengths
+  also: bytes (of a cache, and what the process grew by), speed (of writing on), passkeys, prompt (peak memory of a long one)
+Reads $HEADWISE_DATA/wikitext-2: heads are chosen on the validation text, judged by the test text. In F: plans and figures;
+what is there already is not done again.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+import headwise as hw
+from bench.measure import machine
+from headwise.change.passkey import ask_passkeys, make_cases
+from headwise.change.streaming import streaming_now
+from headwise.files.whole import whole_file
+from headwise.model import ModelCache, Transformer
+from headwise.model.loss import cross_entropy
+from headwise.show.progress import noting
+from headwise.spec import Address
+
+DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
+FIRST, LAST = 4, 128
+CHUNK = 256  # tokens of a prompt at a time
+PARTS = ("loss", "bytes", "speed", "passkeys", "prompt")
+SEEDS = 2  # random plans
+
+
+def whole_model() -> Transformer:
+    model = hw.load("smollm2")
+    assert isinstance(model, Transformer)
+    return model
+
+
+def tokens_of(model: Transformer, part: str) -> torch.Tensor:
+    """All tokens of a part of the corpus: (N,)"""
+    assert model.tokenizer is not None
+    return torch.tensor(model.tokenizer.encode((DATA / part).read_text(encoding="utf-8")))
+
+
+def texts(model: Transformer, part: str, length: int, count: int) -> list[torch.Tensor]:
+    """So many texts, spread evenly: (1, length) each."""
+    ids = tokens_of(model, part)
+    return [ids[None, i * (len(ids) - length) // count :][:, :length] for i in range(count)]
+
+
+def plan_by(model: Transformer, by: str, options: argparse.Namespace, seed: int = 0) -> hw.Plan:
+    """The plan, made once."""
+    saved = options.out / f"{by}{seed if by == 'random' else ''}-{options.share}.json"
+    if not saved.is_file():
+        assert model.tokenizer is not None
+        chosen_on = [model.tokenizer.decode(one[0].tolist()) for one in texts(model, "valid.txt", 2048, options.choose)]
+        start = time.perf_counter()
+        with noting() as note:
+            made = hw.Plan.streaming(
+                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, longest=options.longest, seed=seed,
+                steps=options.steps, note=note,
+            )  # fmt: skip
+        made.save(saved)
+        print(f"chosen by {by} in {time.perf_counter() - start:.0f} s")
+    return hw.Plan.load(saved)
+
+
+def streams(plan: hw.Plan) -> tuple[Address, ...]:
+    return tuple(Address.parse(head) for rule in plan.cache for head in rule.heads)
+
+
+@torch.no_grad()
+def loss(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
+    """Mean loss of the tokens past the first 132, the same for all, and what each plan adds."""
+    made = {}
+    for length in options.lengths:
+        some, room = texts(model, "test.txt", length, options.judge), FIRST + LAST
+        plans = {by: plan_by(model, by, options) for by in options.by}
+        plans |= {f"random {seed}": plan_by(model, "random", options, seed) for seed in range(SEEDS)}
+        made[str(length)] = {"whole": mean_loss(model, some, room)}
+        for name, plan in plans.items():
+            with streaming_now(model, streams(plan), plan.cache[0].keeps):
+                made[str(length)][name] = mean_loss(model, some, room)
+            told = made[str(length)]
+            print(f"{length} tokens, {name}: {told[name]:.4f}, {told[name] - told['whole']:+.4f}", flush=True)
+    return made
+
+
+def mean_loss(model: Transformer, some: list[torch.Tensor], room: int) -> float:
+    total = 0.0
+    for ids in some:
+        hidden = model(ids, hidden=True)[0]
+        total += cross_entropy(model, hidden[room:-1], ids[0, room + 1 :]).item()
+    return total / len(some)
+
+
+def resident() -> int:
+    """Bytes of memory the process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@torch.no_grad()
+def filled(model: Transformer, cache: ModelCache, length: int) -> ModelCache:
+    for piece in texts(model, "test.txt", length, 1)[0].split(CHUNK, 1):
+        model(piece, cache=cache, hidden=True)
+    return cache
+
+
+def held(options: argparse.Namespace) -> None:
+    """In a process of its own: the bytes of a cache, and what the process grew by while it was filled."""
+    model = whole_model()
+    spec = model.spec if options.held == "plain" else hw.Plan.load(options.held).cache_spec(model)
+    filled(model, ModelCache(model.spec), CHUNK)  # what every prompt takes
+    before = resident()
+    cache = filled(model, ModelCache(spec), options.lengths[0])
+    print(json.dumps({"cache": cache.bytes, "process": resident() - before}))
+
+
+def bytes_held(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    plan_by(model, options.by[0], options)
+    for length in options.lengths:
+        here = made[str(length)] = {}
+        for name, which in (("plain", "plain"), ("half", options.out / f"{options.by[0]}-{options.share}.json")):
+            call = [sys.executable, "-m", "bench.spend", "cache", "--out", options.out, "--held", which]
+            done = subprocess.run(
+                [*map(str, call), "--lengths", str(length)], capture_output=True, text=True, check=True
+            )
+            here[name] = json.loads(done.stdout.splitlines()[-1])
+        for what in ("cache", "process"):
+            ratio = here["plain"][what] / here["half"][what]
+            print(
+                f"{length} tokens, {what}: {here['plain'][what]:,} → {here['half'][what]:,}, {ratio:.2f}×", flush=True
+            )
+    return made
+
+
+@torch.no_grad()
+def speed(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a token, both caches in turn; `cpu` counts what this process alone took."""
+    made, plan = {}, plan_by(model, options.by[0], options)
+    for length in options.lengths:
+        caches = {"plain": ModelCache(model.spec), "half": ModelCache(plan.cache_spec(model))}
+        for cache in caches.values():
+            filled(model, cache, length)
+        wall: dict[str, list[float]] = {name: [] for name in caches}
+        cpu: dict[str, list[float]] = {name: [] for name in caches}
+        token = torch.tensor([[1]])
+        for turn in range(options.tokens + 2):
+            for name in sorted(caches, reverse=bool(turn % 2)):
+                began, counted = time.perf_counter(), time.process_time()
+                model(token, cache=caches[name])
+                if turn > 1:  # the first makes room
+                    wall[name].append(time.perf_counter() - began)
+                    cpu[name].append(time.process_time() - counted)
+        here = made[str(length)] = {"wall": ratio_of(wall), "cpu": ratio_of(cpu)}
+        for kind, figures in here.items():
+            print(f"{length} tokens, {kind}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+    return made
+
+
+def ratio_of(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Medians, and how many times quicker, turn by turn."""
+    ratios = [plain / half for plain, half in zip(seconds["plain"], seconds["half"], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    told = {name: median(several) for name, several in seconds.items()}
+    return told | {
+        "times": middle,
+        "low": low,
+        "high": high,
+        "of the least": min(seconds["plain"]) / min(seconds["half"]),
+    }
+
+
+def passkeys(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
+    """Of the cases the whole model answers, how many it still answers."""
+    made, plans = {}, {by: plan_by(model, by, options) for by in (*options.by, "random")}
+    for length in options.lengths:
+        cases = make_cases(model, DATA / "test.txt", length, options.cases)
+        whole = ask_passkeys(model, cases)
+        here = made[str(length)] = {"cases": len(cases), "whole": sum(whole.right)}
+        print(f"{length} tokens: {whole}", flush=True)
+        asked = tuple(case for case, right in zip(cases, whole.right, strict=True) if right)
+        for name, plan in plans.items():
+            spec = plan.cache_spec(model)
+            here[name] = sum(ask_passkeys(model, asked, partial(ModelCache, spec)).right)
+            print(f"{length} tokens, {name}: {here[name]} of {len(asked)} kept", flush=True)
+    return made
+
+
+def prompt(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
+    """Megabytes beside weights and cache at the peak of reading prompts, whole and in chunks, each in its own process."""
+    made: dict[str, Any] = {}
+    for length in options.prompts:
+        here = made[str(length)] = {}
+        for name, chunk in (("whole", length), ("in chunks of 2048", 2048)):
+            call = [sys.executable, "-m", "bench.spend", "cache", "--out", options.out, "--peak", str(chunk)]
+            done = subprocess.run(
+                [*map(str, call), "--lengths", str(length)], capture_output=True, text=True, check=True
+            )
+            here[name] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{length} tokens, {name}: {here[name]:.0f} MB", flush=True)
+    return made
+
+
+def peak(options: argparse.Namespace) -> None:
+    """In a process of its own: megabytes at the peak of reading a prompt, beside what was there before and the cache."""
+    small = hw.preset("smollm2-135m").resized(
+        layers=2, context=1 << 16
+    )  # what is measured is one layer's, and the output's
+    model = Transformer(small)
+    ids = torch.arange(options.lengths[0])[None] % 1000
+    cache = model.cache()
+    model.generate(ids[:, :64], 1, prompt_chunk=options.peak)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model.generate(ids, 1, cache=cache, prompt_chunk=options.peak)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print((after - before - cache.bytes) / 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("cache",))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--by", nargs="+", default=["mass"], help="ways to choose; the first is timed")
+    parser.add_argument("--share", type=float, default=0.5, help="of the key heads that stream")
+    parser.add_argument("--choose", type=int, default=6, help="texts of 2048 tokens that heads are chosen on")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of a text, while choosing")
+    parser.add_argument("--steps", type=int, default=60, help="of gates")
+    parser.add_argument("--judge", type=int, default=4, help="texts of each length")
+    parser.add_argument("--tokens", type=int, default=24, help="written on, for speed")
+    parser.add_argument("--cases", type=int, default=10, help="pass keys of each length")
+    parser.add_argument("--held", help=argparse.SUPPRESS)
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.held or options.peak:
+        held(options) if options.held else peak(options)
+        return
+    model = whole_model()
+    print(machine())
+    measures = {"loss": loss, "bytes": bytes_held, "speed": speed, "passkeys": passkeys, "prompt": prompt}
+    for part in options.only:
+        told = measures[part](model, options)
+        lengths = "-".join(map(str, options.prompts if part == "prompt" else options.lengths))
+        whole_file(options.out / f"{part}-{lengths}.json", json.dumps(told, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()

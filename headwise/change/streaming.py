@@ -1,0 +1,163 @@
+"""Which key heads may stream: ways to rank them, one entry each, and the choice that follows.
+
+Those with the least score stream first. What is heavy is in `stream_ways`, imported by the way that needs it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.heads import MultiHeadAttention
+from headwise.model import Transformer
+from headwise.spec import Address, Keeps
+from headwise.spec.cache import ALL
+from headwise.text.corpus import Corpus
+
+if TYPE_CHECKING:
+    from headwise.look.profile.make import Note
+
+Scores = dict[Address, float]  # of key heads
+
+
+@dataclass(frozen=True)
+class StreamQuestion:
+    """What a way is given beside the model; each takes what it needs."""
+
+    on: Corpus | None
+    share: float
+    keeps: Keeps
+    longest: int  # tokens of a text
+    seed: int
+    steps: int
+    note: "Note | None"
+
+    @property
+    def room(self) -> int:
+        """Tokens nobody has forgotten: up to here nothing can differ."""
+        assert self.keeps.last is not None
+        return self.keeps.first + self.keeps.last
+
+
+@dataclass(frozen=True)
+class StreamWay:
+    """One way to rank key heads."""
+
+    rank: Callable[[Transformer, StreamQuestion], Scores]
+    score: str = ""  # what a key head's score is; nothing where it says nothing
+    reads: bool = True  # asks the model about texts of a corpus
+
+
+def _mass(model: Transformer, ask: StreamQuestion) -> Scores:
+    from headwise.change.stream_ways import mass_beyond
+
+    return mass_beyond(model, ask)
+
+
+def _loss(model: Transformer, ask: StreamQuestion) -> Scores:
+    from headwise.change.stream_ways import loss_of_each
+
+    return loss_of_each(model, ask)
+
+
+def _gates(model: Transformer, ask: StreamQuestion) -> Scores:
+    from headwise.change.stream_ways import gates_of_each
+
+    return gates_of_each(model, ask)
+
+
+def _role(model: Transformer, ask: StreamQuestion) -> Scores:
+    from headwise.change.stream_ways import finds_repeats
+
+    return finds_repeats(model, ask)
+
+
+def _random(model: Transformer, ask: StreamQuestion) -> Scores:
+    import numpy as np
+
+    draws = np.random.default_rng(ask.seed).random(len(model.spec.key_heads))
+    return dict(zip(model.spec.key_heads, draws.tolist(), strict=True))
+
+
+STREAM_WAYS = {
+    "mass": StreamWay(_mass, "share of attention on what it would forget"),
+    "loss": StreamWay(_loss, "what the loss gains when it alone streams, nats a token"),
+    "gates": StreamWay(_gates, "how far its gate was left open"),
+    "role": StreamWay(_role, "how much it looks at what is repeated or to be copied", reads=False),
+    "random": StreamWay(_random, reads=False),
+}
+
+
+def stream_way(by: str) -> StreamWay:
+    """A way by its name.
+
+    >>> stream_way("random").reads
+    False
+    """
+    if by not in STREAM_WAYS:
+        raise HeadwiseError(f"key heads cannot be ranked by {by!r}; {close_names(str(by), STREAM_WAYS)}")
+    return STREAM_WAYS[by]
+
+
+def choose_streaming(
+    model: Transformer,
+    share: float,
+    keeps: Keeps,
+    by: str,
+    on: Any,
+    longest: int | None,
+    seed: int,
+    steps: int,
+    note: "Note | None",
+) -> tuple[tuple[Address, ...], Scores, str]:
+    """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
+    way = stream_way(by)
+    if not isinstance(model, Transformer) or model.spec.kind != "decoder":
+        raise HeadwiseError(
+            "key heads are chosen in headwise's own decoders; else name them: Plan.make(model, cache={…})."
+        )
+    if model.spec.cache:
+        raise HeadwiseError("this model's key heads keep less already; choose in the model it came from.")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise HeadwiseError(f"share is the part of the key heads that stream, from 0 to 1; got {share!r}.")
+    if way.reads and on is None:
+        raise HeadwiseError(f"ranking by {by} asks the model, so it needs a text: give on=….")
+    assert keeps.last is not None
+    longest = min(1024, model.spec.context) if longest is None else longest
+    if way.reads and longest <= keeps.first + keeps.last:
+        raise HeadwiseError(
+            f"texts of {longest} tokens are all within {keeps.first} + {keeps.last}, so nothing is forgotten; give a larger "
+            f"longest=…, or a smaller last=…."
+        )
+    corpus = Corpus.of(on) if way.reads else None
+    scores = way.rank(model, StreamQuestion(corpus, share, keeps, longest, seed, steps, note))
+    heads = model.spec.key_heads
+    chosen = set(sorted(heads, key=lambda head: scores[head])[: round(share * len(heads))])
+    told = "" if corpus is None else f"{corpus.name} ({corpus.fingerprint[:12]})"
+    return tuple(head for head in heads if head in chosen), scores, told
+
+
+@contextmanager
+def streaming_now(model: Transformer, heads: tuple[Address, ...], keeps: Keeps) -> Iterator[None]:
+    """While open, these key heads keep so little."""
+    with ExitStack() as stack:
+        for layer in model.attention_layers():
+            here = [head.head for head in heads if head.site == layer.site.address]
+            if here:
+                stack.enter_context(layer_keeping(layer, here, keeps))
+        yield
+
+
+@contextmanager
+def layer_keeping(layer: MultiHeadAttention, numbers: list[int], keeps: Keeps) -> Iterator[None]:
+    """While open, key heads of one layer, by their original numbers, keep so little."""
+    before = layer.spec
+    cache = list(before.cache or (ALL,) * before.kv_heads)
+    for number in numbers:
+        cache[number] = keeps
+    layer.spec = replace(before, cache=tuple(cache))
+    try:
+        yield
+    finally:
+        layer.spec = before
