@@ -11,12 +11,13 @@ from headwise.cli.shell.words import Json, Model
 
 def run(
     model: Model,
-    path: Annotated[str, typer.Argument(help="Where to write it: a folder, or a file for gguf.")],
-    to: Annotated[str, typer.Option(help="transformers or gguf (llama.cpp).")] = "transformers",
+    path: Annotated[str, typer.Argument(help="Where to write it: a folder, or a file for gguf and torch.")],
+    to: Annotated[str, typer.Option(help="transformers, gguf (llama.cpp), onnx or torch.")] = "transformers",
     family: Annotated[
         str | None, typer.Option(help="For transformers: gpt2, gpt-neo, bert or llama; left out: the one it came from.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="For gguf: f32, f16, q8_0 or q4_0.")] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="For onnx: weights at 8 bits, by onnxruntime.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Run it in its real engine and compare.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -24,7 +25,7 @@ def run(
     from headwise.deploy import export
     from headwise.weights import load
 
-    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    options: dict[str, Any] = ({} if dtype is None else {"dtype": dtype}) | ({"int8": True} if int8 else {})
     made = export(load(model), path, family, to=to, check=check, **options)
     where = Path(path)
     files = sorted(one.name for one in where.iterdir()) if where.is_dir() else [where.name]

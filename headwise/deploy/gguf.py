@@ -47,7 +47,6 @@ def write_gguf(model: Transformer, path: Path, dtype: str = "f32", tokenizer: bo
         _write_tokenizer(writer, tokenizer_fields(model.tokenizer, spec.vocab))
     else:
         writer.add_tokenizer_model("none")
-        writer.add_vocab_size(spec.vocab)
     store = _Store(writer, gguf, dtype)
     store.add("token_embd.weight", model.embed.tokens.weight, table=True)
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):

@@ -1,8 +1,10 @@
 """`export`: a model written for an engine; one table says what each can hold."""
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +56,11 @@ def export(
     check: bool = False,
     **options: Any,
 ) -> Exported:
-    """Write a model for another engine: `transformers` (a folder), `gguf` (a file, for llama.cpp).
+    """Write a model for another engine: `transformers` and `onnx` (a folder), `gguf` and `torch` (a file).
 
     What an engine cannot hold is refused with the reason, or done otherwise with the same numbers, as the notes say. What
     was written here before is replaced, anything else refused. `check` runs the file in its real engine and compares.
-    Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`.
+    Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`; of onnx: `int8=True`.
 
     >>> from headwise.spec import preset
     >>> small = preset("gpt2").resized(layers=1, width=16, heads=2, context=16)
@@ -103,20 +105,48 @@ def _to_gguf(model: Any, path: Path, dtype: str = "f32", tokenizer: bool = True)
 
     if not isinstance(model, Transformer):
         raise HeadwiseError("GGUF is written from models that hw.load builds; an attached one stays with transformers.")
-    if path.exists() and (path.is_dir() or path.read_bytes()[:4] != b"GGUF"):
-        raise HeadwiseError(f"{path} is there already and is no GGUF file; choose another name.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
+    with _whole(path, b"GGUF", "GGUF file") as new:
+        written = write_gguf(model, new, dtype, tokenizer)
+    return (f"architecture {written.architecture}", *written.notes)
+
+
+def _to_onnx(model: Any, path: Path, int8: bool = False) -> tuple[str, ...]:
+    from headwise.deploy.onnx import write_onnx
+
+    return write_onnx(model, path, int8)
+
+
+def _to_torch(model: Any, path: Path) -> tuple[str, ...]:
+    from headwise.deploy.pt2 import write_pt2
+
+    if path.suffix != ".pt2":
+        raise HeadwiseError(f"torch knows such files by their name, which ends in .pt2; got {path.name}.")
+    with _whole(path, b"PK", "file of torch.export") as new:
+        return write_pt2(model, new)
+
+
+def _begins(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
+@contextmanager
+def _whole(path: Path, mark: bytes, what: str) -> Iterator[Path]:
+    """A file to write into that takes its place only when all of it is there; one that is something else is left alone."""
+    if path.is_dir() or (path.exists() and _begins(path, len(mark)) != mark):
+        raise HeadwiseError(f"{path} is there already and is no {what}; choose another name.")
     try:
-        written = write_gguf(model, Path(name), dtype, tokenizer)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+    try:
+        yield folder / path.name
+        os.replace(folder / path.name, path)
     except OSError as error:
         raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
     finally:
-        Path(name).unlink(missing_ok=True)
-    return (f"architecture {written.architecture}", *written.notes)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_llama_cpp(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked:
@@ -126,7 +156,17 @@ def _in_llama_cpp(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]])
     return compare(model, prompts, answers, speed)
 
 
+def _in_onnxruntime(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked:
+    from headwise.deploy.onnx import write_on
+
+    if model.spec.kind != "decoder":
+        raise HeadwiseError("what a decoder writes is checked in its engine; leave check out for an encoder.")
+    return compare(model, prompts, write_on(path, prompts, TOKENS))
+
+
 TARGETS: dict[str, Target] = {
     "transformers": Target("GPT-2, GPT-Neo, BERT and Llama families", "zeros, in the full shape", _to_transformers),
     "gguf": Target("Llama families", "gone: heads are counted by layer", _to_gguf, _in_llama_cpp),
+    "onnx": Target("decoders and encoders", "gone", _to_onnx, _in_onnxruntime),
+    "torch": Target("decoders and encoders", "gone", _to_torch),
 }

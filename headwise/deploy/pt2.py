@@ -1,0 +1,39 @@
+"""One file for torch alone (`torch.export`): it loads where Headwise is not installed, and gives the same outputs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.deploy.graphs import Encoder, check_traceable, traceable
+from headwise.model import Transformer
+
+
+class Logits(nn.Module):
+    """ids (B, T) → logits (B, T, V)"""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Any text, from its first token."""
+        return self.model(ids)
+
+
+def write_pt2(model: Any, path: Path) -> tuple[str, ...]:
+    """`torch.export.load(path).module()(ids)`; of an encoder `(ids, padding)`."""
+    check_traceable(model)
+    most = model.spec.context if model.spec.positions == "learned" else 1 << 20
+    both = {0: torch.export.Dim("batch", min=1, max=1 << 16), 1: torch.export.Dim("tokens", min=1, max=most)}
+    ids = torch.zeros(2, 3, dtype=torch.long, device=model.device)
+    encodes = model.spec.kind == "encoder"
+    given = (ids, torch.ones_like(ids, dtype=torch.bool)) if encodes else (ids,)
+    shapes = {"ids": both, "padding": both} if encodes else {"ids": both}
+    with traceable(model):
+        made = torch.export.export(
+            Encoder(model) if encodes else Logits(model), given, dynamic_shapes=shapes, strict=False
+        )
+        torch.export.save(made, path)
+    return ("takes ids and padding, True at real tokens" if encodes else "takes ids",)
