@@ -38,7 +38,7 @@ SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
 
 PUBLIC_NAMES = [
     "HeadwiseError",
-    *("Address", "AttentionSpec", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
+    *("Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
     *("Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window"),
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",

@@ -113,7 +113,9 @@ class Plan(Wire):
         check_model(model)
         if "heads" in words:
             raise HeadwiseError("a plan may do several things to heads; name those that go: cut='5.1,6.*'.")
-        asked = PruneRequest.of(request, {**words, **({} if cut is None else {"heads": cut})})
+        if cut is not None:
+            words["heads"] = cut
+        asked = PruneRequest.of(request, words)
         rules = model.spec.cache if cache is None else _rules(model, cache)
         if cache is not None and not asked.cuts:
             return Plan(spec=model.spec, digest=digest(model), cache=rules)
@@ -154,9 +156,9 @@ class Plan(Wire):
     ) -> "Plan":
         """A plan in which the share of key heads that need it least keep the `first` tokens and the `last` alone.
 
-        `by` ranks key heads on texts of `longest` tokens of the corpus `on`: mass (how much they look beyond), loss (what is
-        lost when one streams), gates that learn (`steps`), role (those that find what is repeated stay whole), random
-        (`seed`).
+        `by` ranks key heads on texts of `longest` tokens of the corpus `on`: mass (how much they look beyond), writes (how
+        far what they write moves), loss (what is lost when one streams), gates that learn (`steps`), role (those that find
+        what is repeated stay whole), random (`seed`).
         """
         check_model(model)
         keeps = Keeps(first=first, last=last)

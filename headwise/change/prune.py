@@ -12,9 +12,8 @@ def prune(model: M, request: PruneRequest | None = None, *, note: Note | None = 
     """A smaller model: the share `keep` of the heads stays, or those named in `heads` go. The given model stays as it is.
 
     Takes a `PruneRequest`, or its fields by name; `on` is the corpus that heads are ranked on and whose means are folded in:
-    a text, a list of texts, a path. `Plan.make` takes the same, with `cut` for `heads`, and gives the plan, to be looked at, saved and
-    applied later;
-    `prune_study` also tells what the cut cost.
+    a text, a list of texts, a path. `Plan.make` takes the same, with `cut` for `heads`, and gives the plan, to be looked at,
+    saved and applied later; `prune_study` also tells what the cut cost.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -22,4 +21,4 @@ def prune(model: M, request: PruneRequest | None = None, *, note: Note | None = 
     >>> len(small.spec.addresses)
     18
     """
-    return Plan.make(model, request, note=note, **words).carry_out(model)
+    return Plan.make(model, PruneRequest.of(request, words), note=note).carry_out(model)

@@ -15,6 +15,7 @@ from headwise.look.measure.repeats import make_repeats
 from headwise.look.measure.retrieval import make_needles
 from headwise.look.record.units import read_units
 from headwise.model import Block, Transformer, quiet
+from headwise.model.block import Beside
 from headwise.model.loss import cross_entropy
 from headwise.spec import Address, AttentionSpec, SiteAddress
 
@@ -42,6 +43,30 @@ def mass_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
         _note(ask, "attention beyond the window", number + 1, len(texts))
     means = {site: sums / seen_rows for site, sums in total.items()}
     return _by_key_head(model, means, torch.mean)
+
+
+@torch.no_grad()
+def moved_writes(model: Transformer, ask: StreamQuestion) -> Scores:
+    """How far what its heads write moves when it streams: the square of that against the square of the stream it is added to,
+    over rows that have forgotten any. Heads that spread their attention evenly may look far and write the same without it."""
+    moved: Scores = dict.fromkeys(model.spec.key_heads, 0.0)
+    texts = _texts(model, ask)
+    for number, ids in enumerate(texts):
+        with quiet(model):
+            x, beside = model.begin(ids)
+            for block in model.blocks:
+                assert isinstance(block, Block)
+                layer, here = block.attention, block.attention.site.address
+                whole, few = _both_ways(block, block.reads(x), beside, ask)  # (1, H, T, e)
+                gone = (whole - few)[0, :, ask.room :]  # (H, n, e)
+                stream = x[0, ask.room :].square().sum(-1)  # (n,)
+                for key, kv in enumerate(layer.spec.kv_ids):
+                    heads = [head for head, other in enumerate(layer.spec.kv_of_head) if other == key]
+                    lost = torch.einsum("hne,hed->nd", gone[heads], layer.site.W_O[heads])
+                    moved[here.head(kv)] += (lost.square().sum(-1) / stream).mean().item() / len(texts)
+                x = block(x, beside)
+        _note(ask, "what each key head's heads write", number + 1, len(texts))
+    return moved
 
 
 @torch.no_grad()
@@ -105,13 +130,18 @@ def _blended(model: Transformer, ids: Tensor, gates: dict[SiteAddress, Tensor], 
     for block in model.blocks:
         assert isinstance(block, Block)
         layer, read = block.attention, block.reads(x)
-        mask = beside.mask_for(None, ids.shape[1])
-        whole = layer.attend(read, mask=mask, positions=beside.angles)  # (B, H, T, e)
-        with layer_keeping(layer, list(layer.spec.kv_ids), ask.keeps):
-            few = layer.attend(read, mask=mask, positions=beside.angles)
+        whole, few = _both_ways(block, read, beside, ask)
         gate = gates[layer.site.address][:, list(layer.spec.kv_of_head), None, None]  # (B, H, 1, 1)
         x = block.finish(x, read, layer.write(few + gate * (whole - few)), beside)
     return x if model.norm is None else model.norm(x)
+
+
+def _both_ways(block: Block, read: Tensor, beside: Beside, ask: StreamQuestion) -> tuple[Tensor, Tensor]:
+    """What heads find among all keys, and among those they would keep: (B, H, T, e) twice."""
+    layer, mask = block.attention, beside.mask_for(None, read.shape[1])
+    whole = layer.attend(read, mask=mask, positions=beside.angles)
+    with layer_keeping(layer, list(layer.spec.kv_ids), ask.keeps):
+        return whole, layer.attend(read, mask=mask, positions=beside.angles)
 
 
 @torch.no_grad()

@@ -55,6 +55,12 @@ def _mass(model: Transformer, ask: StreamQuestion) -> Scores:
     return mass_beyond(model, ask)
 
 
+def _writes(model: Transformer, ask: StreamQuestion) -> Scores:
+    from headwise.change.stream_ways import moved_writes
+
+    return moved_writes(model, ask)
+
+
 def _loss(model: Transformer, ask: StreamQuestion) -> Scores:
     from headwise.change.stream_ways import loss_of_each
 
@@ -82,6 +88,7 @@ def _random(model: Transformer, ask: StreamQuestion) -> Scores:
 
 STREAM_WAYS = {
     "mass": StreamWay(_mass, "share of attention on what it would forget"),
+    "writes": StreamWay(_writes, "how far what its heads write moves, against the stream"),
     "loss": StreamWay(_loss, "what the loss gains when it alone streams, nats a token"),
     "gates": StreamWay(_gates, "how far its gate was left open"),
     "role": StreamWay(_role, "how much it looks at what is repeated or to be copied", reads=False),

@@ -160,6 +160,25 @@ def test_mass_is_what_the_maps_say() -> None:
 
 
 @torch.no_grad()
+def test_writes_move_as_far_as_the_layer_s_output_does() -> None:
+    """Layer by layer on the whole model's stream, beside layers of models in which one key head streams."""
+    model, text = make_reader(), LONG[0]
+    plan = Plan.streaming(model, 0.5, **SHORT, by="writes", on=[text])
+    assert model.tokenizer is not None
+    x, beside = model.begin(torch.tensor([model.tokenizer.encode(text)]))
+    streams = []
+    for block in model.blocks:
+        streams.append(x)
+        x = block(x, beside)
+    for head, score in zip(model.spec.key_heads, plan.cache_scores, strict=True):
+        x, other = streams[head.layer], Plan.make(model, cache={str(head): FEW}).apply(model)
+        one, two = (asked.blocks[head.layer] for asked in (model, other))
+        moved = one.attend(one.reads(x), beside) - two.attend(two.reads(x), beside)  # pyright: ignore
+        share = moved.square().sum(-1) / x.square().sum(-1)  # (1, T)
+        assert score == pytest.approx(share[0, 4:].mean().item(), abs=1e-6)
+
+
+@torch.no_grad()
 def test_loss_is_what_each_model_loses() -> None:
     """From plans of one head each, applied; before the fifth token nothing can differ."""
     model, text = make_reader(), LONG[0]

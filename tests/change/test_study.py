@@ -67,7 +67,7 @@ def test_a_study_in_one_call(tmp_path: Path, hashed: list[Any]) -> None:
 
 def test_a_study_says_what_is_cut_in_one_way(tmp_path: Path) -> None:
     model = reading(MODELS["decoder"])
-    plan = hw.Plan.make(model, heads="0.1", fold=False)
+    plan = hw.Plan.make(model, cut="0.1", fold=False)
     for asked in ({}, {"request": PruneRequest(keep=0.5), "plan": plan}):
         with pytest.raises(HeadwiseError, match="say which heads go, in one way"):
             PruneStudy(**asked)
