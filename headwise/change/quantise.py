@@ -1,21 +1,17 @@
 """`quantise`: the same model with its weights at few bits, by head and part; `dequantise` makes them numbers again."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from headwise.change.cut import built
-from headwise.errors import HeadwiseError, close_names
-from headwise.heads.basis import Matrices, balanced
+from headwise.errors import HeadwiseError
+from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
 from headwise.heads.packed import Packed
 from headwise.model import AnyModel, Transformer
 from headwise.spec import ModelSpec
 from headwise.spec.weights import FULL, GROUP, Bits
-
-Basis = Literal["given", "balanced"]
-BASES = ("given", "balanced")
 
 
 @torch.no_grad()
@@ -27,7 +23,8 @@ def quantise(
     One number is for heads, MLPs and vocabulary; `{"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8, "vocabulary": 8}` goes by head
     and part, the later of two that name the same counts, and what is not named stays as it is. Rounding is symmetric, in
     groups of `group` numbers along the input, inside a head. `activations=8` also rounds what these weights are multiplied
-    by, row by row. `basis="balanced"` first brings heads into their balanced basis (`headwise.heads.basis`).
+    by, row by row. `basis="balanced"` first brings heads into their balanced basis (`headwise.heads.basis`), "random" into
+    one that is drawn by chance, to see what the basis matters.
 
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
@@ -38,8 +35,7 @@ def quantise(
     torch.Size([384, 64])
     """
     check_ours(model)
-    if basis not in BASES:
-        raise HeadwiseError(f"there is no basis {basis!r}; {close_names(str(basis), BASES)}")
+    check_basis(basis)
     spec = model.spec.quantised(weights, group=group, activations=activations)
     return packed_as(model, spec, basis)
 
@@ -47,8 +43,8 @@ def quantise(
 def packed_as(model: Transformer, spec: ModelSpec, basis: Basis = "given") -> Transformer:
     """The model as a spec of its own, with weights at few bits, says."""
     state = dict(model.state_dict())  # split, with a head axis
-    if basis == "balanced":
-        _balance(model, spec, state)
+    if basis != "given":
+        _change_basis(model, spec, state, basis)
     for name, part in Transformer(spec, device="meta").named_modules():
         if isinstance(part, Packed):
             weight = state.pop(f"{name.removesuffix('.packed')}.weight")
@@ -95,13 +91,13 @@ def _units(name: str, weight: Tensor) -> Tensor:
     return weight if ".read." in name else weight[None]
 
 
-def _balance(model: Transformer, spec: ModelSpec, state: dict[str, Tensor]) -> None:
-    """Put heads of layers with weights at few bits into their balanced basis."""
+def _change_basis(model: Transformer, spec: ModelSpec, state: dict[str, Tensor], basis: Basis) -> None:
+    """Put heads of layers with weights at few bits into another basis."""
     names = {id(part): name for name, part in model.named_modules()}
     for layer in model.attention_layers():
         if spec.attention_at(layer.site.address).weights is None:
             continue
-        made, prefix = balanced(Matrices.of(layer), layer.spec), names[id(layer)]
+        made, prefix = in_basis(Matrices.of(layer), layer.spec, basis), names[id(layer)]
         for letter in "qkv":
             state[f"{prefix}.read.{letter}.weight"] = getattr(made, letter)
             bias = getattr(made, f"b_{letter}")

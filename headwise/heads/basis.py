@@ -13,12 +13,17 @@ Heads that share a key head share its basis. All is computed in float64.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import HasHeads
 from headwise.spec import AttentionSpec, Rotary
+
+Basis = Literal["given", "balanced", "random"]
+BASES = ("given", "balanced", "random")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +47,55 @@ class Matrices:
         return Matrices(q, k, v, layer.write.slices, b_q, b_k, b_v)
 
 
+def check_basis(basis: str) -> None:
+    """Refuse a basis nobody knows."""
+    if basis not in BASES:
+        raise HeadwiseError(f"there is no basis {basis!r}; {close_names(str(basis), BASES)}")
+
+
+def in_basis(matrices: Matrices, spec: AttentionSpec, basis: Basis, seed: int = 0) -> Matrices:
+    """The same heads as they are given, balanced, or in a basis drawn by chance; a copy."""
+    if basis == "given":
+        return replace(matrices, **{name: value.clone() for name, value in vars(matrices).items() if value is not None})
+    return balanced(matrices, spec) if basis == "balanced" else shuffled(matrices, spec, seed)
+
+
 @torch.no_grad()
 def balanced(matrices: Matrices, spec: AttentionSpec) -> Matrices:
     """The same heads in their balanced basis."""
-    made = replace(matrices, **{name: value.clone() for name, value in vars(matrices).items() if value is not None})
+    made = in_basis(matrices, spec, "given")
     for key in range(len(spec.kv_ids)):
         heads = [head for head, its in enumerate(spec.kv_of_head) if its == key]
         _balance_vo(made, heads, key)
         _balance_qk(made, heads, key, spec.rotary)
     return made
+
+
+@torch.no_grad()
+def shuffled(matrices: Matrices, spec: AttentionSpec, seed: int = 0) -> Matrices:
+    """The same heads in a basis drawn by chance among those they may have, by turns alone: to see what a basis matters."""
+    draws = torch.Generator().manual_seed(seed)
+    made = in_basis(matrices, spec, "given")
+    for key in range(len(spec.kv_ids)):
+        heads = [head for head, its in enumerate(spec.kv_of_head) if its == key]
+        turn = _drawn_turn(made.v.shape[1], draws)
+        _put(made.v, made.b_v, [key], _with_bias(made.v, made.b_v, [key]) @ turn)
+        made.o[heads] = (turn.mT @ made.o[heads].double()).to(made.o)
+        turn = torch.zeros(made.q.shape[1], made.q.shape[1], dtype=torch.float64)
+        turning, still = channel_pairs(len(turn), spec.rotary)
+        for some in [*turning, *([still] if still else [])]:
+            turn[torch.tensor(some)[:, None], some] = _drawn_turn(len(some), draws)
+        _put(made.q, made.b_q, heads, _with_bias(made.q, made.b_q, heads) @ turn)
+        _put(made.k, made.b_k, [key], _with_bias(made.k, made.b_k, [key]) @ turn)
+    return made
+
+
+def _drawn_turn(size: int, draws: torch.Generator) -> Tensor:
+    """A rotation, no mirror, (size, size), each as likely as any other."""
+    turn, upper = torch.linalg.qr(torch.randn(size, size, generator=draws, dtype=torch.float64))
+    turn = turn * upper.diagonal().sign()
+    turn[:, 0] *= torch.linalg.det(turn).sign()
+    return turn
 
 
 def _balance_vo(made: Matrices, heads: list[int], key: int) -> None:

@@ -1,12 +1,13 @@
 """The balanced basis: the same heads, and the basis that it says it is."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from headwise.heads import MultiHeadAttention
-from headwise.heads.basis import Matrices, balanced, balanced_pair, turned_pair
+from headwise.heads.basis import Matrices, balanced, balanced_pair, shuffled, turned_pair
 from tests.contract.layers import LAYERS, assert_equal, call, make_layer, numbers
 
 
@@ -23,10 +24,11 @@ def with_matrices(layer: MultiHeadAttention, made: Matrices) -> MultiHeadAttenti
     return other
 
 
+@pytest.mark.parametrize("change", [balanced, shuffled])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_heads_are_the_same(name: str) -> None:
+def test_the_heads_are_the_same(name: str, change: Callable[..., Matrices]) -> None:
     layer = make_layer(LAYERS[name])
-    made = balanced(Matrices.of(layer), layer.spec)
+    made = change(Matrices.of(layer), layer.spec)
     other = with_matrices(layer, made)
     assert_equal(call(other), call(layer), 1e-9)
     for head, same in zip(layer.heads, other.heads, strict=True):

@@ -1,0 +1,87 @@
+"""What few bits cost: uniform bits, the basis, and a mix at 3.5 mean bits beside ten random ones.
+
+python -m bench.spend weights smollm2 --out F   decoder, next tokens of WikiText-2, weights of attention alone
+python -m bench.spend weights minilm --out F    encoder, 1 − cosine of what it says of a text
+python -m bench.spend weights little --out F    a little model of the little language, trained here, never quantised before
+The rule, set before the first run: sensitivities at 3 bits in the basis whose uniform 3 bits cost less on the paragraphs of the
+choice (validation); choices 4 and 3 bits, 3.5 on average, by drift; random mixes are seeds 0 to 9; all judged on other
+paragraphs (test). In F: sensitivity.jsonl, which is gone on with, and spend.json.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import headwise as hw
+from bench.measure import machine
+from bench.prune import DATA, paragraphs
+from headwise.change.allocate import allocate, report_allocation
+from headwise.change.quantise import quantise
+from headwise.change.trial import Trial
+from headwise.files.whole import whole_file
+from headwise.heads.basis import BASES
+from headwise.look.worth.sensitivity import sensitivity
+from headwise.show.progress import noting
+from headwise.text.corpus import Corpus
+
+BITS, CHOICES, MEAN, SEEDS = 3, (4, 3), 3.5, 10
+
+
+def little() -> Any:
+    """A small model of the little language."""
+    from headwise.train import Recipe, train
+
+    spec = hw.preset("nano").resized(layers=4, width=128, heads=4)
+    return train(spec, Corpus.of("little"), Recipe(steps=600, batch=16, context=64), progress=False).model
+
+
+def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: int) -> None:
+    model: Any = hw.load(name)
+    part = ("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt"
+    choosing, judging = paragraphs(part, choose, tokens, model), paragraphs("test.txt", judge, tokens, model)
+    print(f"{name}: chosen on {choose}, judged by {judge} paragraphs of {tokens} tokens; {machine()}", flush=True)
+    told: dict[str, Any] = {"choose": choose, "judge": judge, "tokens": tokens, "machine": machine()}
+    trial = Trial.of(model, choosing)
+    told["basis"] = {}
+    for basis in BASES:
+        for bits in (4, 3):
+            more = trial.difference(trial.losses(quantise(model, {"*": bits}, basis=basis)), trial.full)
+            told["basis"][f"{basis}, {bits}"] = vars(more)
+            print(f"basis {basis}, {bits} bits: {more.mean:+.4f} ({more.low:.4f} to {more.high:.4f})", flush=True)
+    basis = min(("given", "balanced"), key=lambda one: told["basis"][f"{one}, {BITS}"]["mean"])
+    print(f"so the basis is {basis}", flush=True)
+    began = time.time()
+    with noting() as note:
+        found = sensitivity(
+            model, choosing, bits=(BITS,), basis=basis, out=out / "sensitivity.jsonl",
+            progress=lambda done, of: note("sensitivity", done, of),
+        )  # fmt: skip
+    told["sensitivity"] = found.to_dict() | {"seconds": time.time() - began}
+    made = allocate(model, found, mean_bits=MEAN, choices=CHOICES)
+    with noting() as note:
+        report = report_allocation(model, made, judging, uniform=CHOICES, seeds=seeds, basis=basis, note=note)
+    told["report"] = report.to_dict() | {"basis": basis}
+    for row in report.rows():
+        print(*row, flush=True)
+    print("outside the range of random mixes:", report.outside, flush=True)
+    whole_file(out / "spend.json", json.dumps(told, indent=1).encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("weights",))
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--choose", type=int, default=4, help="paragraphs that bits are chosen on")
+    parser.add_argument("--judge", type=int, default=12, help="other paragraphs, that the choice is judged by")
+    parser.add_argument("--tokens", type=int, default=96, help="of a paragraph")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="random mixes")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    weights(options.model, options.out, options.choose, options.judge, options.tokens, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""What few bits cost, head by head: the loss gained when one head alone is stored at b bits.
+
+Beside the loss stands the drift, KL(untouched ‖ rounded) of what is said of the next token: the loss that would be gained if
+texts were the model's own. It is never below 0 and far less a matter of which texts were read, so bits are shared out by it.
+
+One clean walk through the blocks keeps the stream; at each layer a head's weights are rounded in place, the rest of the
+network is run, and the weights are put back bitwise. Where heads share keys, the key head and all who read it are one: what
+is shared can only be stored once. Each answer is kept in a file as soon as it is known, so a run that stops goes on.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError, close_names
+from headwise.files.places import read_text
+from headwise.files.whole import whole_file
+from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
+from headwise.heads.head import HasHeads, Pattern
+from headwise.heads.site import Seen
+from headwise.look.measure.statistics import bootstrap
+from headwise.look.record.units import make_batches
+from headwise.look.worth.outputs import unit_length
+from headwise.look.worth.rounded import WEIGHTS, AtBits, at_few_bits, check_asked, check_in_place, chosen_heads, questions
+from headwise.look.worth.targets import WHOLE, Asked, ask, check_askable, read_asked
+from headwise.model import AnyModel, Transformer, quiet
+from headwise.model.block import Block
+from headwise.model.loss import IGNORE
+from headwise.spec.weights import GROUP, check_group
+from headwise.train.prepare import weights_digest
+
+Progress = Callable[[int, int], None]  # questions answered, questions in all
+TOKENS = 2048  # run at once
+KEPT = 2**26  # log-probabilities of the untouched model that are kept of a batch
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What storing one part at so many bits costs, with its 95 % interval over texts."""
+
+    key: str
+    heads: str
+    part: str
+    bits: int
+    more: float  # loss
+    low: float
+    high: float
+    drift: float  # KL from the untouched model, nats a token; without an output the same as the loss
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """What each part of each head costs at few bits; sums by text are kept, so that intervals can be drawn."""
+
+    about: dict[str, Any]  # what was asked, of which model, on which texts
+    asked: tuple[AtBits, ...]
+    sums: np.ndarray  # (questions, texts): what each text loses
+    drifts: np.ndarray  # (questions, texts): how far the model has drifted on it
+    counts: np.ndarray  # (texts,): tokens it was asked for
+
+    @property
+    def metric(self) -> str:
+        """What is measured."""
+        return self.about["metric"]
+
+    @property
+    def clean(self) -> float | None:
+        """The untouched model's loss; none where a model has no output."""
+        return self.about["clean"]
+
+    @property
+    def more(self) -> np.ndarray:
+        """What each question costs, (questions,)."""
+        return self.sums.sum(1) / self.counts.sum()
+
+    @property
+    def drift(self) -> np.ndarray:
+        """How far the model drifts by each, (questions,)."""
+        return self.drifts.sum(1) / self.counts.sum()
+
+    @cached_property
+    def interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """95 % of the bootstrap over texts: low and high, (questions,)."""
+        return bootstrap(self.sums.T, np.broadcast_to(self.counts[:, None], self.sums.T.shape))
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+    def __iter__(self) -> Iterator[Cost]:
+        for one, *figures in zip(self.asked, self.more, *self.interval, self.drift, strict=True):
+            yield Cost(one.key, " ".join(one.heads), one.part, one.bits, *map(float, figures))
+
+    def __getitem__(self, asked: tuple[str, str, int]) -> Cost:
+        """What one part of one key head costs at so many bits: found["5.1", "qk", 4]."""
+        for cost in self:
+            if (cost.key, cost.part, cost.bits) == asked:
+                return cost
+        key, part, bits = asked
+        known = [f"{one.key}:{one.part} at {one.bits}" for one in self.asked]
+        raise HeadwiseError(f"{key}:{part} at {bits} bits was not measured; {close_names(f'{key}:{part}', known)}")
+
+    def rows(self) -> list[list[str | int | float]]:
+        """A table, the costliest first; its columns are the fields of `Cost`."""
+        return [list(asdict(cost).values()) for cost in sorted(self, key=lambda cost: -cost.more)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but sums, as plain data."""
+        costs = [asdict(cost) for cost in self]
+        for cost in costs:
+            cost |= {name: None if np.isnan(cost[name]) else cost[name] for name in ("low", "high")}
+        return self.about | {"costs": costs}
+
+    @staticmethod
+    def load(path: str | Path) -> "Sensitivity":
+        """Read what `sensitivity(…, out=path)` has written so far."""
+        about, known = _read(Path(path))
+        if about is None:
+            raise HeadwiseError(f"{path} holds no sensitivities; hw.sensitivity(model, corpus, out=path) writes them.")
+        return _made(about, tuple(known), known)
+
+
+@torch.no_grad()
+def sensitivity(
+    model: AnyModel,
+    on: Any = None,
+    *,
+    bits: Sequence[int] = (4,),
+    parts: Sequence[str] = WEIGHTS,
+    heads: Pattern = "*",
+    group: int = GROUP,
+    basis: Basis | None = None,
+    longest: int | None = None,
+    tokens: int = TOKENS,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """What the loss gains when one head alone is stored at few bits; the model stays as it is, bitwise.
+
+    `parts` are qk (W_Q and W_K), vo (W_V and W_O), keys and values (those cached). Weights are rounded in their balanced
+    basis (`basis`: given, balanced, random; for somebody else's model given, for its positions are not ours to know).
+    `on` are texts, `longest` cuts plain text into units of so many tokens, `tokens` is how many are run at once. `out` is a
+    file in which every answer is kept as soon as it is known: the same call goes on where it stopped.
+
+    >>> from headwise.spec import AttentionSpec, ModelSpec
+    >>> from headwise.text.make import byte_tokenizer
+    >>> model = Transformer(ModelSpec(vocab=257, context=32, layers=2, attention=AttentionSpec(width=16, heads=2)))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> found = sensitivity(model, ["To be or not to be", "that is the question"], bits=(8, 2))
+    >>> len(found), found.asked[0]
+    (16, AtBits(key='0.0', heads=('0.0',), part='qk', bits=8))
+    """
+    check_askable(model, "loss")
+    parts, bits = tuple(parts), tuple(bits)
+    check_asked(parts, bits)
+    check_group(group)
+    basis = basis or ("balanced" if isinstance(model, Transformer) else "given")
+    check_basis(basis)
+    if basis != "given" and not isinstance(model, Transformer):
+        raise HeadwiseError("a basis is changed in headwise's own models, whose positions are known; use basis='given'.")
+    named = chosen_heads(heads, model.spec.addresses)
+    layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]
+    wanted = {layer.site.address: questions(layer, named, parts, bits) for layer in layers}
+    for layer in layers:
+        if wanted[layer.site.address] and set(parts) & set(WEIGHTS):
+            check_in_place(layer)
+    with quiet(model):
+        units = list(read_asked(model, on, unit_length(model, longest)))
+        batches = [ask(model, batch) for batch in make_batches(units, tokens, device=model.device)]
+        walk = _Blocks(model, batches) if _is_walked(model) else _Whole(model, batches)
+        about = {
+            "model": weights_digest(model), "texts": _fingerprint(batches), "group": group, "basis": basis,
+            "metric": "1 − cosine" if batches[0].targets is None else "nats a token", "clean": walk.clean_loss(),
+            "counts": torch.cat([asked.counts for asked in batches]).tolist(),
+        }  # fmt: skip
+        every = tuple(one for asked in wanted.values() for one in asked)
+        known = {} if out is None else _resumed(Path(out), about)
+        done = sum(one in known for one in every)
+        for layer in layers:
+            todo = [one for one in wanted[layer.site.address] if one not in known]
+            if todo:
+                base = in_basis(Matrices.of(layer), layer.spec, basis) if set(parts) & set(WEIGHTS) else None
+                clean = walk.seen(layer) if any(one.part not in WEIGHTS for one in todo) else None
+                for one in todo:
+                    known[one] = walk.lost(layer, one, base, group, clean)
+                    _keep(out, one, known[one])
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(every))
+    return _made(about, every, known)
+
+
+def _is_walked(model: AnyModel) -> bool:
+    return isinstance(model, Transformer) and model.spec.kind != "encoder-decoder"
+
+
+class _Whole:
+    """Every question by whole passes: for models that are not walked through block by block."""
+
+    def __init__(self, model: AnyModel, batches: list[Asked]) -> None:
+        self.model, self.batches = model, batches
+        self.states = [self.run(i) for i in range(len(batches))]  # untouched, (B, R, D) each
+        self.clean = [asked.answers(model, x) for asked, x in zip(batches, self.states, strict=True)]
+        pairs = zip(batches, self.states, strict=True)
+        self.said = [_Said(model, asked, x) if asked.targets is not None else None for asked, x in pairs]
+
+    def run(self, batch: int) -> Tensor:
+        """Final states as they are now, at the places asked about: (B, R, D)."""
+        return self.batches[batch].pick(self.batches[batch].run(self.model))
+
+    def lost(
+        self, layer: HasHeads, one: AtBits, base: Matrices | None, group: int, clean: list[Seen] | None
+    ) -> list[list[float]]:
+        """What each text loses, and how far the model drifts on it."""
+        made: list[Tensor] = []
+        for i, asked in enumerate(self.batches):
+            with at_few_bits(layer, one, base or Matrices.of(layer), group, None if clean is None else clean[i]):
+                states = self.run(i)
+            said = self.said[i]
+            if said is None:
+                lost = asked.lost(asked.answers(self.model, states), self.clean[i]).double().cpu()  # (B,)
+                made.append(torch.stack((lost, lost)))
+            else:
+                made.append(said.apart(states))
+        return torch.cat(made, 1).tolist()
+
+    def seen(self, layer: HasHeads) -> list[Seen]:
+        """The clean call of a layer, on each batch."""
+        calls: list[Seen] = []
+        for i in range(len(self.batches)):
+            with layer.site.listen(calls.append):
+                self.run(i)
+        return calls
+
+    def clean_loss(self) -> float | None:
+        """The mean loss of the untouched model."""
+        if self.batches[0].targets is None:
+            return None
+        return float(sum(made.double().sum() for made in self.clean) / sum(asked.counts.sum() for asked in self.batches))
+
+
+class _Blocks(_Whole):
+    """The stream before the layer the walk has come to is kept, and passes begin there."""
+
+    def __init__(self, model: AnyModel, batches: list[Asked]) -> None:
+        assert isinstance(model, Transformer)
+        self.ours, self.blocks = model, [block for block in model.blocks if isinstance(block, Block)]
+        self.place = 0
+        begun = [model.begin(asked.ids, padding=asked.padding) for asked in batches]
+        self.streams, self.beside = [x for x, _ in begun], [beside for _, beside in begun]
+        super().__init__(model, batches)
+
+    def run(self, batch: int) -> Tensor:
+        """From the block the walk has come to."""
+        x, beside = self.streams[batch], self.beside[batch]
+        for block in self.blocks[self.place :]:
+            x = block(x, beside)
+        x = self.batches[batch].pick(x)
+        return x if self.ours.norm is None else self.ours.norm(x)
+
+    def seen(self, layer: HasHeads) -> list[Seen]:
+        """The clean call of a layer, on each batch."""
+        self._come_to(layer)
+        calls: list[Seen] = []
+        for x, beside in zip(self.streams, self.beside, strict=True):
+            with layer.site.listen(calls.append):
+                self.blocks[self.place](x, beside)
+        return calls
+
+    def lost(
+        self, layer: HasHeads, one: AtBits, base: Matrices | None, group: int, clean: list[Seen] | None
+    ) -> list[list[float]]:
+        """What each text loses, and how far the model drifts on it."""
+        self._come_to(layer)
+        return super().lost(layer, one, base, group, clean)
+
+    def _come_to(self, layer: HasHeads) -> None:
+        """Take the streams on, clean, to the block of this layer; a layer without heads has one too."""
+        while self.blocks[self.place].attention is not layer:
+            pairs = zip(self.streams, self.beside, strict=True)
+            self.streams = [self.blocks[self.place](x, beside) for x, beside in pairs]
+            self.place += 1
+
+
+class _Said:
+    """What the untouched model says at the places asked about, to hold what it says later against."""
+
+    def __init__(self, model: AnyModel, asked: Asked, states: Tensor) -> None:
+        assert asked.targets is not None
+        targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
+        self.model, self.states = model, states
+        self.wanted = targets != IGNORE  # (B, R)
+        self.rows = max(1, WHOLE // model.spec.vocab)
+        self.targets = targets[self.wanted].split(self.rows)
+        kept = int(self.wanted.sum()) * model.spec.vocab <= KEPT
+        self.kept = list(self._log_odds(states)) if kept else None  # else worked out anew each time
+
+    def _log_odds(self, states: Tensor) -> Iterator[Tensor]:
+        """log p of every token, a few places at a time: (n, V)."""
+        assert self.model.output is not None
+        for some in states[self.wanted].split(self.rows):
+            yield self.model.output(some).float().log_softmax(-1)
+
+    def apart(self, states: Tensor) -> Tensor:
+        """What each text loses by these states (B, R, D), and KL(untouched ‖ these), summed over its places: (2, B)."""
+        made = torch.zeros(2, *self.wanted.shape, dtype=torch.float64, device=states.device)  # (2, B, R)
+        both = []
+        for sure, now, target in zip(
+            self.kept or self._log_odds(self.states), self._log_odds(states), self.targets, strict=True
+        ):
+            lost = (sure - now).gather(1, target[:, None])[:, 0]  # (n,)
+            both.append(torch.stack((lost, (sure.exp() * (sure - now)).sum(-1))))
+        made[:, self.wanted] = torch.cat(both, 1).double() if both else made.new_zeros(2, 0)
+        return made.sum(2).cpu()
+
+
+Known = dict[AtBits, list[list[float]]]
+
+
+def _made(about: dict[str, Any], every: tuple[AtBits, ...], known: Known) -> Sensitivity:
+    counts = np.array(about["counts"], dtype=np.float64)
+    both = np.array([known[one] for one in every], dtype=np.float64).reshape(len(every), 2, len(counts))
+    return Sensitivity(about, every, both[:, 0], both[:, 1], counts)
+
+
+def _fingerprint(batches: list[Asked]) -> str:
+    made = hashlib.sha256()
+    for asked in batches:
+        for tensor in (asked.ids, asked.targets, asked.source):
+            made.update(b"-" if tensor is None else str(tensor.tolist()).encode())
+    return made.hexdigest()[:16]
+
+
+# The file: a line that says what is asked, then a line for each answer.
+
+
+def _read(path: Path) -> tuple[dict[str, Any] | None, Known]:
+    """What a file holds; a line that was cut off when the process died is left out."""
+    lines = []
+    for line in read_text(path).splitlines() if path.is_file() else ():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    if not lines:
+        return None, {}
+    about, known = lines[0], {}
+    try:
+        texts = len(about["counts"])
+        for told in lines[1:]:
+            one = AtBits(told["key"], tuple(told["heads"]), told["part"], told["bits"])
+            known[one] = [[float(value) for value in row] for row in told["lost"]]
+            if [len(row) for row in known[one]] != [texts, texts]:
+                raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise HeadwiseError(f"{path} holds something else than sensitivities; choose another file.") from None
+    return about, known
+
+
+def _resumed(path: Path, about: dict[str, Any]) -> Known:
+    """What is known already; a new file begins with what is asked."""
+    before, known = _read(path)
+    same = ("model", "texts", "group", "basis", "metric", "counts")
+    if before is not None and any(before.get(name) != about[name] for name in same):
+        other = [name for name in same if before.get(name) != about[name]]
+        raise HeadwiseError(f"{path} holds sensitivities of another run ({', '.join(other)}); choose another file.")
+    lines = [about if before is None else before]
+    lines += [asdict(one) | {"lost": lost} for one, lost in known.items()]
+    whole_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())  # without a line that was cut off
+    return known
+
+
+def _keep(path: str | Path | None, one: AtBits, lost: list[list[float]]) -> None:
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(one) | {"lost": lost}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
