@@ -3,8 +3,8 @@
 python -m bench.spend weights smollm2 --out F   decoder, next tokens of WikiText-2, weights of attention alone
 python -m bench.spend weights minilm --out F    encoder, 1 − cosine of what it says of a text
 python -m bench.spend weights little --out F    a little model of the little language, trained here, never quantised before
-The rule, set before the first run: sensitivities at 3 bits in the basis whose uniform 3 bits cost less on the paragraphs of the
-choice (validation); choices 4 and 3 bits, 3.5 on average, by drift; random mixes are seeds 0 to 9; all judged on other
+The rule, set before the first run: sensitivities at 3 bits, in the basis whose uniform 3 bits cost less on the paragraphs of
+the choice (validation); choices 4 and 3 bits, 3.5 on average, by drift; random mixes are seeds 0 to 9; all judged on other
 paragraphs (test). In F: sensitivity.jsonl, which is gone on with, and spend.json.
 """
 
@@ -38,7 +38,7 @@ def little() -> Any:
 
 
 def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: int) -> None:
-    model: Any = hw.load(name)
+    model: Any = little() if name == "little" else hw.load(name)
     part = ("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt"
     choosing, judging = paragraphs(part, choose, tokens, model), paragraphs("test.txt", judge, tokens, model)
     print(f"{name}: chosen on {choose}, judged by {judge} paragraphs of {tokens} tokens; {machine()}", flush=True)

@@ -28,11 +28,13 @@ _ROOMS = {
     "look.profile.result": ("Profile",),
     "look.worth.ablate": ("ablated", "patched"),
     "look.worth.importance": ("importance",),
+    "look.worth.sensitivity": ("sensitivity",),
     "look.compare.compare": ("compare",),
     "look.compare.match": ("match",),
     "look.profile.history": ("HeadHistory",),
     "change.prune": ("prune",),
     "change.quantise": ("quantise", "dequantise"),
+    "change.allocate": ("allocate",),
     "change.plan": ("Plan",),
     "change.request": ("PruneRequest",),
     "change.study": ("PruneStudy", "prune_study"),
@@ -53,13 +55,14 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "export",
     "Recipe", "TrainRequest", "train", "distil",
     "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
-    "ablated", "patched", "importance", "compare", "match", "HeadHistory",
-    "prune", "quantise", "dequantise", "Plan", "PruneRequest", "PruneStudy", "prune_study",
+    "ablated", "patched", "importance", "sensitivity", "compare", "match", "HeadHistory",
+    "prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from headwise.attach import attach
+    from headwise.change.allocate import allocate
     from headwise.change.plan import Plan
     from headwise.change.prune import prune
     from headwise.change.quantise import dequantise, quantise
@@ -82,6 +85,7 @@ if TYPE_CHECKING:
     from headwise.look.record.recording import record
     from headwise.look.worth.ablate import ablated, patched
     from headwise.look.worth.importance import importance
+    from headwise.look.worth.sensitivity import sensitivity
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec, Rotary, RotaryScaling, preset, presets
     from headwise.teach import distil

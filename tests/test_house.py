@@ -48,13 +48,13 @@ PUBLIC_NAMES = [
     "export",
     *("Recipe", "TrainRequest", "train", "distil"),
     *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
-    *("ablated", "patched", "importance", "compare", "match", "HeadHistory"),
-    *("prune", "quantise", "dequantise", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
+    *("ablated", "patched", "importance", "sensitivity", "compare", "match", "HeadHistory"),
+    *("prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),
 ]
 VERBS = [
     *("ablate", "attend", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
-    *("info", "plot", "presets", "prune", "quantise", "sweep", "train", "view"),
+    *("info", "plot", "presets", "prune", "quantise", "sensitivity", "sweep", "train", "view"),
 ]
 
 

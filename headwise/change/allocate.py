@@ -110,7 +110,9 @@ def _checked(mean_bits: float | None, megabytes: float | None, choices: Sequence
 
 def _pairs(spec: ModelSpec, found: Sensitivity) -> tuple[list[Pair], list[tuple[str, ...]]]:
     """The pairs that were measured; they must be all that the model has."""
-    there: dict[Pair, tuple[str, ...]] = {(one.key, one.part): one.heads for one in found.asked if one.part in ("qk", "vo")}
+    there: dict[Pair, tuple[str, ...]] = {
+        (one.key, one.part): one.heads for one in found.asked if one.part in ("qk", "vo")
+    }
     measured = {head for (_, part), own in there.items() for head in own if part == "qk"}
     if {part for _, part in there} != {"qk", "vo"} or measured != set(map(str, spec.addresses)):
         raise HeadwiseError(
@@ -120,7 +122,11 @@ def _pairs(spec: ModelSpec, found: Sensitivity) -> tuple[list[Pair], list[tuple[
 
 
 def _cost(found: Sensitivity, pair: Pair, bits: int) -> float:
-    measured = {one.bits: float(drift) for one, drift in zip(found.asked, found.drift, strict=True) if (one.key, one.part) == pair}
+    measured = {
+        one.bits: float(drift)
+        for one, drift in zip(found.asked, found.drift, strict=True)
+        if (one.key, one.part) == pair
+    }
     near = min(measured, key=lambda one: (abs(one - bits), -one))
     return measured[near] * ((2 ** (near - 1) - 1) / (2 ** (bits - 1) - 1)) ** 2
 
@@ -153,7 +159,8 @@ def _choose(costs: list[list[float]], taken: list[list[int]], most: float, what:
         place = 0
         while place < len(cost) - 1:
             slopes = [
-                (float((rising[to] - rising[place]) / (takes[place] - takes[to])), to) for to in range(place + 1, len(cost))
+                (float((rising[to] - rising[place]) / (takes[place] - takes[to])), to)
+                for to in range(place + 1, len(cost))
             ]
             slope, to = min(slopes, key=lambda one: (one[0], -one[1]))
             steps.append((slope, len(steps), pair, to))

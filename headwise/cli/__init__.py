@@ -26,6 +26,7 @@ from headwise.cli import (
     presets,
     prune,
     quantise,
+    sensitivity,
     sweep,
     train,
     view,
@@ -34,8 +35,8 @@ from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
 VERBS = (
-    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, ablate, prune, quantise, diff, sweep,
-    claims, plot, view,
+    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, ablate, prune, quantise, sensitivity,
+    diff, sweep, claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(
     name="headwise",

@@ -31,15 +31,15 @@ class Packed(nn.Module):
             )
         self.bits, self.rows, self.inputs, self.group = tuple(bits), rows, inputs, group
         self.activations, self.dtype = activations, torch.get_default_dtype()
-        like = torch.empty(1, inputs)
         for count in self._kinds():
             units = len(self._units(count))
             if count == FULL:
                 self.register_buffer("rows32", torch.empty(units, rows, inputs))
             else:
-                for name, one in zip(("codes", "scales"), to_codes(like, count, group), strict=True):
-                    shape = (units, rows, one.shape[-1])
-                    self.register_buffer(f"{name}{count}", torch.empty(shape, dtype=one.dtype))
+                codes, kind = (inputs, torch.int8) if count == 8 else (-(-inputs * count // 8), torch.uint8)
+                scales = -(-inputs // max(1, min(group, inputs)))
+                self.register_buffer(f"codes{count}", torch.empty(units, rows, codes, dtype=kind))
+                self.register_buffer(f"scales{count}", torch.empty(units, rows, scales, dtype=torch.float32))
 
     def _kinds(self) -> list[int]:
         return sorted(set(self.bits))

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from headwise.change.bits import Judged
 from headwise.errors import HeadwiseError
+from headwise.look.worth.sensitivity import Sensitivity
 from headwise.show.figures.drawing import FAINT, INK, Drawing, make_figure
 from headwise.show.tables import make_table
 from headwise.spec import Address, ModelSpec
@@ -34,6 +35,21 @@ def draw_bits(spec: ModelSpec) -> Drawing:
             for pair, bits in zip(PAIRS, own, strict=True):
                 panels[pair][site.head(number)] = float(bits)
     return draw_grids({f"bits of {pair}": shown for pair, shown in panels.items()}, "bits", ".0f")
+
+
+def draw_costs(found: Sensitivity) -> Drawing:
+    """The grid of heads, a panel for each part, coloured by what 4 bits cost; who shares keys shares the colour.
+
+    Where 4 bits were not asked for, it is the fewest that were.
+    """
+    bits = min(one.bits for one in found.asked)
+    bits = 4 if any(one.bits == 4 for one in found.asked) else bits
+    panels: dict[str, dict[Address, float]] = {}
+    for one, more in zip(found.asked, found.more, strict=True):
+        if one.bits == bits:
+            shown = panels.setdefault(f"{one.part} at {bits} bits", {})
+            shown |= dict.fromkeys(map(Address.parse, one.heads), float(more))
+    return draw_grids(panels, f"loss gained, {found.metric}", ".4f")
 
 
 def draw_grids(panels: Mapping[str, Mapping[Address, float]], name: str, form: str = ".3g") -> Drawing:

@@ -46,6 +46,20 @@ def documents(count: int) -> list[Document]:
     return [item for item in hw.Corpus.probe().items() if isinstance(item, Document)][:count]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_few_bits_cost_what_they_cost_the_native_model(name: str, tmp_path: Path) -> None:
+    """Nothing stays changed; keys are theirs to turn, so weights are rounded in the basis they are given in."""
+    ours, theirs = hw.load(saved(name, tmp_path)), hw.attach(*build(name))
+    before = {key: value.clone() for key, value in theirs.state_dict().items()}
+    how: Any = {"bits": (2,), "heads": "1.*", "parts": ("qk", "vo", "keys", "values")}
+    a, b = hw.sensitivity(ours, TEXTS, basis="given", **how), hw.sensitivity(theirs, TEXTS, **how)
+    assert a.asked == b.asked
+    np.testing.assert_allclose(a.more, b.more, atol=2e-4)
+    assert all(torch.equal(value, before[key]) for key, value in theirs.state_dict().items())
+    with pytest.raises(hw.HeadwiseError, match="basis='given'"):
+        hw.sensitivity(theirs, TEXTS, basis="balanced")
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_a_profile_is_that_of_the_native_model(name: str, tmp_path: Path) -> None:
     ours = hw.load(saved(name, tmp_path))

@@ -39,3 +39,14 @@ def test_mistakes_are_told(files: Path) -> None:
         assert told in headwise("quantise", files / "model", "--weights", weights, "--limit", 0).refused
     headwise("quantise", files / "model", "--weights", 4, "--limit", 0, "--out", files / "small")
     assert "at few bits already" in headwise("quantise", files / "small", "--weights", 4, "--limit", 0).refused
+
+
+def test_sensitivity_is_told_and_drawn(files: Path) -> None:
+    how = ("--bits", "4,2", "--heads", "0.*", "--limit", 2, "--out", files / "bits.jsonl", "--plot", files / "grid.svg")
+    told = json.loads(headwise("sensitivity", files / "model", files / "text.txt", *how, "--json").told)
+    assert len(told["costs"]) == 4 * 2 * 2
+    assert "qk at 4 bits" in (files / "grid.svg").read_text()
+    shown = headwise("sensitivity", files / "model", files / "text.txt", *how).told  # gone on with: nothing left to do
+    assert "What few bits cost, nats a token" in shown
+    assert "8, 4, 3 or 2 bits" in headwise("sensitivity", files / "model", files / "text.txt", "--bits", "5").refused
+    assert "numbers with commas" in headwise("sensitivity", files / "model", "--bits", "few").refused

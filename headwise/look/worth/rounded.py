@@ -118,7 +118,7 @@ def check_in_place(layer: HasHeads) -> None:
     for tensor in (live.q, live.k, live.v, live.o):
         if tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
             raise HeadwiseError(
-                f"weights of layer {layer.site.address} are packed or shown as a copy, so they cannot be rounded and put back; "
+                f"weights of layer {layer.site.address} are packed or shown as a copy and cannot be rounded and put back; "
                 f"a model of hw.quantise is unpacked by hw.dequantise."
             )
 

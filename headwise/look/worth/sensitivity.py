@@ -30,7 +30,15 @@ from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
 from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import unit_length
-from headwise.look.worth.rounded import WEIGHTS, AtBits, at_few_bits, check_asked, check_in_place, chosen_heads, questions
+from headwise.look.worth.rounded import (
+    WEIGHTS,
+    AtBits,
+    at_few_bits,
+    check_asked,
+    check_in_place,
+    chosen_heads,
+    questions,
+)
 from headwise.look.worth.targets import WHOLE, Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.model.block import Block
@@ -165,7 +173,9 @@ def sensitivity(
     basis = basis or ("balanced" if isinstance(model, Transformer) else "given")
     check_basis(basis)
     if basis != "given" and not isinstance(model, Transformer):
-        raise HeadwiseError("a basis is changed in headwise's own models, whose positions are known; use basis='given'.")
+        raise HeadwiseError(
+            "a basis is changed in headwise's own models, whose positions are known; use basis='given'."
+        )
     named = chosen_heads(heads, model.spec.addresses)
     layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]
     wanted = {layer.site.address: questions(layer, named, parts, bits) for layer in layers}
@@ -244,7 +254,9 @@ class _Whole:
         """The mean loss of the untouched model."""
         if self.batches[0].targets is None:
             return None
-        return float(sum(made.double().sum() for made in self.clean) / sum(asked.counts.sum() for asked in self.batches))
+        return float(
+            sum(made.double().sum() for made in self.clean) / sum(asked.counts.sum() for asked in self.batches)
+        )
 
 
 class _Blocks(_Whole):
