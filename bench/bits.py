@@ -1,16 +1,18 @@
 """What few bits cost: uniform bits, the basis, and a mix at 3.5 mean bits beside ten random ones.
 
-python -m bench.spend weights smollm2 --out F   decoder, next tokens of WikiText-2, weights of attention alone
-python -m bench.spend weights minilm --out F    encoder, 1 − cosine of what it says of a text
-python -m bench.spend weights little --out F    a little model of the little language, trained here, never quantised before
+python -m bench.bits smollm2 --out F   decoder, next tokens of WikiText-2, weights of attention alone
+python -m bench.bits minilm --out F    encoder, 1 − cosine of what it says of a text
+python -m bench.bits little --out F    a little model of the little language, trained here, never quantised before
 The rule, set before the first run: sensitivities at 3 bits, in the basis whose uniform 3 bits cost less on the paragraphs of
 the choice (validation); choices 4 and 3 bits, 3.5 on average, by drift; random mixes are seeds 0 to 9; all judged on other
-paragraphs (test). In F: sensitivity.jsonl, which is gone on with, and spend.json.
+paragraphs (test). In F: sensitivity.jsonl, which is gone on with, and bits.json.
 """
 
 import argparse
 import json
 import time
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +26,31 @@ from headwise.files.whole import whole_file
 from headwise.heads.basis import BASES
 from headwise.look.worth.sensitivity import sensitivity
 from headwise.show.progress import noting
-from headwise.text.corpus import Corpus
+from headwise.train.little import LITTLE, little_texts
 
 BITS, CHOICES, MEAN, SEEDS = 3, (4, 3), 3.5, 10
 
 
 def little() -> Any:
-    """A small model of the little language."""
-    from headwise.train import Recipe, train
+    """A small model of the little language, as `headwise train` makes it, but shorter."""
+    recipe = replace(LITTLE, steps=600)
+    texts, _ = little_texts(recipe)
+    return hw.train(hw.preset("little"), texts, recipe, progress=False).model
 
-    spec = hw.preset("nano").resized(layers=4, width=128, heads=4)
-    return train(spec, Corpus.of("little"), Recipe(steps=600, batch=16, context=64), progress=False).model
+
+def little_documents(seed: int, count: int) -> list[str]:
+    """Documents of held-out word pairs, each seed others."""
+    documents = islice(hw.Corpus.little("held-out", documents=count, seed=seed).items(), count)
+    return [one if isinstance(one, str) else one.text for one in documents]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: int) -> None:
     model: Any = little() if name == "little" else hw.load(name)
-    part = ("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt"
-    choosing, judging = paragraphs(part, choose, tokens, model), paragraphs("test.txt", judge, tokens, model)
+    if name == "little":
+        choosing, judging = little_documents(101, choose), little_documents(102, judge)
+    else:
+        part = ("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt"
+        choosing, judging = paragraphs(part, choose, tokens, model), paragraphs("test.txt", judge, tokens, model)
     print(f"{name}: chosen on {choose}, judged by {judge} paragraphs of {tokens} tokens; {machine()}", flush=True)
     told: dict[str, Any] = {"choose": choose, "judge": judge, "tokens": tokens, "machine": machine()}
     trial = Trial.of(model, choosing)
@@ -66,13 +76,12 @@ def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: i
     for row in report.rows():
         print(*row, flush=True)
     print("outside the range of random mixes:", report.outside, flush=True)
-    whole_file(out / "spend.json", json.dumps(told, indent=1).encode())
+    whole_file(out / "bits.json", json.dumps(told, indent=1).encode())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("weights",))
-    parser.add_argument("model")
+    parser.add_argument("model", choices=("smollm2", "minilm", "little"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--choose", type=int, default=4, help="paragraphs that bits are chosen on")
     parser.add_argument("--judge", type=int, default=12, help="other paragraphs, that the choice is judged by")
