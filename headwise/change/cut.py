@@ -101,7 +101,8 @@ def _cut_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, aft
     """Keep the slices of the heads that stay; W_O has its heads on the second axis, all others on the first."""
     heads = [before.head_ids.index(number) for number in after.head_ids]
     keys = [before.kv_ids.index(number) for number in after.kv_ids]
-    rows = {"read.q": heads, "read.k": keys, "read.v": keys, "write.weight": heads, "sink": heads, "gate": heads}
+    by_head = dict.fromkeys(("read.q", "write.weight", "sink", "gate", "position"), heads)
+    rows = by_head | {"read.k": keys, "read.v": keys}
     for part, chosen in rows.items():
         for name in [name for name in state if name.startswith(prefix + part) and not is_held(name)]:
             index = torch.tensor(chosen, dtype=torch.long, device=state[name].device)

@@ -16,13 +16,12 @@ from headwise.heads.site import Site, gated
 from headwise.heads.writes import PerHead
 from headwise.kernels import (
     BACKENDS,
-    Alibi,
+    POSITION_BIASES,
     Angles,
     Bias,
     Choice,
     Mask,
     Terms,
-    alibi_slopes,
     choose,
     make_terms,
     maps,
@@ -67,6 +66,8 @@ class MultiHeadAttention(nn.Module):
         present = len(spec.head_ids)
         self.sink = nn.Parameter(torch.empty(present)) if spec.softmax == "sink" else None
         self.gate = nn.Parameter(torch.empty(present)) if spec.gated else None
+        learns = spec.position_numbers
+        self.position = nn.Parameter(torch.empty(present, learns)) if learns else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
         self.site = Site(address, spec.head_ids, self.write, spec.window)
         initialise(self)
@@ -266,28 +267,24 @@ class MultiHeadAttention(nn.Module):
             mask = _both(mask, window(spec.window))
         left = not_forgotten(keeps, spec.kv_of_head, k.shape[2] if keys is None else keys, starts)
         mask = mask if left is None else _both(mask, left)
-        leaning = Alibi(self._slopes(q)) if spec.alibi else None
-        if leaning is not None and bias is not None:
-            raise HeadwiseError("a layer with ALiBi takes no other bias; leave one of them out.")
+        if spec.position_bias is not None:
+            if bias is not None:
+                raise HeadwiseError("a layer with a bias by distance takes no other bias; leave one of them out.")
+            learned = q.new_empty(q.shape[1], 0) if self.position is None else self.position  # (H, n)
+            bias = POSITION_BIASES[spec.position_bias].of_layer(learned, spec.heads, spec.head_ids)
         return make_terms(
             q,
             k,
             v,
             mask=mask,
             scale=spec.scale,
-            bias=bias if leaning is None else leaning,
+            bias=bias,
             softcap=spec.softcap,
             sink=0.0 if spec.softmax == "off_by_one" else self.sink,
             groups=spec.kv_of_head,
             dropout=spec.dropout if self.training else 0.0,
             keys=keys,
         )
-
-    def _slopes(self, q: Tensor) -> Tensor:
-        """Each head's ALiBi slope by its original number, so that cutting a neighbour changes nothing. (H,)"""
-        if not self.spec.head_ids:
-            return q.new_zeros(0)
-        return alibi_slopes(self.spec.heads)[list(self.spec.head_ids)].to(q)
 
     def _cross(self, x: Tensor, source: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         if cache is None:

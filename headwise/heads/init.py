@@ -9,6 +9,7 @@
     norms                             weight 1, bias 0                  weight 1, bias 0
     gates                             1                                 1
     sinks                             0                                 0
+    biases by distance                0, or as their class says         the same
 
 "Number of writes" is how many sub-layers add to the stream, two a block: with that, the stream's spread at the end of a
 deep stack stays near that at its start (GPT-2, Radford et al. 2019). Nothing happens on the meta device.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.heads.projections import Read, Write
+from headwise.kernels import POSITION_BIASES
 
 STD = 0.02
 
@@ -50,6 +52,8 @@ def initialise(module: nn.Module, *, writes: int | None = None) -> None:
                 _constant(value, 1.0)
             elif name == "sink":
                 _constant(value, 0.0)
+            elif name == "position":
+                _constant(value, POSITION_BIASES[part.spec.position_bias].begins_at)  # pyright: ignore
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ def to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         "a bias on q, k, v but not on the output, or the reverse": spec.bias != spec.out_bias,
         "a scale of its own": spec.scale not in (None, spec.head_dim**-0.5),
         "rotary positions": spec.rotary is not None,
-        "ALiBi": spec.alibi,
+        f"a bias by distance ({spec.position_bias})": spec.position_bias is not None,
         "a window": spec.window is not None,
         "a score cap": spec.softcap is not None,
         "a learned sink": spec.softmax == "sink",

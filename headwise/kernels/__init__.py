@@ -2,7 +2,7 @@
 
 from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, run
 from headwise.kernels.batched import batched, maps
-from headwise.kernels.bias import Alibi, Bias, Buckets, Given, distances
+from headwise.kernels.bias import POSITION_BIASES, Alibi, Bias, Buckets, Given, distances
 from headwise.kernels.blockwise import blockwise
 from headwise.kernels.fused import fused
 from headwise.kernels.masks import Mask, causal, document_mask, padding_mask, per_head, window
@@ -12,6 +12,7 @@ from headwise.kernels.terms import Terms
 
 __all__ = [
     "BACKENDS",
+    "POSITION_BIASES",
     "Alibi",
     "Angles",
     "Bias",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.kernels.masks import cut_block
+from headwise.kernels.positions import alibi_slopes
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +36,16 @@ class Bias(ABC):
 
     hides: ClassVar[bool] = False  # whether it may say −inf, and so leave a row nothing to see
     learned_as: ClassVar[str] = "the bias is learned"  # said where that decides which kernel runs
+    begins_at: ClassVar[float] = 0.0  # what a layer learns of it starts here
 
     @abstractmethod
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
         """The numbers of these queries and keys, broadcastable to (B, H, R, C); the last query stands at the last key."""
+
+    @classmethod
+    def of_layer(cls, learned: Tensor, heads: int, kept: Sequence[int]) -> Self:
+        """As a layer has it: `learned` is (H, n), `kept` its heads by their numbers among the `heads` it was born with."""
+        raise HeadwiseError(f"{cls.__name__} is no bias of layers; give it to a call, bias=….")
 
     def tensors(self) -> list[Tensor]:
         """The tensors in it."""
@@ -113,6 +120,11 @@ class Alibi(Bias):
     slopes: Tensor
     learned_as = "the ALiBi slopes are learned"
 
+    @classmethod
+    def of_layer(cls, learned: Tensor, heads: int, kept: Sequence[int]) -> "Alibi":
+        """Each head's slope by its original number, so that cutting a neighbour changes nothing."""
+        return Alibi((alibi_slopes(heads)[list(kept)] if kept else torch.zeros(0)).to(learned))
+
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
         return -self.slopes[None, :, None, None] * distances(rows, cols, T, S, self.slopes.device).abs()
 
@@ -133,6 +145,10 @@ class Buckets(Bias):
     farthest: int = 128
     both_ways: bool = True
     learned_as = "the table of buckets is learned"
+
+    @classmethod
+    def of_layer(cls, learned: Tensor, heads: int, kept: Sequence[int]) -> "Buckets":
+        return Buckets(learned)
 
     def __post_init__(self) -> None:
         shape, least = tuple(self.table.shape), 4 if self.both_ways else 2
@@ -157,6 +173,12 @@ class Buckets(Bias):
         exact = count // 2
         far = torch.log(back.clamp(min=1).float() / exact) / math.log(self.farthest / exact) * (count - exact)
         return first + torch.where(back < exact, back, (exact + far.long()).clamp(max=count - 1))
+
+
+POSITION_BIASES: dict[str, type[Bias]] = {
+    "alibi": Alibi,
+    "buckets": Buckets,
+}  # by the field of a spec that asks for one
 
 
 def distances(rows: range, cols: range, T: int, S: int, device: torch.device | None = None) -> Tensor:

@@ -344,14 +344,15 @@ class Transformer(nn.Module):
             raise HeadwiseError("a cache holds numbers, not graphs; use torch.no_grad(), or turn checkpointing off.")
 
     def _check_sides(self, cache: ModelCache | None, real: Tensor | None) -> None:
-        """Windows and ALiBi count places, padding among them: with a cache, padding must all lie on the left."""
+        """Windows and biases by distance count places, padding among them: with a cache, padding must all lie on the left."""
         if cache is None or real is None:
             return
         counting = any(isinstance(one, SlidingCache | HeadCache) for one in cache.layers.values())
-        counts_places = self.spec.attention.alibi or counting
+        counts_places = self.spec.attention.position_bias is not None or counting
         if counts_places and (real[:, :-1] & ~real[:, 1:]).any():
             raise HeadwiseError(
-                "with windows, ALiBi or caches by head texts are padded on the left; padding follows a token here."
+                "with windows, biases by distance or caches by head texts are padded on the left; padding follows a token "
+                "here."
             )
 
 

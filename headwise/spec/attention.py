@@ -1,5 +1,6 @@
 """What one attention layer is: sizes, heads, positions, softmax. Frozen data, no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -69,6 +70,13 @@ def check_kind(spec: object, kind: type, *names: str) -> None:
             raise HeadwiseError(f"{name} must be a {kind.__name__}, got {value!r}.")
 
 
+# What scores gain by distance: the field that asks for it, and how many numbers each head learns for it.
+POSITION_BIASES: dict[str, Callable[["AttentionSpec"], int]] = {
+    "alibi": lambda spec: 0,
+    "buckets": lambda spec: spec.buckets,
+}
+
+
 @dataclass(frozen=True)
 class AttentionSpec(Wire):
     """One multi-head attention layer.
@@ -95,7 +103,8 @@ class AttentionSpec(Wire):
     out_bias: bool = False
     scale: float | None = None  # None: 1/√head_dim
     rotary: Rotary | None = None
-    alibi: bool = False
+    alibi: bool = False  # scores lose a head's slope times the distance
+    buckets: int = 0  # T5's: a learned number for each head and so many buckets of distances; 0: none
     window: int | None = None  # a query sees keys fewer than `window` positions away
     softcap: float | None = None  # scores become softcap·tanh(score/softcap)
     softmax: Literal["plain", "off_by_one", "sink"] = "plain"
@@ -106,7 +115,7 @@ class AttentionSpec(Wire):
     head_dropout_schedule: Literal["constant", "ramp", "v"] = "constant"
 
     def __post_init__(self) -> None:
-        check_whole(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width")
+        check_whole(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width", "buckets")
         check_kind(self, bool, "bias", "out_bias", "alibi", "gated")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
             raise HeadwiseError(f"rotary must be a Rotary(theta=…), got {self.rotary!r}.")
@@ -163,6 +172,11 @@ class AttentionSpec(Wire):
         for name, rate in (("dropout", self.dropout), ("head_dropout", self.head_dropout)):
             if not 0 <= rate < 1:
                 raise HeadwiseError(f"{name} must be at least 0 and below 1, got {rate}.")
+        asked = [name for name in POSITION_BIASES if getattr(self, name)]
+        if len(asked) > 1:
+            raise HeadwiseError(f"scores have one bias by distance; {' and '.join(asked)} are two.")
+        if 0 < self.buckets < 4:
+            raise HeadwiseError(f"buckets are for both directions, near and far: 0 or at least 4, got {self.buckets}.")
         self._check_rotary()
         self._check_input()
 
@@ -213,6 +227,21 @@ class AttentionSpec(Wire):
         """What each present key head keeps."""
         return tuple(self.cache[number] if self.cache else ALL for number in self.kv_ids)
 
+    @cached_property
+    def position_bias(self) -> str | None:
+        """The field that asks for a bias by distance, if one does."""
+        return next((name for name in POSITION_BIASES if getattr(self, name)), None)
+
+    @property
+    def position_numbers(self) -> int:
+        """How many numbers each head learns for it."""
+        return 0 if self.position_bias is None else POSITION_BIASES[self.position_bias](self)
+
+    def without_positions(self) -> "AttentionSpec":
+        """The same layer where distances mean nothing: keys come from another sequence."""
+        none = {name: type(getattr(self, name))() for name in POSITION_BIASES}  # False, 0
+        return replace(self, window=None, rotary=None, **none)
+
     def _kv_of(self, head: int) -> int:
         return head * self.kv_heads // self.heads
 
@@ -226,7 +255,7 @@ class AttentionSpec(Wire):
         total = queries * self.width // share + keys_values * self.kv_width // share
         total += heads * self.value_dim * self.width
         total += (queries + keys_values) * self.bias + self.width * self.out_bias
-        return total + heads * (self.gated + (self.softmax == "sink"))
+        return total + heads * (self.gated + (self.softmax == "sink") + self.position_numbers)
 
     def keep(self, heads: tuple[int, ...]) -> "AttentionSpec":
         """The same layer with only these heads, by their original numbers."""

@@ -151,7 +151,7 @@ class ModelSpec(Wire):
         if self.windows:
             spec = replace(spec, window=self.windows[site.layer % len(self.windows)])
         if site.stack == "cross":  # keys come from another sequence: distances to them mean nothing
-            spec = replace(spec, window=None, rotary=None, alibi=False)
+            spec = spec.without_positions()
         spec = replace(spec, kept=dict(self.kept).get(str(site)), weights=self._layer_bits.get(site))
         named = [(Address.parse(head), rule.keeps) for rule in self.cache for head in rule.heads]
         here = {head.head: keeps for head, keeps in named if head.site == site}

@@ -27,6 +27,7 @@ LAYERS: dict[str, AttentionSpec] = {
     "softcap": replace(PLAIN, softcap=0.8),
     "own scale": replace(PLAIN, scale=1.0),
     "alibi": replace(PLAIN, alibi=True),
+    "buckets": replace(PLAIN, buckets=8),
     "rotary, half": replace(PLAIN, rotary=Rotary()),
     "rotary, interleaved": replace(PLAIN, rotary=Rotary(layout="interleaved")),
     "rotary, partial": replace(PLAIN, rotary=Rotary(dims=4)),
@@ -36,6 +37,7 @@ LAYERS: dict[str, AttentionSpec] = {
     "cross": replace(PLAIN, kv_width=13, bias=True, out_bias=True),
     "cut": replace(PLAIN, kept=(0, 3), bias=True, out_bias=True),
     "cut, alibi": replace(PLAIN, kept=(0, 3), alibi=True),
+    "cut, buckets": replace(PLAIN, kept=(0, 3), buckets=8),
     "cut, slice": replace(PLAIN, kept=(0, 3), input="slice"),
     "cut, uneven groups": replace(PLAIN, kept=(0, 2, 3), kv_heads=2, bias=True),
     "cut, no head left": replace(PLAIN, kept=(), bias=True, out_bias=True, softmax="sink", gated=True),
@@ -51,6 +53,7 @@ MODELS: dict[str, ModelSpec] = {
         **SIZES, attention=GROUPED, norm="rms", activation="swiglu", mlp_bias=False, positions="none", tied=False
     ),
     "decoder, parallel": ModelSpec(**SIZES, attention=replace(SMALL, alibi=True), form="parallel", positions="none"),
+    "decoder, buckets": ModelSpec(**SIZES, attention=replace(SMALL, buckets=8), positions="none"),
     "decoder, windows": ModelSpec(**SIZES, attention=GROUPED, positions="none", windows=(None, 3)),
     "decoder, cut": ModelSpec(**SIZES, attention=GROUPED, positions="none", kept={"0": (0, 3), "1": ()}),
     "encoder": ModelSpec(
@@ -147,7 +150,7 @@ def cut_layer(state: dict[str, Tensor], before: AttentionSpec, after: AttentionS
             if key in state:
                 state[key] = state[key][chosen]
     state[f"{prefix}write.weight"] = state[f"{prefix}write.weight"][:, heads]
-    for name in ("sink", "gate"):
+    for name in ("sink", "gate", "position"):
         if f"{prefix}{name}" in state:
             state[f"{prefix}{name}"] = state[f"{prefix}{name}"][heads]
 

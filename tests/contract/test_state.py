@@ -61,6 +61,8 @@ def test_what_is_saved_has_a_head_axis(name: str, storage: str) -> None:
         want |= {"sink": (H,)}
     if spec.gated:
         want |= {"gate": (H,)}
+    if spec.buckets:
+        want |= {"position": (H, spec.buckets)}
     state = make_layer(spec, storage=storage).state_dict()
     assert {key: tuple(value.shape) for key, value in state.items()} == want
 

@@ -43,7 +43,7 @@ def llama(seed: int = 0, **more) -> Transformer:
 
 def without(model: Transformer, heads: str, folded: bool = True) -> Transformer:
     """The model without some heads, what they gave on average folded in."""
-    gone = model.spec.addresses if heads == "*" else hw.Plan.make(model, heads=heads, fold=False).heads
+    gone = model.spec.addresses if heads == "*" else hw.Plan.make(model, cut=heads, fold=False).cut
     means = fold(model, gone, mean_activations(model, TEXTS)) if folded else None
     return cut(model, gone, means)
 

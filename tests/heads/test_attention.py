@@ -280,7 +280,7 @@ def test_a_layer_with_a_source_of_its_own_asks_for_it() -> None:
         make_layer(LAYERS["cross"])(numbers(B, T, WIDTH))
     with pytest.raises(HeadwiseError, match="cross-attention has two: use no rotary"):
         make_layer(LAYERS["rotary, half"])(numbers(B, T, WIDTH), numbers(B, S, WIDTH))
-    with pytest.raises(HeadwiseError, match="a layer with ALiBi takes no other bias"):
+    with pytest.raises(HeadwiseError, match="a layer with a bias by distance takes no other bias"):
         make_layer(LAYERS["alibi"])(numbers(B, T, WIDTH), bias=torch.zeros(1, 1, 1, 1))
 
 

@@ -1,6 +1,7 @@
 """Biases of scores: T5's buckets as transformers counts them, blocks of all kinds, and a scheme of one's own as one class."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +136,54 @@ def test_keys_without_a_place_get_no_bias() -> None:
     x, slopes = torch.randn(B, T, 12), alibi_slopes(H)
     whole = Alibi(slopes).block(range(T), range(T), T, T)
     assert torch.equal(layer.attend(x, bias=Alibi(slopes)), layer.attend(x, bias=whole))
+
+
+def test_a_layer_with_buckets_is_t5s_layer() -> None:
+    from transformers import T5Config
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    sizes = {"d_model": 12, "d_kv": d, "num_heads": H, "relative_attention_num_buckets": 8, "dropout_rate": 0.0}
+    config = T5Config(**sizes, attn_implementation="eager")  # pyright: ignore[reportCallIssue]
+    theirs: Any = T5Attention(config, has_relative_attention_bias=True).double().eval()
+    ours = hw.MultiHeadAttention(width=12, heads=H, head_dim=d, scale=1.0, buckets=8).double().eval()
+    assert ours.position is not None
+    assert not ours.position.any(), "it begins without a bias"
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.normal_()
+        for letter in "qkv":
+            ours.read.weight(letter).copy_(getattr(theirs, letter).weight.view(H, d, 12))
+        ours.write.weight.copy_(theirs.o.weight)
+        ours.position.copy_(theirs.relative_attention_bias.weight.mT)  # (H, buckets)
+    x = torch.randn(B, 23, 12, dtype=torch.float64)
+    wanted, gained, _ = theirs(x)
+    torch.testing.assert_close(ours(x), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(Buckets(ours.position).block(range(23), range(23), 23, 23), gained)
+    ours(x).square().sum().backward()
+    theirs(x)[0].square().sum().backward()
+    torch.testing.assert_close(ours.position.grad, theirs.relative_attention_bias.weight.grad.mT, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_with_buckets_learns_them_and_is_cut() -> None:
+    spec = hw.ModelSpec(vocab=257, context=16, layers=1, attention=hw.AttentionSpec(16, 4, buckets=8), positions="none")
+    made = hw.train(spec, "to be or not to be " * 50, hw.Recipe(steps=4, batch=4, warmup=1), progress=False).model
+    (learned,) = [layer.position for layer in made.attention_layers()]
+    assert learned is not None
+    assert learned[:, :3].abs().min() > 0, "distances 0, 1, and 2 to 15"
+    assert not learned[:, 3:].any(), "from 16 on, and after a token: a decoder of 16 tokens sees neither"
+    assert made.spec.parameters == sum(value.numel() for value in made.parameters())
+    small = hw.prune(made, heads="0.1,0.2", fold=False)
+    (left,) = [layer.position for layer in small.attention_layers()]
+    assert left is not None
+    assert torch.equal(left, learned[[0, 3]])
+    ids = torch.arange(7)[None]
+    with made.heads["0.1,0.2"].silenced():
+        torch.testing.assert_close(small(ids), made(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_one_bias_by_distance() -> None:
+    with pytest.raises(HeadwiseError, match="scores have one bias by distance; alibi and buckets are two"):
+        hw.AttentionSpec(8, 2, alibi=True, buckets=8)
+    with pytest.raises(HeadwiseError, match="0 or at least 4, got 3"):
+        hw.AttentionSpec(8, 2, buckets=3)

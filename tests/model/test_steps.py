@@ -64,7 +64,7 @@ def test_a_sliding_cache_forgets_alike_however_the_text_is_cut(pieces: list[int]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [{"window": 3}, {"alibi": True}])
+@pytest.mark.parametrize("heads", [{"window": 3}, {"alibi": True}, {"buckets": 8}])
 def test_padding_on_the_right_is_refused_where_places_are_counted(heads: dict) -> None:
     model = make(heads=heads)
     right = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)

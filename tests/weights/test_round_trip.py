@@ -261,7 +261,7 @@ REFUSALS = {
     "a sink": (replace(ROTARY, attention=replace(ROTARY.attention, softmax="sink")), "llama", "a learned sink"),
     "gates": (replace(ROTARY, attention=replace(ROTARY.attention, gated=True)), "llama", "gates"),
     "a cap": (replace(ROTARY, attention=replace(ROTARY.attention, softcap=3.0)), "llama", "capped scores"),
-    "alibi": (replace(ROTARY, attention=replace(ROTARY.attention, alibi=True)), "llama", "ALiBi"),
+    "alibi": (replace(ROTARY, attention=replace(ROTARY.attention, alibi=True)), "llama", "a bias by distance"),
     "wide values": (replace(ROTARY, attention=replace(ROTARY.attention, value_dim=8)), "llama", "value_dim"),
     "parallel": (replace(ROTARY, form="parallel"), "llama", "parallel blocks"),
     "an embedding scale": (replace(ROTARY, embed_scale=3.0), "llama", "an embedding scale"),

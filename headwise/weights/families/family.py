@@ -126,7 +126,7 @@ def common_refusals(spec: ModelSpec) -> dict[str, bool]:
         "value_dim other than head_dim": heads.value_dim != heads.head_dim,
         "a learned sink or off-by-one softmax": heads.softmax != "plain",
         "capped scores": heads.softcap is not None,
-        "ALiBi": heads.alibi,
+        f"a bias by distance ({heads.position_bias})": heads.position_bias is not None,
         "gates": heads.gated,
         "input='slice'": heads.input == "slice",
         "parallel blocks": spec.form == "parallel",
