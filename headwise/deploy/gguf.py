@@ -13,6 +13,7 @@ from headwise.deploy.layers import filled_layers
 from headwise.errors import HeadwiseError, close_names
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
+from headwise.text import Tokenizer
 
 TYPES = ("f32", "f16", "q8_0", "q4_0")
 BLOCK = 32  # weights of a row that share a scale
@@ -44,12 +45,17 @@ def write_gguf(model: Transformer, path: Path, dtype: str = "f32", tokenizer: bo
     zeros = sum(layer.zeros for layer in layers)
     _write_sizes(writer, spec, name, layers)
     if tokenizer and model.tokenizer is not None:
+        if not isinstance(model.tokenizer, Tokenizer):
+            raise HeadwiseError(
+                f"{type(model.tokenizer).__name__} is no tokenizer GGUF could hold; use tokenizer=False."
+            )
         _write_tokenizer(writer, tokenizer_fields(model.tokenizer, spec.vocab))
     else:
         writer.add_tokenizer_model("none")
     store = _Store(writer, gguf, dtype)
     store.add("token_embd.weight", model.embed.tokens.weight, table=True)
-    for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
+    blocks: list[Any] = list(model.blocks)
+    for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         blk = f"blk.{i}."
         if layer.heads:
             store.add(f"{blk}attn_norm.weight", block.norm_attention.weight, plain=True)
@@ -71,7 +77,8 @@ def write_gguf(model: Transformer, path: Path, dtype: str = "f32", tokenizer: bo
             store.add(f"{blk}ffn_down.bias", behind[i], plain=True)
     assert model.norm is not None
     assert model.output is not None
-    store.add("output_norm.weight", model.norm.weight, plain=True)
+    norm: Any = model.norm
+    store.add("output_norm.weight", norm.weight, plain=True)
     if not spec.tied:
         store.add("output.weight", model.output.vocabulary.weight, table=True)
     if (factors := _factors(spec)) is not None:

@@ -62,8 +62,9 @@ def write_on(
 
 def _serve(file: str) -> None:
     """In that process."""
-    import xllamacpp  # pyright: ignore[reportMissingImports]
+    from importlib import import_module
 
+    xllamacpp: Any = import_module("xllamacpp")
     asked = json.load(sys.stdin)
     params: Any = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = (

@@ -6,8 +6,7 @@ from functools import cache
 
 import torch
 
-import headwise as hw
-from headwise.change.cut import cut, fold
+from headwise.change.cut import cut, fold, heads_to_cut
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
@@ -36,6 +35,7 @@ def llama(seed: int = 0, **more) -> Transformer:
         parts = [i for i in range(len(words)) if "\ufffd" in words.decode([i])]  # of which llama.cpp tells nothing
         model.embed.tokens.weight[parts] *= 0.01
         if not model.spec.tied:
+            assert model.output is not None
             model.output.vocabulary.weight[parts] *= 0.01
     model.tokenizer = words
     return model.eval()
@@ -43,7 +43,7 @@ def llama(seed: int = 0, **more) -> Transformer:
 
 def without(model: Transformer, heads: str, folded: bool = True) -> Transformer:
     """The model without some heads, what they gave on average folded in."""
-    gone = model.spec.addresses if heads == "*" else hw.Plan.make(model, cut=heads, fold=False).cut
+    gone = heads_to_cut(model, heads)
     means = fold(model, gone, mean_activations(model, TEXTS)) if folded else None
     return cut(model, gone, means)
 
