@@ -20,6 +20,7 @@ from headwise.look.worth.sensitivity import Sensitivity
 from headwise.model import Transformer
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weights import WEIGHT_BITS, check_bits, row_bytes
+from headwise.train.prepare import weights_digest
 
 Pair = tuple[str, str]  # key head, qk or vo
 
@@ -84,6 +85,10 @@ def allocate(
     (3.5, {4: 4, 3: 4})
     """
     choices = _checked(mean_bits, megabytes, choices)
+    if found.about["model"] != weights_digest(model):
+        raise HeadwiseError(
+            "the sensitivities are those of another model; measure this one: hw.sensitivity(model, corpus)."
+        )
     pairs, heads = _pairs(model.spec, found)
     numbers = [_numbers(model.spec, key, pair, len(own)) for (key, pair), own in zip(pairs, heads, strict=True)]
     group = int(found.about["group"])

@@ -1,12 +1,12 @@
 """A plan: what is done to heads, and why. Made once, printed, saved, and applied now or later.
 
-A head is kept or cut; a key head keeps all tokens in its cache or a few, at its bits. The spec of the model that comes out
-says it all.
+A head is kept or cut; a key head keeps all tokens in its cache or a few, at its bits; weights are stored at their bits. The
+spec of the model that comes out says it all.
 """
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +16,7 @@ from headwise.attach import Attached
 from headwise.change.cut import M, check_model, heads_to_cut
 from headwise.change.cut import cut as cut_heads
 from headwise.change.cut import fold as fold_means
+from headwise.change.quantise import check_ours, packed_as
 from headwise.change.rank import choose
 from headwise.change.request import PruneRequest, PruneWords
 from headwise.change.streaming import STREAM_WAYS, choose_streaming
@@ -23,12 +24,14 @@ from headwise.change.ways import WAYS
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.places import read_text
 from headwise.files.whole import whole_file
+from headwise.heads.basis import Basis, check_basis
 from headwise.heads.head import Pattern
 from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, Transformer
-from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, select
+from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, WeightRule, select
 from headwise.spec.cache import Treatments, cache_rules
+from headwise.spec.weights import FULL, GROUP, Bits, for_those_left, told_weights
 from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus
 
@@ -45,7 +48,8 @@ class Folded:
 class Plan(Wire):
     """What is done to the heads of one model, by their original numbers. `apply` gives the changed model.
 
-    `cut` names heads; `cache` names key heads, which are fewer where several heads share their keys.
+    `cut` names heads; `cache` names key heads, which are fewer where several heads share their keys; `weights` says at how
+    many bits weights are stored, by head and part.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -61,12 +65,22 @@ class Plan(Wire):
     13 of 36 key heads keep less, named by hand.
       streaming 4 + 64: 0.0 0.1 0.2 0.3 0.4 0.5 1.0 1.1 1.2 1.3 1.4 1.5
       8 bits: 2.0
+    >>> print(Plan.make(model, weights={"*": 8, "5.1": 4, "mlp": 8}))
+    Weights are stored at few bits, in groups of 32.
+      mlp: 8 bits
+      W_Q: 35 at 8 bits, 1 at 4 bits
+      W_K: 35 at 8 bits, 1 at 4 bits
+      W_V: 35 at 8 bits, 1 at 4 bits
+      W_O: 35 at 8 bits, 1 at 4 bits
     """
 
     spec: ModelSpec = field(repr=False)  # of the model it was made for
     digest: str = field(repr=False)  # of its numbers
     cut: tuple[str, ...] = ()
     cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
+    weights: tuple[WeightRule, ...] = ()  # at how many bits those of heads that stay, MLPs and vocabulary are stored
+    basis: Basis = "given"  # in which heads are rounded
+    activations: int = FULL
     by: str = "named"  # how heads to cut were chosen: this, or one of WAYS
     rounds: int = 1
     on: str = ""  # the corpus heads were ranked on, and whose means are folded in
@@ -83,6 +97,9 @@ class Plan(Wire):
         if len(select(self.cut, self.spec.addresses)) != len(self.cut):
             raise HeadwiseError("the plan names a head twice; name each one once.")
         object.__setattr__(self, "cache", cache_rules(self.cache, self.spec.key_heads))
+        check_basis(self.basis)
+        if self.weights:
+            self._packed_spec(self.spec.without(self.addresses))
         for scores, heads in ((self.scores, self.spec.addresses), (self.cache_scores, self.spec.key_heads)):
             if scores and len(scores) != len(heads):
                 raise HeadwiseError(f"the plan has {len(scores)} scores for {len(heads)} heads.")
@@ -101,6 +118,10 @@ class Plan(Wire):
         *,
         cut: Pattern | None = None,
         cache: Treatments | None = None,
+        weights: Bits | None = None,
+        group: int = GROUP,
+        basis: Basis = "given",
+        activations: int = FULL,
         note: Note | None = None,
         **words: Unpack[PruneWords],
     ) -> "Plan":
@@ -108,7 +129,9 @@ class Plan(Wire):
         `keep=0.5`, `by`, `fold`, `on`, …
 
         `cache` says what key heads keep, {"5.*": Keeps(first=4, last=128), "0.1": 8}, a number being bits; key heads that
-        are not named keep what they kept. `Plan.streaming` chooses them. `note(what, done, of)` hears how far it is.
+        are not named keep what they kept. `Plan.streaming` chooses them. `weights`, `group`, `basis` and `activations` are
+        those of `hw.quantise`, for the heads that stay; `hw.allocate(…).weights` chooses them.
+        `note(what, done, of)` hears how far it is.
         """
         check_model(model)
         if "heads" in words:
@@ -117,8 +140,16 @@ class Plan(Wire):
             words["heads"] = cut
         asked = PruneRequest.of(request, words)
         rules = model.spec.cache if cache is None else _rules(model, cache)
-        if cache is not None and not asked.cuts:
-            return Plan(spec=model.spec, digest=digest(model), cache=rules)
+        bits: dict[str, Any] = {}
+        if weights is not None:
+            check_ours(model)
+            bits = {"basis": basis, "activations": activations}
+            model.spec.quantised(
+                weights, group=group, activations=activations
+            )  # what is wrong is refused before long work
+        if (cache is not None or weights is not None) and not asked.cuts:
+            bits |= {} if weights is None else {"weights": model.spec.quantised(weights, group=group).weights}
+            return Plan(spec=model.spec, digest=digest(model), cache=rules, **bits)
         asked.check(model)
         corpus = None if asked.on is None else Corpus.of(asked.on)
         gone = () if asked.heads is None else heads_to_cut(model, asked.heads)
@@ -128,11 +159,18 @@ class Plan(Wire):
             how = {"rounds": asked.rounds, "seed": asked.seed, "steps": asked.steps}
             gone, scores = choose(model, corpus, asked.keep, asked.by, means=means, note=note, **how)
         biases = {} if means is None else fold_means(model, gone, means)
+        if weights is not None:  # of what is left, so that a head that goes asks for no bits of shared keys
+            bits["weights"] = (
+                model.spec.without(gone)
+                .quantised(for_those_left(weights, model.spec.addresses, gone), group=group)
+                .weights
+            )
         return Plan(
             spec=model.spec,
             digest=digest(model),
             cut=tuple(map(str, gone)),
             cache=rules,
+            **bits,
             by="named" if asked.keep is None else asked.by,
             rounds=asked.rounds,
             on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and asked.reads else "",
@@ -181,6 +219,8 @@ class Plan(Wire):
         """The same, for a model this plan was made for just now: its weights are not hashed again."""
         biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
         small = cut_heads(model, self.addresses, biases, self.cache)
+        if self.weights and isinstance(small, Transformer):
+            small = packed_as(small, self._packed_spec(small.spec), self.basis)
         if isinstance(small, Attached):
             small.plans = (*small.plans, self)  # saved with the model; our own models say in their spec what they kept
         return small
@@ -188,9 +228,12 @@ class Plan(Wire):
     def cache_spec(self, model: Transformer) -> ModelSpec:
         """What `model.cache(plan)` asks: the spec that says what key heads keep."""
         self._check_model(model)
-        if self.cut:
-            raise HeadwiseError("the plan cuts heads as well; use plan.apply(model).cache().")
+        if self.cut or self.weights:
+            raise HeadwiseError("the plan changes more than caches; use plan.apply(model).cache().")
         return self.spec.caching(self.cache)
+
+    def _packed_spec(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, weights=self.weights, activations=self.activations)
 
     def _check_model(self, model: AnyModel) -> None:
         check_model(model)
@@ -224,8 +267,9 @@ class Plan(Wire):
         return Plan.from_json(read_text(Path(path)))
 
     def __str__(self) -> str:
-        told = self._told_cut() if self.cut or not self.cache else []
-        return "\n".join([*told, *(self._told_cache() if self.cache else [])])
+        told = self._told_cut() if self.cut or not (self.cache or self.weights) else []
+        told += self._told_cache() if self.cache else []
+        return "\n".join([*told, *(told_weights(self.weights) if self.weights else [])])
 
     def _told_cut(self) -> list[str]:
         how = "named by hand" if self.by == "named" else f"chosen by {self.by}"

@@ -18,6 +18,12 @@ def run(
     group: Annotated[int, typer.Option(help="Numbers along the input that share a scale.")] = 32,
     activations: Annotated[int, typer.Option(help="8: round what weights are multiplied by as well.")] = 32,
     basis: Annotated[str, typer.Option(help="given, or balanced: heads in their balanced basis.")] = "given",
+    mean_bits: Annotated[
+        float | None, typer.Option(help="Share out bits among heads, so many on average; needs --by.")
+    ] = None,
+    by: Annotated[Path | None, typer.Option(help="What headwise sensitivity --out has kept of this model.")] = None,
+    choices: Annotated[str, typer.Option(help="Bits to share out, with commas between.")] = "8,4,3,2",
+    seeds: Annotated[int, typer.Option(help="Random mixes of equal cost to show the shared out bits beside.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Save the new model in this folder.")] = None,
     limit: Annotated[int, typer.Option(help="Judge it on at most so many texts; 0: do not.")] = 16,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
@@ -27,28 +33,50 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Store weights at few bits, by head and part, and say what that saves and costs."""
+    from headwise.change.allocate import allocate, report_allocation
     from headwise.change.bits import judge
     from headwise.change.quantise import quantise
     from headwise.change.trial import read_texts
-    from headwise.show.bits import draw_bits, show_judged
+    from headwise.errors import HeadwiseError
+    from headwise.look.worth.sensitivity import Sensitivity
+    from headwise.show.bits import draw_bits, show_allocation, show_judged
     from headwise.show.figures.drawing import check_path
+    from headwise.show.progress import noting
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
     if plot is not None:
         check_path(plot)
+    if (mean_bits is None) != (by is None):
+        raise HeadwiseError("--mean-bits shares out bits by what --by tells of each head; give both.")
     loaded: Any = load(model)
-    small = quantise(loaded, _bits(weights), group=group, activations=activations, basis=basis)  # pyright: ignore
+    bits, made, shared = _bits(weights), None, None
+    if mean_bits is not None and by is not None:
+        found = Sensitivity.load(by)
+        made = allocate(loaded, found, mean_bits=mean_bits, choices=[int(one) for one in choices.split(",")])
+        beside = {part: bits if isinstance(bits, int) else bits.get(part, 32) for part in ("mlp", "vocabulary")}
+        bits, group, basis = made.weights | beside, found.about["group"], found.about["basis"]
+    small = quantise(loaded, bits, group=group, activations=activations, basis=basis)  # pyright: ignore
     asked = limit and loaded.tokenizer is not None and (text or loaded.spec.kind != "encoder-decoder")
-    judged = judge(loaded, small, read_texts(loaded, Corpus.named(text, None), limit, length) if asked else None)
+    texts = read_texts(loaded, Corpus.named(text, None), limit, length) if asked else None
+    judged = judge(loaded, small, texts)
+    if made is not None and texts is not None:
+        with noting() as note:
+            shared = report_allocation(
+                loaded, made, texts, beside=beside, uniform=sorted(made.counts(), reverse=True), seeds=seeds, basis=basis,  # pyright: ignore
+                note=note,
+            )  # fmt: skip
     if out is not None:
         small.save(out)
     if plot is not None:
         draw_bits(small.spec).save(plot)
     if as_json:
-        print(json.dumps(judged.to_dict() | {"out": None if out is None else str(out)}, indent=2))
+        told = {"out": None if out is None else str(out), "allocation": None if shared is None else shared.to_dict()}
+        print(json.dumps(judged.to_dict() | told, indent=2))
         return
     show_judged(judged)
+    if shared is not None:
+        show_allocation(shared)
     if out is not None:
         print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise info {out}")
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from headwise.change.allocate import AllocationReport
 from headwise.change.bits import Judged
 from headwise.errors import HeadwiseError
 from headwise.look.worth.sensitivity import Sensitivity
@@ -23,6 +24,14 @@ def show_judged(judged: Judged, console: Console | None = None) -> None:
     if judged.more is not None:
         title = f"What it costs: loss, {judged.metric}, {judged.texts} texts, with 95 % intervals"
         console.print(make_table(title, ["", "mean", "low", "high"], judged.losses()))
+
+
+def show_allocation(report: AllocationReport, console: Console | None = None) -> None:
+    """Print bits shared out beside uniform bits and random mixes of equal cost."""
+    pairs = ", ".join(f"{count} pairs at {bits}" for bits, count in report.counts.items())
+    title = f"Bits shared out: {pairs}. Loss gained, {report.metric}, {report.texts} texts"
+    columns = ["heads", "mean bits", "loss gained", "low", "high"]
+    (console or Console()).print(make_table(title, columns, report.rows()))
 
 
 def draw_bits(spec: ModelSpec) -> Drawing:

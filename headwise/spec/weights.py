@@ -145,6 +145,38 @@ def weight_rules(
     return tuple(made)
 
 
+def for_those_left(given: Bits, heads: tuple[Address, ...], gone: Iterable[Address]) -> Bits:
+    """What is asked of all heads, asked of those that stay: patterns that name heads which go name them no more."""
+    if not isinstance(given, Mapping):
+        return given
+    away, made = set(gone), {}
+    for pattern, bits in given.items():
+        if pattern in BESIDE:
+            made[pattern] = bits
+            continue
+        where, pairs = _read(pattern)
+        left = [str(head) for head in (heads if where == "*" else select(where, heads)) if head not in away]
+        if left:
+            made[",".join(left) + (f":{pairs[0]}" if len(pairs) == 1 else "")] = bits
+    return made
+
+
+def told_weights(rules: Iterable[WeightRule]) -> list[str]:
+    """A line for each part."""
+    by_part: dict[str, list[WeightRule]] = {}
+    for rule in rules:
+        by_part.setdefault(rule.part, []).append(rule)
+    group = next(rule.group for some in by_part.values() for rule in some)
+    lines = [f"Weights are stored at few bits, in groups of {group}."]
+    for part, some in by_part.items():
+        if part in BESIDE:
+            lines.append(f"  {part}: {some[0].bits} bits")
+        else:
+            told = ", ".join(f"{len(rule.heads)} at {rule.bits} bits" for rule in some)
+            lines.append(f"  W_{part.upper()}: {told}")
+    return lines
+
+
 def _read(pattern: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(pattern, str):
         raise HeadwiseError(f"weights are named by head and part: '*', '5.1', '5.1:qk', 'mlp'; got {pattern!r}.")

@@ -80,6 +80,8 @@ def test_a_budget_of_bytes_is_kept() -> None:
 
 def test_all_heads_must_be_measured() -> None:
     model = make()
+    with pytest.raises(HeadwiseError, match="those of another model"):
+        allocate(make(1), sensitivity(model, TEXTS, heads="0.*"), mean_bits=3.5)
     with pytest.raises(HeadwiseError, match="measure them all"):
         allocate(model, sensitivity(model, TEXTS, heads="0.*"), mean_bits=3.5)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from headwise.change.cut import cut
 from headwise.change.plan import Folded, Plan, digest
 from headwise.change.prune import prune
+from headwise.change.quantise import quantise
 from headwise.errors import HeadwiseError
 from headwise.look.worth.ablate import ablated, mean_activations
 from headwise.text.corpus import Corpus
@@ -118,3 +120,28 @@ def test_a_digest_knows_numbers_and_not_how_they_are_kept() -> None:
     with torch.no_grad():
         model.heads["1.3"].W_V[0, 0] += 1e-12  # pyright: ignore
     assert digest(model) not in made
+
+
+def test_a_plan_cuts_and_packs(tmp_path: Path) -> None:
+    """Heads that go ask for no bits: the shared key of 0.0 and 0.1 is at 2 bits, not 8; applied it is cut, then quantised."""
+    model = make_model(MODELS["decoder, windows"]).float()
+    plan = Plan.make(model, cut="0.0,1.*", fold=False, cache={"0.1": 8}, weights={"*": 8, "0.1": 2, "1.2": 4, "mlp": 4})
+    back = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert back == plan
+    small = back.apply(model)
+    assert small.spec.cache == plan.cache
+    bits = small.spec.attention_at(small.spec.sites[0]).weights
+    assert bits is not None
+    assert (bits.q, bits.k) == ((32, 2, 8, 8), (2, 8))
+    by_hand = quantise(cut(model, "0.0,1.*", None, {"0.1": 8}), {"*": 8, "0.1": 2, "mlp": 4})
+    assert small.spec == by_hand.spec
+    assert same_weights(small, by_hand)
+    assert "W_Q: 2 at 8 bits, 1 at 2 bits" in str(plan)
+    alone = Plan.make(model, weights=4, basis="balanced", group=5).apply(model)
+    assert same_weights(alone, quantise(model, 4, basis="balanced", group=5))
+    with pytest.raises(HeadwiseError, match="another model"):
+        plan.apply(make_model(MODELS["decoder"]).float())
+    with pytest.raises(HeadwiseError, match="8, 4, 3 or 2 bits"):
+        Plan.make(model, weights=7)
+    with pytest.raises(HeadwiseError, match=r"head 9.9 is not there"):
+        replace(plan, weights=(*plan.weights[:1], replace(plan.weights[-1], heads=("9.9",))))

@@ -50,3 +50,16 @@ def test_sensitivity_is_told_and_drawn(files: Path) -> None:
     assert "What few bits cost, nats a token" in shown
     assert "8, 4, 3 or 2 bits" in headwise("sensitivity", files / "model", files / "text.txt", "--bits", "5").refused
     assert "numbers with commas" in headwise("sensitivity", files / "model", "--bits", "few").refused
+
+
+def test_bits_are_shared_out_by_sensitivity(files: Path) -> None:
+    headwise("sensitivity", files / "model", files / "text.txt", "--limit", 2, "--out", files / "bits.jsonl")
+    how = ("--mean-bits", 3.5, "--by", files / "bits.jsonl", "--choices", "4,3", "--seeds", 2, "--out", files / "small")
+    shown = headwise("quantise", files / "model", files / "text.txt", "--weights", "mlp=8", *how)
+    assert "Bits shared out: 8 pairs at 4, 8 pairs at 3" in shown.told
+    assert json.loads(headwise("info", files / "small", "--json").told)["weight_bits"] == "heads 4 3, mlp 8"
+    told = json.loads(headwise("quantise", files / "model", files / "text.txt", *how[:-2], "--json").told)
+    assert len(told["allocation"]["random"]) == 2
+    assert "give both" in headwise("quantise", files / "model", "--mean-bits", 3.5).refused
+    make(5).save(files / "other")
+    assert "another model" in headwise("quantise", files / "other", *how[:4], "--limit", 0).refused
