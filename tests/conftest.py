@@ -53,11 +53,15 @@ def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what comes of a profile, not of its figures: 24 of the hundreds of documents that are read by default."""
     from headwise.look.profile import make
     from headwise.look.record import units
+    from headwise.text.corpus import Corpus
+    from headwise.text.documents import Document
+
+    def some(model: Any) -> Corpus:
+        every = [one if isinstance(one, Document) else one.text for one in units.documents_for(model).items()]
+        return Corpus.of(every[:: max(1, len(every) // units.DOCUMENTS)][: units.DOCUMENTS])
 
     monkeypatch.setattr(units, "DOCUMENTS", 24)
-    monkeypatch.setattr(
-        make, "documents_for", lambda model: units.fitting(model, units.documents_for(model), units.DOCUMENTS)
-    )
+    monkeypatch.setattr(make, "documents_for", some)
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_reads_texts_behind_what_stood_before_them_in_training(verb: str, model: Any) -> None:
     end = words_of(model).eos
@@ -148,6 +149,7 @@ def test_the_command_line_writes_on_behind_it(folder: Path) -> None:
     assert '"new_tokens"' in done.told
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_an_encoder_reads_a_text_as_it_learned_to() -> None:
     """A frame before and behind, in training as in every verb; here by every text that training reads, and its mask."""
     rows: set[tuple[int, ...]] = set()

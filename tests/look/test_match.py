@@ -80,6 +80,7 @@ def test_other_tokenizers_meet_at_words() -> None:
     assert torch.equal(total.sum(1), torch.tensor([1.0 if w else 0.0 for w in aligned.words_of_token]).double())
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_roles_are_told_where_profiles_are_given() -> None:
     model = sharp(0)
     seen = hw.profile(model, TEXTS, causal=False)

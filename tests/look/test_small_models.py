@@ -24,6 +24,7 @@ def small(tokenizer: Tokenizer, context: int, learned: bool = True) -> Transform
     return model.eval()
 
 
+@pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("given", [None, ["to be or not to be"] * 3])
 def test_a_context_of_twelve_bytes(given: list[str] | None, learned: bool) -> None:

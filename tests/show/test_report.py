@@ -67,6 +67,7 @@ def test_a_report_that_cannot_be_written_leaves_what_was_there(tmp_path):
     assert (tmp_path / "taken" / "file").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("few_documents")
 def test_a_verb_writes_the_report_of_a_model(tmp_path):
     torch.manual_seed(0)
     model = hw.Transformer(
