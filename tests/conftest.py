@@ -5,6 +5,7 @@ nothing but what speaks of addresses may notice. `make test-cpus` runs with it.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,6 +47,15 @@ if SHIFT:  # wherever a weight comes into a module, changes its type or is copie
         return made
 
     Module.register_parameter, Module._apply, Parameter.__deepcopy__ = register_shifted, apply_shifted, copy_shifted
+
+
+@pytest.fixture(scope="session")
+def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of trained models for all test processes, to be used under its lock: who comes second trains nothing."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lab"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

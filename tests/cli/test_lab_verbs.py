@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.runner import headwise
 
-TINY = ("--width", "16", "--steps", "8", "--batch", "4", "--seeds", "1", "--processes", "1")
+SWEEP = ("--heads", "1,width", "--width", "16", "--steps", "8", "--batch", "4", "--seeds", "1", "--processes", "1")
 
 
-def test_a_sweep_as_table_picture_and_json(tmp_path):
-    asked = ("sweep", "--heads", "1,width", *TINY, "--cache", str(tmp_path / "cache"))
-    code, out, _ = headwise(*asked, "--plot", tmp_path / "sweep.svg", columns=80)
+def test_a_sweep_as_table_picture_and_json(tmp_path, lab_cache):
+    asked = ("sweep", *SWEEP, "--cache", str(lab_cache))
+    with FileLock(lab_cache / "lock"):
+        code, out, _ = headwise(*asked, "--plot", tmp_path / "sweep.svg", columns=80)
     assert code == 0
     assert "constant heads × head_dim" in " ".join(out.split())
     assert "…" not in out  # every figure can be read in 80 columns

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import headwise as hw
 from headwise.cli import VERBS
@@ -16,6 +17,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
+from tests.cli.test_lab_verbs import SWEEP
 from tests.runner import headwise
 from tests.show.test_tables import assert_whole, printed
 
@@ -54,10 +56,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def verbs(place: Path) -> dict[str, tuple[tuple[str, ...], ...]]:
+def verbs(place: Path, lab: Path = Path("lab")) -> dict[str, tuple[tuple[str, ...], ...]]:
     """For each verb with tables, ways to call it that together show all of them."""
     model, texts, seen = str(place / "model"), str(place / "texts.txt"), str(place / "seen.npz")
-    cache = ("--cache", str(place / "cache"), "--processes", "1")
     return {
         "info": ((model,),),
         "presets": ((),),
@@ -71,8 +72,8 @@ def verbs(place: Path) -> dict[str, tuple[tuple[str, ...], ...]]:
         "prune": ((model, texts, "--keep", "0.7", "--by", "gradient", "--limit", "4", "--seeds", "1", "--heal", "1",
                    "--curve", "--shares", "0.5"),),
         "diff": ((seen, seen),),
-        "sweep": (("--heads", "1,2", *TINY, "--seeds", "1", *cache),),
-        "claims": (("--list",), ("parameters", "--seeds", "1", *cache)),
+        "sweep": ((*SWEEP, "--cache", str(lab)),),
+        "claims": (("--list",), ("parameters", "--seeds", "1", "--cache", str(lab), "--processes", "1")),
     }  # fmt: skip
 
 
@@ -85,11 +86,12 @@ def test_all_verbs_are_here() -> None:
 
 @pytest.mark.parametrize("verb", verbs(Path()))
 def test_every_table_of_a_verb_is_whole(
-    verb: str, place: Path, made: list[Sheet], monkeypatch: pytest.MonkeyPatch
+    verb: str, place: Path, made: list[Sheet], lab_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)  # a path longer than half a line would be folded
-    for arguments in verbs(Path())[verb]:
-        done = headwise(verb, *arguments, columns=80)
+    for arguments in verbs(Path(), lab_cache)[verb]:
+        with FileLock(lab_cache / "lock"):
+            done = headwise(verb, *arguments, columns=80)
         assert "…" not in done.told, "what is left out is marked [...]"
     assert made, "there is a table"
     for sheet in made:
