@@ -72,6 +72,8 @@ def verbs(place: Path, lab: Path = Path("lab")) -> dict[str, tuple[tuple[str, ..
         "prune": ((model, texts, "--keep", "0.7", "--by", "gradient", "--limit", "4", "--seeds", "1", "--heal", "1",
                    "--curve", "--shares", "0.5"),),
         "diff": ((seen, seen),),
+        "quantise": ((model, texts, "--weights", "*=8,0.1=4", "--limit", "2"),),
+        "sensitivity": ((model, texts, "--heads", "0.*", "--limit", "2"),),
         "sweep": ((*SWEEP, "--cache", str(lab)),),
         "claims": (("--list",), ("parameters", "--seeds", "1", "--cache", str(lab), "--processes", "1")),
     }  # fmt: skip
