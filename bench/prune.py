@@ -17,6 +17,7 @@ from headwise.change.curve import curve
 from headwise.change.heal import heal
 from headwise.change.report import report
 from headwise.files.whole import whole_file
+from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel
 from headwise.show.figures.tradeoff import draw_pruning
 from headwise.show.progress import noting
@@ -46,17 +47,24 @@ def main() -> None:
     options = parser.parse_args()
     model = hw.load(options.model)
     part = (("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt", "test.txt")
-    choosing = paragraphs(part[0], options.choose, options.tokens, model)
-    judging = paragraphs(part[1], options.judge, options.tokens, model)
+    choosing, judging = (
+        hw.Reading.of(model, paragraphs(name, count, options.tokens, model))
+        for name, count in zip(part, (options.choose, options.judge), strict=True)
+    )
     print(
-        f"{options.model}: ranked on {len(choosing)}, judged by {len(judging)} paragraphs of {options.tokens}; {machine()}"
+        f"{options.model}: ranked on {choosing.texts}, judged by {judging.texts} paragraphs of {options.tokens}; {machine()}"
     )
     options.out.mkdir(parents=True, exist_ok=True)
+    means = mean_activations(model, choosing)
     with noting() as note:
         saved = options.out / "half.json"
-        plan = hw.Plan.load(saved) if saved.is_file() else hw.Plan.make(model, keep=HALF, on=choosing, note=note)
+        plan = hw.Plan.load(saved) if saved.is_file() else hw.Plan.make(
+            model, keep=HALF, on=choosing, means=means, note=note
+        )  # fmt: skip
         plan.save(saved)
-        drawn = curve(model, choosing, judging, scores={"ablation": plan.worth}, seeds=options.seeds, note=note)
+        drawn = curve(
+            model, choosing, judging, means=means, scores={"ablation": plan.worth}, seeds=options.seeds, note=note
+        )
     whole_file(options.out / "curve.json", json.dumps(drawn.to_dict(), indent=1).encode())
     draw_pruning(drawn).save(options.out / "curve.svg")
     show_curve(drawn)
@@ -67,7 +75,7 @@ def main() -> None:
         how = partial(heal, corpus=text, **recipe)
         print(f"Healed is trained {options.heal} steps of {4 * options.tokens} tokens of the validation text.")
     with noting() as note:
-        told = report(model, plan.apply(model), judging, folded_on=choosing, seeds=options.seeds, heal=how, note=note)
+        told = report(model, plan.apply(model), judging, means=means, seeds=options.seeds, heal=how, note=note)
     whole_file(options.out / "report.json", json.dumps(told.to_dict(), indent=1).encode())
     show_report(told)
 

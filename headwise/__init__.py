@@ -20,6 +20,7 @@ _ROOMS = {
     "deploy": ("export",),
     "train": ("Recipe", "TrainRequest", "train"),
     "teach": ("distil",),
+    "look.record.reading": ("Reading",),
     "look.record.recording": ("record",),
     "look.record.attend": ("attend",),
     "look.profile.make": ("profile",),
@@ -54,7 +55,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "load",
     "export",
     "Recipe", "TrainRequest", "train", "distil",
-    "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
+    "Reading", "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "sensitivity", "compare", "match", "HeadHistory",
     "prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from headwise.look.profile.result import Profile
     from headwise.look.profile.roles import Role
     from headwise.look.record.attend import attend
+    from headwise.look.record.reading import Reading
     from headwise.look.record.recording import record
     from headwise.look.worth.ablate import ablated, patched
     from headwise.look.worth.importance import importance

@@ -61,17 +61,18 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what comes of a profile, not of its figures: 24 of the hundreds of documents that are read by default."""
-    from headwise.look.profile import make
-    from headwise.look.record import units
+    from headwise.look.record import reading
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 
-    def some(model: Any) -> Corpus:
-        every = [one if isinstance(one, Document) else one.text for one in units.documents_for(model).items()]
-        return Corpus.of(every[:: max(1, len(every) // units.DOCUMENTS)][: units.DOCUMENTS])
+    usual = reading.documents_for
 
-    monkeypatch.setattr(units, "DOCUMENTS", 24)
-    monkeypatch.setattr(make, "documents_for", some)
+    def some(model: Any) -> Corpus:
+        every = [one if isinstance(one, Document) else one.text for one in usual(model).items()]
+        return Corpus.of(every[:: max(1, len(every) // reading.DOCUMENTS)][: reading.DOCUMENTS])
+
+    monkeypatch.setattr(reading, "DOCUMENTS", 24)
+    monkeypatch.setattr(reading, "documents_for", some)
 
 
 @pytest.fixture

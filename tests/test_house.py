@@ -47,7 +47,7 @@ PUBLIC_NAMES = [
     "load",
     "export",
     *("Recipe", "TrainRequest", "train", "distil"),
-    *("record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
+    *("Reading", "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "sensitivity", "compare", "match", "HeadHistory"),
     *("prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),

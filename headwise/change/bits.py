@@ -1,6 +1,5 @@
 """What few bits save and cost: bytes as they lie there, and the loss beside the model that it came from."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,7 +41,7 @@ class Judged:
         return made
 
 
-def judge(before: Transformer, after: Transformer, on: Sequence[Any] | None = None) -> Judged:
+def judge(before: Transformer, after: Transformer, on: Any = None) -> Judged:
     """Count what both take, and ask both about texts, where any are given.
 
     >>> from headwise.change.quantise import quantise

@@ -12,9 +12,8 @@ from headwise.change.trial import Figure, Trial, finite
 from headwise.change.ways import WAYS, Scores, way_of
 from headwise.errors import HeadwiseError
 from headwise.look.profile.make import Note
-from headwise.look.worth.outputs import mean_activations
+from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel
-from headwise.text.corpus import Corpus
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
@@ -62,6 +61,7 @@ def curve(
     keeps: Sequence[float] = KEEPS,
     bys: Sequence[str] | None = None,
     folded: bool = True,
+    means: Means | None = None,
     seeds: int = 3,
     steps: int = 200,
     scores: Mapping[str, Scores] | None = None,
@@ -69,7 +69,8 @@ def curve(
 ) -> Curve:
     """Rank heads on some texts, cut the model at every share, and measure its loss on others, `test` (None: the same).
 
-    A share is rounded to whole heads; points say the share that is really kept. `scores` are rankings that are there already.
+    A share is rounded to whole heads; points say the share that is really kept. `scores` and `means` are those
+    over `on`, if they are there already.
     Gates are learned once, for the middle of the shares.
     """
     bys = usual_bys(model) if bys is None else bys
@@ -77,16 +78,18 @@ def curve(
         raise HeadwiseError(f"a curve needs shares, ways to choose and seeds; got {keeps!r}, {bys!r} and {seeds!r}.")
     total = len(model.spec.addresses)
     counts = sorted({heads_left(total, keep) for keep in keeps}, reverse=True)  # shares may come to the same cut
-    corpus = Corpus.of(on)
-    means = mean_activations(model, corpus) if folded else None
+    on = read_on(model, on)
+    if folded and means is None:
+        means = mean_activations(model, on)
+    means = means if folded else None
     rankings = {by: [dict((scores or {}).get(by, {}))] for by in bys}
     for by in bys:
         if way_of(by).drawn:
             rankings[by] = [rank(model, None, by, seed=seed) for seed in range(seeds)]
         elif not rankings[by][0]:
             middle = float(np.median(keeps))
-            rankings[by] = [rank(model, corpus, by, keep=middle, means=means, steps=steps, note=note)]
-    trial = Trial.of(model, corpus if test is None else test)
+            rankings[by] = [rank(model, on, by, keep=middle, means=means, steps=steps, note=note)]
+    trial = Trial.of(model, on if test is None else test)
     points, done, of = [], 0, len(counts) * sum(map(len, rankings.values()))
     for by, made in rankings.items():
         for left in counts:

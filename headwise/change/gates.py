@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.look.profile.make import Note
+from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
@@ -145,7 +146,9 @@ def _check(model: AnyModel, keep: float, steps: int, rate: float, batch: int) ->
 def _units(model: AnyModel, corpus: Any, context: int | None, most: int) -> list[Unit]:
     """The texts that will be read, no more of a large corpus than that."""
     longest = min(LONGEST, model.spec.context) if context is None else context
-    return list(islice(read_asked(model, corpus, longest), most))
+    if isinstance(corpus, Reading):
+        longest = min(longest, corpus.frame.longest)
+    return list(islice(read_asked(model, Reading.of(model, corpus, longest, asked=True)), most))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from headwise.files.whole import whole_file
 from headwise.heads.basis import Basis, check_basis
 from headwise.heads.head import Pattern
 from headwise.look.profile.make import Note
-from headwise.look.worth.outputs import mean_activations
+from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel, Transformer
 from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, WeightRule, select
 from headwise.spec.cache import Treatments, cache_rules
@@ -122,6 +122,7 @@ class Plan(Wire):
         group: int = GROUP,
         basis: Basis = "given",
         activations: int = FULL,
+        means: Means | None = None,
         note: Note | None = None,
         **words: Unpack[PruneWords],
     ) -> "Plan":
@@ -131,7 +132,7 @@ class Plan(Wire):
         `cache` says what key heads keep, {"5.*": Keeps(first=4, last=128), "0.1": 8}, a number being bits; key heads that
         are not named keep what they kept. `Plan.streaming` chooses them. `weights`, `group`, `basis` and `activations` are
         those of `hw.quantise`, for the heads that stay; `hw.allocate(…).weights` chooses them.
-        `note(what, done, of)` hears how far it is.
+        `means` are the heads' means over `on`, where they were taken already. `note(what, done, of)` hears how far it is.
         """
         check_model(model)
         if "heads" in words:
@@ -151,13 +152,15 @@ class Plan(Wire):
             bits |= {} if weights is None else {"weights": model.spec.quantised(weights, group=group).weights}
             return Plan(spec=model.spec, digest=digest(model), cache=rules, **bits)
         asked.check(model)
-        corpus = None if asked.on is None else Corpus.of(asked.on)
+        reading = None if asked.on is None else read_on(model, asked.on)
         gone = () if asked.heads is None else heads_to_cut(model, asked.heads)
-        means = mean_activations(model, corpus, heads=gone or "*") if asked.fold else None
+        if asked.fold and means is None:
+            means = mean_activations(model, reading, heads=gone or "*")
+        means = means if asked.fold else None
         scores: dict[Address, float] = {}
         if asked.keep is not None:
             how = {"rounds": asked.rounds, "seed": asked.seed, "steps": asked.steps}
-            gone, scores = choose(model, corpus, asked.keep, asked.by, means=means, note=note, **how)
+            gone, scores = choose(model, reading, asked.keep, asked.by, means=means, note=note, **how)
         biases = {} if means is None else fold_means(model, gone, means)
         if weights is not None:  # of what is left, so that a head that goes asks for no bits of shared keys
             bits["weights"] = (
@@ -173,7 +176,7 @@ class Plan(Wire):
             **bits,
             by="named" if asked.keep is None else asked.by,
             rounds=asked.rounds,
-            on=f"{corpus.name} ({corpus.fingerprint[:12]})" if corpus is not None and asked.reads else "",
+            on=_named(reading.corpus) if reading is not None and asked.reads else "",
             scores=tuple(scores[head] for head in model.spec.addresses) if scores else (),
             folded=tuple(Folded(str(site), tuple(bias.tolist())) for site, bias in biases.items()),
         )
@@ -301,6 +304,10 @@ def digest(model: AnyModel) -> str:
             made.update(f"{name}:{tuple(tensor.shape)}".encode())
             made.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()
+
+
+def _named(corpus: Corpus) -> str:
+    return f"{corpus.name} ({corpus.fingerprint[:12]})"
 
 
 def _rules(model: AnyModel, cache: Treatments) -> tuple[CacheRule, ...]:

@@ -4,15 +4,15 @@ from headwise.change.cut import cut, fold
 from headwise.change.ways import Question, Scores, way_of
 from headwise.errors import HeadwiseError
 from headwise.look.profile.make import Note
+from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import Means
 from headwise.model import AnyModel
 from headwise.spec import Address
-from headwise.text.corpus import Corpus
 
 
 def rank(
     model: AnyModel,
-    on: Corpus | None,
+    on: Reading | None,
     by: str,
     *,
     keep: float = 0.5,
@@ -29,7 +29,7 @@ def rank(
 
 def choose(
     model: AnyModel,
-    on: Corpus | None,
+    on: Reading | None,
     keep: float,
     by: str,
     *,

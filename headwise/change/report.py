@@ -14,7 +14,7 @@ from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.kernels.rounding import bytes_of_a_row
 from headwise.look.profile.make import Note
-from headwise.look.worth.outputs import Means, mean_activations
+from headwise.look.worth.outputs import Means
 from headwise.look.worth.sweep import pass_cost
 from headwise.model import AnyModel
 from headwise.spec import AttentionSpec, Keeps, ModelSpec
@@ -127,7 +127,7 @@ def report(
     after: AnyModel,
     on: Any,
     *,
-    folded_on: Any = None,
+    means: Means | None = None,
     longest: int | None = None,
     seeds: int = 3,
     heal: Train | None = None,
@@ -139,8 +139,9 @@ def report(
 ) -> Report:
     """Measure a smaller model beside the one it came from, on texts, best such that heads were not chosen on.
 
-    Random plans cut as many heads and let as many key heads keep as little, once for each of `seeds`; means of cut heads over
-    `folded_on` are folded in, where it is given. Plain text is asked about in units of `longest` tokens (None: 512).
+    Random plans cut as many heads and let as many key heads keep as little, once for each of `seeds`; `means` of cut heads
+    are folded in, where they are given: `mean_activations` over the texts heads were chosen on. Plain text is asked about in
+    units of `longest` tokens (None: 256).
     `heal` trains a model further, in place. Then everything is told before and after it: of the smaller model (`healed`, if
     that was done already), of the random cuts, and of the whole model trained alike: by `train_whole`, where healing has a
     teacher, from which the whole model would learn nothing. The given models stay as they are.
@@ -158,7 +159,6 @@ def report(
         )
     trial = Trial.of(before, on, longest)
     seeds = seeds if gone or after.spec.cache != before.spec.cache else 0
-    means = mean_activations(before, folded_on) if folded_on is not None and seeds else None
     losses, random, random_healed = trial.losses(after), [], []
     for seed in range(seeds):
         other = random_plan(before, after.spec, means, seed)

@@ -13,7 +13,7 @@ from headwise.kernels.batched import maps_of_rows
 from headwise.look.measure.listening import listening
 from headwise.look.measure.repeats import make_repeats
 from headwise.look.measure.retrieval import make_needles
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading
 from headwise.model import Block, Transformer, quiet
 from headwise.model.block import Beside
 from headwise.model.loss import cross_entropy
@@ -186,7 +186,7 @@ def finds_repeats(model: Transformer, ask: StreamQuestion) -> Scores:
 
 def _texts(model: Transformer, ask: StreamQuestion) -> list[Tensor]:
     """Texts long enough that something is forgotten: (1, T) each."""
-    units = read_units(model, ask.on, ask.longest)
+    units = Reading.of(model, ask.on, ask.longest)
     made = [torch.tensor([unit.ids], device=model.device) for unit in units if len(unit.ids) > ask.room + 1]
     if not made:
         raise HeadwiseError(

@@ -13,13 +13,15 @@ from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import Report, report
 from headwise.change.request import WHICH, PruneRequest
-from headwise.change.trial import halves, read_texts
 from headwise.change.ways import way_of
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_folder
 from headwise.look.profile.make import Note
+from headwise.look.record.reading import Reading
+from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel, Transformer
 from headwise.teach.lesson import Lesson
+from headwise.text.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,14 @@ def prune_study(
         train_whole = partial(heal, corpus=choosing, steps=study.heal, seed=study.request.seed, progress=False)
         taught = {} if study.heal_by == "text" else {"teacher": model, "learn": tuple(study.heal_by.split(","))}
         healer = partial(train_whole, **taught)
-    made = small = healed = measured = drawn = None
+    made = small = healed = measured = drawn = means = None
     # The folder is asked for first: long work must not end before a folder that cannot be written.
     with nullcontext() if out is None else whole_folder(out, ("spec.json", "headwise.json")) as folder:
         if study.plan is not None:
             made, small = study.plan, study.plan.apply(model)
         elif study.request.cuts:
-            made = Plan.make(model, replace(study.request, on=choosing), note=note)
+            means = mean_activations(model, choosing) if study.request.fold and choosing is not None else None
+            made = Plan.make(model, replace(study.request, on=choosing), means=means, note=note)
             small = made.carry_out(model)
         if made is not None and save_plan is not None:
             made.save(save_plan)
@@ -138,25 +141,25 @@ def prune_study(
         if small is not None and folder is not None:
             (small if healed is None else healed).save(folder)
     if made is not None and small is not None and judging is not None:
-        over = choosing if made.folded else None
+        if made.folded and means is None and choosing is not None:  # the plan was made before
+            means = mean_activations(model, choosing)
         measured = report(
-            model,
-            small,
-            judging,
-            folded_on=over,
-            seeds=study.seeds,
-            heal=healer,
-            healed=healed,
-            train_whole=train_whole,
+            model, small, judging, means=means, seeds=study.seeds, heal=healer, healed=healed, train_whole=train_whole,
             note=note,
-        )
+        )  # fmt: skip
     if study.shares:
-        drawn = _curve(model, study, made, choosing, judging, note)
+        drawn = _curve(model, study, made, choosing, judging, means, note)
     return PruneResult(made, small if healed is None else healed, measured, drawn)
 
 
 def _curve(
-    model: AnyModel, study: PruneStudy, made: Plan | None, choosing: Any, judging: Any, note: Note | None
+    model: AnyModel,
+    study: PruneStudy,
+    made: Plan | None,
+    choosing: Any,
+    judging: Any,
+    means: Means | None,
+    note: Note | None,
 ) -> Curve:
     """Loss at every share, by the usual ways and the one asked for; a ranking that was made is not made again."""
     asked = study.request
@@ -164,24 +167,25 @@ def _curve(
     bys = (*usual_bys(model), *(() if way_of(asked.by).usual else (asked.by,)))
     return curve(
         model, choosing, judging, keeps=study.shares, bys=bys, folded=asked.fold if made is None else bool(made.folded),
-        seeds=study.seeds, steps=asked.steps, scores=ranked, note=note,
+        means=means, seeds=study.seeds, steps=asked.steps, scores=ranked, note=note,
     )  # fmt: skip
 
 
-def _texts(model: AnyModel, study: PruneStudy) -> tuple[list[Any] | None, list[Any] | None]:
+def _texts(model: AnyModel, study: PruneStudy) -> tuple[Reading | None, Reading | None]:
     """What heads are chosen on, and what the choice is judged by; none where a model cannot be asked about texts."""
     if model.tokenizer is None:
         return None, None  # heads can still be cut by name
     unread = model.spec.kind == "encoder-decoder" and study.request.on is None  # no pairs are embedded
-    texts = None if unread else read_texts(model, study.request.on, study.limit, study.length)
+    given = study.request.on if isinstance(study.request.on, Reading) else Corpus.of(study.request.on)
+    texts = None if unread else read_on(model, given, study.length).first(study.limit)
     if study.test is not None:
-        return texts, read_texts(model, study.test, study.limit, study.length)
+        return texts, read_on(model, study.test, study.length).first(study.limit)
     if texts is None:
         return None, None
-    return halves(texts) if study.chooses or len(texts) > 1 else (texts, texts)
+    return texts.halves() if study.chooses or texts.texts > 1 else (texts, texts)
 
 
-def _check(model: AnyModel, study: PruneStudy, choosing: list[Any] | None) -> None:
+def _check(model: AnyModel, study: PruneStudy, choosing: Reading | None) -> None:
     if study.reads and choosing is None and model.spec.kind == "encoder-decoder":
         raise HeadwiseError(
             "ranking, folding or healing an encoder-decoder needs pairs: give on=hw.Corpus.pairs(sources, texts), TEXT and "

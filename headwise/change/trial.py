@@ -1,9 +1,7 @@
 """What a change costs: the same texts asked of the full model and of smaller ones, text by text, with intervals."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,13 +9,11 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
-from headwise.look.record.units import make_batches, read_units
-from headwise.look.worth.outputs import unit_length
+from headwise.look.record.units import make_batches
+from headwise.look.worth.outputs import read_on
 from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
-from headwise.text.corpus import Corpus
 
 TOKENS = 2048  # run at once
 
@@ -52,7 +48,7 @@ class Trial:
     def of(model: AnyModel, on: Any, longest: int | None = None) -> "Trial":
         """Read texts and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
         check_askable(model, "loss")
-        units = read_asked(model, on, unit_length(model, longest))
+        units = read_asked(model, read_on(model, on, longest))
         batches = tuple(ask(model, batch) for batch in make_batches(units, TOKENS, device=model.device))
         counts = torch.cat([asked.counts for asked in batches]).numpy()
         return Trial(batches, tuple(_answers(model, asked) for asked in batches), counts)
@@ -103,32 +99,6 @@ class Trial:
         pairs = zip(self.batches, answers, self.clean, strict=True)
         made = [a.lost(got, want).clamp(min=0) if a.targets is None else got for a, got, want in pairs]
         return torch.cat(made).double().cpu().numpy()
-
-
-def read_texts(model: AnyModel, corpus: Any, limit: int, longest: int | None = None) -> list[Any]:
-    """The first `limit` texts of a corpus, long ones cut into several of `longest` tokens; or its first pairs."""
-    if limit < 1:
-        raise HeadwiseError(f"at least one text must be read; got a limit of {limit}.")
-    corpus = Corpus.of(corpus)
-    corpus.suits(model.spec.kind)
-    if corpus.paired:
-        return list(islice(corpus.items(), limit))
-    units = islice(read_units(model, corpus, unit_length(model, longest)), limit)
-    return [unit.alignment.text if unit.document is None else unit.document.text for unit in units]
-
-
-def halves(texts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Some texts to choose heads on, some to judge the choice by: dealt in turn, in the order of a hash of them.
-
-    What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice. The order they
-    stand in decides nothing: in a file of pairs every other line may be of one kind. A text that comes twice stays together.
-    """
-    keys = [hashlib.sha256(repr(text).encode()).digest() for text in texts]
-    places = {key: place for place, key in enumerate(sorted(set(keys)))}
-    if len(places) < 2:
-        raise HeadwiseError("a single text cannot both choose heads and judge the choice; give more text.")
-    dealt = [[text for text, key in zip(texts, keys, strict=True) if places[key] % 2 == half] for half in (0, 1)]
-    return dealt[0], dealt[1]
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ from headwise.errors import HeadwiseError, close_names
 
 if TYPE_CHECKING:
     from headwise.look.profile.make import Note
+    from headwise.look.record.reading import Reading
     from headwise.look.worth.outputs import Means
     from headwise.model import AnyModel
     from headwise.spec import Address
-    from headwise.text.corpus import Corpus
 
 Scores = dict["Address", float]
 
@@ -24,7 +24,7 @@ Scores = dict["Address", float]
 class Question:
     """What a way is given beside the model; each takes what it needs."""
 
-    on: "Corpus | None"
+    on: "Reading | None"
     keep: float  # the share of heads that will stay
     means: "Means | None"  # what stands in for a head, where it will be folded
     seed: int

@@ -30,18 +30,18 @@ def run(
 
     from rich.console import Console
 
-    from headwise.change.trial import read_texts
     from headwise.look.worth.importance import Worth, importance
+    from headwise.look.worth.outputs import read_on
     from headwise.show.progress import noting
     from headwise.show.tables import make_table
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
     loaded = load(model)
-    texts = read_texts(loaded, Corpus.named(text, source), limit, length)
+    on = read_on(loaded, Corpus.named(text, source), length).first(limit)
     with noting() as note:
         worth = importance(
-            loaded, texts, by=by, how=how, heads=heads, metric=metric, longest=length,  # pyright: ignore[reportArgumentType]
+            loaded, on, by=by, how=how, heads=heads, metric=metric,  # pyright: ignore[reportArgumentType]
             progress=lambda done, of: note("heads", done, of),
         )  # fmt: skip
     if as_json:

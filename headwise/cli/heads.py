@@ -102,8 +102,8 @@ def _tell(made: "Profile", layers: str | None, role: str | None, as_csv: bool, a
 def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:
     """Whether there are such layers, and whether there may be such a role."""
     from headwise.errors import HeadwiseError, close_names
-    from headwise.look.profile.make import documents_for
     from headwise.look.profile.roles import role_names
+    from headwise.look.record.reading import documents_for
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 

@@ -106,13 +106,13 @@ def _lives(source: str, measures: list[str] | None) -> "Drawing":
 
 def _pruning(source: str, corpus: Any, limit: int) -> "Drawing":
     from headwise.change.curve import curve
-    from headwise.change.trial import halves, read_texts
+    from headwise.look.worth.outputs import read_on
     from headwise.show.figures.tradeoff import draw_pruning
     from headwise.show.progress import noting
     from headwise.weights import load
 
     model = load(source)
-    choosing, judging = halves(read_texts(model, corpus, limit))
+    choosing, judging = read_on(model, corpus).first(limit).halves()
     with noting() as note:
         return draw_pruning(curve(model, choosing, judging, note=note))
 

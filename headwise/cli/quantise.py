@@ -36,8 +36,8 @@ def run(
     from headwise.change.allocate import allocate, report_allocation
     from headwise.change.bits import judge
     from headwise.change.quantise import quantise
-    from headwise.change.trial import read_texts
     from headwise.errors import HeadwiseError
+    from headwise.look.worth.outputs import read_on
     from headwise.look.worth.sensitivity import Sensitivity
     from headwise.show.bits import draw_bits, show_allocation, show_judged
     from headwise.show.figures.drawing import check_path
@@ -58,7 +58,7 @@ def run(
         bits, group, basis = made.weights | beside, found.about["group"], found.about["basis"]
     small = quantise(loaded, bits, group=group, activations=activations, basis=basis)  # pyright: ignore
     asked = limit and loaded.tokenizer is not None and (text or loaded.spec.kind != "encoder-decoder")
-    texts = read_texts(loaded, Corpus.named(text, None), limit, length) if asked else None
+    texts = read_on(loaded, Corpus.named(text, None), length).first(limit) if asked else None
     judged = judge(loaded, small, texts)
     if made is not None and texts is not None:
         with noting() as note:

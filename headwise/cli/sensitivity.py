@@ -35,8 +35,8 @@ def run(
 
     from rich.console import Console
 
-    from headwise.change.trial import read_texts
     from headwise.errors import HeadwiseError
+    from headwise.look.worth.outputs import read_on
     from headwise.look.worth.sensitivity import Cost, sensitivity
     from headwise.show.bits import draw_costs
     from headwise.show.figures.drawing import check_path
@@ -50,7 +50,7 @@ def run(
     if not all(one.strip().isdigit() for one in bits.split(",")):
         raise HeadwiseError(f"bits are numbers with commas between, 4,3; got {bits!r}.")
     loaded: Any = load(model)
-    texts = read_texts(loaded, Corpus.named(text, None), limit, length)
+    texts = read_on(loaded, Corpus.named(text, None), length).first(limit)
     with going_on(), noting() as note:
         found = sensitivity(
             loaded, texts, bits=[int(one) for one in bits.split(",")], parts=[one.strip() for one in parts.split(",")],

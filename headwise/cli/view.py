@@ -77,7 +77,7 @@ def _sentences(model: "AnyModel", corpus: Any) -> list[str]:
     """A few texts to begin with: the first ones given, or of what a model reads where nothing is."""
     from itertools import islice
 
-    from headwise.look.profile.make import documents_for
+    from headwise.look.record.reading import documents_for
     from headwise.text.corpus import Corpus
 
     items = (documents_for(model) if corpus is None else Corpus.of(corpus)).items()

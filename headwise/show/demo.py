@@ -13,11 +13,12 @@ from headwise.attach import Attached
 from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import Report, report
-from headwise.change.trial import halves, read_texts
 from headwise.files.whole import whole_folder
 from headwise.look.profile.make import Note, profile
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.attend import Attended, attend
+from headwise.look.record.reading import Reading
+from headwise.look.worth.outputs import mean_activations, read_on
 from headwise.model import AnyModel, Transformer
 from headwise.show.book import make_book
 from headwise.show.figures.sentence import arcs, hardest
@@ -109,19 +110,20 @@ class Demo:
     def cut(self, note: Note | None = None) -> Cut:
         """Heads of the decoder cut by what they are worth, healed, and set beside random cuts and the whole model alike."""
         amount, model = self.amount, self.writer
-        choosing, judging = halves(read_texts(model, Corpus.probe(), amount.texts))
-        plan = Plan.make(model, keep=amount.keep, by="gradient", on=choosing, note=note)
-        mend = partial(_mend, texts=choosing, amount=amount, note=_counting(note, "healing", 2 + amount.seeds))
+        choosing, judging = read_on(model, Corpus.probe()).first(amount.texts).halves()
+        means = mean_activations(model, choosing)
+        plan = Plan.make(model, keep=amount.keep, by="gradient", on=choosing, means=means, note=note)
+        mend = partial(_mend, corpus=choosing, amount=amount, note=_counting(note, "healing", 2 + amount.seeds))
         cost = report(
-            model, plan.apply(model), judging, folded_on=choosing, seeds=amount.seeds, heal=mend, turns=3, note=note
+            model, plan.apply(model), judging, means=means, seeds=amount.seeds, heal=mend, turns=3, note=note
         )  # fmt: skip
         with whole_folder(self.folder / "cut", ("plan.json",)) as new:
             plan.save(new / "plan.json")
         return Cut(plan, cost, self.folder / "cut" / "plan.json")
 
 
-def _mend(model: AnyModel, texts: list[str], amount: Amount, note: Callable[[], object]) -> None:
-    heal(model, texts, steps=amount.steps, batch=amount.rows, context=64, holdout=0.0, progress=False)
+def _mend(model: AnyModel, corpus: Reading, amount: Amount, note: Callable[[], object]) -> None:
+    heal(model, corpus, steps=amount.steps, batch=amount.rows, context=64, holdout=0.0, progress=False)
     note()
 
 

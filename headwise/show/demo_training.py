@@ -1,6 +1,5 @@
 """The demo's second half: a small decoder is trained, its heads are watched being born, and those that do nothing are cut."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from headwise.change.curve import Curve, curve
 from headwise.change.plan import Plan
 from headwise.change.rank import Scores
 from headwise.change.report import Report, report
-from headwise.change.trial import halves, read_texts
 from headwise.files.whole import whole_folder
 from headwise.look.profile.history import HeadHistory
 from headwise.look.profile.make import Note, profile
 from headwise.look.profile.result import Profile
 from headwise.look.record.attend import attend
+from headwise.look.record.reading import Reading
 from headwise.look.worth.importance import Importance, importance
+from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel
 from headwise.show.book import make_book
 from headwise.show.figures.lives import draw_lives
@@ -102,24 +102,28 @@ def training(
         model = trained.model
         documents = Corpus.little("held-out", documents=size.documents, seed=1) if size.documents else None
         seen = profile(model, documents, causal=not quick, note=note)
-        texts = read_texts(model, Corpus.little("held-out", documents=size.texts, seed=2), size.texts)
-        choosing, judging = halves(texts)  # none of those that were profiled
-        worth = _worth(model, choosing, note)
+        texts = read_on(model, Corpus.little("held-out", documents=size.texts, seed=2))
+        choosing, judging = texts.halves()  # none of those that were profiled
+        means = mean_activations(model, choosing)
+        worth = _worth(model, choosing, means, note)
         scores = dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
-        plan = Plan.make(model, keep=_share(model, scores, choosing, note), by=worth.by, on=choosing, note=note)
+        keep = _share(model, scores, choosing, means, note)
+        plan = Plan.make(model, keep=keep, by=worth.by, on=choosing, means=means, note=note)
         small = plan.apply(model)
         drawn = curve(
-            model, choosing, judging, keeps=SHARES, bys=(worth.by, "random"), seeds=2, scores={worth.by: scores}, note=note
+            model, choosing, judging, keeps=SHARES, bys=(worth.by, "random"), means=means, seeds=2,
+            scores={worth.by: scores}, note=note,
         )  # fmt: skip
-        cost = report(model, small, judging, folded_on=choosing, seeds=2, turns=3, note=note)
-        sentence = min(texts, key=len)
+        cost = report(model, small, judging, means=means, seeds=2, turns=3, note=note)
+        sentence = min((unit.text for unit in texts), key=len)
+        shown = [unit.text for unit in judging]
         _pictures(new, model, seen, drawn, sentence, history)
         model.save(new / "model")
         small.save(new / "small")
         plan.save(new / "plan.json")
         seen.save(new / "profile.npz")
         book = make_book(
-            seen, model, name="the demo's decoder", sentences=[sentence, *judging[:2]], importance=worth,
+            seen, model, name="the demo's decoder", sentences=[sentence, *shown[:2]], importance=worth,
             history=history, curve=drawn,
         )  # fmt: skip
         write_report(book, new / "report.html")
@@ -137,22 +141,24 @@ def _train(size: Size, seed: int, history: HeadHistory, progress: bool) -> Train
     return made
 
 
-def _worth(model: AnyModel, texts: Sequence[str], note: Note | None) -> Importance:
+def _worth(model: AnyModel, on: Reading, means: Means, note: Note | None) -> Importance:
     """What each head is worth, by really taking it away."""
 
-    def hear(done: int, of: int) -> None:
+    def hear(done: int, of: int | None) -> None:
         if note is not None:
             note("what heads are worth", done, of)
 
-    return importance(model, texts, by="ablation", progress=hear)
+    return importance(model, on, by="ablation", means=means, progress=hear)
 
 
-def _share(model: AnyModel, scores: Scores, texts: Sequence[str], note: Note | None) -> float:
+def _share(model: AnyModel, scores: Scores, on: Reading, means: Means, note: Note | None) -> float:
     """The least share of heads that stays before the loss on these texts rises by a hundredth; at least one head goes.
 
     Each of some heads may be spared and all together not, so every cut is tried as a whole.
     """
-    tried: Curve = curve(model, texts, keeps=SHARES, bys=("ablation",), scores={"ablation": scores}, note=note)
+    tried: Curve = curve(
+        model, on, keeps=SHARES, bys=("ablation",), means=means, scores={"ablation": scores}, note=note
+    )
     fine = [point.kept for point in tried.points if point.more.mean <= ALLOWED * tried.full.mean]
     return min(fine, default=1 - 1 / len(model.spec.addresses))
 

@@ -12,7 +12,7 @@ from headwise.train.progress import Now
 
 
 @contextmanager
-def noting() -> Iterator[Callable[[str, int, int], None]]:
+def noting() -> Iterator[Callable[[str, int, int | None], None]]:
     """Yields a function to call with what is done, how much of it, of how much; each kind of work gets its bar."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
@@ -22,12 +22,13 @@ def noting() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks, now = {}, Now()
 
-        def note(what: str, done: int, of: int) -> None:
+        def note(what: str, done: int, of: int | None) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=of)
             bars.update(tasks[what], completed=done, total=of)
             if bars.disable and now.due():
-                print(f"{what}: {done:,} of {of:,}", file=sys.stderr, flush=True)
+                told = f"{done:,}" if of is None else f"{done:,} of {of:,}"
+                print(f"{what}: {told}", file=sys.stderr, flush=True)
 
         yield note
 

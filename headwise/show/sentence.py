@@ -20,8 +20,9 @@ from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
 from headwise.look.record.attend import Parts
+from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
-from headwise.look.record.units import Unit, read_units, tokenizer_of
+from headwise.look.record.units import Unit, tokenizer_of
 from headwise.look.writes.attribution import logit_attribution
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
@@ -69,7 +70,7 @@ def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_toke
 def _cut(model: AnyModel, text: str, most: int) -> Unit:
     """The text as a unit, what the tokenizer puts around it included; the beginning of it where it is long."""
     room = min(most, model.spec.context) if model.spec.positions == "learned" else most
-    return next(iter(read_units(model, [text], room)))
+    return next(iter(Reading.of(model, [text], room)))
 
 
 def _tokens(unit: Unit) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from headwise.errors import HeadwiseError
 from headwise.text.documents import Document
@@ -31,6 +31,13 @@ class Pair(NamedTuple):
 
     source: str
     text: str
+
+
+@runtime_checkable
+class HasCorpus(Protocol):
+    """What is made of a corpus, as a reading is: it stands for it."""
+
+    corpus: "Corpus"
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,9 @@ class Corpus:
             )
 
     @staticmethod
-    def of(given: "str | Path | Corpus | Iterable[str | Path | Document | tuple[str, str]] | None") -> "Corpus":
+    def of(
+        given: "str | Path | Corpus | HasCorpus | Iterable[str | Path | Document | tuple[str, str]] | None",
+    ) -> "Corpus":
         """A text, a list of texts, documents or pairs, a path or several, or a corpus; None is the embedded probe set.
 
         A string that names a file or a folder is a path, any other is a text.
@@ -92,6 +101,8 @@ class Corpus:
             return Corpus.probe()
         if isinstance(given, Corpus):
             return given
+        if isinstance(given, HasCorpus):
+            return given.corpus
         if isinstance(given, Path) or (isinstance(given, str) and _is_path(given)):
             return Corpus._of_path(Path(given))
         if not isinstance(given, str | Iterable):

@@ -211,7 +211,7 @@ def test_the_model_is_as_it_was_bit_by_bit(spec: Any) -> None:
 
 
 def test_the_model_is_as_it_was_after_an_interrupt() -> None:
-    def stop(what: str, done: int, of: int) -> None:
+    def stop(what: str, done: int, of: int | None) -> None:
         assert (what, of) == ("gates", 12)
         if done == 3:
             raise KeyboardInterrupt

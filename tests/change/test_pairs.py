@@ -18,8 +18,9 @@ from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import report
-from headwise.change.trial import Trial, halves, read_texts
+from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
+from headwise.look.worth.outputs import mean_activations, read_on
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -82,12 +83,12 @@ def test_a_trial_asks_for_every_text_of_every_pair(name: str) -> None:
 
 def test_pairs_are_dealt_out_whole(tmp_path: Path) -> None:
     model = reading(SPECS["plain"])
-    assert read_texts(model, PAIRS, 3) == PAIRS[:3]
-    assert read_texts(model, PAIRS, 99, longest=4) == PAIRS, "pairs are never cut"
-    some, others = halves(read_texts(model, PAIRS, 5))
+    assert [unit.item for unit in read_on(model, PAIRS).first(3)] == PAIRS[:3]
+    assert [unit.item for unit in read_on(model, PAIRS, 4).first(99)] == PAIRS, "pairs are never cut"
+    some, others = ([(u.source_text, u.text) for u in half] for half in read_on(model, PAIRS).first(5).halves())
     assert abs(len(some) - len(others)) <= 1
     assert sorted([*some, *others]) == sorted(PAIRS[:5])
-    assert list(Corpus.of(read_texts(model, Corpus.pairs(["a"], ["mat"]), 5)).items()) == [("a", "mat")]
+    assert list(Corpus.of(read_on(model, Corpus.pairs(["a"], ["mat"])).first(5)).items()) == [("a", "mat")]
 
 
 # The plan.
@@ -145,7 +146,7 @@ def test_every_way_to_choose_takes_pairs(by: str) -> None:
 def test_a_report_is_of_both_models_on_the_same_pairs() -> None:
     model = reading(SPECS["plain"])
     small = hw.prune(model, heads=SOME, on=PAIRS)
-    made = report(model, small, PAIRS, folded_on=PAIRS, seeds=2, turns=1)
+    made = report(model, small, PAIRS, means=mean_activations(model, PAIRS), seeds=2, turns=1)
     before, after = mean_loss(model), mean_loss(small)
     assert (made.loss_before.mean, made.loss_after.mean) == pytest.approx((before, after), abs=CLOSE)
     assert made.more.mean == pytest.approx(after - before, abs=CLOSE)
@@ -235,10 +236,10 @@ def test_gates_stay_open_where_much_would_be_lost(turning: Transformer) -> None:
 
 
 def test_a_ranking_beats_chance(turning: Transformer) -> None:
-    choosing, judging = halves(read_texts(turning, reversals(120, 4), 99))
+    choosing, judging = read_on(turning, reversals(120, 4)).first(99).halves()
     small = hw.prune(turning, keep=0.75, on=choosing)
     # Of 220 cuts that could be drawn; they differ more from each other than texts do.
-    made = report(turning, small, judging, folded_on=choosing, seeds=100, turns=1)
+    made = report(turning, small, judging, means=mean_activations(turning, choosing), seeds=100, turns=1)
     assert made.more_than_random is not None
     assert made.more_than_random.high < 0
 
@@ -263,11 +264,9 @@ def test_what_cannot_be_done_is_refused() -> None:
             with pytest.raises(HeadwiseError, match=message):
                 act(model, on)
         with pytest.raises(HeadwiseError, match=message):
-            read_texts(model, on, 3)
+            read_on(model, on).first(3)
     with pytest.raises(HeadwiseError, match="needs pairs"):
         report(both, small, TEXTS)
-    with pytest.raises(HeadwiseError, match="needs pairs"):
-        report(both, small, PAIRS, folded_on=TEXTS)
     for options in ({"keep": 0.5}, {"cut": "cross.0.0"}, {"keep": 0.5, "fold": False}):
         with pytest.raises(HeadwiseError, match="so it needs pairs: give on=…"):
             Plan.make(both, **options)  # pyright: ignore

@@ -121,8 +121,8 @@ def test_a_model_without_an_output_is_ranked_by_its_states() -> None:
 def test_breaking_off_leaves_the_source_untouched(by: str, rounds: int) -> None:
     model, untouched = reading(MODELS["decoder"]).train(), reading(MODELS["decoder"])
 
-    def stop(at: int) -> Callable[[str, int, int], None]:
-        def note(what: str, done: int, of: int) -> None:
+    def stop(at: int) -> Callable[[str, int, int | None], None]:
+        def note(what: str, done: int, of: int | None) -> None:
             heard.append(what)
             if len(heard) == at:
                 raise KeyboardInterrupt

@@ -20,8 +20,10 @@ from headwise.change.prune import prune
 from headwise.change.rank import rank
 from headwise.change.report import Size, report
 from headwise.change.timing import Timing
-from headwise.change.trial import Trial, halves, read_texts
+from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
+from headwise.look.record.reading import Reading
+from headwise.look.worth.outputs import mean_activations
 from headwise.look.worth.sweep import pass_cost
 from headwise.model import Transformer
 from headwise.show.figures.tradeoff import draw_pruning
@@ -102,7 +104,7 @@ def test_hidden_pairs_cost_nothing() -> None:
 def test_losses_are_those_of_plain_calls() -> None:
     model = reading(MODELS["decoder, rotary"])
     small = prune(model, keep=0.5, on=TEXTS)
-    made = report(model, small, TEXTS, folded_on=TEXTS, seeds=4, turns=2)
+    made = report(model, small, TEXTS, means=mean_activations(model, TEXTS), seeds=4, turns=2)
     before, after = losses(model), losses(small)
     randoms = [losses(prune(model, keep=0.5, by="random", on=TEXTS, seed=seed)) for seed in range(4)]
     total = COUNTS.sum()
@@ -133,7 +135,7 @@ def test_healing_is_told_beside_others_that_were_healed_alike() -> None:
     small = prune(model, keep=0.5, on=TEXTS)
     train = partial(heal, corpus=" ".join(MORE) * 5, steps=4, rate=0.01, batch=2, context=16, progress=False)
     weights = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, small)]
-    made = report(model, small, TEXTS, folded_on=TEXTS, seeds=2, turns=1, length=8, heal=train)
+    made = report(model, small, TEXTS, means=mean_activations(model, TEXTS), seeds=2, turns=1, length=8, heal=train)
     for one, before in zip((model, small), weights, strict=True):
         assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
 
@@ -295,11 +297,15 @@ def test_what_cannot_be_reported() -> None:
 
 def test_texts_are_dealt_out_in_turn() -> None:
     model = reading(MODELS["decoder"])
-    assert read_texts(model, TEXTS, 3) == TEXTS[:3]
-    some, others = halves(read_texts(model, TEXTS, 9))
+
+    def halves(given: list[str]) -> list[list[str]]:
+        return [[unit.text for unit in half] for half in Reading.of(model, given).halves()]
+
+    assert [unit.text for unit in Reading.of(model, TEXTS).first(3)] == TEXTS[:3]
+    some, others = halves(TEXTS)
     assert abs(len(some) - len(others)) <= 1
     assert sorted([*some, *others]) == sorted(TEXTS)
-    assert halves(TEXTS[::-1]) == (some[::-1], others[::-1]), "wherever a text stands, it is in the same half"
+    assert halves(TEXTS[::-1]) == [some[::-1], others[::-1]], "wherever a text stands, it is in the same half"
     pairs = [f"{kind} {number}" for number in range(100) for kind in ("question", "answer")]
     asked = sum(text.startswith("question") for text in halves(pairs)[0])
     assert 30 < asked < 70, "a file of alternating pairs is not split along the pair"
@@ -307,11 +313,13 @@ def test_texts_are_dealt_out_in_turn() -> None:
     assert ["a b" in half for half in twice].count(True) == 1, (
         "a text that comes twice is chosen on or judged by, not both"
     )
-    assert read_texts(model, "the cat sat " * 30, 10, longest=12) == ["the cat sat "] * 10
+    cut = Reading.of(model, "the cat sat " * 30, 12).first(10)
+    assert [unit.text for unit in cut] == ["the cat sat "] * 10
+    assert [unit.number for half in Reading.of(model, TEXTS).halves() for unit in half] == [0, 1, 0, 1]
     with pytest.raises(HeadwiseError, match="a single text"):
         halves(["the cat"])
     with pytest.raises(HeadwiseError, match="a limit of 0"):
-        read_texts(model, TEXTS, 0)
+        Reading.of(model, TEXTS).first(0)
 
 
 # The curve.

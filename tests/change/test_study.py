@@ -10,8 +10,9 @@ import headwise as hw
 from headwise.change import plan as plans
 from headwise.change.request import PruneRequest, PruneWords
 from headwise.change.study import PruneStudy, prune_study
-from headwise.change.trial import Trial, halves
+from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
+from headwise.look.record.reading import Reading
 from tests.change.test_prune import MODELS, TEXTS, reading, same_weights
 
 MANY = sorted({" ".join([text] * times)[:60] for text in TEXTS for times in range(1, 9)})  # enough to train on
@@ -50,7 +51,7 @@ def test_a_study_in_one_call(tmp_path: Path, hashed: list[Any]) -> None:
     assert made.model is not None
     assert made.report is not None
     assert made.curve is not None
-    choosing, judging = halves(MANY)
+    choosing, judging = Reading.of(model, MANY).halves()
     bare = hw.prune(model, keep=0.5, on=choosing)
     assert made.model.spec == bare.spec
     assert not same_weights(made.model, bare), "it is healed"

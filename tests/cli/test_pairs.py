@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.change.trial import halves
 from headwise.look.worth.ablate import mean_activations
+from headwise.look.worth.outputs import read_on
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.text.corpus import Corpus
 from headwise.text.make import character_tokenizer
 from tests.look.paired import mean_loss
 from tests.runner import headwise
@@ -133,10 +132,12 @@ def test_a_model_is_cut_healed_saved_and_judged(folder: Path, files: Files, tmp_
     small, model = loaded(tmp_path / "small"), loaded(folder)
     assert len(small.spec.addresses) == 3
     assert told["plan"]["folded"]
-    choosing, judging = halves(list(Corpus.of(PAIRS[:40]).items()))
-    assert told["report"]["texts"] == len(judging)
+    choosing, judging = read_on(model, PAIRS[:40]).halves()
+    assert told["report"]["texts"] == judging.texts
     for which, of in (("loss_before", model), ("loss_after", small)):
-        assert told["report"][which]["mean"] == pytest.approx(mean_loss(of, judging), rel=1e-5)
+        assert told["report"][which]["mean"] == pytest.approx(
+            mean_loss(of, [(unit.source_text, unit.text) for unit in judging]), rel=1e-5
+        )
     best = hw.importance(model, choosing, means=mean_activations(model, choosing)).ranked[:3]
     assert set(small.spec.addresses) == set(best)
 

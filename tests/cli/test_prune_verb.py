@@ -11,7 +11,8 @@ import torch
 import headwise as hw
 from headwise.change.cut import cut
 from headwise.change.plan import Plan
-from headwise.change.trial import Trial, halves, read_texts
+from headwise.change.trial import Trial
+from headwise.look.worth.outputs import read_on
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -197,7 +198,7 @@ def test_a_cut_model_is_healed_before_it_is_saved(folder: str, texts: str, tmp_p
     assert healed.spec == bare.spec
     assert not same_weights(healed, bare)
     told = json.loads(done.out)["report"]
-    _, judging = halves(read_texts(bare, Corpus.named([texts]), 8))
+    _, judging = read_on(bare, Corpus.named([texts])).first(8).halves()
     for model, figure in ((bare, told["loss_after"]), (healed, told["healed"]["loss"])):
         trial = Trial.of(model, judging)
         assert figure["mean"] == pytest.approx(trial.full.sum() / trial.counts.sum(), abs=1e-6)

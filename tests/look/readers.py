@@ -1,5 +1,6 @@
 """Models that read: variants of decoders and encoders over a small alphabet, and their loss the plain way."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.look.record.units import Unit
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
+from headwise.text.documents import Document
 from headwise.text.make import add_mask, character_tokenizer
 from tests.contract.layers import make_model
 
@@ -32,3 +35,8 @@ def surprise(model: Transformer, ids: Tensor, last: bool = False) -> Tensor:
     """Summed −log p of the next tokens of one text, or of its last token alone, from all the logits."""
     made = F.cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction="none")
     return made[-1] if last else made.sum()
+
+
+def documents_of(units: Iterable[Unit]) -> list[Document]:
+    """The documents of some units, where they have any."""
+    return [unit.document for unit in units if unit.document is not None]

@@ -10,7 +10,7 @@ import headwise as hw
 from headwise.look.profile.causal import Costs, effects, word_questions
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import Transformer
 from headwise.text.documents import Document
@@ -104,7 +104,7 @@ def test_a_layer_of_idle_heads() -> None:
 def test_what_is_asked_of_documents_is_what_whole_texts_say() -> None:
     """Each closer is asked for, given all before it; to stop reading there changes nothing."""
     model, some = decoder(), documents(8)
-    units = list(read_units(model, some))
+    units = list(Reading.of(model, some))
     questions = word_questions(units, "bracket", "later word")
     asked = {unit: int(count) for one in questions for unit, count in zip(one.units, one.counts, strict=True)}
     assert asked == {number: len(document.relations) for number, document in enumerate(some)}

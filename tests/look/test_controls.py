@@ -16,6 +16,7 @@ from headwise.text import Alignment
 from headwise.text.align import find_words
 from headwise.text.documents import Document, Relation
 from tests.look.dense import by_scores
+from tests.look.readers import documents_of
 
 
 def bracketed(number: int) -> Document:
@@ -61,7 +62,7 @@ def roles(documents: list[Document], heads: list[tuple[str, ...]]) -> list[dict[
         spans = find_words(document.text, document.words)
         aligned = Alignment.of(document.text, range(len(spans)), document.words, spans, document.words)
         units.append(Unit(number, bucket_of(document.text), aligned.ids, document, partial(lambda a: a, aligned)))
-    relations = Relations.of(Tally(len(heads)), units, causal=True)
+    relations = Relations.of(Tally(len(heads)), documents_of(units), causal=True)
     for unit in units:
         assert unit.document is not None
         batch = make_batch([unit])
@@ -106,7 +107,7 @@ def test_what_is_asked() -> None:
         document.text, range(9), document.words, find_words(document.text, document.words), document.words
     )
     unit = Unit(0, 0, aligned.ids, document, partial(lambda: aligned))
-    relations = Relations.of(Tally(1), [unit], causal=True)
+    relations = Relations.of(Tally(1), documents_of([unit]), causal=True)
     relations.begin(make_batch([unit]))
     counted = dict(zip(relations.questions, relations.arcs.sum(0).tolist(), strict=True))
     assert counted == {

@@ -11,11 +11,13 @@ from headwise.look.measure.relations import NEAREST, Relations
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.merge import merge_relations
 from headwise.look.record.attend import Parts
-from headwise.look.record.units import Unit, make_batch, make_batches, read_units
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import Unit, make_batch, make_batches
 from headwise.text import Alignment
 from headwise.text.documents import Document, Relation
 from headwise.text.probe import probe_set
 from tests.look.dense import by_scores
+from tests.look.readers import documents_of
 from tests.parity.real import smollm2_folder
 
 # words: x " a , " y      tokens: x | " | a | ," | y
@@ -31,7 +33,7 @@ NEGATION = Alignment.of(
 def asked(document: Document, alignment: Alignment, p: list[list[float]], is_causal: bool = False) -> Relations:
     """One head with the weights p, row by row."""
     unit = Unit(3, 3, alignment.ids, document, partial(lambda: alignment))
-    relations = Relations.of(Tally(1), [unit], is_causal)
+    relations = Relations.of(Tally(1), documents_of([unit]), is_causal)
     batch = make_batch([unit])
     relations.begin(batch)
     scores = torch.tensor(p).double().clamp(min=1e-30).log()[None, None]  # (1, 1, T, T)
@@ -111,10 +113,10 @@ def test_one_sentence_shows_words_of_one_token_as_one() -> None:
 def test_quotes_of_the_probe_set() -> None:
     """SmolLM2 writes 36 of the 65 closing quotes in one token with the mark before them: no arc of theirs is lost."""
     model = hw.load(smollm2_folder())
-    units = list(read_units(model, probe_set("quote")))
+    units = list(Reading.of(model, probe_set("quote")))
     asked = [(unit.alignment, arc) for unit in units if unit.document for arc in unit.document.relations]
     assert sum(found.words_of_token[found.tokens_of_word[arc.source][0]][0] != arc.source for found, arc in asked) == 36
-    relations = Relations.of(Tally(1), units, causal=True)
+    relations = Relations.of(Tally(1), documents_of(units), causal=True)
     for batch in make_batches(units):
         relations.begin(batch)
     number = relations.questions.index("quote >")

@@ -15,7 +15,8 @@ from headwise.look.measure.tally import Tally
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import SHOWN, Profile
 from headwise.look.profile.roles import RUNGS
-from headwise.look.record.units import make_batches, read_units, run
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import make_batches, run
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document
@@ -76,7 +77,7 @@ def test_batches_change_nothing(made: Profile, other: dict[str, int]) -> None:
 
 def test_two_halves_make_a_whole() -> None:
     model = make().eval()
-    units = list(read_units(model, little()))
+    units = list(Reading.of(model, little()))
     flags = class_flags(model.tokenizer, model.spec.vocab)  # pyright: ignore
 
     def passed(some: list) -> Tally:

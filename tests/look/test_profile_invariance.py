@@ -23,7 +23,8 @@ from headwise.look.measure.surface import Surface, usual_measures
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.make import _shuffled, profile
 from headwise.look.profile.result import Profile
-from headwise.look.record.units import Batch, Unit, make_batches, read_units, run
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import Batch, Unit, make_batches, run
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.corpus import Corpus
@@ -52,7 +53,7 @@ def gather(
     """One pass over some units of a corpus, as a profile makes it."""
     tally, evidence = Tally(len(model.heads)), Evidence(len(model.heads))
     surface = Surface(tally, evidence, usual_measures(class_flags(model.tokenizer, model.spec.vocab)))  # pyright: ignore
-    relations = Relations.of(tally, list(read_units(model, LITTLE)), model.spec.kind == "decoder")
+    relations = Relations.of(tally, Reading.of(model, LITTLE).documents(), model.spec.kind == "decoder")
     for batch in make_batches(units, tokens, side):
         relations.begin(batch)
         with ExitStack() as stack:
@@ -80,7 +81,7 @@ def assert_same(one: Tally, other: Tally) -> None:
 def whole(request: pytest.FixtureRequest) -> tuple[Transformer, list[Unit], Tally, Relations, list]:
     attention = GROUPED if request.param == "decoder" else replace(GROUPED, window=None)
     model = little(request.param, attention, output="lm" if request.param == "decoder" else "none")
-    units = list(read_units(model, LITTLE))
+    units = list(Reading.of(model, LITTLE))
     return (model, units, *gather(model, units))
 
 
@@ -236,7 +237,7 @@ def test_controls(made: Profile) -> None:
 def test_evidence_shows_what_was_read(control: str | None) -> None:
     """Also where tokens were shuffled: the token told is the one that looked, and the other the one before it."""
     model = decoder()
-    read = {u.number: (_shuffled(u, 0) if control else u).ids for u in read_units(model, documents(12))}
+    read = {u.number: (_shuffled(u, 0) if control else u).ids for u in Reading.of(model, documents(12))}
     evidence = profile(model, documents(12), control=control, causal=False)["0.0"].hardest
     assert len(evidence) == 8
     for context in evidence:

@@ -20,6 +20,7 @@ from headwise.look.record.units import Batch, Unit, make_batch
 from headwise.text import Tokenizer
 from headwise.text.documents import Document, Relation
 from tests.look.dense import by_scores
+from tests.look.readers import documents_of
 
 PIECES = [
     "[PAD]",
@@ -78,7 +79,7 @@ def call(batch: Batch, is_causal: bool, heads: int = 3, scores: Tensor | None = 
 
 def listened(batches: list[Batch], is_causal: bool, heads: int = 3) -> tuple[Relations, list[Seen]]:
     units = [unit for batch in batches for unit in batch.units]
-    relations = Relations.of(Tally(heads), units, is_causal)
+    relations = Relations.of(Tally(heads), documents_of(units), is_causal)
     seen = [call(batch, is_causal, heads) for batch in batches]
     for batch, one in zip(batches, seen, strict=True):
         relations.begin(batch)
@@ -159,7 +160,7 @@ def test_split_words_of_a_uniform_encoder() -> None:
     """Attention to a word of k tokens is k/n, and a row sums to what words have in all."""
     unit = make_units(framed=False, count=1, seed=4, longest=13)[0]
     batch = make_batch([unit])
-    relations = Relations.of(Tally(1), [unit], causal=False)
+    relations = Relations.of(Tally(1), documents_of([unit]), causal=False)
     relations.begin(batch)
     n = len(unit.ids)
     plain, _ = relations._word_maps(by_scores(torch.zeros(1, 1, n, n).double()), batch)
@@ -222,7 +223,7 @@ def test_what_other_pairs_get(is_causal: bool, framed: bool) -> None:
 
 def previous_word(units: list[Unit], is_causal: bool) -> Relations:
     """A hard head from each word to the one before, words being single tokens."""
-    relations = Relations.of(Tally(1), units, is_causal)
+    relations = Relations.of(Tally(1), documents_of(units), is_causal)
     for unit in units:
         batch, n = make_batch([unit]), len(unit.ids)
         relations.begin(batch)
@@ -267,7 +268,7 @@ def test_strata_without_other_pairs_are_left_out() -> None:
 def test_what_cannot_be_compared_is_left_out_and_does_not_dilute() -> None:
     """Seven of eight rows have nothing beside them; the eighth has, and its excess is told whole, not an eighth of it."""
     arcs = [(i, i - 1) for i in range(2, 9)] + [(1, 5)]  # every neighbour but the first word, where heads rest
-    relations = Relations.of(Tally(1), units := single_tokens([arcs] * 12), causal=False)
+    relations = Relations.of(Tally(1), documents_of(units := single_tokens([arcs] * 12)), causal=False)
     for unit in units:
         batch, n = make_batch([unit]), len(unit.ids)
         relations.begin(batch)
@@ -285,7 +286,7 @@ def test_a_perfect_head_scores_one_however_many_targets(targets: int) -> None:
     """It shares its weight out over all of them, or looks at one."""
     arcs = [(8, t) for t in (2, 4, 5)[:targets]]
     for spread_out in (True, False):
-        relations = Relations.of(Tally(1), units := single_tokens([arcs] * 12), causal=True)
+        relations = Relations.of(Tally(1), documents_of(units := single_tokens([arcs] * 12)), causal=True)
         for unit in units:
             batch, n = make_batch([unit]), len(unit.ids)
             relations.begin(batch)
@@ -328,7 +329,7 @@ def test_a_head_that_looks_at_no_word_hits_none(is_causal: bool) -> None:
     """All weight on [CLS]: words get nothing, and nothing is no hit, not even on the word that comes first."""
     units = [unit_of(i, Document.of("abcd", [Relation("det", 2, 0), Relation("det", 3, 0)]), True) for i in range(3)]
     batch = make_batch(units)
-    relations = Relations.of(Tally(1), units, is_causal)
+    relations = Relations.of(Tally(1), documents_of(units), is_causal)
     relations.begin(batch)
     scores = torch.zeros(3, 1, 6, 6).double()
     scores[..., 0] = 2000.0

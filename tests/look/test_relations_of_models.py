@@ -14,12 +14,13 @@ from headwise.look.measure.questions import Question
 from headwise.look.measure.relations import Relations
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import make_cases
-from headwise.look.record.units import Unit, make_batch, read_units, run
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import Unit, make_batch, run
 from headwise.text.documents import Document, Relation
 from headwise.text.make import word_tokenizer
 from tests.contract.layers import MODELS
 from tests.look.dense import by_scores
-from tests.look.readers import reading
+from tests.look.readers import documents_of, reading
 
 ARCS = (
     (Relation("det", 0, 1), Relation("nsubj", 1, 2), Relation("advmod", 3, 2)),
@@ -48,10 +49,10 @@ def test_words_of_several_tokens(kind: str, side: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(rows, "CELLS", 300)
     model = reading(MODELS[kind]).float()
     is_causal = model.spec.kind == "decoder"
-    units = list(read_units(model, DOCUMENTS))
+    units = list(Reading.of(model, DOCUMENTS))
     assert [len(unit.ids) for unit in units] == [len(d.text) for d in DOCUMENTS], "a token is a letter"
     batch, tally = make_batch(units, side), Tally(4)
-    relations = Relations.of(tally, units, is_causal)
+    relations = Relations.of(tally, documents_of(units), is_causal)
     relations.begin(batch)
     want = {f"{question} {what}": np.zeros(4) for question in relations.questions for what in KINDS}
     arcs = dict.fromkeys(relations.questions, 0)
@@ -105,7 +106,7 @@ def listened(documents: list[Document], scores: Tensor, is_causal: bool = True) 
         Unit(number, number, tuple(tokenizer.encode(d.text)), d, partial(tokenizer.align, d.text, d.words))
         for number, d in enumerate(documents)
     ]
-    relations = Relations.of(Tally(1), units, is_causal)
+    relations = Relations.of(Tally(1), documents_of(units), is_causal)
     for unit in units:
         batch = make_batch([unit])
         relations.begin(batch)
@@ -154,10 +155,10 @@ def test_pairs_without_others_to_compare_with_say_nothing(offset: int) -> None:
 
 def test_models_of_double_precision() -> None:
     model = reading(MODELS["decoder"]).float()
-    units = list(read_units(model, DOCUMENTS))
+    units = list(Reading.of(model, DOCUMENTS))
     batch, made = make_batch(units), []
     for precision in (torch.float32, torch.float64):
-        relations = Relations.of(Tally(4), units, True)
+        relations = Relations.of(Tally(4), documents_of(units), True)
         relations.begin(batch)
         with torch.no_grad(), model.to(precision).sites()[0].listen(lambda seen, r=relations: r.see(seen, batch, 0)):
             run(model, batch)

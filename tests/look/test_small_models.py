@@ -6,7 +6,7 @@ import torch
 
 from headwise.look.profile.history import HeadHistory
 from headwise.look.profile.make import profile
-from headwise.look.record.units import DOCUMENTS
+from headwise.look.record.reading import DOCUMENTS
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.documents import Document, Relation

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.look.record.units import make_batch, read_units
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import make_batch
 from headwise.look.worth.ablate import ablated, mean_of, record_z, stand_in
 from headwise.look.worth.importance import importance
 from headwise.look.worth.sweep import sweep, sweep_cost
@@ -74,7 +75,7 @@ def test_the_sweep_is_the_naive_loop_over_decoders(name: str, how: Any, metric: 
 @pytest.mark.parametrize("how", ["zero", "resample"])
 def test_the_sweep_is_the_naive_loop_over_a_masked_encoder(how: Any) -> None:
     model = reading(ENCODER)
-    units = list(read_units(model, TEXTS, 64))
+    units = list(Reading.of(model, TEXTS, 64))
     asks = [ask(model, make_batch([unit])) for unit in units]  # each text alone: no padding
     made = importance(model, TEXTS, how=how, tokens=100)
     for head in model.heads:

@@ -15,8 +15,9 @@ from headwise.look.measure.surface import usual_measures
 from headwise.look.measure.variability import variability
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
+from headwise.look.record.reading import Reading
 from headwise.look.record.recording import record
-from headwise.look.record.units import make_batches, read_units, tokenizer_of
+from headwise.look.record.units import make_batches, tokenizer_of
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
@@ -49,7 +50,7 @@ def made() -> tuple[Transformer, Profile]:
 def test_every_stack_is_measured_as_the_dense_way_does_it(side: str, detail: str) -> None:
     model = build()
     flags = class_flags(tokenizer_of(model), model.spec.vocab)
-    units = list(read_units(model, PARTS[0]))
+    units = list(Reading.of(model, PARTS[0]))
     tally, dense = watch(model, list(make_batches(units, 400, side)), flags, detail=detail)
     across = stacks(model)["cross"]
     placed = {number.name for measure in usual_measures(flags) for number in measure.numbers if number.placed}
@@ -139,7 +140,7 @@ def test_variability_reads_two_stacks_too() -> None:
     model = build()
     found = variability(model, Corpus.of(DOCUMENTS), "cross.1.2,enc.0.0", length=12)
     assert set(found) == {"cross.1.2", "enc.0.0"}
-    texts = [ids for unit in read_units(model, Corpus.of(DOCUMENTS)) if len(ids := unit.ids[:12]) == 12][:16]
+    texts = [ids for unit in Reading.of(model, Corpus.of(DOCUMENTS)) if len(ids := unit.ids[:12]) == 12][:16]
     ids = torch.tensor(texts)
     with torch.no_grad(), record(model, ",".join(found), what="map") as recording:
         model(ids, source=ids)

@@ -16,7 +16,8 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
 from headwise.look.compare.weights import product_norms, square_norms
-from headwise.look.record.units import Unit, make_batch, read_units, run
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import Unit, make_batch, run
 from headwise.model import AnyModel
 from headwise.spec import Address
 
@@ -34,7 +35,7 @@ def sample(
     dice = np.random.default_rng(seed)
     first = 0 if model.spec.kind == "encoder" else 1  # the first row of a causal map is the same in every head
     longest = min(longest, model.spec.context) if model.spec.positions == "learned" else longest
-    pool = [unit for unit in islice(read_units(model, corpus, longest), POOL) if first < len(unit.ids) <= longest]
+    pool = [unit for unit in islice(Reading.of(model, corpus, longest), POOL) if first < len(unit.ids) <= longest]
     if not pool:
         raise HeadwiseError(
             f"no text of {first + 1} to {longest} tokens to compare heads on; give others, or longest=…."

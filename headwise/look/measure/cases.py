@@ -1,33 +1,25 @@
 """Cases: for every role some of the places where a head could have done it, drawn by chance, whether it did it or not.
 
-Places are drawn by a hash of the text and the place, before anything is measured: the smallest so many of each relation, and
-of all tokens. So what is drawn depends neither on heads nor on batches, and the smallest of two profiles are those of the
-whole. What is shown for a role comes from the half for reporting: hits and misses as often as they are in it.
+How they are drawn is in draw.py. What is shown for a role comes from the half for reporting: hits and misses as often as they
+are in it.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from headwise.heads.site import Seen
 from headwise.look.measure.measure import Target
-from headwise.look.measure.scene import Layout, Scene
-from headwise.look.record.units import Unit
 from headwise.team.team import Team
 
 ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and tokens
-REACH = 128  # tokens are drawn among the first so many of a text
 SHOWN = 8  # cases told of a role
 ROW, ECHO = "", "repeats"  # the questions of tokens
 MARKS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
 MOST = {"arcs": ARCS, "rows": ROWS}
 NAMES = {"arcs": ("hit", "weight", "best", "most"), "rows": ("maps", "marks", "aims")}
-
-Ask = tuple[str, Unit, int, tuple[int, ...]]  # a question, a text, the word that looks, what it should look at
 
 
 @dataclass(frozen=True)
@@ -74,9 +66,6 @@ class Cases:
     def __post_init__(self) -> None:
         if not self.arrays:
             self.arrays = {name: np.zeros(shape, np.float32) for name, shape in self._shapes().items()}
-        self._arcs_of: dict[int, list[int]] = {}
-        for number, place in enumerate(self.arcs):
-            self._arcs_of.setdefault(place.unit, []).append(number)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         A, R, H = len(self.arcs), len(self.rows), self.heads
@@ -87,83 +76,16 @@ class Cases:
             "aims": (R, len(self.aims)),  # the place in the text, counted from 1; 0: none
         }  # fmt: skip
 
-    @staticmethod
-    def draw(
-        heads: int, units: Sequence[Unit], asked: Iterable[Ask], echoes: Iterable[Place], layout: Layout
-    ) -> "Cases":
-        """Choose places: among what is asked about relations, among the tokens of texts; and some of repeated tokens."""
-        words: dict[str, dict[int, tuple[Unit, int, tuple[int, ...]]]] = {}
-        last, ids = None, ""
-        for question, unit, source, targets in asked:
-            if unit is not last:
-                last, ids = unit, str(unit.ids)
-            key = _hashed(f"{question}|{source}|{ids}")
-            words.setdefault(question, {}).setdefault(key, (unit, source, targets))
-        arcs = [
-            Place(
-                question, key, unit.bucket, unit.number, source, unit.document.words if unit.document else (), targets
-            )
-            for question, found in sorted(words.items())
-            for key, (unit, source, targets) in sorted(found.items(), key=lambda one: one[0])[:ARCS]
-        ]
-        tokens: dict[int, tuple[Unit, int]] = {}
-        for unit in units:
-            own = np.random.default_rng(_hashed(repr(unit.ids)))
-            keys = own.integers(1, 1 << 53, REACH).tolist()
-            for row in range(1, min(len(unit.ids), REACH)):
-                tokens.setdefault(keys[row], (unit, row))
-        drawn = [(key, *tokens[key]) for key in sorted(tokens)[:ROWS]]
-        rows = [Place(ROW, key, unit.bucket, unit.number, row, unit.pieces) for key, unit, row in drawn]
-        return Cases(heads, tuple(arcs), (*rows, *echoes), layout.marks, tuple(aim.name for aim in layout.aims))
-
-    # While a model reads.
-
-    def see_words(
-        self, unit: Unit, find: Callable[[str, int], int | None], made: Tensor, maps: Tensor, heads: slice
-    ) -> None:
-        """One unit at one site: hits and weight of every row asked about, (H, R, 2…), and the map of its words, (H, W, W).
-
-        `find` gives the row of a question and a word, if it was asked.
-        """
-        for number in self._arcs_of.get(unit.number, ()):
-            place = self.arcs[number]
-            row = find(place.question, place.source)
-            if row is None:
-                continue
-            looks = maps[:, place.source].clone()  # (H, W)
-            looks[:, place.source] = -1.0
-            most, best = looks.max(-1)
-            for name, value in (("hit", made[:, row, 0]), ("weight", made[:, row, 1]), ("best", best), ("most", most)):
-                self.arrays[name][number, heads] = value.cpu().numpy()
-            self.arrays["met"][number] = 1
-
-    def see_tokens(self, seen: Seen, scene: Scene, first_head: int) -> None:
-        """One call at one site, for the tokens drawn that are in this batch."""
-        batch = scene.batch
-        where = {unit.number: example for example, unit in enumerate(batch.units)}
-        for number, place in enumerate(self.rows):
-            example = where.get(place.unit)
-            if place.question == ROW and example is not None:
-                start = int(batch.first[example])
-                self._keep(number, seen, example, start, first_head)
-                here = scene.marks[example, start : start + len(place.names)].cpu().numpy()
-                self.arrays["marks"][number, : len(here)] = here
-                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.aims]
-                self.arrays["aims"][number] = np.maximum(aims, 0)
+    # While repeated tokens are read.
 
     def see_echoes(self, seen: Seen, some: slice, first_head: int) -> None:
         """One call at one site, for repeated tokens."""
         for number, place in enumerate(self.rows):
             if place.question == ECHO and some.start <= place.unit < some.stop:
-                self._keep(number, seen, place.unit - some.start, 0, first_head)
-
-    def _keep(self, number: int, seen: Seen, example: int, start: int, first_head: int) -> None:
-        place = self.rows[number]
-        row = seen.rows([place.source + start], slice(example, example + 1))  # (1, H, 1, T)
-        weights = row[0, :, 0, start : start + len(place.names)]  # (H, S)
-        heads = slice(first_head, first_head + len(weights))
-        self.arrays["maps"][number, heads, : weights.shape[1]] = weights.float().cpu().numpy()
-        self.arrays["met"][len(self.arcs) + number] = 1
+                weights = weights_at(place, seen, place.unit - some.start, 0)  # (H, S)
+                heads = slice(first_head, first_head + len(weights))
+                self.arrays["maps"][number, heads, : weights.shape[1]] = weights
+                self.arrays["met"][len(self.arcs) + number] = 1
 
     def gather(self, team: Team) -> None:
         """What all processes met, each its own."""
@@ -277,6 +199,12 @@ def echo_places(tokens: Sequence[Sequence[str]], start: int, length: int) -> lis
     return made
 
 
+def weights_at(place: Place, seen: Seen, example: int, start: int) -> np.ndarray:
+    """Where the heads of a site look from a token of one text, which begins at `start`: (H, S)."""
+    row = seen.rows([place.source + start], slice(example, example + 1))  # (1, H, 1, T)
+    return row[0, :, 0, start : start + len(place.names)].float().cpu().numpy()
+
+
 def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
     """A text in parts, (kind, text): marked words with their kind, and what is around them; a long middle is left out.
 
@@ -327,7 +255,3 @@ def _example(look: _Look) -> Example:
     parts = marked(place.names, {meant: "meant", look.best: "attended", place.source: "token"})
     token, named, attended = (place.names[i] for i in (place.source, meant, look.best))
     return Example(look.hit, look.weight, token, named, attended, look.most, written(parts), parts)
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest())

@@ -1,7 +1,8 @@
 """Where every head looked hardest, whatever for, kept as it streams by. What speaks for a role is in cases.py."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ class Evidence:
         self.weights = np.zeros((heads, kept))
         self.places = np.full((heads, kept, 3), -1, dtype=np.int64)  # unit, row, column
         self.units: dict[int, Unit] = {}
+        self._named: dict[tuple[int, int, int], list[str]] = {}  # what other processes found, in words
 
     def add(self, heads: slice, block: Block, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
         """Take the best rows of a block. `resting` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
@@ -59,11 +61,15 @@ class Evidence:
         order = np.argsort(-weights, axis=1, kind="stable")[:, :kept]
         self.weights[heads] = np.take_along_axis(weights, order, 1)
         self.places[heads] = np.take_along_axis(found, order[..., None], 1)
-        for unit in units:
-            self.units[unit.number] = unit
+        there = set(self.places[heads, :, 0].ravel().tolist())
+        self.units |= {
+            unit.number: replace(unit) for unit in units if unit.number in there
+        }  # without what was worked out
+        if len(self.units) > 2 * self.weights.size:
+            self.tidy()
 
-    def gather(self, team: Team, units: Sequence[Unit]) -> None:
-        """The strongest of what all processes found; all know all units."""
+    def gather(self, team: Team) -> None:
+        """The strongest of what all processes found; each tells the others what stands at its own places."""
         heads, kept = self.weights.shape
         weights, places = np.zeros((team.size, heads, kept)), np.zeros((team.size, heads, kept, 3), dtype=np.int64)
         weights[team.rank], places[team.rank] = self.weights, self.places
@@ -73,7 +79,20 @@ class Evidence:
         order = np.argsort(-flat, axis=1, kind="stable")[:, :kept]
         self.weights = np.take_along_axis(flat, order, 1)
         self.places = np.take_along_axis(places.transpose(1, 0, 2, 3).reshape(heads, -1, 3), order[..., None], 1)
-        self.units = {unit.number: unit for unit in units}
+        mine = [(unit, row, column) for unit, row, column in self.places.reshape(-1, 3).tolist()]
+        told = [self._words(*place) if place[0] in self.units else [] for place in mine]
+        lengths = np.zeros(team.size, dtype=np.int64)
+        written = [json.dumps(words).encode() if words else b"" for words in told]
+        lengths[team.rank] = max(map(len, written))
+        team.add_up(lengths)
+        shared = np.zeros(
+            (len(mine), int(lengths.max())), dtype=np.uint8
+        )  # a text was read by one process: the rest is 0
+        for row, words in enumerate(written):
+            shared[row, : len(words)] = np.frombuffer(words, dtype=np.uint8)
+        team.add_up(shared)
+        found = (bytes(row).rstrip(b"\0") for row in shared)
+        self._named = {place: json.loads(words) for place, words in zip(mine, found, strict=True) if words}
 
     def tidy(self) -> None:
         """Forget the texts that no head's evidence is in."""
@@ -93,6 +112,10 @@ class Evidence:
         ]
 
     def _context(self, weight: float, number: int, row: int, column: int) -> Context:
+        token, attended, text = self._named.get((number, row, column)) or self._words(number, row, column)
+        return Context(token, attended, weight, number, row, column, text)
+
+    def _words(self, number: int, row: int, column: int) -> list[str]:
+        """Who looked, at what, and the text around."""
         names = self.units[number].pieces
-        parts = marked(names, {column: "attended", row: "token"})
-        return Context(names[row], names[column], weight, number, row, column, written(parts))
+        return [names[row], names[column], written(marked(names, {column: "attended", row: "token"}))]

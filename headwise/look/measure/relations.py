@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headwise.heads.site import Seen
-from headwise.look.measure.cases import Ask, Cases
+from headwise.look.measure.draw import Ask, Draw
 from headwise.look.measure.measure import Number
 from headwise.look.measure.questions import (
     ASKED,
@@ -150,7 +150,7 @@ class Relations:
     left_out: np.ndarray = field(
         init=False
     )  # (buckets, questions): those whose words cannot be told apart by their tokens
-    cases: Cases | None = None  # takes down what heads do at some places
+    draw: Draw | None = None  # takes down what heads do at some places
     _prepared: dict[int, Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,17 +161,16 @@ class Relations:
         self.fields = tuple(number.name for number in self.numbers)
 
     @staticmethod
-    def of(tally: Tally, units: Iterable[Unit], causal: bool) -> "Relations":
-        """For all relations that occur in these units."""
-        documents = [unit.document for unit in units if unit.document is not None]
-        names = sorted({arc.name for document in documents for arc in document.relations})
-        sets = [
-            name
-            for name, there in zip(SETS, ("phrases", "classes"), strict=True)
-            if any(getattr(d, there) for d in documents)
-        ]
-        derived = sorted({control for name in names for control in CONTROLS.get(name, ()) if control in SHAPES})
-        return Relations(tally, questions_of([*names, *derived, *sets]), causal)
+    def of(tally: Tally, documents: Iterable[Document], causal: bool) -> "Relations":
+        """For all relations that occur in these documents."""
+        found: set[str] = set()
+        phrases = classes = False
+        for document in documents:
+            found |= {arc.name for arc in document.relations}
+            phrases, classes = phrases or bool(document.phrases), classes or bool(document.classes)
+        sets = [name for name, there in zip(SETS, (phrases, classes), strict=True) if there]
+        derived = {control for name in found for control in CONTROLS.get(name, ()) if control in SHAPES}
+        return Relations(tally, questions_of([*sorted(found), *sorted(derived), *sets]), causal)
 
     def rows_of(self, unit: Unit) -> Iterator[Ask]:
         """What is asked about a text: each question, who looks, and the words it should look at."""
@@ -216,9 +215,9 @@ class Relations:
             if valued[row].isnan().any():  # W_O is not known: what is weighed by it was not measured
                 told = torch.tensor([not kind.startswith("valued") for kind in KINDS]).repeat(Q)
                 sums[row], counts[row] = sums[row].nan_to_num(0.0) * told, counts[row] * told
-            if self.cases is not None:
+            if self.draw is not None:
                 find = partial(asked.find, self.questions)
-                self.cases.see_words(unit, find, made, plain[row], slice(first_head, first_head + H))
+                self.draw.see_words(unit, find, made, plain[row], slice(first_head, first_head + H))
         self.tally.add(self.fields, slice(first_head, first_head + H), [u.bucket for u in batch.units], sums, counts)
 
     def _word_maps(self, seen: Seen, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,8 @@ import numpy as np
 
 from headwise.look.measure.measure import ALIKE, WeightAt
 from headwise.look.measure.trials import TOKENS, Trial
-from headwise.look.record.units import Unit, documents_for, make_batches, run, tokenizer_of
+from headwise.look.record.reading import documents_for
+from headwise.look.record.units import Unit, make_batches, run, tokenizer_of
 from headwise.model import AnyModel
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment

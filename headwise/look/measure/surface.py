@@ -12,9 +12,9 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
 from headwise.heads.writes import gram
-from headwise.look.measure.cases import Cases
 from headwise.look.measure.classes import class_measures
 from headwise.look.measure.diagonals import Far, Largest, LongRange, Near
+from headwise.look.measure.draw import Draw
 from headwise.look.measure.evidence import Evidence
 from headwise.look.measure.light import glance
 from headwise.look.measure.measure import Measure, Number
@@ -46,9 +46,9 @@ class Surface:
         measures: Iterable[Measure],
         every: int = 1,
         detail: str = "full",
-        cases: Cases | None = None,
+        draw: Draw | None = None,
     ) -> None:
-        self.tally, self.evidence, self.every, self.cases = tally, evidence, every, cases
+        self.tally, self.evidence, self.every, self.draw = tally, evidence, every, draw
         self.walks = detail == "full"
         self.measures = [measure for measure in measures if self.walks or not measure.full]
         self.layout = Layout.of(self.measures)
@@ -68,8 +68,8 @@ class Surface:
             return
         scene, own = self.scene(batch), self._gram(seen)
         norms = fetched(seen, own)  # (B, H, S)
-        if self.cases is not None:
-            self.cases.see_tokens(seen, scene, first_head)
+        if self.draw is not None:
+            self.draw.see_tokens(seen, scene, first_head)
         rows = gather(seen, scene, norms, own, self.every, self._keep(scene, seen, first_head)) if self.walks else None
         whole = rows if rows is not None and self.every == 1 else glance(seen, scene, norms, own)
         unknown = bool(own.isnan().any())

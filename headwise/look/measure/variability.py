@@ -18,8 +18,9 @@ from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
 from headwise.look.measure.measure import LARGER, Number
 from headwise.look.measure.tally import Tally
+from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
-from headwise.look.record.units import Unit, read, read_units
+from headwise.look.record.units import Unit, read
 from headwise.model import AnyModel, quiet
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
@@ -45,7 +46,7 @@ def variability(
     if length < 1 or texts < 2:
         raise HeadwiseError(f"texts are compared with each other: two of one token at least; got {texts} of {length}.")
     addresses = tuple(address for site in model.sites() for address in site.addresses)
-    wanted, chosen = set(pick(heads, addresses)), sample(read_units(model, corpus), length, texts)
+    wanted, chosen = set(pick(heads, addresses)), sample(Reading.of(model, corpus), length, texts)
     if len(chosen) < 2:
         raise HeadwiseError(
             f"{len(chosen)} texts have {length} tokens, and two are needed; give more texts, or a shorter length."

@@ -17,7 +17,7 @@ from headwise.look.measure.relations import NEAREST
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference, max_t
 from headwise.look.profile.result import Profile
 from headwise.look.record.buckets import BUCKETS, CHOOSING, REPORTING, in_half
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading
 from headwise.model import AnyModel, quiet
 from headwise.text.treebank import Pronoun
 
@@ -103,7 +103,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
     asked = [case for case in cases if case.answer is not None]
     if model.spec.kind == "decoder":  # what is not seen yet cannot be looked at
         asked = [case for case in asked if max(*case.a, *case.b) < case.pronoun]
-    units = list(read_units(model, [case.document for case in asked]))
+    units = list(Reading.of(model, [case.document for case in asked]))
     addresses = [address for site in model.sites() for address in site.addresses]
     right = np.zeros((BUCKETS, len(addresses)))
     counts, nearer = np.zeros(BUCKETS), np.zeros(BUCKETS)

@@ -8,6 +8,7 @@ first, the closing bracket for heads that look at the opening one, and so on. A 
     is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 
 from headwise.look.measure.repeats import Repeats
 from headwise.look.measure.statistics import bootstrap
-from headwise.look.profile.roles import TOLD, Effect, Support
+from headwise.look.profile.roles import PROBES, TOLD, Effect, Support
 from headwise.look.record.buckets import BUCKETS
 from headwise.look.record.units import Unit, make_batches
 from headwise.look.worth.ablate import stand_in
@@ -40,7 +41,7 @@ def climb(
     model: AnyModel,
     addresses: Sequence[Address],
     found: Sequence[Sequence[Support]],
-    related: list[Unit],
+    related: Iterable[Unit],
     repeats: Repeats,
     means: Means,
     note: Callable[[int, int], object],
@@ -86,10 +87,7 @@ def word_questions(units: Iterable[Unit], role: str, where: str, device: torch.d
     chosen: list[Unit] = []
     wanted: dict[int, dict[int, int]] = {}  # for each text the token asked for, by its place
     for unit in units:
-        if unit.document is None or len(chosen) >= DOCUMENTS:
-            continue
-        words = unit.alignment.tokens_of_word
-        places = {words[word][0] for word in _words_asked(unit.document, role, where) if words[word]} - {0}
+        places = _places_asked(unit, role, where) if len(chosen) < DOCUMENTS else ()
         if places:
             chosen.append(replace(unit, ids=unit.ids[: max(places)]))
             wanted[unit.number] = {place: unit.ids[place] for place in places}
@@ -102,6 +100,30 @@ def word_questions(units: Iterable[Unit], role: str, where: str, device: torch.d
         padding = None if batch.whole else batch.real
         made.append(Asked(batch.ids, batch.real, targets, padding, tuple(unit.number for unit in batch.units)))
     return made
+
+
+class Few:
+    """The texts that probes will ask about, kept while a corpus streams by: of each role and probe the first so many."""
+
+    def __init__(self) -> None:
+        self.units: dict[int, Unit] = {}
+        self._found: Counter[tuple[str, str]] = Counter()
+
+    def see(self, unit: Unit) -> None:
+        """Keep a text if it is needed."""
+        for name, where in PROBES.items() if unit.document else ():
+            role = TOLD.get(name, name)
+            if self._found[role, where] < DOCUMENTS and _places_asked(unit, role, where):
+                self._found[role, where] += 1
+                self.units[unit.number] = unit
+
+
+def _places_asked(unit: Unit, role: str, where: str) -> set[int]:
+    """The tokens of a text that are asked for."""
+    if unit.document is None:
+        return set()
+    words = unit.alignment.tokens_of_word
+    return {words[word][0] for word in _words_asked(unit.document, role, where) if words[word]} - {0}
 
 
 def _words_asked(document: Document, role: str, where: str) -> Iterator[int]:

@@ -25,7 +25,8 @@ from headwise.look.measure.repeats import DUPLICATE, INDUCTION, Echo, Repeats, m
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
 from headwise.look.measure.surface import Surface, usual_measures
 from headwise.look.measure.tally import Tally
-from headwise.look.record.units import Unit, fitting, make_batches, read_units, tokenizer_of
+from headwise.look.record.reading import Reading, fitting
+from headwise.look.record.units import Unit, make_batches, tokenizer_of
 from headwise.model import Transformer, quiet
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
@@ -200,7 +201,7 @@ class HeadHistory:
         """The texts, the same at every look."""
         if self._probe is None:
             corpus = _default(model) if self.corpus is None else self.corpus
-            units, repeats = list(read_units(model, corpus)), make_repeats(model, sequences=8, length=16)
+            units, repeats = list(Reading.of(model, corpus)), make_repeats(model, sequences=8, length=16)
             told = json.dumps([[unit.ids for unit in units], repeats.twice.tolist(), repeats.once.tolist()])
             digest = hashlib.sha256(told.encode()).hexdigest()
             if self._digest not in ("", digest):
@@ -223,8 +224,9 @@ def _look(
     """One look: the names of the measures, what they are means over, and (heads, measures)."""
     tally = Tally(heads)
     surface = Surface(tally, None, usual_measures(class_flags(tokenizer_of(model), model.spec.vocab)))
-    asked = ask and any(unit.document is not None for unit in units)
-    relations = Relations.of(tally, units, model.spec.kind == "decoder") if asked else None
+    documents = [unit.document for unit in units if unit.document is not None]
+    asked = ask and documents
+    relations = Relations.of(tally, documents, model.spec.kind == "decoder") if asked else None
     read_texts(model, make_batches(units, 2048, device=model.device), surface, relations)
     twice = islice(repeats.batches(), 0, None, 2)  # of R R and R R′ the first alone: no null is kept
     read_repeats(model, twice, Echo(tally, repeats))

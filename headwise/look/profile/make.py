@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.look.measure.cases import Cases, echo_places
+from headwise.look.measure.cases import Cases, Place, echo_places
 from headwise.look.measure.classes import class_flags
+from headwise.look.measure.draw import Draw
 from headwise.look.measure.evidence import Evidence
 from headwise.look.measure.listening import listening, read_repeats, read_texts
 from headwise.look.measure.measure import Measure, Number
@@ -25,21 +26,23 @@ from headwise.look.measure.scene import Layout
 from headwise.look.measure.surface import Surface, usual_measures
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.trials import Trial, run_trial
-from headwise.look.measure.variability import VARIABILITY, Varying, sample
-from headwise.look.profile.causal import climb
+from headwise.look.measure.variability import LENGTH, TEXTS, VARIABILITY, Varying
+from headwise.look.profile.causal import Few, climb
 from headwise.look.profile.result import OWN, Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
-from headwise.look.record.units import Batch, Unit, documents_for, make_batches, read, read_units, tokenizer_of
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.team.team import Team, gather
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
-Note = Callable[[str, int, int], object]  # what is done, how much of it, of how much
+Note = Callable[[str, int, int | None], object]  # what is done, how much of it, of how much
 CONTROLS = ("random-init", "shuffled")
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
 SEQUENCES, REPEATED = 64, 16
+MEANS = 64  # texts over which the means are taken that stand in for heads
 
 
 def profile(
@@ -114,108 +117,171 @@ class _Pass:
         check_roles(self.roles, told)
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
-        read = Corpus.of(documents_for(self.model) if corpus is None else corpus)
-        units = self._units(read)
-        if arcs is None and any(unit.document for unit in units):
-            asked, related = read, units
-        elif arcs is False or (isinstance(arcs, list) and not arcs):
-            asked, related = None, []
-        else:  # documents that are not the texts themselves; where tokens are shuffled arcs mean nothing
-            asked = Corpus.of(documents_for(self.model) if arcs is None else arcs)
-            related = [unit for unit in self._units(asked) if unit.document is not None]
-        for some, what in ((units, "texts"), (related, "documents with relations")):
-            if 0 < len(some) < self.team.size:  # each needs one, to know what is counted
-                raise HeadwiseError(
-                    f"{len(some)} {what} cannot be shared out over {self.team.size} processes; start fewer."
-                )
+        texts = Reading.of(self.model, corpus, self.longest)
+        asked = self._asked(texts, arcs)
+        documents = (
+            () if asked is None or self.control == "shuffled" else asked.documents()
+        )  # where words have moved arcs
+        first = next(iter(documents), None)  # mean nothing
+        related = None if first is None else asked
         repeats = make_repeats(self.model, SEQUENCES, REPEATED, self.seed)
-        relations = Relations.of(self.tally, related, self.model.spec.kind != "encoder") if related else None
-        self.cases = self._draw(units, related, relations, repeats)
-        self._read(units, related, relations)
-        self._share(relations, units)
-        self._repeats(repeats)
-        self._vary(units)
+        relations = None
+        if related is not None:
+            relations = Relations.of(self.tally, related.documents(), self.model.spec.kind != "encoder")
+        asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
+        kept = _Kept(asks)
+        draw = Draw(len(self.addresses), self._echoes(repeats), Layout.of(self.measures))
+        self._read(texts, related, relations, draw, kept)
+        cases = draw.finish()
+        self._share(relations, cases)
+        self._repeats(repeats, cases)
+        self._vary(kept.long)
         for trial in self.trials:
             run_trial(self.model, trial, self.tally, self.seed)
         about = {
-            "texts": len(units), "tokens": sum(len(unit.ids) for unit in units), "documents": len(related),
-            "relations": OWN if related is units else _digest(related), "layers": [str(s.address) for s in self.sites],
+            "texts": texts.texts, "tokens": texts.tokens, "documents": kept.documents,
+            "relations": OWN if related is texts else kept.digest(), "layers": [str(s.address) for s in self.sites],
             "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
-            "every": self.every, "read": in_words(read), "asked": "" if asked is None else in_words(asked),
+            "every": self.every, "read": in_words(texts.corpus), "asked": "" if asked is None else in_words(asked.corpus),
         }  # fmt: skip
-        asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
         numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
+        climbs = partial(self._climb, texts, kept) if asks else None
         return Profile.of(
-            self.addresses, self.tally, relations, self.evidence.contexts(), self.cases, about, numbers, self.roles,
-            partial(self._climb, related, units) if asks else None,
-        )  # fmt: skip
+            self.addresses, self.tally, relations, self.evidence.contexts(), cases, about, numbers, self.roles, climbs
+        )
 
-    def _units(self, corpus: Any) -> list[Unit]:
-        units = list(read_units(self.model, corpus, self.longest))
-        return [_shuffled(unit, self.seed) for unit in units] if self.control == "shuffled" else units
+    def _asked(self, texts: Reading, arcs: Any) -> Reading | None:
+        """Where relations are taken from: the texts themselves, if they have some, other documents, or nowhere."""
+        if arcs is False or (isinstance(arcs, list) and not arcs):
+            return None
+        if arcs is None and self.control != "shuffled" and next(texts.documents(), None) is not None:
+            return texts
+        return Reading.of(self.model, arcs, self.longest)
 
-    def _batches(self, units: list[Unit], what: str) -> Iterator[Batch]:
-        done, mine = 0, units[self.team.rank :: self.team.size]
-        for batch in make_batches(mine, self.tokens, device=self.model.device):
-            self.note(what, done, len(mine))
+    def _batches(self, units: Iterable[Unit], known: int | None, what: str) -> Iterator[Batch]:
+        """This process's share of the units; the others pass it by, and are counted."""
+        all_, done = 0, 0
+        of = None if known is None else len(range(self.team.rank, known, self.team.size))
+
+        def mine() -> Iterator[Unit]:
+            nonlocal all_
+            for unit in units:
+                if all_ % self.team.size == self.team.rank:
+                    yield unit
+                all_ += 1
+
+        for batch in make_batches(mine(), self.tokens, device=self.model.device):
+            self.note(what, done, of)
             yield batch
             done += len(batch.units)
-        self.note(what, len(mine), len(mine))
+        if 0 < all_ < self.team.size:  # each needs one, to know what is counted
+            raise HeadwiseError(f"{all_} {what} cannot be shared out over {self.team.size} processes; start fewer.")
+        self.note(what, done, done)
 
-    def _draw(self, units: list[Unit], related: list[Unit], relations: Relations | None, repeats: Repeats) -> Cases:
-        """The places that are shown for roles, before anything is measured."""
-        asked = () if relations is None else (one for unit in related for one in relations.rows_of(unit))
+    def _echoes(self, repeats: Repeats) -> list[Place]:
+        """The places that are shown of repeated tokens."""
         tokenizer = tokenizer_of(self.model)
         shown = [
             [tokenizer.decode([i], special=True).strip() or tokenizer.token(i) for i in ids]
             for ids in repeats.twice.tolist()
         ]
-        echoes = echo_places(shown, repeats.start, repeats.length)
-        return Cases.draw(len(self.addresses), units, asked, echoes, Layout.of(self.measures))
+        return echo_places(shown, repeats.start, repeats.length)
 
-    def _read(self, units: list[Unit], related: list[Unit], relations: Relations | None) -> None:
-        """The texts, and the documents with relations: in one pass where they are the same."""
-        surface = Surface(self.tally, self.evidence, self.measures, self.every, self.detail, self.cases)
+    def _read(
+        self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "_Kept"
+    ) -> None:
+        """The texts, and the documents with relations: in one pass where they are the same. What is shown and what is asked
+        later is drawn and kept while they stream by."""
+        surface = Surface(self.tally, self.evidence, self.measures, self.every, self.detail, draw)
+        together = relations if related is texts else None
         if relations is not None:
-            relations.cases = self.cases
-        together = relations is not None and related is units
-        read_texts(self.model, self._batches(units, "texts"), surface, relations if together else None)
-        if relations is not None and not together:
-            read_texts(self.model, self._batches(related, "relations"), None, relations)
+            relations.draw = draw
 
-    def _share(self, relations: Relations | None, units: list[Unit]) -> None:
+        def units() -> Iterator[Unit]:
+            for given in texts:
+                unit = _shuffled(given, self.seed) if self.control == "shuffled" else given
+                draw.tokens(unit)
+                kept.see_text(unit)
+                if together is not None:
+                    draw.words(together.rows_of(unit))
+                    kept.see_document(unit)
+                yield unit
+
+        def documents(found: Reading, rows: Relations) -> Iterator[Unit]:
+            for unit in found:
+                if unit.document is not None:
+                    draw.words(rows.rows_of(unit))
+                    kept.see_document(unit)
+                    yield unit
+
+        read_texts(self.model, self._batches(units(), texts.count_ahead(), "texts"), surface, together)
+        if relations is not None and related is not None and together is None:
+            batches = self._batches(documents(related, relations), None, "documents with relations")
+            read_texts(self.model, batches, None, relations)
+
+    def _share(self, relations: Relations | None, cases: Cases) -> None:
         """What every process counted, added up; the evidence of all."""
         if self.team.size == 1:
             return
         for arrays in (self.tally.sums, self.tally.counts, *([] if relations is None else [relations.arrays()])):
             for name in sorted(arrays):
                 self.team.add_up(arrays[name])
-        self.evidence.gather(self.team, units)
-        self.cases.gather(self.team)
+        self.evidence.gather(self.team)
+        cases.gather(self.team)
 
-    def _repeats(self, repeats: Repeats) -> None:
+    def _repeats(self, repeats: Repeats, cases: Cases) -> None:
         def batches() -> Iterator[tuple[slice, torch.Tensor, bool]]:
             for some, ids, repeated in repeats.batches():
                 self.note("repeats", some.start, len(repeats.twice))
                 yield some, ids, repeated
             self.note("repeats", len(repeats.twice), len(repeats.twice))
 
-        read_repeats(self.model, batches(), Echo(self.tally, repeats, self.cases))
+        read_repeats(self.model, batches(), Echo(self.tally, repeats, cases))
 
-    def _vary(self, units: list[Unit]) -> None:
+    def _vary(self, some: list[Unit]) -> None:
         """The same places in several texts; of fewer than two nothing can be said."""
-        some = sample(units)
         varying = Varying(self.tally, some)
         if len(some) > 1:
             with listening(self.sites, varying.see):
                 read(self.model, varying.ids.to(self.model.device))
 
-    def _climb(self, related: list[Unit], units: list[Unit], found: Supports) -> Supports:
+    def _climb(self, texts: Reading, kept: "_Kept", found: Supports) -> Supports:
         """The last rung."""
-        texts = [tokenizer_of(self.model).decode(unit.ids) for unit in units[:64]]
-        means = mean_activations(self.model, texts)
+        means = mean_activations(self.model, texts.only(kept.first))
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
+        related = kept.few.units.values()
         return climb(self.model, self.addresses, found, related, short, means, partial(self.note, "ablations"))
+
+
+class _Kept:
+    """What is needed again when all texts have been read: a few of them, and counts."""
+
+    def __init__(self, asks: bool) -> None:
+        self.asks = asks
+        self.long: list[Unit] = []  # the first that are long enough to be compared place by place
+        self.first: list[Unit] = []  # whose means stand in for heads
+        self.few = Few()
+        self.documents, self._digest = 0, hashlib.sha256()
+
+    def see_text(self, unit: Unit) -> None:
+        """One text."""
+        if len(self.long) < TEXTS and len(unit.ids) >= LENGTH:
+            self.long.append(unit)
+        if self.asks and len(self.first) < MEANS:
+            self.first.append(unit)
+
+    def see_document(self, unit: Unit) -> None:
+        """One text that relations are asked about."""
+        self._digest.update(f"{', ' if self.documents else '['}{unit.ids!r}".encode())
+        self.documents += 1
+        if self.asks:
+            self.few.see(unit)
+
+    def digest(self) -> str:
+        """What was read, in a few characters: whether two profiles read the same."""
+        whole = self._digest.copy()
+        whole.update(b"]" if self.documents else b"[]")
+        return whole.hexdigest()[:16]
 
 
 def _numbers(measures: Iterable[Measure]) -> list[Number]:
@@ -266,11 +332,6 @@ def _shuffled(unit: Unit, seed: int) -> Unit:
     inner = np.random.default_rng([seed, *unit.ids]).permutation(max(0, n - 2)) + 1  # wherever in a corpus it stands
     order = [0, *inner.tolist(), n - 1][:n]
     return replace(unit, ids=tuple(unit.ids[i] for i in order), document=None, _align=partial(_reordered, unit, order))
-
-
-def _digest(units: list[Unit]) -> str:
-    """What was read, in a few characters: whether two profiles read the same."""
-    return hashlib.sha256(repr([unit.ids for unit in units]).encode()).hexdigest()[:16]
 
 
 def _reordered(unit: Unit, order: list[int]) -> Alignment:

@@ -20,9 +20,10 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
 from headwise.look.measure.tally import Tally
+from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch, make_batches
 from headwise.look.worth.ablate import HOWS, How, stand_in
-from headwise.look.worth.outputs import Means, Run, chosen_sites, mean_of, unit_length
+from headwise.look.worth.outputs import Means, Run, chosen_sites, mean_of, read_on
 from headwise.look.worth.sweep import TOKENS, Stands, slopes, sweep
 from headwise.look.worth.targets import Asked, Metric, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
@@ -30,7 +31,7 @@ from headwise.spec import Address
 
 By = Literal["ablation", "gradient", "attribution"]
 BYS = ("ablation", "gradient", "attribution")
-Progress = Callable[[int, int], None]  # texts done, texts in all
+Progress = Callable[[int, int | None], object]  # texts done, texts in all
 TEXTS = 8  # the batch of texts is this much smaller than what is run at once, to leave room for copies
 
 
@@ -176,10 +177,11 @@ def importance(
     _check(by, how, tokens)
     check_askable(model, metric)
     with quiet(model):
-        units = list(read_asked(model, on, unit_length(model, longest)))
+        reading = read_on(model, on, longest)
         chosen = tuple(head for _, there in chosen_sites(model, heads) for head in there)
         how = "zero" if by == "gradient" else how  # a gate closes towards zero
-        asks = _Asks(model, units, metric, how, means, max(1, tokens // TEXTS) if by == "ablation" else tokens)
+        count = reading.count_ahead()
+        asks = _Asks(model, reading, metric, how, means, max(1, tokens // TEXTS) if by == "ablation" else tokens)
         tally = Tally(heads=len(chosen))
         for asked, stands in asks.each(chosen):
             if by == "ablation":
@@ -187,8 +189,8 @@ def importance(
             else:
                 _estimate(tally, model, asked, chosen, stands, sign=by == "attribution")
             if progress is not None:
-                progress(asks.done, len(units))
-        made = Importance(chosen, by, how, metric, len(units), tally)
+                progress(asks.done, count)
+        made = Importance(chosen, by, how, metric, asks.done, tally)
         if by != "attribution" or not check or not chosen:
             return made
         sample = _sample(chosen, check)
@@ -199,25 +201,38 @@ def importance(
     compared = Check(
         tuple(map(str, sample)), tuple(estimates[head] for head in sample), tuple(exact.mean("worth").tolist())
     )
-    return Importance(chosen, by, how, metric, len(units), tally, compared)
+    return Importance(chosen, by, how, metric, made.texts, tally, compared)
 
 
 class _Asks:
     """The batches of a corpus, as often as wanted, with what stands in for heads on each."""
 
     def __init__(
-        self, model: AnyModel, units: list[Unit], metric: Metric, how: str, means: Means | None, tokens: int
+        self, model: AnyModel, reading: Reading, metric: Metric, how: str, means: Means | None, tokens: int
     ) -> None:
-        self.model, self.units, self.how, self.means = model, units, how, means
+        self.model, self.reading, self.how, self.means = model, reading, how, means
         self.metric: Metric = metric
         self.tokens, self.done = tokens, 0
-        self.next = {unit.number: other for unit, other in zip(units, units[1:] + units[:1], strict=True)}
-        if how == "resample" and len(units) < 2:
+        self.next: dict[int, Unit] = {}  # for each text under way the one behind it, and for the last the first
+
+    def units(self) -> Iterator[Unit]:
+        if self.how != "resample":
+            yield from read_asked(self.model, self.reading)
+            return
+        units = read_asked(self.model, self.reading)
+        first = before = next(units)
+        for unit in units:
+            self.next[before.number] = unit
+            yield before
+            before = unit
+        if before is first:
             raise HeadwiseError("resampling borrows from another text, and there is only one; give more text.")
+        self.next[before.number] = first
+        yield before
 
     def batches(self) -> Iterator[tuple[list[Unit], Asked]]:
         self.done = 0
-        for batch in make_batches(self.units, self.tokens, device=self.model.device):
+        for batch in make_batches(self.units(), self.tokens, device=self.model.device):
             self.done += len(batch.units)
             yield list(batch.units), ask(self.model, batch, self.metric)
 
@@ -227,7 +242,7 @@ class _Asks:
         for units, asked in self.batches():
             other = None
             if self.how == "resample":
-                donors = make_batch([self.next[unit.number] for unit in units], device=self.model.device)
+                donors = make_batch([self.next.pop(unit.number) for unit in units], device=self.model.device)
                 other = ask(self.model, donors, self.metric).record(self.model, heads)
             yield asked, self._stands(asked, other)
 

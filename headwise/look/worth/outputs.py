@@ -11,8 +11,9 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen, Site
+from headwise.look.record.reading import Reading
 from headwise.look.record.recording import HasSites
-from headwise.look.record.units import make_batch, make_batches, read_units, tokenizer_of
+from headwise.look.record.units import make_batch, make_batches, tokenizer_of
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress, select
 
@@ -118,8 +119,7 @@ def mean_activations(
     `longest` cuts plain text into units of so many tokens (None: 256, or the model's context), `tokens` is how many are
     read at once.
     """
-    units = read_units(model, on, unit_length(model, longest), asked=True)
-    batches = make_batches(units, tokens, device=model.device)
+    batches = make_batches(read_on(model, on, longest), tokens, device=model.device)
     return mean_of(
         (
             record_z(
@@ -134,6 +134,11 @@ def mean_activations(
         ),
         by,
     )
+
+
+def read_on(model: AnyModel, on: Any, longest: int | None = None) -> Reading:
+    """Texts, or pairs, that change and ablation are measured on: units of plain text have at most 256 tokens, unless said."""
+    return Reading.of(model, on, longest, asked=True, usual=LONGEST)
 
 
 def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
@@ -151,7 +156,7 @@ def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
     if isinstance(given, Run):
         return given
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, str) for part in given):
-        batch = make_batch(list(read_units(model, [given], asked=True)), device=model.device)
+        batch = make_batch(list(Reading.of(model, [given], asked=True)), device=model.device)
         return record_z(model, batch.ids, heads, source=batch.source, source_padding=batch.source_padding)
     ids = torch.as_tensor(tokenizer_of(model).encode(given) if isinstance(given, str) else given, device=model.device)
     ids = ids[None] if ids.ndim == 1 else ids  # (B, T)
@@ -160,11 +165,6 @@ def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
             f"another run is a text, token ids (T,) or (B, T), or a pair (source, text); got {given!r:.80}."
         )
     return record_z(model, ids, heads)
-
-
-def unit_length(model: AnyModel, longest: int | None) -> int:
-    """How long a unit of plain text may be, where nobody has said it: LONGEST, or what the model can read."""
-    return min(LONGEST, model.spec.context) if longest is None else longest
 
 
 def mean_of(runs: Iterable[Run], by: By = "global") -> Means:

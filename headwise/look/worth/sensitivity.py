@@ -29,7 +29,7 @@ from headwise.heads.head import HasHeads, Pattern
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
 from headwise.look.record.units import make_batches
-from headwise.look.worth.outputs import unit_length
+from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import (
     WEIGHTS,
     AtBits,
@@ -183,7 +183,7 @@ def sensitivity(
         if wanted[layer.site.address] and set(parts) & set(WEIGHTS):
             check_in_place(layer)
     with quiet(model):
-        units = list(read_asked(model, on, unit_length(model, longest)))
+        units = list(read_asked(model, read_on(model, on, longest)))
         batches = [ask(model, batch) for batch in make_batches(units, tokens, device=model.device)]
         walk = _Blocks(model, batches) if _is_walked(model) else _Whole(model, batches)
         about = {

@@ -1,6 +1,6 @@
 """What a model is asked for while heads are taken from it: which tokens at which places, and how badly it answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
-from headwise.look.record.units import Batch, Unit, read_units, tokenizer_of
+from headwise.look.record.units import Batch, Unit, tokenizer_of
 from headwise.look.worth.outputs import Run, record_z
 from headwise.model import AnyModel
 from headwise.model.loss import IGNORE
@@ -111,9 +111,9 @@ def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
     return Asked(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units, batch.source, batch.source_padding)
 
 
-def read_asked(model: AnyModel, corpus: Any, longest: int | None = None) -> Iterator[Unit]:
-    """The texts of a corpus that a model can be asked about; of an encoder-decoder, pairs."""
-    units = (u for u in read_units(model, corpus, longest, asked=True) if len(u.ids) >= fewest_tokens(model))
+def read_asked(model: AnyModel, reading: Iterable[Unit]) -> Iterator[Unit]:
+    """The texts of a reading that a model can be asked about."""
+    units = (unit for unit in reading if len(unit.ids) >= fewest_tokens(model))
     first = next(units, None)
     if first is None:
         raise HeadwiseError("no text is long enough to ask for a token; a decoder needs texts of two tokens.")

@@ -22,8 +22,9 @@ from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.kernels.terms import spread
 from headwise.look.record.buckets import CHOOSING, REPORTING
+from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
-from headwise.look.record.units import Batch, Unit, make_batches, read_units, run
+from headwise.look.record.units import Batch, Unit, make_batches, run
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.text.align import Alignment
@@ -107,7 +108,7 @@ def decodable(
     """
     targets, sides = _names(what, TARGETS, "decoded"), _names(sides, SIDES, "decoded from")
     chosen = set(pick(heads, model.spec.addresses))
-    units = list(read_units(model, Corpus.little(documents=64) if corpus is None else corpus))
+    units = list(Reading.of(model, Corpus.little(documents=64) if corpus is None else corpus))
     dealt = _dealt(units)
     labels, sizes = _labels(units, targets, dealt)
     majorities = {name: _majority(dealt, labels, name) for name in targets}

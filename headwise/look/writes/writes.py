@@ -15,8 +15,9 @@ from headwise.heads.writes import PerHead
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.result import HeadProfile
 from headwise.look.record.attend import attend
+from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick, record
-from headwise.look.record.units import make_batches, read_units, run, tokenizer_of
+from headwise.look.record.units import make_batches, run, tokenizer_of
 from headwise.look.writes.attribution import Attribution, logit_attribution
 from headwise.model import AnyModel, Step, Wiring, quiet, wiring_of
 from headwise.spec import Address
@@ -154,7 +155,7 @@ def write_share(
     starts = dict(zip(sites, _starts([len(site.head_ids) for site in sites]), strict=True))
     tally = Tally(sum(len(site.head_ids) for site in sites))
     with quiet(model), torch.no_grad():
-        for batch in make_batches(read_units(model, corpus, longest), tokens, device=model.device):
+        for batch in make_batches(Reading.of(model, corpus, longest), tokens, device=model.device):
             buckets = [unit.bucket for unit in batch.units]
 
             def hear(seen: Seen, real: Tensor = batch.real, buckets: list[int] = buckets) -> None:
@@ -216,7 +217,7 @@ def _typical_inputs(model: AnyModel, one: Head, ids: list[int], corpus: Any) -> 
     wanted = torch.tensor(ids, device=model.device)
     sums, counts = torch.zeros(len(ids), model.spec.width, dtype=torch.double), torch.zeros(len(ids))
     layer = next(layer for layer in model.attention_layers() if layer.site.address == one.address.site)
-    for batch in make_batches(read_units(model, corpus), device=model.device):
+    for batch in make_batches(Reading.of(model, corpus), device=model.device):
         with _inputs(layer) as caught:
             run(model, batch)
         stands = (batch.ids[..., None] == wanted) & batch.real[..., None]  # (B, T, n)

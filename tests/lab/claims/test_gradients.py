@@ -5,7 +5,8 @@ import headwise as hw
 from headwise.lab.claim import WORDS
 from headwise.lab.engine.figure import Figures
 from headwise.lab.experiments.claims.gradients import CHANCE, MOVED, OWN, cosines, gradients, judge, measure, on
-from headwise.look.record.units import make_batch, read_units
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import make_batch
 from headwise.look.worth.targets import ask
 from tests.attach.test_look import build, documents
 from tests.lab.tiny import make_copies, tiny_lab
@@ -75,7 +76,7 @@ def test_the_gradient_of_what_is_moved_by_the_chain_rule(tmp_path):
         gradients(model, lab.documents(), texts=4)
     finally:
         module._moved = moved
-    units = [unit for unit, _ in zip(read_units(model, lab.documents(), 128), range(4), strict=False)]
+    units = [unit for unit, _ in zip(Reading.of(model, lab.documents(), 128), range(4), strict=False)]
     asked = ask(model, make_batch(units))
     assert asked.targets is not None
     loss = torch.nn.functional.cross_entropy(model(asked.ids).flatten(0, 1), asked.targets.flatten(), ignore_index=-100)

@@ -20,8 +20,7 @@ from headwise.lab.engine.memory import rise
 from headwise.lab.engine.pool import apart
 from headwise.lab.engine.threads import one_thread
 from headwise.lab.lab import Lab
-from headwise.look.profile.make import documents_for
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading, documents_for
 from headwise.model import AnyModel, Transformer
 from headwise.train.loss import LanguageLoss
 from headwise.weights import load
@@ -110,7 +109,7 @@ def on(model: AnyModel, text: Any = None, turns: int = TURNS, measured: int = ME
     """The model itself, on the beginning of a text."""
     longest, weights = min(LONGEST, model.spec.context), sum(weight.numel() for weight in model.parameters())
     most = min(ROWS[1], max(ROWS[0], int(WORK // weights)))
-    units = read_units(model, documents_for(model) if text is None else text)
+    units = Reading.of(model, documents_for(model) if text is None else text)
     tokens = list(islice(chain.from_iterable(unit.ids for unit in units), most * longest))
     rows = max(1, len(tokens) // longest)
     ids = torch.tensor(tokens[: rows * longest]).view(rows, -1)  # (B, T)

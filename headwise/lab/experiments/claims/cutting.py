@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from headwise.change.curve import Curve, curve
-from headwise.change.trial import halves, read_texts
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.engine.figure import Figures
 from headwise.lab.engine.point import Point
 from headwise.lab.lab import Lab
-from headwise.look.profile.make import documents_for
+from headwise.look.worth.outputs import read_on
 from headwise.model import AnyModel
 
 CUTS = (0.1, 0.25, 0.5, 0.75)  # shares of the heads that go, rounded up to whole heads: at least so many
@@ -73,8 +72,7 @@ def measure(lab: Lab) -> Figures:
 
 def on(model: AnyModel, text: Any = None) -> Figures:
     """The same with a model and its text."""
-    texts = read_texts(model, documents_for(model) if text is None else text, TEXTS)
-    return _told([more_loss(model, *halves(texts))])
+    return _told([more_loss(model, *read_on(model, text).first(TEXTS).halves())])
 
 
 def judge(figures: Figures) -> Verdict:

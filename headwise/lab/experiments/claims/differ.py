@@ -11,7 +11,8 @@ from headwise.lab.engine.point import Point
 from headwise.lab.experiments.counts import head_counts, trends
 from headwise.lab.lab import Lab
 from headwise.look.compare.compare import compare
-from headwise.look.profile.make import documents_for, random_twin
+from headwise.look.profile.make import random_twin
+from headwise.look.record.reading import documents_for
 from headwise.model import AnyModel
 
 ROWS = 256  # on which maps are compared

@@ -16,10 +16,11 @@ from headwise.lab.experiments.depth import LAYERS, deep
 from headwise.lab.lab import Lab
 from headwise.look.measure.diagonals import WINDOW
 from headwise.look.measure.statistics import FEWEST, bootstrap_difference
-from headwise.look.profile.make import documents_for, profile
+from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import make_cases
 from headwise.look.record.buckets import CHOOSING, REPORTING
+from headwise.look.record.reading import documents_for
 from headwise.model import AnyModel
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document

@@ -12,7 +12,7 @@ from headwise.heads import MultiHeadAttention
 from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.engine.figure import Figures
 from headwise.lab.lab import Lab
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading
 from headwise.model import AnyModel
 from headwise.spec import AttentionSpec
 
@@ -69,7 +69,7 @@ def on(model: AnyModel, text: Any = None) -> Figures:
     """The model's width, with other head counts, on as many tokens as it reads: its context, or the longest given text."""
     width, tokens = model.spec.width, model.spec.context
     if text is not None:
-        tokens = max(len(unit.ids) for unit in read_units(model, text))
+        tokens = max(len(unit.ids) for unit in Reading.of(model, text))
     if width % 2:
         raise HeadwiseError(
             f"a width of {width} cannot be shared out over several heads; take a model of an even width."

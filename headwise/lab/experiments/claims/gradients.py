@@ -14,7 +14,7 @@ from headwise.lab.claim import FOUND, Claim, Picture, Verdict, every
 from headwise.lab.engine.figure import Figures
 from headwise.lab.engine.point import Point
 from headwise.lab.lab import Lab
-from headwise.look.profile.make import documents_for
+from headwise.look.record.reading import Reading, documents_for
 from headwise.look.record.units import make_batch
 from headwise.look.worth.targets import Asked, ask, read_asked
 from headwise.model import AnyModel, Transformer, quiet
@@ -68,8 +68,7 @@ def gradients(model: AnyModel, corpus: Any = None, texts: int = TEXTS) -> dict[s
 
 
 def _asked(model: AnyModel, corpus: Any, texts: int) -> Asked:
-    longest = min(LONGEST, model.spec.context)
-    fitting = read_asked(model, corpus, longest)
+    fitting = read_asked(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
     if asked.targets is None:
         raise HeadwiseError("this model has no output over a vocabulary, so it has no loss to take gradients of.")

@@ -10,7 +10,7 @@ from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.engine.figure import Figures
 from headwise.lab.engine.point import Point
 from headwise.lab.lab import Lab
-from headwise.look.profile.make import documents_for
+from headwise.look.record.reading import documents_for
 from headwise.look.worth.importance import importance
 from headwise.model import AnyModel
 

@@ -10,8 +10,7 @@ from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.engine.figure import Figures
 from headwise.lab.experiments.branches import compare, convolution, heads_of
 from headwise.lab.lab import Lab
-from headwise.look.profile.make import documents_for
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading, documents_for
 from headwise.model import AnyModel, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -45,7 +44,7 @@ def on(model: AnyModel, text: Any = None) -> Figures:
     """Three layers of a copy of the model, in float64, on the beginning of a text, beside a grouped convolution."""
     twin: Any = copy.deepcopy(model).eval()
     twin.double().requires_grad_(True)
-    units = read_units(twin, documents_for(twin) if text is None else text)
+    units = Reading.of(twin, documents_for(twin) if text is None else text)
     ids = torch.tensor([list(islice(chain.from_iterable(unit.ids for unit in units), TOKENS))], device=twin.device)
     found: dict[str, list[dict[str, float]]] = {}
     layers = [layer for layer in twin.attention_layers() if layer.spec.head_ids]

@@ -17,8 +17,7 @@ from headwise.lab.engine.point import Point
 from headwise.lab.experiments.counts import head_counts
 from headwise.lab.lab import Lab
 from headwise.look.compare.weights import effective_rank
-from headwise.look.profile.make import documents_for
-from headwise.look.record.units import read_units
+from headwise.look.record.reading import Reading, documents_for
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 
@@ -96,7 +95,7 @@ def _stretch(model: AnyModel, corpus: Any) -> Tensor:
     spec = model.spec
     longest = min(max(TOKENS, 2 * spec.attention.head_dim), spec.context)
     ids: list[int] = []
-    for unit in read_units(model, corpus):
+    for unit in Reading.of(model, corpus):
         ids += unit.ids
         if len(ids) >= longest:
             break

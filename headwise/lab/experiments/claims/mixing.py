@@ -15,6 +15,7 @@ from headwise.lab.engine.figure import At, Figures
 from headwise.lab.engine.point import Point
 from headwise.lab.lab import Lab
 from headwise.look.compare.compare import compare
+from headwise.look.record.reading import Reading
 from headwise.look.record.units import make_batch
 from headwise.look.worth.targets import ask, read_asked
 from headwise.model import AnyModel, Transformer, quiet
@@ -56,8 +57,7 @@ def interaction(
     every = [pair for site in model.sites() for pair in combinations(map(str, site.addresses), 2)]
     order = np.random.default_rng(seed).permutation(len(every))[:pairs]
     chosen = [every[place] for place in sorted(order)]
-    longest = min(LONGEST, model.spec.context)
-    fitting = read_asked(model, corpus, longest)
+    fitting = read_asked(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
 
     def answers(*heads: str) -> Tensor:

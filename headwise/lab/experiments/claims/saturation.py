@@ -17,7 +17,8 @@ from headwise.lab.engine.figure import Figures
 from headwise.lab.engine.point import Point
 from headwise.lab.experiments.counts import head_counts, trends
 from headwise.lab.lab import Lab
-from headwise.look.record.units import make_batch, read_units
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import make_batch
 from headwise.model import AnyModel, quiet
 
 KEYS = 64  # of a random row
@@ -77,7 +78,7 @@ def of_model(model: AnyModel, corpus: Any = None, texts: int = 64) -> dict[str, 
     with quiet(model), ExitStack() as stack:
         for site in model.sites():
             stack.enter_context(site.listen(see))
-        for unit in islice(read_units(model, corpus), texts):
+        for unit in islice(Reading.of(model, corpus), texts):
             model(make_batch([unit], device=model.device).ids, hidden=True)
     return {name: float(torch.cat(rows).mean()) for name, rows in made.items()}
 

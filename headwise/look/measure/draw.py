@@ -1,0 +1,168 @@
+"""Which places are shown as cases: drawn while texts stream by, whatever heads do there.
+
+Places are drawn by a hash of the text and the place: the smallest so many of each relation, and of all tokens. So what is
+drawn depends neither on heads nor on batches, and the smallest of two profiles are those of the whole. A text is looked
+through before it is read; what a later text drives out is forgotten, so that a corpus of any size takes the same room.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+from torch import Tensor
+
+from headwise.heads.site import Seen
+from headwise.look.measure.cases import ARCS, NAMES, ROW, ROWS, Cases, Place, weights_at
+from headwise.look.measure.scene import Layout, Scene
+from headwise.look.record.units import Unit
+
+REACH = 128  # tokens are drawn among the first so many of a text
+
+Ask = tuple[str, Unit, int, tuple[int, ...]]  # a question, a text, the word that looks, what it should look at
+
+
+@dataclass(eq=False)
+class Drawn:
+    """A place, and what every head did there, as far as its text was read."""
+
+    place: Place
+    arrays: dict[str, np.ndarray]
+    met: bool = False
+
+
+@dataclass(eq=False)
+class Smallest:
+    """The places with the so many smallest keys.
+
+    >>> two = Smallest(2)
+    >>> for key in (5, 3, 9, 3, 1):
+    ...     _ = two.takes(key) and two.add(Drawn(Place("", key, 0, 0, 0, ()), {}))
+    >>> sorted(two.drawn)
+    [1, 3]
+    """
+
+    most: int
+    drawn: dict[int, Drawn] = field(default_factory=dict)  # by key
+    _heap: list[int] = field(default_factory=list)  # the largest first, by its negative
+
+    def takes(self, key: int) -> bool:
+        """Whether a place with this key would be kept; one that is there already is not taken twice."""
+        return (len(self._heap) < self.most or key < -self._heap[0]) and key not in self.drawn
+
+    def add(self, one: Drawn) -> Drawn | None:
+        """Keep a place, and give back the one it drives out."""
+        self.drawn[one.place.key] = one
+        heappush(self._heap, -one.place.key)
+        return self.drawn.pop(-heappop(self._heap)) if len(self._heap) > self.most else None
+
+
+class Draw:
+    """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases."""
+
+    def __init__(self, heads: int, echoes: Iterable[Place], layout: Layout) -> None:
+        self.heads, self.echoes, self.marks = heads, tuple(echoes), layout.marks
+        self.aims = tuple(aim.name for aim in layout.aims)
+        self._words: dict[str, Smallest] = {}
+        self._tokens = Smallest(ROWS)
+        self._words_of: dict[int, list[Drawn]] = {}  # by the number of their text
+        self._tokens_of: dict[int, list[Drawn]] = {}
+
+    # Before a text is read.
+
+    def tokens(self, unit: Unit) -> None:
+        """Draw among the tokens of a text."""
+        keys = np.random.default_rng(_hashed(repr(unit.ids))).integers(1, 1 << 53, REACH).tolist()
+        for row in range(1, min(len(unit.ids), REACH)):
+            if self._tokens.takes(keys[row]):
+                place = Place(ROW, keys[row], unit.bucket, unit.number, row, unit.pieces)
+                n = len(place.names)
+                sizes = {"maps": (self.heads, n), "marks": (n, len(self.marks)), "aims": (len(self.aims),)}
+                self._take(self._tokens, self._tokens_of, place, sizes)
+
+    def words(self, asked: Iterable[Ask]) -> None:
+        """Draw among what is asked about the relations of a text."""
+        last, ids = None, ""
+        for question, unit, source, targets in asked:
+            if unit is not last:
+                last, ids = unit, str(unit.ids)
+            key = _hashed(f"{question}|{source}|{ids}")
+            some = self._words.setdefault(question, Smallest(ARCS))
+            if some.takes(key):
+                names = unit.document.words if unit.document else ()
+                place = Place(question, key, unit.bucket, unit.number, source, names, targets)
+                sizes: dict[str, tuple[int, ...]] = dict.fromkeys(NAMES["arcs"], (self.heads,))
+                self._take(some, self._words_of, place, sizes)
+
+    def _take(
+        self, some: Smallest, by_text: dict[int, list[Drawn]], place: Place, sizes: dict[str, tuple[int, ...]]
+    ) -> None:
+        made = Drawn(place, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
+        by_text.setdefault(place.unit, []).append(made)
+        gone = some.add(made)
+        if gone is not None:
+            there = by_text[gone.place.unit]
+            there.remove(gone)
+            if not there:
+                del by_text[gone.place.unit]
+
+    # While it is read.
+
+    def see_words(
+        self, unit: Unit, find: Callable[[str, int], int | None], made: Tensor, maps: Tensor, heads: slice
+    ) -> None:
+        """One unit at one site: hits and weight of every row asked about, (H, R, 2…), and the map of its words, (H, W, W).
+
+        `find` gives the row of a question and a word, if it was asked.
+        """
+        for drawn in self._words_of.get(unit.number, ()):
+            place = drawn.place
+            row = find(place.question, place.source)
+            if row is None:
+                continue
+            looks = maps[:, place.source].clone()  # (H, W)
+            looks[:, place.source] = -1.0
+            most, best = looks.max(-1)
+            for name, value in (("hit", made[:, row, 0]), ("weight", made[:, row, 1]), ("best", best), ("most", most)):
+                drawn.arrays[name][heads] = value.cpu().numpy()
+            drawn.met = True
+
+    def see_tokens(self, seen: Seen, scene: Scene, first_head: int) -> None:
+        """One call at one site, for the tokens drawn that are in this batch."""
+        batch = scene.batch
+        for example, unit in enumerate(batch.units):
+            for drawn in self._tokens_of.get(unit.number, ()):
+                place, start = drawn.place, int(batch.first[example])
+                weights = weights_at(place, seen, example, start)  # (H, S)
+                drawn.arrays["maps"][first_head : first_head + len(weights), : weights.shape[1]] = weights
+                drawn.arrays["marks"][:] = scene.marks[example, start : start + len(place.names)].cpu().numpy()
+                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.aims]
+                drawn.arrays["aims"][:] = np.maximum(aims, 0)
+                drawn.met = True
+
+    # Afterwards.
+
+    def finish(self) -> Cases:
+        """The places that stayed, in the order of their questions and keys, with what every head did there."""
+        arcs, rows = (
+            [some.drawn[key] for some in several for key in sorted(some.drawn)]
+            for several in ([self._words[question] for question in sorted(self._words)], [self._tokens])
+        )
+        places = tuple(drawn.place for drawn in arcs), (*(drawn.place for drawn in rows), *self.echoes)
+        made = Cases(self.heads, *places, self.marks, self.aims)
+        for number, drawn in enumerate([*arcs, *rows]):
+            made.arrays["met"][number] = drawn.met
+            own = number if number < len(arcs) else number - len(arcs)
+            for name, array in drawn.arrays.items():
+                if name == "maps":
+                    made.arrays[name][own, :, : array.shape[1]] = array
+                elif name == "marks":
+                    made.arrays[name][own, : len(array)] = array
+                else:
+                    made.arrays[name][own] = array
+        return made
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest())
