@@ -66,7 +66,7 @@ def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: i
     with noting() as note:
         found = sensitivity(
             model, choosing, bits=(BITS,), basis=basis, out=out / "sensitivity.jsonl",
-            progress=lambda done, of: note("sensitivity", done, of),
+            progress=note,
         )  # fmt: skip
     told["sensitivity"] = found.to_dict() | {"seconds": time.time() - began}
     made = allocate(model, found, mean_bits=MEAN, choices=CHOICES)

@@ -51,7 +51,7 @@ def _importance(model: "AnyModel", ask: Question, by: Literal["ablation", "gradi
     from headwise.look.worth.importance import importance
 
     how, note = "zero" if ask.means is None else "mean", ask.note
-    hear = None if note is None else partial(note, ask.called)
+    hear = None if note is None else lambda what, done, of: note(ask.called, done, of)
     worth = importance(model, ask.on, by=by, how=how, means=ask.means, progress=hear)  # pyright: ignore[reportArgumentType]
     return dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
 

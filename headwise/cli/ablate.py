@@ -42,7 +42,7 @@ def run(
     with noting() as note:
         worth = importance(
             loaded, on, by=by, how=how, heads=heads, metric=metric,  # pyright: ignore[reportArgumentType]
-            progress=lambda done, of: note("heads", done, of),
+            progress=note,
         )  # fmt: skip
     if as_json:
         print(json.dumps(worth.to_dict(), indent=2))

@@ -55,7 +55,7 @@ def run(
         found = sensitivity(
             loaded, texts, bits=[int(one) for one in bits.split(",")], parts=[one.strip() for one in parts.split(",")],
             heads=heads, group=group, basis=basis, longest=length, out=out,  # pyright: ignore[reportArgumentType]
-            progress=lambda done, of: note("heads", done, of),
+            progress=note,
         )  # fmt: skip
     if plot is not None:
         draw_costs(found).save(plot)

@@ -143,12 +143,7 @@ def _train(size: Size, seed: int, history: HeadHistory, progress: bool) -> Train
 
 def _worth(model: AnyModel, on: Reading, means: Means, note: Note | None) -> Importance:
     """What each head is worth, by really taking it away."""
-
-    def hear(done: int, of: int | None) -> None:
-        if note is not None:
-            note("what heads are worth", done, of)
-
-    return importance(model, on, by="ablation", means=means, progress=hear)
+    return importance(model, on, by="ablation", means=means, progress=note)
 
 
 def _share(model: AnyModel, scores: Scores, on: Reading, means: Means, note: Note | None) -> float:

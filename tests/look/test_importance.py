@@ -241,9 +241,9 @@ def test_intervals_and_what_stands_beside() -> None:
 
 
 def test_progress_is_told() -> None:
-    told: list[tuple[int, int | None]] = []
-    importance(reading(MODELS["decoder"]), TEXTS, tokens=90, progress=lambda done, all_: told.append((done, all_)))
-    assert told[-1] == (4, 4)
+    told: list[tuple[str, int, int | None]] = []
+    importance(reading(MODELS["decoder"]), TEXTS, tokens=90, progress=lambda *now: told.append(now))
+    assert told[-1] == ("what heads are worth", 4, 4)
     assert len(told) > 1
 
 

@@ -108,7 +108,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     whole, before = sensitivity(model, TEXTS), state_of(model)
     answered: list[int] = []
 
-    def stop(done: int, of: int) -> None:
+    def stop(what: str, done: int, of: int | None) -> None:
         answered.append(done)
         if done == 5:
             raise KeyboardInterrupt
@@ -119,7 +119,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     with open(file, "a") as torn:
         torn.write('{"key": "0.3", "he')  # the process died while it wrote
     assert len(Sensitivity.load(file)) == 5
-    again = sensitivity(model, TEXTS, out=file, progress=lambda done, of: answered.append(done))
+    again = sensitivity(model, TEXTS, out=file, progress=lambda what, done, of: answered.append(done))
     assert answered == list(range(1, 17))
     assert again.to_dict() == whole.to_dict()
     assert len(Sensitivity.load(file)) == 16

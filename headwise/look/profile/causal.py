@@ -9,7 +9,7 @@ first, the closing bracket for heads that look at the opening one, and so on. A 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from headwise.look.measure.repeats import Repeats
 from headwise.look.measure.statistics import bootstrap
 from headwise.look.profile.roles import PROBES, TOLD, Effect, Support
 from headwise.look.record.buckets import BUCKETS
+from headwise.look.record.progress import Progress
 from headwise.look.record.units import Unit, make_batches
 from headwise.look.worth.ablate import stand_in
 from headwise.look.worth.outputs import Means
@@ -44,7 +45,7 @@ def climb(
     related: Iterable[Unit],
     repeats: Repeats,
     means: Means,
-    note: Callable[[int, int], object],
+    note: Progress,
 ) -> list[list[Support]]:
     """The same with the last rung tried for every head whose best role is effective and has a probe; `note` is told how many
     of how many are done."""
@@ -55,7 +56,7 @@ def climb(
             probe = supports[0].probe
             wanted.setdefault((probe, "" if probe == "repeats" else supports[0].role), []).append(head)
     for number, ((probe, role), heads) in enumerate(wanted.items()):
-        note(number, len(wanted))
+        note("ablations", number, len(wanted))
         words = partial(word_questions, related, role, probe, model.device)
         questions = repeat_questions(repeats) if probe == "repeats" else words()
         layers = {addresses[head].site for head in heads}
@@ -67,7 +68,7 @@ def climb(
             mates = [place for place, other in enumerate(beside) if other.site == addresses[head].site]
             place = mates.index(beside.index(addresses[head]))
             made[head][0] = made[head][0].with_effect(costs.only(mates).of(place))
-    note(len(wanted), len(wanted))
+    note("ablations", len(wanted), len(wanted))
     return made
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from headwise.look.measure.variability import LENGTH, TEXTS, VARIABILITY, Varyin
 from headwise.look.profile.causal import Few, climb
 from headwise.look.profile.result import OWN, Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
+from headwise.look.record.progress import Progress
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
@@ -38,7 +39,7 @@ from headwise.team.team import Team, gather
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
-Note = Callable[[str, int, int | None], object]  # what is done, how much of it, of how much
+Note = Progress
 CONTROLS = ("random-init", "shuffled")
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
 SEQUENCES, REPEATED = 64, 16
@@ -250,7 +251,7 @@ class _Pass:
         means = mean_activations(self.model, texts.only(kept.first))
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
         related = kept.few.units.values()
-        return climb(self.model, self.addresses, found, related, short, means, partial(self.note, "ablations"))
+        return climb(self.model, self.addresses, found, related, short, means, self.note)
 
 
 class _Kept:

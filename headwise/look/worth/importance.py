@@ -8,7 +8,7 @@ attribution:  the first-order estimate of ablation, all heads from one backward 
 Later heads take over from one that is gone, so one ablation is a lower bound of what a head does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
 from headwise.look.measure.tally import Tally
+from headwise.look.record.progress import Progress
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch, make_batches
 from headwise.look.worth.ablate import HOWS, How, stand_in
@@ -31,7 +32,7 @@ from headwise.spec import Address
 
 By = Literal["ablation", "gradient", "attribution"]
 BYS = ("ablation", "gradient", "attribution")
-Progress = Callable[[int, int | None], object]  # texts done, texts in all
+WORTH = "what heads are worth"  # as progress is told
 TEXTS = 8  # the batch of texts is this much smaller than what is run at once, to leave room for copies
 
 
@@ -189,7 +190,7 @@ def importance(
             else:
                 _estimate(tally, model, asked, chosen, stands, sign=by == "attribution")
             if progress is not None:
-                progress(asks.done, count)
+                progress(WORTH, asks.done, count)
         made = Importance(chosen, by, how, metric, asks.done, tally)
         if by != "attribution" or not check or not chosen:
             return made

@@ -11,7 +11,7 @@ is shared can only be stored once. Each answer is kept in a file as soon as it i
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
 from headwise.heads.head import HasHeads, Pattern
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
+from headwise.look.record.progress import Progress
 from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import (
@@ -46,7 +47,6 @@ from headwise.model.loss import IGNORE
 from headwise.spec.weights import GROUP, check_group
 from headwise.train.prepare import weights_digest
 
-Progress = Callable[[int, int], None]  # questions answered, questions in all
 TOKENS = 2048  # run at once
 KEPT = 2**26  # log-probabilities of the untouched model that are kept of a batch
 
@@ -204,7 +204,7 @@ def sensitivity(
                     _keep(out, one, known[one])
                     done += 1
                     if progress is not None:
-                        progress(done, len(every))
+                        progress("what few bits cost", done, len(every))
     return _made(about, every, known)
 
 
