@@ -4,7 +4,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from headwise.attach.handle import Attached, attach
+from headwise.attach.door import attach
+from headwise.attach.handle import Attached
 
 __all__ = ["Attached", "attach"]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.model.loss import chunked_cross_entropy
 from headwise.spec import ModelSpec
 
 
@@ -122,6 +123,11 @@ class Output:
         with _stands_for(model, states):
             logits = model(input_ids=ids).logits  # (1, n, V)
         return logits.reshape(*hidden.shape[:-1], -1)
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
+        """(N, D), (N,) → the mean surprise at targets, or the sum divided by `total`."""
+        vocab = self._model.get_output_embeddings().weight.shape[0]
+        return chunked_cross_entropy(self, vocab, hidden, targets, total)
 
 
 @contextmanager

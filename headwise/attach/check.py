@@ -19,7 +19,7 @@ from headwise.heads.site import edits_now, repeated
 OURS = ("gpt2", "gpt_neo", "bert", "llama", "mistral", "qwen2")  # families that our own loader maps
 
 
-def check_model(model: Any) -> None:
+def check_theirs(model: Any) -> None:
     """Refuse what cannot be attached to, before anything is touched."""
     try:
         import transformers

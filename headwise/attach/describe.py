@@ -8,11 +8,13 @@ from torch import nn
 from headwise.attach.body import counts_positions
 from headwise.attach.families import family_of
 from headwise.attach.layer import Layer
+from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 HIDDEN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
 GATES = ("gate_proj", "gate_up_proj", "wi_0")
+TOLD_LANGUAGES = ("mbart", "m2m_100", "nllb-moe", "plbart")
 LONG = 1 << 20  # tokens, where a model does not say how many it can read
 
 
@@ -89,3 +91,20 @@ def _kept(layers: Sequence[Layer], kind: str, count: dict[str, int]) -> dict[str
     ]
     there = {layer.site.address: layer.spec.head_ids for layer in layers}
     return {str(site): there.get(site, ()) for site in every}
+
+
+def start_of(model: Any) -> int:
+    """The token before what an encoder-decoder writes, as its configuration has it."""
+    if getattr(model.config, "model_type", None) in TOLD_LANGUAGES:
+        raise HeadwiseError(
+            f"{type(model).__name__} is told languages by codes in front, which texts alone do not have; ask it by your own "
+            f"calls, inside hw.ablated(theirs, …)."
+        )
+    for told in (model.config, getattr(model, "generation_config", None)):
+        found = getattr(told, "decoder_start_token_id", None)
+        if found is not None:
+            return found
+    raise HeadwiseError(
+        f"the configuration of this {type(model).__name__} does not say which token writing starts from; set "
+        f"model.config.decoder_start_token_id."
+    )

@@ -1,8 +1,8 @@
-"""`attach`: the heads of a transformers model, with the same numbers."""
+"""The handle of a transformers model: all that is asked of a model of ours, over one that is not."""
 
 import copy
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -11,63 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attach.body import Output, hidden_states, own_output, takes_ids
-from headwise.attach.check import Guard, check_model, own_config
+from headwise.attach.check import Guard, check_theirs, own_config
 from headwise.attach.cut import cut_layers, even_out
-from headwise.attach.describe import describe, has_output
+from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
 from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
 from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
 from headwise.attach.store import PLANS, is_cut, keep_note, make_layers, read, write
-from headwise.attach.tokens import wrap_tokenizer
 from headwise.attach.trial import try_layers
+from headwise.attach.walk import make_walk, why_whole
 from headwise.attach.wiring import find_wiring
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
-from headwise.heads.head import Pattern
-from headwise.model import Wiring, quiet
+from headwise.heads.head import Gates, Pattern, resolve_gates
+from headwise.model import Walk, Wiring, quiet
+from headwise.model.contract import AnyOutput, Norms
+from headwise.model.cut import heads_to_cut
+from headwise.model.walk import Pick
 from headwise.spec import ModelSpec, SiteAddress
+from headwise.spec.cache import Treatments
 from headwise.text import Tokenizer
-
-TOLD_LANGUAGES = ("mbart", "m2m_100", "nllb-moe", "plbart")
-Gates = Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor]
-
-
-def attach(model: Any, tokenizer: Any = None) -> "Attached":
-    """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
-
-    `tokenizer` is theirs, or one of ours, for what reads text. The handle is a context manager; `.detach()` ends it.
-
-    >>> import transformers
-    >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)
-    >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
-    >>> before = model(ids).logits
-    >>> theirs = attach(model)
-    >>> torch.equal(model(ids).logits, before), len(theirs.heads)
-    (True, 8)
-    >>> with theirs.heads["1.2"].silenced():
-    ...     torch.equal(model(ids).logits, before)
-    False
-    >>> theirs.detach() is model
-    True
-    """
-    check_model(model)
-    return Attached(model, make_layers(model), wrap_tokenizer(tokenizer)).tried()
-
-
-def load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> "Attached":
-    """A folder that transformers reads, cut or not, as an attached model with its tokenizer."""
-    model, layers = read(folder, dtype, device)
-    check_model(model)
-    there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-    return Attached(model, layers, Tokenizer.load(folder) if there else None).tried()
 
 
 class Attached(nn.Module):
     """A transformers model with its heads: `.heads`, `.sites()`, and the calls that looking and changing make."""
-
-    pooler = None  # part of what training asks our own models for
 
     def __init__(self, model: Any, layers: list[Layer], tokenizer: Tokenizer | None) -> None:
         super().__init__()
@@ -77,6 +45,7 @@ class Attached(nn.Module):
         self._layers = layers
         self._spec: ModelSpec | None = None
         self._wiring: Wiring | None = None
+        self._whole_passes: str | None = None  # why ablated copies cost them; None: not tried yet
         self._said = False  # what saving a cut model means for others
         register(self)
         self._hooks: list[Any] = []
@@ -135,26 +104,26 @@ class Attached(nn.Module):
     def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
         """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
         self._check_attached()
-        gone = self.heads.select(
-            heads if isinstance(heads, str) else tuple(heads) if isinstance(heads, Iterable) else heads
-        )
-        if len(gone) == len(self.heads) and len(gone):
-            raise HeadwiseError(f"that would cut all {len(gone)} heads of the model; keep at least one.")
+        gone = heads_to_cut(self.spec, heads)
         self._unmark()
         try:
-            self._layers = cut_layers(self._layers, gone.addresses, folded)
+            self._layers = cut_layers(self._layers, gone, folded)
         finally:
             self._mark()
             for hook in self._hooks:
                 hook.remove()
             self._watch()
-        if len(gone):
+        if gone:
             keep_note(self.model)
-        self._spec = self._wiring = None
+        self._spec = self._wiring = self._whole_passes = None
         return self
 
-    def without(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> "Attached":
+    def without(
+        self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None, cache: Treatments | None = None
+    ) -> Self:
         """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
+        if cache:
+            self.check_own("caches by head are for headwise's own models")
         return copy.deepcopy(self).cut(heads, folded)
 
     @property
@@ -176,7 +145,7 @@ class Attached(nn.Module):
         return self._spec
 
     @property
-    def output(self) -> Callable[[Tensor], Tensor] | None:
+    def output(self) -> AnyOutput | None:
         """From final hidden states to logits, as the model does it; None where it gives no logits of a vocabulary."""
         return Output(self.model) if has_output(self.model) else None
 
@@ -188,20 +157,7 @@ class Attached(nn.Module):
     @property
     def start(self) -> int:
         """The token before what an encoder-decoder writes, as its configuration has it."""
-        model = self.model
-        if self.family in TOLD_LANGUAGES:
-            raise HeadwiseError(
-                f"{type(model).__name__} is told languages by codes in front, which texts alone do not have; ask it by your "
-                f"own calls, inside hw.ablated(theirs, …)."
-            )
-        for told in (model.config, getattr(model, "generation_config", None)):
-            found = getattr(told, "decoder_start_token_id", None)
-            if found is not None:
-                return found
-        raise HeadwiseError(
-            f"the configuration of this {type(model).__name__} does not say which token writing starts from; set "
-            f"model.config.decoder_start_token_id."
-        )
+        return start_of(self.model)
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -225,10 +181,7 @@ class Attached(nn.Module):
         elif not on and self.checkpointing:
             self.model.gradient_checkpointing_disable()
 
-    def head_dropout_progress(self, done: float) -> None:
-        """Models of others have no head dropout."""
-
-    def norms(self) -> dict[str, tuple[nn.Module | None, nn.Module | None]] | None:
+    def norms(self) -> Norms | None:
         """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
         found = {str(layer.site.address): norm_before(layer.found) for layer in self._layers if layer.spec.head_ids}
         if not all(known for known, _ in found.values()):
@@ -246,6 +199,27 @@ class Attached(nn.Module):
                 )
             self._wiring = find_wiring(self.model, self._layers)
         return self._wiring
+
+    def walk(
+        self,
+        ids: Tensor,
+        wanted: Collection[SiteAddress],
+        pick: Pick,
+        *,
+        padding: Tensor | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+    ) -> Walk:
+        """A clean pass that stops at the layers wanted; from there copies go on, and blocks before it do not run again."""
+        self._check_attached()
+        given = (takes_ids(self.model, ids, padding), padding, source, source_padding)
+        return make_walk(self, self.model, self._layers, wanted, pick, *given)
+
+    def whole_passes(self) -> str:
+        """Why such copies cost whole passes, found out once on a few tokens; empty where they do not."""
+        if self._whole_passes is None:
+            self._whole_passes = why_whole(self, self.model, self._layers)
+        return self._whole_passes
 
     def untrained(self, seed: int = 0) -> "Attached":
         """The same model with random weights."""
@@ -320,6 +294,33 @@ class Attached(nn.Module):
 
     save = save_pretrained
 
+    @classmethod
+    def reopen(
+        cls, folder: str | Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+    ) -> Self:
+        """A folder that transformers reads, cut or not, as an attached model with its tokenizer."""
+        folder = Path(folder)
+        model, layers = read(folder, dtype, device)
+        check_theirs(model)
+        there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+        return cls(model, layers, Tokenizer.load(folder) if there else None).tried()
+
+    def check_own(self, what: str) -> None:
+        """Refuse what only models of our own can do."""
+        raise HeadwiseError(
+            f"{what}; this is an attached {type(self.model).__name__}. Load it with hw.load(…), if its family is mapped here."
+        )
+
+    def restore(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Take over weights by the model's own names, as `save` writes them; the names that are not known."""
+        return self.model.load_state_dict(state, strict=False).unexpected_keys
+
+    def export(self, folder: str | Path, family: str | None = None) -> Path:
+        """Write the model for plain transformers, zeros in place of heads that were cut; it stays the family it is."""
+        if family is not None and family != self.family:
+            raise HeadwiseError(f"an attached model stays what it is, {self.family}; leave the family away.")
+        return self.save_pretrained(folder, whole=True)
+
     # Leaving.
 
     def detach(self) -> Any:
@@ -380,15 +381,11 @@ class Attached(nn.Module):
             raise HeadwiseError("this handle was detached already; attach the model again: hw.attach(model).")
 
     @contextmanager
-    def _gated(self, gates: Mapping[Any, Any] | None) -> Iterator[None]:
+    def _gated(self, gates: Gates | None) -> Iterator[None]:
         """While open heads are scaled, by pattern or by layer: (H,) or (B, H) each."""
-        sites = {site.address: site for site in self.sites()}
+        amounts = resolve_gates(self._layers, gates)
         with ExitStack() as stack:
-            for key, amount in (gates or {}).items():
-                by_layer = isinstance(key, SiteAddress)
-                new = {key: torch.as_tensor(amount)} if by_layer else self.heads.select(key).gates(amount)
-                for address, gate in new.items():
-                    if address not in sites:
-                        raise HeadwiseError(f"gates name layer {address}; the model has {', '.join(map(str, sites))}.")
-                    stack.enter_context(sites[address].scaled(gate))
+            for site in self.sites():
+                if site.address in amounts:
+                    stack.enter_context(site.scaled(amounts[site.address]))
             yield

@@ -89,6 +89,14 @@ class Layer:
         """Show what the layer reads, (B, T, D), before it does: the first argument of what projects q."""
         return self.found.read(0).register_forward_pre_hook(hook)
 
+    def register_forward_hook(self, hook: Any) -> Any:
+        """Show what the layer writes, (B, T, D), once it has: what W_O gives."""
+        if self.found.writes is None:
+            raise HeadwiseError(
+                f"which part of {self.found.name} writes is not known, so what it writes cannot be shown."
+            )
+        return self.found.writes.register_forward_hook(hook)
+
     @property
     def b_O(self) -> Tensor | None:
         """The output bias, (D,)."""

@@ -184,14 +184,9 @@ def _plans(note: dict[str, Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
     """The plans a note tells."""
     if not note["plans"]:
         return ()
-    from headwise.change.plan import Plan  # a later room
+    from headwise.change.plan import read_plans  # a later room
 
-    plans = tuple(Plan.from_json(json.dumps(plan)) for plan in note["plans"])
-    there = {address for layer in layers for address in layer.site.addresses}
-    for plan in plans:
-        if there.intersection(plan.addresses):
-            raise HeadwiseError(f"{NOTE} holds a plan that cuts heads which are there; the folder is damaged.")
-    return plans
+    return read_plans(note["plans"], [address for layer in layers for address in layer.site.addresses], NOTE)
 
 
 def _read_note(folder: Path) -> dict[str, Any] | None:

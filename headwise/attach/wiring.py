@@ -29,7 +29,7 @@ def find_wiring(model: Any, layers: Sequence[Layer]) -> Wiring:
     """The wiring of a decoder with a language-model output, not in training mode; refused, with the reason, where it is not
     a sum that ends in one norm and a linear output."""
     seen = _Pass(model, layers)
-    blocks = [_block(model, layer) for layer in layers]
+    blocks = [block_of(model, layer) for layer in layers]
     steps = {}
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         if block not in seen.given or block not in seen.made:
@@ -90,7 +90,7 @@ class _Pass:
                 kept[module].fill_(float("nan"))  # equal to nothing
 
 
-def _block(model: nn.Module, layer: Layer) -> nn.Module:
+def block_of(model: nn.Module, layer: Layer) -> nn.Module:
     """The part of a model that is one layer: as far as the number in its name."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.)", layer.found.name)
     return layer.found.parent if found is None else model.get_submodule(found[0])

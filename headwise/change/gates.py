@@ -22,7 +22,7 @@ from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
-from headwise.model.loss import IGNORE, cross_entropy
+from headwise.model.loss import IGNORE
 from headwise.spec import Address, SiteAddress
 from headwise.train.batches import Windows
 from headwise.train.optimise import make_optimizer, trainable
@@ -177,7 +177,8 @@ def _loss(model: AnyModel, clean: AnyModel, asked: Asked, gates: dict[SiteAddres
         return asked.lost(asked.answers(model, hidden), wanted).mean()
     targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
     count = int((targets != IGNORE).sum())
-    return cross_entropy(model, hidden.flatten(0, 1), targets.flatten(), total=max(1, count))
+    assert model.output is not None
+    return model.output.cross_entropy(hidden.flatten(0, 1), targets.flatten(), total=max(1, count))
 
 
 def along(gates: Gates) -> None:

@@ -5,18 +5,19 @@ spec of the model that comes out says it all.
 """
 
 import hashlib
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
-from headwise.attach import Attached
-from headwise.change.cut import M, check_model, heads_to_cut
+from headwise.change.cut import M
 from headwise.change.cut import cut as cut_heads
 from headwise.change.cut import fold as fold_means
-from headwise.change.quantise import check_ours, packed_as
+from headwise.change.quantise import packed_as
 from headwise.change.rank import choose
 from headwise.change.request import PruneRequest, PruneWords
 from headwise.change.streaming import STREAM_WAYS, choose_streaming
@@ -28,7 +29,8 @@ from headwise.heads.basis import Basis, check_basis
 from headwise.heads.head import Pattern
 from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import Means, mean_activations, read_on
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel, Transformer, check_model
+from headwise.model.cut import heads_to_cut
 from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, WeightRule, select
 from headwise.spec.cache import Treatments, cache_rules
 from headwise.spec.weights import FULL, GROUP, Bits, for_those_left, told_weights
@@ -143,7 +145,7 @@ class Plan(Wire):
         rules = model.spec.cache if cache is None else _rules(model, cache)
         bits: dict[str, Any] = {}
         if weights is not None:
-            check_ours(model)
+            model.check_own("weights are packed by head in headwise's own models")
             bits = {"basis": basis, "activations": activations}
             model.spec.quantised(
                 weights, group=group, activations=activations
@@ -153,7 +155,7 @@ class Plan(Wire):
             return Plan(spec=model.spec, digest=digest(model), cache=rules, **bits)
         asked.check(model)
         reading = None if asked.on is None else read_on(model, asked.on)
-        gone = () if asked.heads is None else heads_to_cut(model, asked.heads)
+        gone = () if asked.heads is None else heads_to_cut(model.spec, asked.heads)
         if asked.fold and means is None:
             means = mean_activations(model, reading, heads=gone or "*")
         means = means if asked.fold else None
@@ -222,11 +224,10 @@ class Plan(Wire):
         """The same, for a model this plan was made for just now: its weights are not hashed again."""
         biases = {SiteAddress.parse(part.layer): torch.tensor(part.bias, dtype=torch.float64) for part in self.folded}
         small = cut_heads(model, self.addresses, biases, self.cache)
-        if self.weights and isinstance(small, Transformer):
-            small = packed_as(small, self._packed_spec(small.spec), self.basis)
-        if isinstance(small, Attached):
-            small.plans = (*small.plans, self)  # saved with the model; our own models say in their spec what they kept
-        return small
+        if self.weights:
+            small = packed_as(small, self._packed_spec(small.spec), self.basis)  # pyright: ignore  # ours, as was checked
+        small.plans = (*small.plans, self)  # saved with the model
+        return small  # pyright: ignore[reportReturnType]
 
     def cache_spec(self, model: Transformer) -> ModelSpec:
         """What `model.cache(plan)` asks: the spec that says what key heads keep."""
@@ -296,6 +297,16 @@ class Plan(Wire):
         return lines + [f"  {rule.keeps}: {' '.join(rule.heads)}" for rule in self.cache]
 
 
+def read_plans(told: object, there: Iterable[Address], file: object) -> tuple[Plan, ...]:
+    """Plans as a folder tells them, of a model that has these heads."""
+    if not isinstance(told, list):
+        raise HeadwiseError(f"{file} tells no list of plans; the folder is damaged.")
+    plans, present = tuple(Plan.from_json(json.dumps(plan)) for plan in told), set(there)
+    if any(set(plan.addresses).intersection(present) for plan in plans):
+        raise HeadwiseError(f"{file} holds a plan that cuts heads which are there; the folder is damaged.")
+    return plans
+
+
 def digest(model: AnyModel) -> str:
     """A model's numbers as one short text: names and bytes of all its tensors, tied ones once."""
     made = hashlib.sha256()
@@ -312,10 +323,7 @@ def _named(corpus: Corpus) -> str:
 
 def _rules(model: AnyModel, cache: Treatments) -> tuple[CacheRule, ...]:
     """What key heads keep after this: those not named what they kept before."""
-    if not isinstance(model, Transformer):
-        raise HeadwiseError(
-            "caches by head are for headwise's own models; load it with hw.load(…), or leave cache out."
-        )
+    model.check_own("caches by head are for headwise's own models, or leave cache out")
     new = model.spec.caching(cache).cache
     before = {",".join(rule.heads): rule.keeps for rule in model.spec.cache}
     return cache_rules(before | {",".join(rule.heads): rule.keeps for rule in new}, model.spec.key_heads)

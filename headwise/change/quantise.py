@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.change.cut import built
-from headwise.errors import HeadwiseError
 from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
 from headwise.heads.packed import Packed
-from headwise.model import AnyModel, Transformer
+from headwise.model import Transformer
+from headwise.model.cut import built
 from headwise.spec import ModelSpec
 from headwise.spec.weights import FULL, GROUP, Bits
 
@@ -34,7 +33,7 @@ def quantise(
     >>> small.heads["5.1"].W_Q.shape
     torch.Size([384, 64])
     """
-    check_ours(model)
+    model.check_own("weights are packed by head in headwise's own models")
     check_basis(basis)
     spec = model.spec.quantised(weights, group=group, activations=activations)
     return packed_as(model, spec, basis)
@@ -61,7 +60,7 @@ def dequantise(model: Transformer) -> Transformer:
     >>> torch.equal(dequantise(small).heads["5.1"].W_O, small.heads["5.1"].W_O)
     True
     """
-    check_ours(model)
+    model.check_own("weights are packed by head in headwise's own models")
     state = dict(model.state_dict())
     for name, part in model.named_modules():
         if isinstance(part, Packed):
@@ -73,15 +72,6 @@ def dequantise(model: Transformer) -> Transformer:
                 numbers = numbers.transpose(0, 1)  # W_O, (D, H, e)
             state[f"{whole}.weight"] = numbers if ".read." in name or whole != name else numbers[0]
     return built(replace(model.spec, weights=(), activations=FULL), state, model)
-
-
-def check_ours(model: AnyModel) -> None:
-    """Weights are packed in models that are ours."""
-    if not isinstance(model, Transformer):
-        raise HeadwiseError(
-            f"weights are packed by head in headwise's own models; got {type(model).__name__}. Load it with hw.load(…), if "
-            f"its family is mapped here."
-        )
 
 
 def _units(name: str, weight: Tensor) -> Tensor:

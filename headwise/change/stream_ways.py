@@ -16,7 +16,6 @@ from headwise.look.measure.retrieval import make_needles
 from headwise.look.record.reading import Reading
 from headwise.model import Block, Transformer, quiet
 from headwise.model.block import Beside
-from headwise.model.loss import cross_entropy
 from headwise.spec import Address, AttentionSpec, SiteAddress
 
 ROWS = 64  # queries of a text whose attention is looked at
@@ -198,7 +197,8 @@ def _texts(model: Transformer, ask: StreamQuestion) -> list[Tensor]:
 def _loss_past(model: Transformer, x: Tensor, ids: Tensor, room: int) -> float:
     """The summed loss of the tokens that come after something was forgotten."""
     x = x if model.norm is None else model.norm(x)
-    return cross_entropy(model, x[0, room:-1], ids[0, room + 1 :], total=1).item()
+    assert model.output is not None
+    return model.output.cross_entropy(x[0, room:-1], ids[0, room + 1 :], total=1).item()
 
 
 def _by_key_head(model: Transformer, values: dict[SiteAddress, Tensor], together: Callable[[Tensor], Tensor]) -> Scores:

@@ -120,7 +120,8 @@ def choose_streaming(
 ) -> tuple[tuple[Address, ...], Scores, str]:
     """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
     way = stream_way(by)
-    if not isinstance(model, Transformer) or model.spec.kind != "decoder":
+    model.check_own("key heads are chosen in headwise's own decoders; else name them: Plan.make(model, cache={…})")
+    if model.spec.kind != "decoder":
         raise HeadwiseError(
             "key heads are chosen in headwise's own decoders; else name them: Plan.make(model, cache={…})."
         )

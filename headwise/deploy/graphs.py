@@ -91,10 +91,7 @@ def cached_sites(spec: ModelSpec) -> list[SiteAddress]:
 
 def check_traceable(model: Any) -> None:
     """Refuse what has no such functions."""
-    if not isinstance(model, Transformer):
-        raise HeadwiseError(
-            "only models that hw.load builds are written this way; an attached one stays with transformers."
-        )
+    model.check_own("only headwise's own models are written this way")
     if model.spec.kind == "encoder-decoder":
         raise HeadwiseError("an encoder-decoder is not written this way; export it to transformers.")
     if model.spec.cache:

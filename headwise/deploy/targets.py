@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.deploy.check import Checked, compare
 from headwise.errors import HeadwiseError, close_names
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel
 from headwise.weights.export import export as write_folder
 
 PROMPTS = (
@@ -103,8 +103,7 @@ def _to_transformers(model: Any, path: Path, family: str | None = None) -> tuple
 def _to_gguf(model: Any, path: Path, dtype: str = "f32", tokenizer: bool = True) -> tuple[str, ...]:
     from headwise.deploy.gguf import write_gguf
 
-    if not isinstance(model, Transformer):
-        raise HeadwiseError("GGUF is written from models that hw.load builds; an attached one stays with transformers.")
+    model.check_own("GGUF is written from headwise's own models")
     with _whole(path, b"GGUF", "GGUF file") as new:
         written = write_gguf(model, new, dtype, tokenizer)
     return (f"architecture {written.architecture}", *written.notes)

@@ -37,6 +37,19 @@ class HeadDropout(nn.Module):
         return z * head_dropout_gate(B, H, self.rate, z)[..., None, None]
 
 
+def tell_progress(model: nn.Module, done: float) -> None:
+    """Tell whatever drops heads in a model which share of training is done, 0 to 1; most models have nothing that does.
+
+    >>> layer = HeadDropout(0.4, "ramp")
+    >>> tell_progress(nn.Sequential(layer), 0.5)
+    >>> layer.rate
+    0.2
+    """
+    for part in model.modules():
+        if isinstance(part, HeadDropout):
+            part.progress(done)
+
+
 def head_dropout_gate(B: int, H: int, rate: float, like: Tensor) -> Tensor:
     """A random gate (B, H): 0 for dropped heads, H / kept for the others; never all dropped.
 

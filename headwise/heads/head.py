@@ -16,6 +16,7 @@ from headwise.spec.address import is_single
 
 Amount = float | Tensor
 Pattern = str | Address | Iterable[Address]
+Gates = Mapping[str, Amount] | Mapping[SiteAddress, Tensor]  # by pattern, or one gate for a whole layer
 
 
 class HasProjections(Protocol):
@@ -251,6 +252,34 @@ class Heads:
         if len(self._layers) != 1:
             raise HeadwiseError(f"head {number} of which layer? Write layer.head, e.g. heads['0.{number}'].")
         return next(iter(self._layers)).head(number)
+
+
+def resolve_gates(layers: Iterable[HasHeads], gates: Gates | None) -> dict[SiteAddress, Tensor]:
+    """Gates by pattern, as models take them, become one gate per layer, (H,) or (B, H); heads named twice are scaled twice.
+
+    >>> from headwise.heads import MultiHeadAttention
+    >>> layer = MultiHeadAttention(width=8, heads=4)
+    >>> {str(site): gate.tolist() for site, gate in resolve_gates([layer], {"0.1": 0.0, "0.0-1": 0.5}).items()}
+    {'0': [0.5, 0.0, 1.0, 1.0]}
+    """
+    made: dict[SiteAddress, Tensor] = {}
+    if gates is not None and not isinstance(gates, Mapping):
+        raise HeadwiseError(f'gates map heads to numbers, {{"5.1": 0.0}}; got {type(gates).__name__}.')
+    if not gates:
+        return made
+    there = {layer.site.address: layer for layer in layers}
+    for key, amount in gates.items():
+        if isinstance(key, SiteAddress):
+            if key not in there:
+                raise HeadwiseError(f"gates name layer {key}; the model has {', '.join(map(str, there))}.")
+            new = {key: torch.as_tensor(amount)}
+        elif not isinstance(key, str):
+            raise HeadwiseError(f"gates name heads by address, '5.1' or '5.*'; got {key!r}.")
+        else:
+            new = Heads(there.values()).select(key).gates(amount)
+        for site, gate in new.items():
+            made[site] = made[site] * gate if site in made else gate
+    return made
 
 
 def make_gates(sites: Mapping[Site, Tensor], addresses: Iterable[Address], amount: Amount) -> dict[SiteAddress, Tensor]:

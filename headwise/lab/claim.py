@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from headwise.lab.lab import Lab
     from headwise.model import AnyModel
 
-Word = Literal["holds", "does not hold", "depends", "true by construction", "not measured"]
+Word = Literal["holds", "does not hold", "depends", "true by construction"]
 FOUND: tuple[Word, ...] = ("holds", "does not hold", "depends")  # what figures can say of a claim that might be wrong
-WORDS: tuple[Word, ...] = (*FOUND, "true by construction", "not measured")
+WORDS: tuple[Word, ...] = (*FOUND, "true by construction")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Verdict:
     """What the figures say; `on` is what it depends on, or how far it holds.
 
     `true by construction` is no evidence: the algebra of a layer says so before anything is measured, and measuring it
-    tests this code. `not measured`: what the rule asks for is not there.
+    tests this code.
     """
 
     word: Word

@@ -1,20 +1,50 @@
-"""Whose model it is does not matter: what everything that looks at heads, or changes them, asks of a model."""
+"""Whose model it is does not matter: what everything that looks at heads, or changes them, asks of a model.
 
-from collections.abc import Callable, Iterable, Iterator
+Our `Transformer` and an attached model implement all of it; nobody asks which of the two they have. What one of them cannot
+do it refuses itself, with the reason. A copy is `copy.deepcopy(model)`, with heads and sites of its own.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, Self
+from inspect import isfunction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import HeadwiseError
 from headwise.heads import Heads, Site
-from headwise.spec import ModelSpec
+from headwise.heads.head import Gates, Pattern
+from headwise.spec import ModelSpec, SiteAddress
+from headwise.spec.cache import Treatments
+
+if TYPE_CHECKING:
+    from headwise.model.walk import Pick, Walk
+    from headwise.model.wiring import Wiring
+
+Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: the norm before q, and before k and v
+
+
+class AnyOutput(Protocol):
+    """From final hidden states to a vocabulary."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(…, D) → (…, V)"""
+        ...
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
+        """(N, D), (N,) → the mean surprise at targets, IGNORE left out, or the sum divided by `total`; few logits at once."""
+        ...
 
 
 class AnyModel(Protocol):
     """A model with heads: our `Transformer`, or an attached one."""
 
     tokenizer: Any
+    family: str | None  # whose weights these are, if they came from elsewhere
+
+    # What it is.
 
     @property
     def training(self) -> bool:
@@ -32,8 +62,8 @@ class AnyModel(Protocol):
         ...
 
     @property
-    def output(self) -> Callable[[Tensor], Tensor] | None:
-        """From final hidden states to logits."""
+    def output(self) -> AnyOutput | None:
+        """From final hidden states to logits; None where it gives none."""
         ...
 
     @property
@@ -42,21 +72,97 @@ class AnyModel(Protocol):
         ...
 
     @property
-    def heads(self) -> Heads:
-        """Every head, by address."""
+    def plans(self) -> tuple[Any, ...]:
+        """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
         ...
 
-    def sites(self) -> list[Site]:
-        """Every place where attention happens."""
-        ...
+    @plans.setter
+    def plans(self, plans: tuple[Any, ...]) -> None: ...
+
+    # Calls.
 
     def __call__(self, ids: Tensor, **options: Any) -> Tensor:
         """Logits (B, T, V), or hidden states (B, T, D); `padding`, `source`, `source_padding`, `gates`, `hidden`."""
         ...
 
-    def attention_layers(self) -> Iterable[Any]:
-        """The layers that have those sites: `.site`, `.b_O`, and hooks before they are run."""
+    def generate(self, prompt: Any, tokens: int = 64, *, gates: Gates | None = None, seed: int | None = None) -> Any:
+        """What is given and what follows, in its own kind: a text, a list of ids, a tensor (B, T). Nothing is dropped out."""
         ...
+
+    def stream(
+        self,
+        prompt: Any,
+        tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        gates: Gates | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens that follow, (B,) each, as they are made; temperature 0 takes the best one every time."""
+        ...
+
+    # Heads.
+
+    @property
+    def heads(self) -> Heads:
+        """Every head, by address."""
+        ...
+
+    def sites(self) -> list[Site]:
+        """Every place where attention happens, in the order data walks through them."""
+        ...
+
+    def attention_layers(self) -> Iterable[Any]:
+        """The layers that have those sites: `.site`, `.spec`, `.b_O`, and hooks on what they read and what they write."""
+        ...
+
+    def norms(self) -> Norms | None:
+        """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
+        ...
+
+    def wiring(self) -> "Wiring":
+        """What adds to the stream of a decoder and what reads it at the end; refused, with the reason, where it is no sum."""
+        ...
+
+    def walk(
+        self,
+        ids: Tensor,
+        wanted: Collection[SiteAddress],
+        pick: "Pick",
+        *,
+        padding: Tensor | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+    ) -> "Walk":
+        """A clean pass that stops at the layers wanted, from where it can go on with another z for copies of the batch."""
+        ...
+
+    def whole_passes(self) -> str:
+        """Why such copies cost whole passes; empty where the stream up to a layer is computed once."""
+        ...
+
+    # Others like it.
+
+    def untrained(self, seed: int = 0) -> "AnyModel":
+        """A model of the same shape that has learned nothing."""
+        ...
+
+    def without(
+        self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None, cache: Treatments | None = None
+    ) -> Self:
+        """A smaller model without these heads, sharing no memory with this one, which stays as it is.
+
+        `folded` is added to output biases; `cache` says what key heads keep (None: what they kept).
+        """
+        ...
+
+    def check_own(self, what: str) -> None:
+        """Refuse what only models of our own can do, as said in `what`; one that is not says what it is."""
+        ...
+
+    # Weights and folders.
 
     def modules(self) -> Iterator[nn.Module]:
         """Its parts."""
@@ -70,6 +176,33 @@ class AnyModel(Protocol):
         """Its weights, by name."""
         ...
 
+    def restore(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Take over weights by the names they have in a folder it was saved to; the names that are not known."""
+        ...
+
+    def save(self, folder: str | Path) -> Path:
+        """Write it, whole or not at all; `hw.load(folder)` brings it back."""
+        ...
+
+    @classmethod
+    def reopen(cls, folder: str | Path) -> Self:
+        """What `save` wrote, as a model of this very kind, in float32 on the CPU."""
+        ...
+
+    def export(self, folder: str | Path, family: str | None = None) -> Path:
+        """Write it for transformers, zeros in place of heads that were cut."""
+        ...
+
+    # Modes.
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether activations inside blocks are recomputed in the backward pass."""
+        ...
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None: ...
+
     def train(self, mode: bool = True) -> Self:
         """Training mode, or not."""
         ...
@@ -77,6 +210,25 @@ class AnyModel(Protocol):
     def eval(self) -> Self:
         """Not training."""
         ...
+
+
+def is_model(model: object) -> TypeGuard[AnyModel]:
+    """Whether something can be asked all of that."""
+    asked = [name for name, member in vars(AnyModel).items() if isfunction(member) and not name.startswith("_")]
+    return all(callable(getattr(type(model), name, None)) for name in asked)
+
+
+def check_model(model: object) -> None:
+    """Refuse what is not a model in this sense: a module, or a transformers model that nobody attached to.
+
+    >>> check_model(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    headwise.errors.HeadwiseError: this needs a headwise model; got Linear. Use hw.load(…) or hw.attach(model).
+    """
+    if not is_model(model):
+        raise HeadwiseError(
+            f"this needs a headwise model; got {type(model).__name__}. Use hw.load(…) or hw.attach(model)."
+        )
 
 
 @contextmanager

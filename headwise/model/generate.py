@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.heads.head import Gates, resolve_gates
 from headwise.model.cache import ModelCache
 from headwise.model.contract import quiet
 from headwise.model.elsewhere import other_call
 from headwise.model.sampling import Sampling
 
 if TYPE_CHECKING:
-    from headwise.model.transformer import Gates, Transformer
+    from headwise.model.transformer import Transformer
 
 Ids = Sequence[int]
 Prompt = str | Sequence[str] | Tensor | Ids | Sequence[Ids]
@@ -32,7 +33,7 @@ class How(TypedDict, total=False):
     seed: int | None
     padding: Tensor | None
     cache: ModelCache | None
-    gates: "Gates | None"
+    gates: Gates | None
     source: Tensor | None
     source_padding: Tensor | None
     prompt_chunk: int
@@ -73,7 +74,7 @@ def stream(
     seed: int | None = None,
     padding: Tensor | None = None,
     cache: ModelCache | None = None,
-    gates: "Gates | None" = None,
+    gates: Gates | None = None,
     source: Tensor | None = None,
     source_padding: Tensor | None = None,
     prompt_chunk: int = 2048,
@@ -102,7 +103,7 @@ def stream(
         raise HeadwiseError(f"prompt_chunk counts tokens, 1 or more; got {prompt_chunk!r}.")
     dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     cache = model.cache() if cache is None else cache
-    gates = model.resolve_gates(gates)  # once, not at every step
+    gates = resolve_gates(model.attention_layers(), gates)  # once, not at every step
     first = {"padding": padding, "source": source, "source_padding": source_padding}
     stops = _stops(model, prompt, stop)
     return _steps(model, ids, tokens, choose, dice, stops, pad, cache, gates, first, prompt_chunk)
@@ -117,7 +118,7 @@ def _steps(
     stops: list[tuple[int, ...]],
     pad: int,
     cache: ModelCache,
-    gates: "Gates | None",
+    gates: Gates | None,
     first: dict[str, Tensor | None],
     chunk: int,
 ) -> Generator[Tensor, None, None]:

@@ -1,39 +1,31 @@
 """The surprise at the tokens asked for, without ever holding all their logits at once."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
-from headwise.model.contract import AnyModel
-from headwise.model.transformer import Transformer
-
 IGNORE = -100  # a target that is not asked for
 WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
 
 
-def cross_entropy(model: AnyModel, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
-    """Hidden states (N, D) and targets (N,) → the mean cross-entropy; in chunks where the vocabulary is large."""
-    if not isinstance(model, Transformer):
-        return _cross_entropy_elsewhere(model, hidden, targets, total)
-    output = model.output
-    assert output is not None
-    if output.transform is not None:  # masked: few of many are asked for
-        asked = targets != IGNORE
-        hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
-    hidden = output.prepare(hidden)
-    vocabulary = output.vocabulary
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, total: int | None = None
+) -> Tensor:
+    """What a linear layer (V, D) reads, (N, D), and targets (N,) → the mean cross-entropy, or the sum divided by `total`."""
     chunks = None
-    if len(targets) * model.spec.vocab > WHOLE:
+    if len(targets) * len(weight) > WHOLE:
         chunks = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
         if torch.is_autocast_enabled(hidden.device.type):  # the chunked form is outside autocast's reach
-            hidden = hidden.to(vocabulary.weight.dtype)
+            hidden = hidden.to(weight.dtype)
     summed = F.linear_cross_entropy(
         hidden,
-        vocabulary.weight,
+        weight,
         targets,
-        linear_bias=vocabulary.bias,
+        linear_bias=bias,
         ignore_index=IGNORE,
         reduction="mean" if total is None else "sum",
         options=chunks,
@@ -41,15 +33,16 @@ def cross_entropy(model: AnyModel, hidden: Tensor, targets: Tensor, total: int |
     return summed if total is None else summed / total
 
 
-def _cross_entropy_elsewhere(model: AnyModel, hidden: Tensor, targets: Tensor, total: int | None) -> Tensor:
-    """The same where the head is not ours: logits of a chunk at a time, made again in the backward pass."""
+def chunked_cross_entropy(
+    output: Callable[[Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None = None
+) -> Tensor:
+    """The same where what makes logits is not ours: those of a chunk at a time, made again in the backward pass."""
     asked = targets != IGNORE
     hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
-    step = max(1, WHOLE // model.spec.vocab)
+    step = max(1, WHOLE // max(1, vocab))
 
     def surprise(states: Tensor, wanted: Tensor) -> Tensor:
-        assert model.output is not None
-        return F.cross_entropy(model.output(states).float(), wanted, reduction="sum")
+        return F.cross_entropy(output(states).float(), wanted, reduction="sum")
 
     parts = list(zip(hidden.split(step), targets.split(step), strict=True))
     if len(parts) > 1:

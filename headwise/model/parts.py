@@ -10,6 +10,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.packed import PackedLinear, PackedTable, PackedTied
 from headwise.kernels import sinusoidal
 from headwise.kernels.linear import Linear
+from headwise.model.loss import IGNORE, linear_cross_entropy
 from headwise.spec import ModelSpec
 from headwise.spec.weights import FULL
 
@@ -131,6 +132,13 @@ class Output(nn.Module):
         if self.transform is not None and self.norm is not None:
             x = self.norm(self.bend(self.transform(x)))
         return x
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
+        """Final states (N, D) and targets (N,) → the mean cross-entropy, or the sum divided by `total`; see model/loss."""
+        if self.transform is not None:  # masked: few of many are asked for
+            asked = targets != IGNORE
+            hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
+        return linear_cross_entropy(self.prepare(hidden), self.vocabulary.weight, self.vocabulary.bias, targets, total)
 
 
 class Pooler(nn.Module):

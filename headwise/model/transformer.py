@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCache, initialise
+from headwise.heads.head import Gates, resolve_gates
 from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
 from headwise.model.cache import ModelCache, SaysCache
+from headwise.model.cut import without
 from headwise.model.elsewhere import other_call
 from headwise.model.generate import generate, stream
 from headwise.model.parts import Embedding, Output, Pooler, make_norm
+from headwise.model.walk import walk
+from headwise.model.wiring import norms, wiring
 from headwise.spec import ModelSpec, SiteAddress
 
 
@@ -38,9 +42,6 @@ class Tokenizes(Protocol):
     def save(self, folder: Path) -> None:
         """Write it into a folder."""
         ...
-
-
-Gates = Mapping[str, float | Tensor] | Mapping[SiteAddress, Tensor]
 
 
 class Transformer(nn.Module):
@@ -68,6 +69,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self._tokenizer: Tokenizes | Callable[[], Tokenizes] | None = None
         self.family: str | None = None  # whose weights these are, if they came from a file
+        self.plans: tuple[Any, ...] = ()  # by which heads were cut, if by plans
         self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
@@ -110,7 +112,7 @@ class Transformer(nn.Module):
         if unknown:
             raise other_call(self.forward, "model(ids, padding=…)", unknown)
         ids = self._checked_ids(ids, padding)
-        gate_at = self.resolve_gates(gates)
+        gate_at = resolve_gates(self.attention_layers(), gates)
         self._check_cache(cache)
         with nullcontext() if cache is None else cache.all_or_nothing():
             start, real = (0, padding) if cache is None else cache.note(ids, padding)
@@ -134,14 +136,49 @@ class Transformer(nn.Module):
         x = x if self.norm is None else self.norm(x)
         return x if hidden or self.output is None else self.output(x)  # (B, T, V)
 
-    generate = generate
-    stream = stream
+    generate, stream = generate, stream
+    norms, wiring, walk = norms, wiring, walk
+    without = without
 
-    def save(self, folder: "str | Path") -> "Path":
+    def whole_passes(self) -> str:
+        """Why ablated copies cost whole passes: here they never do."""
+        return ""
+
+    def untrained(self, seed: int = 0) -> "Transformer":
+        """A model of the same spec, drawn anew."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            twin = Transformer(self.spec).to(self.device)
+        twin.tokenizer = self.tokenizer
+        return twin
+
+    def check_own(self, what: str) -> None:
+        """Refuse what only models of our own can do: this is one."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Take over weights by their names in a folder; what is tied is there once. The names that are not known."""
+        return self.load_state_dict(state, strict=False).unexpected_keys
+
+    # Folders: a later room knows them.
+
+    def save(self, folder: str | Path) -> Path:
         """Write the model into a folder, whole or not at all; `headwise.load(folder)` brings it back bit by bit."""
-        from headwise.weights.save import save  # a later room
+        from headwise.weights.save import save
 
         return save(self, folder)
+
+    @classmethod
+    def reopen(cls, folder: str | Path) -> Self:
+        """What `save` wrote."""
+        from headwise.weights.load import load_own
+
+        return load_own(cls, folder)
+
+    def export(self, folder: str | Path, family: str | None = None) -> Path:
+        """Write the model for transformers, as the family it came from, the one named, or the first that can hold it."""
+        from headwise.weights.export import export_own
+
+        return export_own(self, folder, family)
 
     def encode(self, source: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> Tensor:
         """Read a source with the encoder of an encoder-decoder: (B, S) → (B, S, D)."""
@@ -164,7 +201,7 @@ class Transformer(nn.Module):
             causal=self.spec.kind == "decoder",
             real=None if padding is None else padding.bool(),
             angles=self._angles(positions),
-            gates=self.resolve_gates(gates),
+            gates=resolve_gates(self.attention_layers(), gates),
         )
         return self._embed(ids, positions, None), beside
 
@@ -217,11 +254,6 @@ class Transformer(nn.Module):
             yield block.attention
             if block.cross is not None:
                 yield block.cross
-
-    def head_dropout_progress(self, done: float) -> None:
-        """Tell every layer's head dropout which share of training is done, 0 to 1."""
-        for layer in self.attention_layers():
-            layer.head_dropout.progress(done)
 
     # Caching.
 
@@ -297,26 +329,6 @@ class Transformer(nn.Module):
             return None
         return Angles.at(positions, attention.rotary, attention.head_dim, self.embed.like.dtype)
 
-    def resolve_gates(self, gates: Gates | None) -> dict[SiteAddress, Tensor]:
-        """Gates by pattern, as `forward` takes them, become one gate per layer, (H,) or (B, H)."""
-        made: dict[SiteAddress, Tensor] = {}
-        if gates is not None and not isinstance(gates, Mapping):
-            raise HeadwiseError(f'gates map heads to numbers, {{"5.1": 0.0}}; got {type(gates).__name__}.')
-        for key, amount in (gates or {}).items():
-            if isinstance(key, SiteAddress):
-                if key not in self.spec.sites:
-                    raise HeadwiseError(
-                        f"gates name layer {key}; the model has {', '.join(map(str, self.spec.sites))}."
-                    )
-                new = {key: torch.as_tensor(amount)}
-            elif not isinstance(key, str):
-                raise HeadwiseError(f"gates name heads by address, '5.1' or '5.*'; got {key!r}.")
-            else:
-                new = self.heads.select(key).gates(amount)
-            for site, gate in new.items():
-                made[site] = made[site] * gate if site in made else gate
-        return made
-
     def _embed(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         try:
             return self.embed(ids, positions, token_types)
@@ -356,7 +368,7 @@ class Transformer(nn.Module):
             )
 
 
-def _tie_again(model: nn.Module, incompatible: object) -> None:
+def _tie_again(model: Any, incompatible: object) -> None:
     """Loading with assign=True puts new tensors in place of old ones; what was tied stays tied."""
-    if isinstance(model, Transformer) and model.output is not None:
+    if model.output is not None:
         model.output.tie(model.embed.tokens)

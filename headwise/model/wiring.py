@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.model.contract import AnyModel
-from headwise.model.transformer import Transformer
+from headwise.model.contract import Norms
+
+if TYPE_CHECKING:
+    from headwise.model.transformer import Transformer
 
 EPS = ("eps", "variance_epsilon", "epsilon")  # what norms call the number that keeps them from dividing by nothing
 
@@ -88,10 +90,8 @@ class Wiring:
         return x @ self.vocabulary.weight.mT * self.scale
 
 
-def wiring_of(model: AnyModel) -> Wiring:
-    """How a decoder's stream is put together; refused, with the reason, where it is not a sum, or not known to be one."""
-    if not isinstance(model, Transformer):
-        return model.wiring()  # pyright: ignore[reportAttributeAccessIssue]  # an attached model finds its own
+def wiring(model: "Transformer") -> Wiring:
+    """How the stream of a decoder of ours is put together; refused where it is not a sum that ends in logits."""
     if model.spec.form == "post" or model.norm is None or model.output is None:
         raise HeadwiseError(
             f"a model of form {model.spec.form} and output {model.spec.output} has no sum that ends in logits."
@@ -101,7 +101,20 @@ def wiring_of(model: AnyModel) -> Wiring:
     return Wiring(blocks[0], steps, Norm.of(model.norm), model.output.vocabulary, partial(_embed, model))
 
 
-def _embed(model: Transformer, ids: Tensor) -> Tensor:
+def norms(model: "Transformer") -> Norms:
+    """For each layer of ours the norm before what its heads ask, and before what they are asked with."""
+    made: Norms = {}
+    blocks: list[Any] = [*model.encoder_blocks, *model.blocks]
+    for block in blocks:
+        before = None if block.form == "post" else block.norm_attention
+        made[str(block.attention.site.address)] = before, before
+        if block.cross is not None:
+            here = None if block.form == "post" else block.norm_cross
+            made[str(block.cross.site.address)] = here, model.encoder_norm
+    return made
+
+
+def _embed(model: "Transformer", ids: Tensor) -> Tensor:
     embed = model.embed
     x = embed.tokens(ids) * model.spec.embed_scale  # (n, D)
     x = x if embed.types is None else x + embed.types.weight[0]

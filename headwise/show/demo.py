@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from headwise.attach import Attached
 from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import Report, report
@@ -19,7 +18,7 @@ from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.attend import Attended, attend
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_activations, read_on
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel
 from headwise.show.book import make_book
 from headwise.show.figures.sentence import arcs, hardest
 from headwise.show.report import SENTENCES, write_report
@@ -64,10 +63,10 @@ class Demo:
 
     def __init__(self, folder: str | Path = FOLDER, quick: bool = False) -> None:
         self.folder, self.amount = Path(folder), QUICK if quick else FULL
-        self._writer: Transformer | Attached | None = None
+        self._writer: AnyModel | None = None
 
     @property
-    def writer(self) -> Transformer | Attached:
+    def writer(self) -> AnyModel:
         """The decoder, loaded once."""
         if self._writer is None:
             self._writer = load(READS)

@@ -20,7 +20,7 @@ from headwise.show.report import write_report
 from headwise.show.tables import make_table
 
 COLOURS = {
-    "holds": "green", "does not hold": "red", "depends": "yellow", "true by construction": "blue", "not measured": "dim",
+    "holds": "green", "does not hold": "red", "depends": "yellow", "true by construction": "blue",
 }  # fmt: skip
 
 

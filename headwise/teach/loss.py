@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.model import AnyModel, quiet
-from headwise.model.loss import IGNORE, cross_entropy
+from headwise.model.loss import IGNORE
 from headwise.teach.glimpse import Glimpse, Watcher
 from headwise.teach.kept import KeptLogits
 from headwise.teach.lesson import Lesson
@@ -102,7 +102,8 @@ class Distillation(Loss):
                 apart, surprise = kl_and_surprise(self.model, self.teacher, (hidden, states[asked]), wanted, T)
             made["logits"] = lesson.weights["logits"] * alpha * T * T * apart * share
         elif lesson.text_weight:
-            surprise = cross_entropy(self.model, hidden, wanted, 1)
+            assert self.model.output is not None
+            surprise = self.model.output.cross_entropy(hidden, wanted, 1)
         else:
             return made
         if lesson.text_weight:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.files.aligned import read_tensors, write_tensors
 from headwise.files.whole import whole_folder
@@ -77,10 +76,7 @@ class Checkpoints:
     def restore(self, step: int, loss: Loss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Put a model, its loss and its optimizer back to where they were; returns what the loop knew."""
         folder, model, learning = self.path(step), loss.model, loss.learning()
-        theirs: Any = model.model if isinstance(model, Attached) else model  # a folder of theirs has their names
-        _, unknown = theirs.load_state_dict(
-            load_file(folder / "model.safetensors"), strict=False
-        )  # tied ones are once there
+        unknown = model.restore(load_file(folder / "model.safetensors"))
         if unknown:
             raise HeadwiseError(
                 f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."

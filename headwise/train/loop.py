@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.heads.dropout import tell_progress
 from headwise.model import Transformer, quiet
 from headwise.spec import ModelSpec
 from headwise.team.team import Team, gather
@@ -178,7 +179,7 @@ class Loop:
         self.model.checkpointing, before = recipe.checkpointing, self.model.checkpointing
         if recipe.compile:
             self.learns_from.compile()
-        module = self.team.wrap(self.learns_from, unused=self.model.pooler is not None)
+        module = self.team.wrap(self.learns_from, unused=self.model.spec.pooler)
         try:
             with interruptible() as interrupted:
                 if call is not None and self.step == 0:
@@ -214,7 +215,7 @@ class Loop:
         recipe, team, step = self.recipe, self.team, self.step
         self.optimizer.zero_grad(set_to_none=True)  # whoever looked may have left gradients
         torch.manual_seed(_mix(recipe.seed, step, team.rank))  # so that a resumed run draws what an unbroken one would
-        self.model.head_dropout_progress(step / recipe.steps)
+        tell_progress(self.model, step / recipe.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
         read = self._read(step)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.model import AnyModel, Transformer
-from headwise.model.loss import cross_entropy
 from headwise.team.team import Team
 from headwise.train.optimise import trainable
 
@@ -60,7 +59,8 @@ class LanguageLoss(Loss):
         """(B, T), (B, T) → (). With `total` the sum is divided by that: parts of a step then add up to its mean."""
         both = {} if source is None else {"source": source, "source_padding": source_padding}
         hidden = self.model(ids, padding=padding, hidden=True, **both).flatten(0, 1)  # (B·T, D)
-        return cross_entropy(self.model, hidden, targets.flatten(), total)
+        assert self.model.output is not None
+        return self.model.output.cross_entropy(hidden, targets.flatten(), total)
 
 
 class Losses:

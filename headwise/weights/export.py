@@ -10,22 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwise.attach import Attached
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.aligned import write_tensors
 from headwise.files.whole import whole_folder
-from headwise.model import Transformer
+from headwise.model import AnyModel, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families import FAMILIES, Family
 from headwise.weights.keymap import lines_for
 
 
-def export(model: Transformer | Attached, folder: str | Path, family: str | None = None) -> Path:
+def export(model: AnyModel, folder: str | Path, family: str | None = None) -> Path:
     """Write a model for transformers, as the family it came from, the one named, or the first that can hold it."""
-    if isinstance(model, Attached):
-        if family is not None and family != model.family:
-            raise HeadwiseError(f"an attached model stays what it is, {model.family}; leave the family away.")
-        return model.save_pretrained(folder, whole=True)
+    return model.export(folder, family)
+
+
+def export_own(model: Transformer, folder: str | Path, family: str | None = None) -> Path:
+    """The same for a model of ours."""
     if model.spec.weights:
         raise HeadwiseError(
             "other tools do not know weights packed by head; export the numbers: hw.export(hw.dequantise(model), …)."

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from headwise.attach import Attached
-from headwise.attach.handle import load_attached
 from headwise.attach.store import NOTE, can_attach
 from headwise.errors import HeadwiseError
 from headwise.files.aligned import aligned
@@ -25,6 +25,9 @@ from headwise.weights.families import FAMILIES, Family, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import Found, Line, check_names, find_prefix, lines_for
+from headwise.weights.save import PLANS
+
+T = TypeVar("T", bound=Transformer)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,19 @@ def load(
     """
     if is_theirs(path := find(source)):
         return _attached(path, dtype, device, check)
-    checkpoint = open_checkpoint(path)
-    model = Transformer(checkpoint.spec, storage=checkpoint.storage, device="meta")
+    return load_own(Transformer, path, dtype, device, check)
+
+
+def load_own(
+    kind: type[T],
+    source: str | Path,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    check: bool = True,
+) -> T:
+    """The same, of a family that is mapped here or in our own format."""
+    checkpoint = open_checkpoint(source)
+    model = kind(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
     packed = _packed_names(model)
     dtype = dtype or _dtype_of(state, packed)
@@ -78,6 +92,7 @@ def load(
         model.to(dtype)  # what is unpacked comes out like all else
     model.tokenizer = checkpoint.tokenizer
     model.family = None if checkpoint.family is None else checkpoint.family.name
+    model.plans = _plans(checkpoint)
     return model.eval()
 
 
@@ -93,6 +108,15 @@ def _dtype_of(state: dict[str, Tensor], packed: set[str]) -> torch.dtype:
     return table.dtype if table is not None else next(t.dtype for name, t in state.items() if name not in packed)
 
 
+def _plans(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    """The plans by which heads of a model in our own format were cut, if by plans."""
+    if checkpoint.family is not None or not (file := inside(checkpoint.source, PLANS)).is_file():
+        return ()
+    from headwise.change.plan import read_plans  # a later room
+
+    return read_plans(read_json(file).get("plans"), checkpoint.spec.addresses, file)
+
+
 def is_theirs(path: Path) -> bool:
     """Whether a place holds a model that is reached through transformers: of a family not mapped here, or cut there."""
     if not path.is_dir() or inside(path, "spec.json").is_file() or not inside(path, "config.json").is_file():
@@ -103,7 +127,7 @@ def is_theirs(path: Path) -> bool:
 
 
 def _attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str, check: bool) -> Attached:
-    theirs = load_attached(folder, dtype, device)
+    theirs = Attached.reopen(folder, dtype, device)
     for name, tensor in theirs.model.state_dict().items():
         if check and tensor.is_floating_point():
             _check_numbers(folder, name, tensor)

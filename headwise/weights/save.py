@@ -1,5 +1,8 @@
-"""Our own format: spec.json, model.safetensors in the canonical split layout, the tokenizer. Written whole or not at all."""
+"""Our own format: spec.json, model.safetensors in the canonical split layout, plans, the tokenizer. Written whole
+or not at all.
+"""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +11,8 @@ from headwise.files.whole import whole_folder
 
 if TYPE_CHECKING:
     from headwise.model import Transformer
+
+PLANS = "plans.json"  # by which heads were cut
 
 
 def save(model: "Transformer", folder: str | Path) -> Path:
@@ -25,5 +30,8 @@ def write_model(model: "Transformer", folder: Path) -> None:
         state.pop("output.vocabulary.weight", None)
     storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
     write_tensors(state, folder / "model.safetensors", {"format": "headwise-1", "storage": storage})
+    if model.plans:
+        told = {"plans": [json.loads(plan.to_json()) for plan in model.plans]}
+        (folder / PLANS).write_text(json.dumps(told, indent=2), encoding="utf-8")
     if model.tokenizer is not None:
         model.tokenizer.save(folder)

@@ -15,6 +15,7 @@ from headwise.change.quantise import quantise
 from headwise.errors import HeadwiseError
 from headwise.look.worth.ablate import ablated, mean_activations
 from headwise.text.corpus import Corpus
+from headwise.weights import load
 from tests.contract.layers import MODELS, assert_equal, make_model, token_ids
 from tests.look.readers import TEXTS, reading
 from tests.train.tiny import same_weights
@@ -145,3 +146,24 @@ def test_a_plan_cuts_and_packs(tmp_path: Path) -> None:
         Plan.make(model, weights=7)
     with pytest.raises(HeadwiseError, match=r"head 9.9 is not there"):
         replace(plan, weights=(*plan.weights[:1], replace(plan.weights[-1], heads=("9.9",))))
+
+
+def test_plans_are_saved_with_the_model(tmp_path: Path) -> None:
+    model = reading(MODELS["decoder"])
+    half = Plan.make(model, keep=0.5, by="gradient", on=TEXTS)
+    small = half.apply(model)
+    rest = Plan.make(small, cut=str(small.spec.addresses[0]), fold=False)
+    smaller = rest.apply(small)
+    assert (model.plans, small.plans, smaller.plans) == ((), (half,), (half, rest))
+    smaller.save(tmp_path / "small")
+    assert load(tmp_path / "small").plans == (half, rest)
+    assert not (model.save(tmp_path / "whole") / "plans.json").exists()
+    file = tmp_path / "small" / "plans.json"
+    told = json.loads(file.read_text())
+    told["plans"][0]["cut"] = [str(smaller.spec.addresses[0])]
+    file.write_text(json.dumps(told))
+    with pytest.raises(HeadwiseError, match=r"plans\.json holds a plan that cuts heads which are there"):
+        load(tmp_path / "small")
+    file.write_text('{"plans": 3}')
+    with pytest.raises(HeadwiseError, match="tells no list of plans"):
+        load(tmp_path / "small")

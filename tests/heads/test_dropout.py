@@ -8,7 +8,7 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadDropout, MultiHeadAttention
-from headwise.heads.dropout import head_dropout_gate
+from headwise.heads.dropout import head_dropout_gate, tell_progress
 from headwise.model import Transformer
 from tests.contract.layers import MODELS, numbers
 
@@ -101,7 +101,7 @@ def test_a_model_tells_every_layer_how_far_training_is() -> None:
     spec = MODELS["encoder-decoder"]
     attention = type(spec.attention)(width=12, heads=4, head_dropout=0.4, head_dropout_schedule="ramp")
     model = Transformer(type(spec)(17, 19, 2, attention, kind="encoder-decoder"))
-    model.head_dropout_progress(0.5)
+    tell_progress(model, 0.5)
     assert [layer.head_dropout.rate for layer in model.attention_layers()] == pytest.approx([0.2] * 6)
 
 

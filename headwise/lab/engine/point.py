@@ -14,7 +14,6 @@ from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.spec.wire import Wire
 from headwise.train.recipe import Recipe
-from headwise.weights import load
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,7 @@ class Made:
             raise HeadwiseError(f"the run in {self.folder} diverged and left no model; lower the rate.")
         if not folder.is_dir():
             raise HeadwiseError(f"the model was not kept at step {step}; watched: {list(self.point.watch)}.")
-        made = load(folder)
-        assert isinstance(made, Transformer)
-        return made.eval()
+        return Transformer.reopen(folder).eval()
 
 
 # How a model begins, when not as usual. Each changes a new model in place; what it freezes stays as it is.

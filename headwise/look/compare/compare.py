@@ -21,7 +21,6 @@ from headwise.look.compare.weights import (
     compare_weights,
     effective_rank,
     folded_heads,
-    known_norms,
     ov_copying,
     shared,
 )
@@ -165,7 +164,7 @@ def compare(
         matrices = sums.matrices() | {"cka": cka_matrix(features)} | compare_weights(weighed)
         nulls = sums.nulls() | {"cka": permuted_cka(features, seed)} | _weight_nulls(model, seed)
     matrices["subspace"][shared(weighed)] = np.nan
-    if known_norms(model) is None:
+    if model.norms() is None:
         for name in THROUGH_NORMS:
             matrices[name][:] = np.nan
     scores = {
@@ -200,7 +199,7 @@ def _notes(model: AnyModel) -> dict[str, str]:
     if spec.kv_heads != spec.heads:
         why = "heads of a group share W_K and W_V, so they agree by construction: such pairs are left out"
         notes |= dict.fromkeys(("read_k", "read_v", "subspace"), why)
-    if known_norms(model) is None:
+    if model.norms() is None:
         why = "what norms stand between the stream and these heads is not known for this architecture"
         notes |= dict.fromkeys(THROUGH_NORMS, why)
     elif model.spec.form == "post":

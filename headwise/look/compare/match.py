@@ -20,7 +20,6 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import max_t
-from headwise.look.profile.make import random_twin
 from headwise.look.profile.result import Profile
 from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel, quiet
@@ -117,7 +116,7 @@ def match(
         if not model.spec.addresses:
             raise HeadwiseError("a model without heads has none to match.")
     read = _texts(a, b, corpus, texts)
-    twins = [random_twin(a, seed * TWINS + i) for i in range(TWINS)]
+    twins = [a.untrained(seed * TWINS + i) for i in range(TWINS)]
     seen: list[tuple[np.ndarray, np.ndarray]] = []
     with quiet(a), quiet(b), torch.no_grad():
         writes = _Writes(a), _Writes(b)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
 from headwise.heads.head import Circuit
-from headwise.model import AnyModel, Transformer
-from headwise.model.block import Block
+from headwise.model import AnyModel
 from headwise.spec import Address
 
 READS = {"read_q": "q", "read_k": "k", "read_v": "v"}
@@ -59,7 +58,7 @@ def folded_heads(model: AnyModel, addresses: Sequence[Address]) -> list[HeadWeig
 
     A post-norm model (BERT) has no norm between its stream and what heads read: nothing is folded there.
     """
-    norms = known_norms(model) or {str(address.site): (None, None) for address in addresses}
+    norms = model.norms() or {str(address.site): (None, None) for address in addresses}
     at_once = model.spec.form == "parallel"
     groups: Groups = {}
     every = model.heads
@@ -72,21 +71,6 @@ def folded_heads(model: AnyModel, addresses: Sequence[Address]) -> list[HeadWeig
             f"{', '.join(f'W_{letter.upper()} {sorted(shapes)}' for letter, shapes in sizes.items())}."
         )
     return made
-
-
-def known_norms(model: AnyModel) -> dict[str, tuple[nn.Module | None, nn.Module | None]] | None:
-    """For each layer the norm before what its heads ask, and before what they are asked with; None: not known."""
-    if not isinstance(model, Transformer):
-        return model.norms()  # pyright: ignore[reportAttributeAccessIssue]  # an attached model knows its own
-    norms: dict[str, tuple[nn.Module | None, nn.Module | None]] = {}
-    for block in (*model.encoder_blocks, *model.blocks):
-        assert isinstance(block, Block)
-        before = None if block.form == "post" else block.norm_attention
-        norms[str(block.attention.site.address)] = before, before
-        if block.cross is not None:
-            here = None if block.form == "post" else block.norm_cross
-            norms[str(block.cross.site.address)] = here, model.encoder_norm
-    return norms
 
 
 def _folded(head: Head, own: nn.Module | None, source: nn.Module | None, at_once: bool, groups: Groups) -> HeadWeights:

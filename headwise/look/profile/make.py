@@ -34,7 +34,7 @@ from headwise.look.record.progress import Progress
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
-from headwise.model import AnyModel, Transformer, quiet
+from headwise.model import AnyModel, quiet
 from headwise.team.team import Team, gather
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
@@ -79,7 +79,7 @@ def profile(
     if detail not in ("full", "light") or every < 1:
         raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
     if control == "random-init":
-        model = random_twin(model, seed)
+        model = model.untrained(seed)
     note = note or (lambda what, done, of: None)
     with quiet(model), torch.no_grad(), gather(model.device) as team:
         made = _Pass(model, longest, tokens, every, detail, seed, control, note, team, measures, roles)
@@ -314,17 +314,6 @@ def in_words(corpus: Corpus) -> str:
         return "names in GAP"  # the only files of this kind
     listed = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # how many there are is told elsewhere
     return f"the {listed[1]} given" if listed else ", ".join(Path(part).name for part in corpus.name.split(", "))
-
-
-def random_twin(model: AnyModel, seed: int) -> AnyModel:
-    """A model of the same spec that has learned nothing."""
-    if not isinstance(model, Transformer):
-        return model.untrained(seed)  # pyright: ignore[reportAttributeAccessIssue]  # an attached one knows how
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        twin = Transformer(model.spec).to(model.device)
-    twin.tokenizer = model.tokenizer
-    return twin
 
 
 def _shuffled(unit: Unit, seed: int) -> Unit:

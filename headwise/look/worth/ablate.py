@@ -30,6 +30,7 @@ from headwise.look.worth.outputs import (
     run_on,
     take_rows,
 )
+from headwise.model.contract import is_model
 from headwise.spec import Address
 
 __all__ = ["Means", "Run", "ablated", "mean_activations", "mean_of", "patched", "record_z"]
@@ -120,9 +121,9 @@ def patched(
         yield
 
 
-def _means_on(model: Any, on: Any, heads: Pattern) -> Means:
+def _means_on(model: object, on: Any, heads: Pattern) -> Means:
     """The means of some heads over texts; a model without texts is told what to do."""
-    if getattr(model, "tokenizer", None) is None:
+    if not is_model(model) or model.tokenizer is None:
         raise HeadwiseError(
             "mean ablation needs the means of heads over texts, and this model has no tokenizer to read them by; set "
             "model.tokenizer, or give means=mean_of(record_z(model, ids) for ids in …), from headwise.look.worth.outputs."

@@ -1,25 +1,23 @@
 """Take heads away one by one, at a fraction of what running the model anew for each would cost.
 
-The stream up to a layer is the same for all of its heads, and so is their z. So one clean walk through the blocks stops at
+The stream up to a layer is the same for all of its heads, and so is their z. So one clean walk through the model stops at
 each layer, runs all its heads as one batch, each copy with another head replaced, through what is left of the network, and
-goes on. Where few tokens are asked for, the last block finishes their rows alone.
+goes on (`model/walk`). In a single stack of ours, where few tokens are asked for, the last block finishes their rows alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Edit, Site
-from headwise.look.worth.ablate import Stand, replacing
+from headwise.look.worth.ablate import Stand
 from headwise.look.worth.outputs import chosen_sites
 from headwise.look.worth.targets import Asked
-from headwise.model import AnyModel, Transformer
-from headwise.model.block import Beside, Block
-from headwise.model.loss import cross_entropy
+from headwise.model import AnyModel
 from headwise.spec import Address, ModelSpec
 
 Stands = Callable[[Site, tuple[Address, ...]], Stand]  # what stands in for some heads of a layer
@@ -31,71 +29,25 @@ def sweep(
     model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
 ) -> tuple[Tensor, Tensor]:
     """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
-    if not isinstance(model, Transformer) or model.spec.kind == "encoder-decoder":
-        return _one_by_one(model, asked, heads, stands)
     wanted = {site.address: chosen for site, chosen in chosen_sites(model, heads)}
-    x, beside = model.begin(asked.ids, padding=asked.padding)
-    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    walk = model.walk(
+        asked.ids, wanted, asked.pick, padding=asked.padding, source=asked.source, source_padding=asked.source_real
+    )
+    once = asked.ids.numel() + (0 if asked.source is None else asked.source.numel())
+    most = 1 if model.whole_passes() else tokens // max(1, once)  # what must be run whole is run as it always was
     answers: dict[Address, Tensor] = {}
-    for layer, block in enumerate(blocks):
-        site, read, calls = block.attention.site, block.reads(x), []
-        with site.listen(calls.append):
-            wrote = block.attend(read, beside)  # (B, T, D)
-        chosen = wanted.get(site.address, ())
-        if chosen:
-            z = calls[0].z  # (B, H, T, e)
-            standing = stands(site, chosen)(z).to(z).expand(len(z), len(chosen), *z.shape[2:])
-            here = _Layer(block, blocks[layer + 1 :], x, read, z, standing, beside)
-            for some in _shares(len(chosen), tokens // max(1, asked.ids.numel())):
-                states = here.without([site.index(chosen[i]) for i in some], some, asked)  # (n·B, R, D)
-                made = asked.answers(model, _normed(model, states))
-                answers |= zip((chosen[i] for i in some), made.unflatten(0, (len(some), -1)), strict=True)
-        x = block.finish(x, read, wrote, beside)
-    clean = asked.answers(model, _normed(model, asked.pick(x)))
+    for stop in walk:
+        chosen, z = wanted[stop.site.address], stop.z  # (B, H, T, e)
+        standing = stands(stop.site, chosen)(z).to(z).expand(len(z), len(chosen), *z.shape[2:])
+        for some in _shares(len(chosen), most):
+            changed = z.repeat(len(some), 1, 1, 1, 1)  # (n, B, H, T, e)
+            for copy, place in enumerate(some):
+                changed[copy, :, stop.site.index(chosen[place])] = standing[:, place]
+            made = asked.answers(model, stop.onward(changed.flatten(0, 1)))
+            answers |= zip((chosen[i] for i in some), made.unflatten(0, (len(some), -1)), strict=True)
+    clean = asked.answers(model, walk.states)
     lost = [asked.lost(answers[head], clean) for head in heads]
     return torch.stack(lost) if lost else clean.new_zeros(0, len(asked.ids)), clean
-
-
-def _one_by_one(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> tuple[Tensor, Tensor]:
-    """The same by a whole pass for every head: models that are not ours, or of two stacks, are not walked through by hand."""
-
-    def answers() -> Tensor:
-        return asked.answers(model, asked.pick(asked.run(model)))
-
-    clean, lost = answers(), {}
-    for site, chosen in chosen_sites(model, heads):
-        for head in chosen:
-            with site.replaced(replacing(site, (head,), stands(site, (head,)))):
-                lost[head] = asked.lost(answers(), clean)
-    return torch.stack([lost[head] for head in heads]) if lost else clean.new_zeros(0, len(asked.ids)), clean
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """The walk where it has come to: one layer, what is left behind it, and what stands in for its heads."""
-
-    block: Block
-    behind: list[Block]
-    x: Tensor  # (B, T, D)
-    read: Tensor  # (B, T, D)
-    z: Tensor  # (B, H, T, e)
-    standing: Tensor  # (B, n, T, e)
-    beside: Beside
-
-    def without(self, heads: list[int], places: Sequence[int], asked: Asked) -> Tensor:
-        """The final stream of a copy of the batch for each of these heads, at the rows asked about: (n·B, R, D)."""
-        n = len(heads)
-        changed = self.z.repeat(n, 1, 1, 1, 1)  # (n, B, H, T, e)
-        for copy, (head, place) in enumerate(zip(heads, places, strict=True)):
-            changed[copy, :, head] = self.standing[:, place]
-        block, beside = self.block, _copied(self.beside, n)
-        x, read = self.x.repeat(n, 1, 1), self.read.repeat(n, 1, 1)  # (n·B, T, D)
-        wrote = block.attention.write(changed.flatten(0, 1))  # (n·B, T, D)
-        for following in self.behind:
-            x = block.finish(x, read, wrote, beside)
-            block, read = following, following.reads(x)
-            wrote = block.attend(read, beside)
-        return block.finish(asked.pick(x, n), asked.pick(read, n), asked.pick(wrote, n), beside)
 
 
 def slopes(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> Tensor:
@@ -116,7 +68,8 @@ def slopes(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stan
             stack.enter_context(site.replaced(_begin_to_replace(site, chosen, amounts, stands(site, chosen))))
         hidden = asked.pick(asked.run(model)).flatten(0, 1)  # (B·R, D)
         targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)
-        total = cross_entropy(model, hidden, targets.flatten(), total=1)
+        assert model.output is not None
+        total = model.output.cross_entropy(hidden, targets.flatten(), total=1)
         found = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()
     return torch.stack([slope.double() for slope in found]) if found else torch.zeros(0, len(asked.ids))
 
@@ -134,25 +87,11 @@ def _begin_to_replace(site: Site, chosen: tuple[Address, ...], amounts: list[Ten
     return edit
 
 
-def _normed(model: Transformer, x: Tensor) -> Tensor:
-    return x if model.norm is None else model.norm(x)
-
-
 def _shares(count: int, most: int) -> Iterator[range]:
     """`count` heads in as few even shares as `most` at a time allow."""
     parts = -(-count // max(1, most))
     for part in range(parts):
         yield range(part * count // parts, (part + 1) * count // parts)
-
-
-def _copied(beside: Beside, copies: int) -> Beside:
-    """What travels beside so many copies of the batch."""
-    real, angles = beside.real, beside.angles
-    if real is not None:
-        real = real.repeat(copies, 1)
-    if angles is not None and len(angles.cos) > 1:
-        angles = replace(angles, cos=angles.cos.repeat(copies, 1, 1, 1), sin=angles.sin.repeat(copies, 1, 1, 1))
-    return replace(beside, real=real, angles=angles)
 
 
 @dataclass(frozen=True)

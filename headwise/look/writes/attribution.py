@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.record.units import tokenizer_of
-from headwise.model import AnyModel, Wiring, quiet, wiring_of
+from headwise.model import AnyModel, Wiring, quiet
 
 TOLERANCE = 1e-5
 
@@ -79,7 +79,7 @@ def logit_attribution(
     right = token_id(model, answer, "answer")
     other = None if wrong is None else token_id(model, wrong, "wrong")
     with quiet(model), torch.no_grad():
-        wiring = wiring_of(model)
+        wiring = model.wiring()
         with _caught(model, wiring, position) as caught:
             logits = model(ids)[0, position].double()  # (V,)
         direction, biases = _direction(wiring, caught.last, right, other)  # (D,)

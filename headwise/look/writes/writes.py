@@ -19,7 +19,7 @@ from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick, record
 from headwise.look.record.units import make_batches, run, tokenizer_of
 from headwise.look.writes.attribution import Attribution, logit_attribution
-from headwise.model import AnyModel, Step, Wiring, quiet, wiring_of
+from headwise.model import AnyModel, Step, Wiring, quiet
 from headwise.spec import Address
 
 __all__ = [
@@ -81,7 +81,7 @@ def vocabulary(
     if not ids:
         raise HeadwiseError("there is no token to look at; give a text or token ids.")
     with quiet(model), torch.no_grad():
-        wiring = wiring_of(model)
+        wiring = model.wiring()
         step = wiring.steps[one.address.layer]
         if step.unread:
             raise HeadwiseError(f"what {one.address} promotes cannot be read off: {step.unread}")

@@ -10,7 +10,6 @@ const VERDICTS = {
   "does not hold": { sign: "✗", colour: "var(--bad)", some: "do not hold", one: "does not hold" },
   depends: { sign: "◐", colour: "var(--focus)", some: "depend on something", one: "depends on something" },
   "true by construction": { sign: "≡", colour: "var(--accent)", some: "are true by construction", one: "is true by construction" },
-  "not measured": { sign: "–", colour: "var(--soft)", some: "were not measured", one: "was not measured" },
 };
 const unfolded = new Set(); // claims whose figures are open; drawing anew leaves them so
 let reached = ""; // the claim last gone to

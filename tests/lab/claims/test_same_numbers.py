@@ -1,9 +1,13 @@
 from importlib import import_module
 
+import pytest
 import torch
 
+import headwise as hw
 from headwise.heads import MultiHeadAttention
-from headwise.lab.experiments.claims.same_numbers import furthest
+from headwise.lab.experiments.claims.same_numbers import CLAIM, furthest, on
+from tests.attach.test_look import build
+from tests.contract.layers import MODELS
 
 KERNEL = import_module("headwise.kernels.blockwise")  # the package has the function by this name
 CASES = {
@@ -42,3 +46,14 @@ def test_a_block_that_is_computed_wrongly_is_found(monkeypatch):
     found = furthest(MultiHeadAttention(width=16, heads=4), torch.randn(1, 32, 16))
     assert found["blockwise"] > 1e-3
     assert found["batched"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder", "attached"])
+def test_on_a_given_model_its_own_calls_are_taken(kind):
+    torch.manual_seed(0)
+    model = hw.attach(*build("llama")) if kind == "attached" else hw.Transformer(MODELS[kind])
+    found = on(model)
+    assert {at: figure.mean < 1e-5 for at, figure in found.at("relative difference").items()} == {
+        "batched": True, "fused": True, "blockwise": True,
+    }  # fmt: skip
+    assert CLAIM.judge(found).word == "holds"

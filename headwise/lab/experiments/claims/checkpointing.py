@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.attach import Attached
-from headwise.attach.handle import load_attached
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Picture, Verdict, every
 from headwise.lab.engine.clock import race
@@ -21,9 +19,8 @@ from headwise.lab.engine.pool import apart
 from headwise.lab.engine.threads import one_thread
 from headwise.lab.lab import Lab
 from headwise.look.record.reading import Reading, documents_for
-from headwise.model import AnyModel, Transformer
+from headwise.model import AnyModel, Transformer, check_model
 from headwise.train.loss import LanguageLoss
-from headwise.weights import load
 
 DEPTHS = (2, 8)  # layers
 LESS, LONGER = 0.8, 1.1  # of the memory, and times as long: the least that is called a trade
@@ -52,10 +49,7 @@ def trade(model: AnyModel, ids: Tensor, turns: int = TURNS, measured: int = MEAS
 
     The model is left alone: copies of it are measured, for memory in fresh processes.
     """
-    if not isinstance(model, Transformer | Attached):
-        raise HeadwiseError(
-            f"checkpointing is tried on a Transformer or an attached model, got {type(model).__name__}."
-        )
+    check_model(model)
     LanguageLoss(model)  # refuses what has no loss
     if model.spec.kind == "encoder-decoder":
         raise HeadwiseError(
@@ -64,29 +58,25 @@ def trade(model: AnyModel, ids: Tensor, turns: int = TURNS, measured: int = MEAS
     with TemporaryDirectory() as place:
         folder = str(Path(place) / "model")
         model.save(folder)
-        saved = (folder, isinstance(model, Attached), ids.tolist())
+        saved = (type(model), folder, ids.tolist())
         megabytes = [
             [apart(_memory, *saved, checkpointing) for checkpointing in (False, True)] for _ in range(measured)
         ]
         kept, recomputed = (Figure.over(some) for some in zip(*megabytes, strict=True))
-        copy = _open(*saved[:2])
+        copy = type(model).reopen(folder).train()
         steps = {name: _step(copy, ids.cpu(), name == "recomputed") for name in ("kept", "recomputed")}
         with one_thread():
             ratio = race(steps, "kept", turns)["recomputed"]
     return Trade(kept, recomputed, ratio)
 
 
-def _memory(folder: str, attached: bool, ids: list[list[int]], checkpointing: bool) -> float:
-    model, given = _open(folder, attached), torch.tensor(ids)
+def _memory(kind: type[AnyModel], folder: str, ids: list[list[int]], checkpointing: bool) -> float:
+    model, given = kind.reopen(folder).train(), torch.tensor(ids)
     small = given[:1, :4]  # leaves gradients behind, which then count no more
     return rise(_step(model, given, checkpointing), _step(model, small, checkpointing))
 
 
-def _open(folder: str, attached: bool) -> Transformer | Attached:
-    return (load_attached(Path(folder), torch.float32, "cpu") if attached else load(folder)).train()
-
-
-def _step(model: Transformer | Attached, ids: Tensor, checkpointing: bool) -> Callable[[], None]:
+def _step(model: AnyModel, ids: Tensor, checkpointing: bool) -> Callable[[], None]:
     def step() -> None:
         model.checkpointing = checkpointing
         LanguageLoss(model)(ids, ids.roll(-1, 1)).backward()

@@ -11,7 +11,6 @@ from headwise.lab.engine.point import Point
 from headwise.lab.experiments.counts import head_counts, trends
 from headwise.lab.lab import Lab
 from headwise.look.compare.compare import compare
-from headwise.look.profile.make import random_twin
 from headwise.look.record.reading import documents_for
 from headwise.model import AnyModel
 
@@ -68,7 +67,7 @@ def _asks(figures: Figures) -> Iterator[tuple[str, At]]:
 def on(model: AnyModel, text: Any = None) -> Figures:
     """A model beside one of the same spec that has learned nothing; about head counts nothing can be said."""
     corpus = documents_for(model) if text is None else text
-    return _beside([differences(random_twin(model, 0), corpus)], [differences(model, corpus)])
+    return _beside([differences(model.untrained(0), corpus)], [differences(model, corpus)])
 
 
 def _beside(before: list[dict[str, float]], after: list[dict[str, float]]) -> Figures:

@@ -1,12 +1,12 @@
 """The naive loop, the batched form and the fused form give the same numbers."""
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.site import Seen
 from headwise.kernels import causal
@@ -15,10 +15,12 @@ from headwise.kernels.blockwise import blockwise
 from headwise.lab.claim import Claim, Picture, Verdict
 from headwise.lab.engine.figure import Figures
 from headwise.lab.lab import Lab
-from headwise.model import AnyModel, Transformer
+from headwise.look.record.units import read
+from headwise.model import AnyModel, quiet
 
 FORMS = ("batched", "fused", "blockwise")
 ROWS, HEADS = 13, 2  # of a block; by itself the kernel would take a small call in one block, which is the batched form
+TOKENS = 32  # that a given model reads
 BAR = 1e-5  # of float32, relative: sums are made in another order
 
 
@@ -32,7 +34,11 @@ def furthest(layer: MultiHeadAttention, x: Tensor) -> dict[str, float]:
     caught: list[Seen] = []
     with torch.no_grad(), layer.site.listen(caught.append):
         layer(x, mask=causal())
-    (seen,) = caught
+    return _furthest(caught[0])
+
+
+def _furthest(seen: Seen) -> dict[str, float]:
+    """The same of one call."""
     kernels = {**BACKENDS, "blockwise": partial(blockwise, row_block=ROWS, head_block=HEADS)}
 
     def numbers(form: str) -> list[Tensor]:
@@ -63,11 +69,16 @@ def measure(lab: Lab) -> Figures:
 
 
 def on(model: AnyModel, text: Any = None) -> Figures:
-    """The same with the layers of a model, on random input."""
-    if not isinstance(model, Transformer):
-        raise HeadwiseError("an attached model has one form, its own; load it with hw.load to compare ours.")
-    torch.manual_seed(0)
-    made = [furthest(layer, torch.randn(1, 32, model.spec.width)) for layer in model.attention_layers()]
+    """The same with the calls of a model's own layers, on random tokens."""
+    ids = torch.randint(
+        model.spec.vocab, (1, min(TOKENS, model.spec.context)), generator=torch.Generator().manual_seed(0)
+    )
+    caught: list[Seen] = []
+    with quiet(model), torch.no_grad(), ExitStack() as stack:
+        for site in model.sites():
+            stack.enter_context(site.listen(caught.append))
+        read(model, ids.to(model.device))
+    made = [_furthest(seen) for seen in caught]
     figures = Figures()
     for form in FORMS:
         figures.add("relative difference", form, max(each[form] for each in made))

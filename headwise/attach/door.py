@@ -1,0 +1,31 @@
+"""`attach`: the heads of a transformers model, with the same numbers."""
+
+from typing import Any
+
+from headwise.attach.check import check_theirs
+from headwise.attach.handle import Attached
+from headwise.attach.store import make_layers
+from headwise.attach.tokens import wrap_tokenizer
+
+
+def attach(model: Any, tokenizer: Any = None) -> Attached:
+    """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
+
+    `tokenizer` is theirs, or one of ours, for what reads text. The handle is a context manager; `.detach()` ends it.
+
+    >>> import transformers
+    >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)
+    >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+    >>> before = model(ids).logits
+    >>> theirs = attach(model)
+    >>> torch.equal(model(ids).logits, before), len(theirs.heads)
+    (True, 8)
+    >>> with theirs.heads["1.2"].silenced():
+    ...     torch.equal(model(ids).logits, before)
+    False
+    >>> theirs.detach() is model
+    True
+    """
+    check_theirs(model)
+    return Attached(model, make_layers(model), wrap_tokenizer(tokenizer)).tried()
