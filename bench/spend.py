@@ -26,10 +26,12 @@ from bench.measure import machine
 from headwise.change.passkey import ask_passkeys, make_cases
 from headwise.change.streaming import streaming_now
 from headwise.files.whole import whole_file
+from headwise.heads import HeadCache
+from headwise.heads.cache import WholeCache
 from headwise.model import ModelCache, Transformer
 from headwise.model.loss import cross_entropy
 from headwise.show.progress import noting
-from headwise.spec import Address
+from headwise.spec import Address, ModelSpec
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 FIRST, LAST = 4, 128
@@ -61,11 +63,14 @@ def plan_by(model: Transformer, by: str, options: argparse.Namespace, seed: int 
     saved = options.out / f"{by}{seed if by == 'random' else ''}-{options.share}.json"
     if not saved.is_file():
         assert model.tokenizer is not None
-        chosen_on = [model.tokenizer.decode(one[0].tolist()) for one in texts(model, "valid.txt", 2048, options.choose)]
+        chosen_on = [
+            model.tokenizer.decode(one[0].tolist())
+            for one in texts(model, "valid.txt", options.choose_length, options.choose)
+        ]
         start = time.perf_counter()
         with noting() as note:
             made = hw.Plan.streaming(
-                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, longest=options.longest, seed=seed,
+                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, longest=2 * options.choose_length, seed=seed,
                 steps=options.steps, note=note,
             )  # fmt: skip
         made.save(saved)
@@ -107,20 +112,26 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@torch.no_grad()
-def filled(model: Transformer, cache: ModelCache, length: int) -> ModelCache:
-    for piece in texts(model, "test.txt", length, 1)[0].split(CHUNK, 1):
-        model(piece, cache=cache, hidden=True)
-    return cache
+def filled(spec: ModelSpec, length: int) -> ModelCache:
+    """A cache that holds so many tokens, random ones: neither bytes nor seconds depend on what they say."""
+    made = ModelCache(spec)
+    for site, cache in made.layers.items():
+        layer = spec.attention_at(site)
+        assert isinstance(cache, HeadCache | WholeCache)
+        take = cache.keep if isinstance(cache, HeadCache) else cache.extend
+        for start in range(0, length, CHUNK):
+            size = (1, len(layer.kv_ids), min(CHUNK, length - start), layer.head_dim)
+            take(torch.randn(size), torch.randn(size))
+    made.length = length
+    return made
 
 
 def held(options: argparse.Namespace) -> None:
     """In a process of its own: the bytes of a cache, and what the process grew by while it was filled."""
     model = whole_model()
     spec = model.spec if options.held == "plain" else hw.Plan.load(options.held).cache_spec(model)
-    filled(model, ModelCache(model.spec), CHUNK)  # what every prompt takes
     before = resident()
-    cache = filled(model, ModelCache(spec), options.lengths[0])
+    cache = filled(spec, options.lengths[0])
     print(json.dumps({"cache": cache.bytes, "process": resident() - before}))
 
 
@@ -148,9 +159,7 @@ def speed(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a token, both caches in turn; `cpu` counts what this process alone took."""
     made, plan = {}, plan_by(model, options.by[0], options)
     for length in options.lengths:
-        caches = {"plain": ModelCache(model.spec), "half": ModelCache(plan.cache_spec(model))}
-        for cache in caches.values():
-            filled(model, cache, length)
+        caches = {"plain": filled(model.spec, length), "half": filled(plan.cache_spec(model), length)}
         wall: dict[str, list[float]] = {name: [] for name in caches}
         cpu: dict[str, list[float]] = {name: [] for name in caches}
         token = torch.tensor([[1]])
@@ -233,10 +242,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--prompts", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--by", nargs="+", default=["mass"], help="ways to choose; the first is timed")
+    parser.add_argument("--by", nargs="+", default=["writes"], help="ways to choose; the first is timed")
     parser.add_argument("--share", type=float, default=0.5, help="of the key heads that stream")
-    parser.add_argument("--choose", type=int, default=6, help="texts of 2048 tokens that heads are chosen on")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of a text, while choosing")
+    parser.add_argument("--choose", type=int, default=6, help="texts that heads are chosen on")
+    parser.add_argument("--choose-length", type=int, default=2048, help="tokens of each")
     parser.add_argument("--steps", type=int, default=60, help="of gates")
     parser.add_argument("--judge", type=int, default=4, help="texts of each length")
     parser.add_argument("--tokens", type=int, default=24, help="written on, for speed")

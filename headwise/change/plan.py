@@ -190,7 +190,7 @@ class Plan(Wire):
         *,
         first: int = 4,
         last: int = 128,
-        by: str = "mass",
+        by: str = "writes",
         on: Any = None,
         longest: int | None = None,
         seed: int = 0,

@@ -70,6 +70,11 @@ def export(
     """
     if to not in TARGETS:
         raise HeadwiseError(f"there is no target {to!r}; {close_names(to, TARGETS)}")
+    if model.spec.cache:
+        raise HeadwiseError(
+            f"{to} cannot let heads keep caches of their own, and without them the model says other things; use "
+            f"model.save(folder)."
+        )
     if family is not None:
         options["family"] = family
     target = TARGETS[to]

@@ -111,6 +111,14 @@ class HeadCache(Cache):
         self._batch = len(k)
         return z
 
+    def keep(self, k: Tensor, v: Tensor) -> None:
+        """Keep tokens that nobody asks about now: (B, K, T, ·) twice, T > 0, without padding."""
+        self.check_batch(k)
+        for part in self.parts:
+            part.keep(part.key_heads.of(k), part.key_heads.of(v), self.length)
+        self.length += k.shape[2]
+        self._batch = len(k)
+
     def check_batch(self, k: Tensor) -> None:
         """A cache serves one batch."""
         if self._batch not in (None, len(k)):
@@ -162,19 +170,23 @@ class Part:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """(B, h, T, d), (B, keys, T, ·) twice → (B, h, T, e)"""
-        start, end = call.length, call.length + k.shape[2]
+        self.keep(k, v, call.length)
+        held = slice(0, call.length + k.shape[2])
+        terms = call.terms.pick(self.heads.which, self.groups)
+        return run(q, self.k.read(held), self.v.read(held), terms, call.backend)
+
+    def keep(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Keep the tokens from place `start` on: (B, keys, T, ·) twice."""
+        end = start + k.shape[2]
         if self.size is not None and end > self.size:
             raise HeadwiseError(
                 f"the cache is full: it holds {self.size} tokens, {start} are there and {end - start} more came; make it "
                 f"larger, or use a growing one."
             )
-        seen = []
         for shelf, new in ((self.k, k), (self.v, v)):
             coded = shelf.coded(new)
             shelf.make_room(coded, self.size or end, self.size)
             shelf.put_at(coded, start)
-            seen.append(shelf.read(slice(0, end)))
-        return run(q, seen[0], seen[1], call.terms.pick(self.heads.which, self.groups), call.backend)
 
     def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
         """Put what is held at its places: whole is (B, K, S, ·)."""
@@ -227,6 +239,13 @@ class StreamingPart(Part):
             self.v.copy()
         self._keep(coded, call)
         return z
+
+    def keep(self, k: Tensor, v: Tensor, start: int) -> None:
+        room = min(self.first + self.last, start + k.shape[2])
+        coded = self.k.coded(k), self.v.coded(v)
+        for shelf, rows in zip((self.k, self.v), coded, strict=True):
+            shelf.make_room(rows, room, self.first + self.last)
+        self._keep(coded, Call(start, None, Terms(1.0, ()), ""))
 
     def _look(self, q: Tensor, new: tuple[Tensor, ...], rows: range, T: int, call: Call) -> Tensor:
         """Some queries of T, and the keys they can see: the first, the ring as it was, and those that came with them.

@@ -112,6 +112,21 @@ def test_a_long_prompt_goes_in_blocks_of_rows() -> None:
     assert_equal(in_pieces(layer, x, [length - 1, 1], cache), layer(x, mask=seen_by_hand(spec, keeps, length, [0])))
 
 
+@pytest.mark.parametrize("name", ["grouped-query", "rotary, partial", "window"])
+@torch.no_grad()
+def test_tokens_are_kept_that_nobody_asks_about(name: str) -> None:
+    """Keys and values of another cache's first tokens, in two pieces: then both say the same."""
+    spec, x = LAYERS[name], numbers(B, LENGTH, WIDTH)
+    layer, keeps, heard = make_layer(spec), MIXED[: len(spec.kv_ids)], list[Seen]()
+    cache, other = HeadCache(spec, keeps), HeadCache(spec, keeps)
+    with layer.site.listen(heard.append):
+        in_pieces(layer, x[:, :9], [9], cache)
+    for some in (slice(0, 5), slice(5, 9)):
+        other.keep(heard[0].k[:, :, some], heard[0].v[:, :, some])
+    assert other.length == 9
+    assert_equal(in_pieces(layer, x[:, 9:], [1, 7], other), in_pieces(layer, x[:, 9:], [1, 7], cache))
+
+
 @torch.no_grad()
 def test_rows_are_reordered() -> None:
     spec, x = LAYERS["plain"], numbers(B, LENGTH, WIDTH)
