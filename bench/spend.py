@@ -70,8 +70,8 @@ def plan_by(model: Transformer, by: str, options: argparse.Namespace, seed: int 
         start = time.perf_counter()
         with noting() as note:
             made = hw.Plan.streaming(
-                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, longest=2 * options.choose_length, seed=seed,
-                steps=options.steps, note=note,
+                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, seed=seed, steps=options.steps, note=note,
+                longest=2 * options.choose_length,
             )  # fmt: skip
         made.save(saved)
         print(f"chosen by {by} in {time.perf_counter() - start:.0f} s")
