@@ -180,3 +180,29 @@ def test_specs_tell_rules_and_refuse_what_cannot_be() -> None:
         MODELS["encoder-decoder"].caching({"cross.0.0": SHORT})
     with pytest.raises(HeadwiseError, match=r"attention.cache applies to one layer"):
         replace(spec, attention=replace(spec.attention, cache=(SHORT, SHORT)))
+
+
+# Prompts in chunks.
+
+
+@each_decoder
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_prompt_in_chunks_is_the_prompt(name: str, chunk: int) -> None:
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]  # the second is all padding in its first chunk
+    for spec in (MODELS[name], with_keeps(MODELS[name])):
+        model = make_lively_model(spec)
+        assert model.generate(prompts, 8, prompt_chunk=chunk) == model.generate(prompts, 8)
+    with pytest.raises(HeadwiseError, match="prompt_chunk counts tokens, 1 or more; got 0"):
+        make_lively_model(MODELS[name]).generate(prompts, 8, prompt_chunk=0)
+
+
+def test_a_source_is_read_once_however_the_prompt_is() -> None:
+    model, source = make_lively_model(MODELS["encoder-decoder"]), token_ids(2, 7, seed=4)
+    want = model.generate([[1, 2, 3], [2]], 6, source=source)
+    assert model.generate([[1, 2, 3], [2]], 6, source=source, prompt_chunk=2) == want
+
+
+@pytest.mark.parametrize("to", ["transformers", "gguf"])
+def test_no_engine_takes_caches_by_head(tmp_path: Path, to: str) -> None:
+    with pytest.raises(HeadwiseError, match=f"{to} cannot let heads keep caches of their own"):
+        hw.export(make_model(with_keeps(MODELS["decoder, rotary"])), tmp_path / "out", to=to)
