@@ -98,8 +98,14 @@ def test_pruning_makes_another_model_and_leaves_this_one(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CUT if case.kind != "encoder"], ids=lambda case: case.name)
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize(
+    ("which", "cache"),
+    [
+        pytest.param(which, cache, marks=() if cache == "dynamic" or which == "layer" else pytest.mark.slow)
+        for which in WHICH
+        for cache in ("dynamic", "static", "none")
+    ],
+)  # a whole layer, the first, whose keys a cache counts by, with every cache; the others with the usual one
 def test_a_cut_model_generates_as_the_silenced_one_does(case: Case, which: str, cache: str) -> None:
     model, given, which = case.build(), case.inputs("left"), heads_of(case, which)
     theirs = hw.attach(model)

@@ -13,7 +13,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.probe import probe_set
 from tests.contract.layers import make_model
 from tests.look.dense import Rows, assert_alike, watch
-from tests.look.test_surface import FLAGS, VARIANTS, texts
+from tests.look.test_surface import FLAGS, VARIANTS, each_variant, texts
 
 FULL = ("confidence", "argmax", "distance ", "long range")  # what the light way does not tell
 WIDE = AttentionSpec(width=32, heads=2, head_dim=16)
@@ -27,8 +27,7 @@ def light_names(dense: Rows) -> list[str]:
     return [name for name in dense if not name.startswith(FULL)]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_variant
 def test_light_agrees_with_whole_maps(variant: str, side: str) -> None:
     tally, dense = measure(make_model(VARIANTS[variant]), side)
     assert_alike(tally, dense, light_names(dense))
