@@ -37,7 +37,7 @@ BESIDE = Recipe(rate=1e-4, weight_decay=0.0)  # how weights learn beside the gat
 
 def learn_gates(
     model: AnyModel,
-    corpus: Any,
+    on: Any,
     *,
     keep: float,
     steps: int = 200,
@@ -50,12 +50,12 @@ def learn_gates(
 ) -> dict[Address, float]:
     """How probably each head's gate is open when the share `keep` of all is: near 1 for heads worth keeping.
 
-    What is made small is what `importance` measures: the loss on the corpus, or how far the mean state of a model without
+    What is made small is what `importance` measures: the loss `on` these texts, or how far the mean state of a model without
     output has moved. A step reads `batch` texts, long ones cut at `context` tokens (None: 128, or what the model can read).
     The model stays as it is, unless `weights` is True: then its weights learn beside the gates, in place.
     """
     _check(model, keep, steps, rate, batch)
-    units = _units(model, corpus, context, steps * batch)
+    units = _units(model, on, context, steps * batch)
     order = Windows(np.arange(len(units) + 1), context=1, seed=seed)  # the order of training; a window is one text
     with prepared(model, weights), torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
@@ -143,12 +143,12 @@ def _check(model: AnyModel, keep: float, steps: int, rate: float, batch: int) ->
         raise HeadwiseError(f"steps and batch must be at least 1, the rate above 0; got {steps}, {batch} and {rate}.")
 
 
-def _units(model: AnyModel, corpus: Any, context: int | None, most: int) -> list[Unit]:
+def _units(model: AnyModel, on: Any, context: int | None, most: int) -> list[Unit]:
     """The texts that will be read, no more of a large corpus than that."""
     longest = min(LONGEST, model.spec.context) if context is None else context
-    if isinstance(corpus, Reading):
-        longest = min(longest, corpus.frame.longest)
-    return list(islice(read_asked(model, Reading.of(model, corpus, longest, asked=True)), most))
+    if isinstance(on, Reading):
+        longest = min(longest, on.frame.longest)
+    return list(islice(read_asked(model, Reading.of(model, on, longest, asked=True)), most))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def run(
         return
     with noting() as note, going_on() if on is None else nullcontext():
         results = claims(
-            names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, text=text, cache=cache, processes=processes,
+            names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, corpus=text, cache=cache, processes=processes,
             note=note, say=lambda told: print(told, file=sys.stderr),
         )  # fmt: skip
     if out is not None:

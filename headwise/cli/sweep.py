@@ -46,7 +46,7 @@ def run(
     if plot is not None:
         check_path(plot)
     shared: dict[str, Any] = {
-        "width": width, "context": context, "text": text, "tokenizer": tokenizer, "steps": steps, "batch": batch,
+        "width": width, "context": context, "corpus": text, "tokenizer": tokenizer, "steps": steps, "batch": batch,
         "rate": rate, "seeds": seeds, "cache": cache, "processes": processes,
     }  # fmt: skip
     with noting() as note, going_on():

@@ -69,7 +69,7 @@ def claims(
     seeds: int | None = None,
     first_seed: int = 0,
     on: "AnyModel | str | None" = None,
-    text: Any = None,
+    corpus: Any = None,
     size: Size | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
@@ -78,7 +78,7 @@ def claims(
 ) -> list[Result]:
     """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says, from `first_seed` on.
 
-    `on` tries those that apply on a model, with a text if given; seeds are for models that are trained here. What was
+    `on` tries those that apply on a model, with a corpus if given; seeds are for models that are trained here. What was
     found before by the same code is not done again. `say` is told which claims a model does not fit, and why.
     """
     names = list(names)
@@ -88,7 +88,7 @@ def claims(
     if on is not None and (seeds is not None or first_seed):
         raise HeadwiseError("seeds are for models that are trained here; the one that is given is there already.")
     if on is not None:
-        return _try_all(_applying(chosen, bool(names)), on, text, bool(names), note, say)
+        return _try_all(_applying(chosen, bool(names)), on, corpus, bool(names), note, say)
     if seeds is not None and seeds < 1:
         raise HeadwiseError(f"an experiment needs at least one seed, got {seeds}.")
     if first_seed < 0:
@@ -165,7 +165,7 @@ def _applying(chosen: tuple[Claim, ...], named: bool) -> list[Claim]:
 def _try_all(
     chosen: list[Claim],
     on: "AnyModel | str",
-    text: Any,
+    corpus: Any,
     named: bool,
     note: Note | None,
     say: Callable[[str], object] | None,
@@ -179,7 +179,7 @@ def _try_all(
             note(f"claims on {name}", done, len(chosen))
         try:
             assert claim.on is not None
-            made.append(_judged(claim, claim.on(model, text), (0,), name, _again(claim, on, text)))
+            made.append(_judged(claim, claim.on(model, corpus), (0,), name, _again(claim, on, corpus)))
         except HeadwiseError as error:
             if named:
                 raise
@@ -188,9 +188,9 @@ def _try_all(
     return made
 
 
-def _again(claim: Claim, on: "AnyModel | str", text: Any) -> str:
+def _again(claim: Claim, on: "AnyModel | str", corpus: Any) -> str:
     if not isinstance(on, str):
-        return f'hw.claims(["{claim.name}"], on=model{"" if text is None else ", text=text"})'
+        return f'hw.claims(["{claim.name}"], on=model{"" if corpus is None else ", corpus=corpus"})'
     return f"headwise claims {claim.name} --on {shlex.quote(on)}" + (
-        f" --text {shlex.quote(str(text))}" if text else ""
+        f" --text {shlex.quote(str(corpus))}" if corpus else ""
     )

@@ -147,5 +147,5 @@ def test_code_that_changed_meanwhile_is_refused(tmp_path):
 
 def test_a_model_of_ones_own_by_name_and_with_a_text(tmp_path, model):
     model.save(tmp_path / "a model")
-    (made,) = hw.claims(["same-numbers"], on=str(tmp_path / "a model"), text="to be")
+    (made,) = hw.claims(["same-numbers"], on=str(tmp_path / "a model"), corpus="to be")
     assert made.again == f"headwise claims same-numbers --on '{tmp_path}/a model' --text 'to be'"

@@ -33,7 +33,7 @@ def here(monkeypatch):
     def work(function, jobs, *_, **__):
         return ((number, function(*job)) for number, job in enumerate(jobs))
 
-    for room in ("pool", "sweep"):
+    for room in ("engine.pool", "experiments.head_sweep"):
         monkeypatch.setattr(f"headwise.lab.{room}.work", work)
 
 
@@ -104,10 +104,10 @@ def test_the_little_language_is_read_in_words_and_whole(cache):
 def test_another_text(cache, tmp_path, here):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 200)
-    first = head_sweep([2], text=text, context=16, seeds=1, cache=cache, **TINY)
+    first = head_sweep([2], corpus=text, context=16, seeds=1, cache=cache, **TINY)
     assert first.rows[0].marks == {}
     text.write_text("a dog ran in a park and back. " * 200)  # the same name, another text: another point
-    assert head_sweep([2], text=text, context=16, seeds=1, cache=cache, **TINY).rows[0].loss != first.rows[0].loss
+    assert head_sweep([2], corpus=text, context=16, seeds=1, cache=cache, **TINY).rows[0].loss != first.rows[0].loss
 
 
 def test_a_point_is_the_same_whoever_trains_it(tmp_path):

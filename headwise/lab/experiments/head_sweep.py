@@ -69,7 +69,7 @@ def head_sweep(
     head_dim: int | None = None,
     layers: int = 2,
     context: int = 128,
-    text: str | Path | None = None,
+    corpus: str | Path | None = None,
     tokenizer: str | None = None,
     steps: int = 2000,
     batch: int = 16,
@@ -81,7 +81,7 @@ def head_sweep(
 ) -> Sweep:
     """Train a model for each head count and seed, at constant heads × head_dim, or with `head_dim` at that constant.
 
-    All points have learned positions: heads of one channel cannot rotate. `text` is a file or a folder; none is the little
+    All points have learned positions: heads of one channel cannot rotate. `corpus` is a file or a folder; none is the little
     language. Points are trained in so many processes and kept in the cache; those that are there are not trained again.
     """
     specs = {}
@@ -90,7 +90,7 @@ def head_sweep(
         specs[str(count)] = ModelSpec(vocab=LITTLE_WORDS, context=context, layers=layers, attention=attention)
     constant = "heads × head_dim" if head_dim is None else f"head_dim {head_dim}"
     return compare(
-        specs, constant, text=text, tokenizer=tokenizer, steps=steps, batch=batch, rate=rate, seeds=seeds, cache=cache,
+        specs, constant, corpus=corpus, tokenizer=tokenizer, steps=steps, batch=batch, rate=rate, seeds=seeds, cache=cache,
         processes=processes, note=note,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def head_sweep(
 def depth_or_heads(*, width: int = 64, heads: int = 8, layers: int = 6, context: int = 128, **training: Any) -> Sweep:
     """The same parameters taken from layers or from heads: the whole model, one block less, and fewer heads everywhere.
 
-    `training` is what `compare` takes: text, steps, seeds and so on.
+    `training` is what `compare` takes: corpus, steps, seeds and so on.
     """
     attention = AttentionSpec(width=width, heads=heads)
     whole = ModelSpec(vocab=LITTLE_WORDS, context=context, layers=layers, attention=attention)
@@ -111,7 +111,7 @@ def compare(
     specs: dict[str, ModelSpec],
     constant: str,
     *,
-    text: str | Path | None = None,
+    corpus: str | Path | None = None,
     tokenizer: str | None = None,
     steps: int = 2000,
     batch: int = 16,
@@ -124,11 +124,11 @@ def compare(
     """Train any models side by side, each with every seed, and measure them alike."""
     if seeds < 1:
         raise HeadwiseError(f"a sweep needs at least one seed, got {seeds}.")
-    if text is None:
+    if corpus is None:
         _check_little(specs, tokenizer)
     store = Store(cache)
-    rows = "texts" if text is None else "windows"
-    read = str(text or ""), tokenizer or ("word" if text is None else "byte")
+    rows = "texts" if corpus is None else "windows"
+    read = str(corpus or ""), tokenizer or ("word" if corpus is None else "byte")
     recipes = [usual_recipe(steps, seed=seed, batch=batch, rate=rate, rows=rows) for seed in range(seeds)]
     points = {name: [usual_point(spec, recipe, "usual", *read) for recipe in recipes] for name, spec in specs.items()}
     train_all([point for some in points.values() for point in some], store, processes, note)
