@@ -232,10 +232,3 @@ def test_two_million_tokens_within_a_limit(tmp_path: Path) -> None:
     tokens, megabytes = streamed(small, large, timeout=1800)
     assert tokens == 2_000_000
     assert megabytes < 40
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not STATUS.is_file(), reason="the limit is Linux's")
-def test_documents_with_relations_stream_too() -> None:
-    (_, low), (_, high) = (streamed("100", count, timeout=900) for count in ("2000", "4000"))
-    assert high < low + 8
