@@ -88,7 +88,8 @@ def export(
         return Exported(Path(path), to, notes)
     if target.check is None:
         raise HeadwiseError(f"what is written for {to} is checked by its tests, not here; leave check out.")
-    prompts = [ids for text in PROMPTS if (ids := _ids(model, text))]
+    most = max(1, model.spec.context - TOKENS - 1)
+    prompts = [ids[:most] for text in PROMPTS if (ids := _ids(model, text))]
     return Exported(Path(path), to, notes, target.check(model, Path(path), prompts))
 
 
