@@ -14,7 +14,7 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import Timing, machine, take_turns
-from headwise.change.report import Size
+from headwise.change.report import Footprint
 from headwise.show.tables import make_table
 
 LENGTHS = (128, 1024, 4096)
@@ -42,7 +42,7 @@ def reading(T: int, rounds: int) -> list[object]:
     full = make_model(T)
     half, ids = halved(full), torch.randint(VOCAB, (1, T))
     timing = timed({"full": lambda: full(ids), "half": lambda: half(ids)}, rounds)
-    before, after = (Size.of(model.spec, T) for model in (full, half))
+    before, after = (Footprint.of(model.spec, T) for model in (full, half))
     foretold = before.operations / after.operations
     return [T, before.operations / 1e9, after.operations / 1e9, *gains(foretold, timing)]
 
@@ -55,7 +55,7 @@ def generating(name: str, rounds: int) -> list[object]:
     half, prompt = halved(full), torch.randint(VOCAB, (1, start))
     sizes, held, steps = [], [], {}
     for called, model in (("full", full), ("half", half)):
-        size = Size.of(model.spec)
+        size = Footprint.of(model.spec)
         cache = model.cache("fixed", start)
         model(prompt, cache=cache)
         held.append((cache.bytes, start * size.cache_bytes_per_token))

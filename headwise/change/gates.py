@@ -59,7 +59,7 @@ def learn_gates(
     order = Windows(np.arange(len(units) + 1), context=1, seed=seed)  # the order of training; a window is one text
     with prepared(model, weights), torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
-        gates = Gates({site.address: len(site.head_ids) for site in model.sites()}).to(model.device)
+        gates = LearnedGates({site.address: len(site.head_ids) for site in model.sites()}).to(model.device)
         clean = copy.deepcopy(model).eval() if weights and model.output is None else model
         optimizers = [torch.optim.Adam(gates.parameters(), lr=rate)]
         optimizers += [make_optimizer(dict(trainable(model)), BESIDE)] if weights else []  # pyright: ignore[reportArgumentType]
@@ -84,10 +84,10 @@ def learn_gates(
     return dict(zip(model.spec.addresses, gates.open_chance().tolist(), strict=True))
 
 
-class Gates(nn.Module):
+class LearnedGates(nn.Module):
     """A hard-concrete gate for each of N heads; what is learned is `log_alpha` (N,), layer after layer.
 
-    >>> gates = Gates({SiteAddress("", 0): 4, SiteAddress("", 1): 2}, start=0.0)
+    >>> gates = LearnedGates({SiteAddress("", 0): 4, SiteAddress("", 1): 2}, start=0.0)
     >>> {str(site): tuple(gate.shape) for site, gate in gates.sample(3).items()}
     {'0': (3, 4), '1': (3, 2)}
     >>> round(gates.open_share().item(), 3), gates.evaluation()[SiteAddress("", 1)].tolist()
@@ -181,7 +181,7 @@ def _loss(model: AnyModel, clean: AnyModel, asked: Asked, gates: dict[SiteAddres
     return model.output.cross_entropy(hidden.flatten(0, 1), targets.flatten(), total=max(1, count))
 
 
-def along(gates: Gates) -> None:
+def along(gates: LearnedGates) -> None:
     """Add the price of an open gate, λ · Σ P(open), to the slope of the loss: λ such that the sum leads neither up nor down.
 
     So λ need not be guessed: it is the Lagrange multiplier of the constraint that so many gates are open, as the slopes of

@@ -25,7 +25,7 @@ Train = Callable[[AnyModel], object]  # trains a model further, in place
 
 
 @dataclass(frozen=True)
-class Size:
+class Footprint:
     """What a model takes. Operations are those of matrix products in one pass over a text, hidden pairs left out."""
 
     heads: int
@@ -36,17 +36,17 @@ class Size:
     operations: int
 
     @staticmethod
-    def of(spec: ModelSpec, length: int = LENGTH, bytes_per_number: int = 4) -> "Size":
+    def of(spec: ModelSpec, length: int = LENGTH, bytes_per_number: int = 4) -> "Footprint":
         """Count, without building anything.
 
         >>> from headwise.spec import preset
-        >>> Size.of(preset("smollm2-135m")).cache_bytes_per_token  # 30 layers, 3 heads, a key and a value of 64 numbers
+        >>> Footprint.of(preset("smollm2-135m")).cache_bytes_per_token  # 30 layers, 3 heads, a key and a value of 64 numbers
         46080
         """
         layers = {site: spec.attention_at(site) for site in spec.sites}
         cached = [layer for site, layer in layers.items() if site.stack in ("", "dec") and spec.kind != "encoder"]
         held = sum(_held(layer, keeps, length, bytes_per_number) for layer in cached for keeps in layer.keeps)
-        return Size(
+        return Footprint(
             heads=len(spec.addresses),
             kv_heads=sum(len(layer.kv_ids) for layer in layers.values()),
             layers_without_heads=sum(not layer.head_ids for layer in layers.values()),
@@ -78,8 +78,8 @@ class Report:
     Intervals of differences from random cuts are over texts and over the draws of cuts; of a single draw not known, NaN.
     """
 
-    before: Size
-    after: Size
+    before: Footprint
+    after: Footprint
     length: int  # of the text that operations and speed are told for
     time: Timing  # seconds of a pass over it
     metric: str
@@ -230,9 +230,9 @@ def _spread(losses: tuple[float, ...]) -> Figure:
     return Figure(float(np.mean(losses)), min(losses), max(losses))
 
 
-def _size(model: AnyModel, length: int) -> Size:
+def _size(model: AnyModel, length: int) -> Footprint:
     """What a model takes, its parameters counted one by one: a spec of somebody else's model does not tell them all."""
-    size = Size.of(model.spec, length, next(model.parameters()).element_size())
+    size = Footprint.of(model.spec, length, next(model.parameters()).element_size())
     if model.spec.weights:
         return size  # what is packed is no parameter, but the numbers are there
     return replace(size, parameters=sum(value.numel() for value in model.parameters()))

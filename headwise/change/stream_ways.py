@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headwise.change.gates import LED, Gates, along, prepared
+from headwise.change.gates import LED, LearnedGates, along, prepared
 from headwise.change.streaming import Scores, StreamQuestion, layer_keeping, streaming_now
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
@@ -103,7 +103,7 @@ def gates_of_each(model: Transformer, ask: StreamQuestion, rate: float = 0.1) ->
     texts = _texts(model, ask)
     with prepared(model, False), torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(ask.seed)
-        gates = Gates({layer.site.address: len(layer.spec.kv_ids) for layer in model.attention_layers()})
+        gates = LearnedGates({layer.site.address: len(layer.spec.kv_ids) for layer in model.attention_layers()})
         gates = gates.to(model.device)
         optimizer = torch.optim.Adam(gates.parameters(), lr=rate)
         first, keep = gates.open_share().item(), 1 - ask.share

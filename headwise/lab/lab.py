@@ -18,7 +18,7 @@ LITTLE_WORDS = len(VOCABULARY)  # a vocabulary to begin with; that of the tokeni
 
 
 @dataclass(frozen=True)
-class Size(Wire):
+class LabSize(Wire):
     """The usual model and its training; claims say where they differ."""
 
     width: int = 64
@@ -37,7 +37,7 @@ class Lab:
 
     store: Store
     seeds: tuple[int, ...] = (0,)
-    size: Size = Size()
+    size: LabSize = LabSize()
 
     def point(
         self,

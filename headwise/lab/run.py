@@ -13,7 +13,7 @@ from headwise.lab.engine.figure import LEVEL, Figures
 from headwise.lab.engine.pool import check_same, train_all, work
 from headwise.lab.engine.store import Store
 from headwise.lab.engine.versions import declared
-from headwise.lab.lab import FULL, QUICK, SEEN, Lab, Size
+from headwise.lab.lab import FULL, QUICK, SEEN, Lab, LabSize
 from headwise.lab.registry import find_claims
 from headwise.look.profile.make import Note
 from headwise.weights import load
@@ -70,7 +70,7 @@ def claims(
     first_seed: int = 0,
     on: "AnyModel | str | None" = None,
     corpus: Any = None,
-    size: Size | None = None,
+    size: LabSize | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
     note: Note | None = None,
@@ -94,7 +94,7 @@ def claims(
     if first_seed < 0:
         raise HeadwiseError(f"seeds are counted from 0 on; the first one cannot be {first_seed}.")
     many = seeds if seeds is not None else FULL if full else QUICK
-    lab = Lab(Store(cache), tuple(range(first_seed, first_seed + many)), size or Size())
+    lab = Lab(Store(cache), tuple(range(first_seed, first_seed + many)), size or LabSize())
     found = {claim.name: _kept(claim, lab) for claim in chosen}
     todo = [claim for claim in chosen if found[claim.name] is None]
     train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, note)
@@ -126,7 +126,7 @@ def claims(
 def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str) -> list[dict[str, Any]]:
     """In another process."""
     (claim,) = find_claims([name])
-    lab = Lab(Store(folder), seeds, Size.from_json(size))
+    lab = Lab(Store(folder), seeds, LabSize.from_json(size))
     check_same(_key(claim, lab), key)
     return claim.measure(lab).to_rows()
 

@@ -36,7 +36,7 @@ ALLOWED = 0.01  # of the full model's loss, that a cut may cost where heads are 
 
 
 @dataclass(frozen=True)
-class Size:
+class DemoSize:
     """How much is done: what is trained, and how many texts are read."""
 
     spec: ModelSpec
@@ -47,8 +47,8 @@ class Size:
     questions: int  # documents of the exam
 
 
-FULL = Size(preset("little"), replace(LITTLE, steps=1500), 15, None, 128, 300)
-QUICK = Size(
+FULL = DemoSize(preset("little"), replace(LITTLE, steps=1500), 15, None, 128, 300)
+QUICK = DemoSize(
     preset("little").resized(layers=2, width=32, heads=4), replace(LITTLE, steps=24, batch=4, warmup=4), 3, 40, 12, 20
 )
 
@@ -131,7 +131,7 @@ def training(
     return Training(trained, history, exam(model, documents=size.questions), seen, plan, cost, folder, files)
 
 
-def _train(size: Size, seed: int, history: HeadHistory, progress: bool) -> Trained:
+def _train(size: DemoSize, seed: int, history: HeadHistory, progress: bool) -> Trained:
     recipe = replace(size.recipe, seed=seed)
     texts, valid = little_texts(recipe)
     every = max(1, recipe.steps // size.looks)

@@ -61,7 +61,7 @@ def is_first() -> bool:
 
 
 @contextmanager
-def gather(device: str | torch.device | None) -> Iterator[Team]:
+def join_team(device: str | torch.device | None) -> Iterator[Team]:
     """The team that torchrun started, or a team of one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     started = False

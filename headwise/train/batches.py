@@ -14,7 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.model.loss import IGNORE
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """What a pass reads and is asked for."""
 
     ids: Tensor  # (B, T)
@@ -23,9 +23,9 @@ class Rows(NamedTuple):
     source: Tensor | None = None  # (B, S), what an encoder-decoder reads
     source_padding: Tensor | None = None  # (B, S)
 
-    def part(self, some: slice, device: torch.device) -> "Rows":
+    def part(self, some: slice, device: torch.device) -> "TokenRows":
         """Some of the rows, on a device."""
-        return Rows(*(None if x is None else x[some].to(device, non_blocking=True) for x in self))  # pyright: ignore
+        return TokenRows(*(None if x is None else x[some].to(device, non_blocking=True) for x in self))  # pyright: ignore
 
     @property
     def asked(self) -> int:
@@ -206,14 +206,14 @@ def in_order(tokens: np.ndarray, context: int, most: int | None = None) -> Itera
         yield tokens[start : start + context + 1].astype(np.int64)
 
 
-def make_rows(texts: np.ndarray, sources: np.ndarray | None, hide: Hide | None, first: int) -> Rows:
+def make_rows(texts: np.ndarray, sources: np.ndarray | None, hide: Hide | None, first: int) -> TokenRows:
     """Texts with one token more than is read, −1 where there is none, as a pass reads them; `first` is their number."""
     read = torch.from_numpy(texts)  # (B, T + 1)
     ids, targets = causal(read) if hide is None else hide(read, first=first)
     if sources is not None:
         source = torch.from_numpy(sources)  # (B, S)
-        return Rows(ids, targets, None, source.clamp(min=0), _padding(source))
-    return Rows(ids, targets, None if hide is None else _padding(read[:, :-1]))
+        return TokenRows(ids, targets, None, source.clamp(min=0), _padding(source))
+    return TokenRows(ids, targets, None if hide is None else _padding(read[:, :-1]))
 
 
 def _padding(read: Tensor) -> Tensor | None:

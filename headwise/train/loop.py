@@ -16,9 +16,9 @@ from headwise.errors import HeadwiseError
 from headwise.heads.dropout import tell_progress
 from headwise.model import Transformer, quiet
 from headwise.spec import ModelSpec
-from headwise.team.team import Team, gather
+from headwise.team.team import Team, join_team
 from headwise.text import Tokenizer
-from headwise.train.batches import Hide, Rows, in_order, make_rows, masked
+from headwise.train.batches import Hide, TokenRows, in_order, make_rows, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss, Losses, MakeLoss
@@ -90,7 +90,7 @@ def start(
     if every is not None and every < 1:
         raise HeadwiseError(f"every must be at least 1, got {every}.")
     out = request.out
-    with gather(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
+    with join_team(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
         folder = Path(scratch) if out is None else Path(out)
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
@@ -116,7 +116,7 @@ def resume(
     True
     """
     folder = Path(folder)
-    with gather(device) as team, torch.random.fork_rng():
+    with join_team(device) as team, torch.random.fork_rng():
         start, recipe = recall(folder, loss, team)
         return _run(start, recipe, team, folder, True, call, every, progress)
 
@@ -245,7 +245,7 @@ class Loop:
             self.loss, self.parts = losses.mean()
         return length
 
-    def _read(self, step: int) -> Rows:
+    def _read(self, step: int) -> TokenRows:
         """All rows of a step."""
         first = step * self.recipe.batch
         read = self.windows.rows(first, self.recipe.batch)  # (batch, ≤ context + 1), −1 where there is none

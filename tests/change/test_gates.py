@@ -11,7 +11,7 @@ import torch
 from scipy.integrate import quad
 from scipy.special import expit
 
-from headwise.change.gates import Gates, learn_gates
+from headwise.change.gates import LearnedGates, learn_gates
 from headwise.errors import HeadwiseError
 from headwise.look.worth.importance import importance
 from headwise.model import Transformer
@@ -38,7 +38,7 @@ def gate(noise: float, log_alpha: float) -> float:
 @pytest.mark.parametrize("log_alpha", [-3.0, -0.7, 0.0, 1.3, 4.0])
 def test_drawn_gates_are_shut_and_wide_open_as_often_as_they_should(log_alpha: float) -> None:
     torch.manual_seed(0)
-    drawn = Gates({ONE: 2}, start=log_alpha).sample(DRAWS // 2)[ONE]
+    drawn = LearnedGates({ONE: 2}, start=log_alpha).sample(DRAWS // 2)[ONE]
     assert drawn.shape == (DRAWS // 2, 2)
     assert drawn.min() >= 0
     assert drawn.max() <= 1
@@ -49,7 +49,7 @@ def test_drawn_gates_are_shut_and_wide_open_as_often_as_they_should(log_alpha: f
 
 
 def test_the_chance_to_be_open_is_that_of_drawn_gates() -> None:
-    gates = Gates({ONE: 3})
+    gates = LearnedGates({ONE: 3})
     with torch.no_grad():
         gates.log_alpha.copy_(torch.tensor([-2.0, 0.0, 2.0]))
     wanted = 1 - expit(-0.33 * math.log(11) - np.array([-2.0, 0.0, 2.0]))
@@ -59,7 +59,7 @@ def test_the_chance_to_be_open_is_that_of_drawn_gates() -> None:
 
 
 def test_the_gate_without_chance_is_zero_below_its_threshold_one_above_and_half_in_the_middle() -> None:
-    gates = Gates({ONE: 6, TWO: 1})
+    gates = LearnedGates({ONE: 6, TWO: 1})
     with torch.no_grad():
         gates.log_alpha.copy_(torch.tensor([-2.399, -2.397, 0.0, 2.397, 2.399, -9.0, 9.0]))
     made = gates.evaluation()
@@ -72,7 +72,7 @@ def test_the_gate_without_chance_is_zero_below_its_threshold_one_above_and_half_
 @pytest.mark.parametrize("log_alpha", [-1.0, 0.0, 1.5])
 def test_the_slope_of_drawn_gates_is_that_of_their_expectation(log_alpha: float) -> None:
     torch.manual_seed(0)
-    gates = Gates({ONE: 1}, start=log_alpha)
+    gates = LearnedGates({ONE: 1}, start=log_alpha)
     drawn = gates.sample(DRAWS)[ONE][:, 0]  # (DRAWS,)
     (drawn.square().mean()).backward()
 
@@ -87,14 +87,14 @@ def test_the_slope_of_drawn_gates_is_that_of_their_expectation(log_alpha: float)
 
 def test_each_text_draws_its_own_gates_and_each_layer_gets_its_part() -> None:
     torch.manual_seed(0)
-    gates = Gates({ONE: 2, TWO: 30, SiteAddress("", 2): 0}, start=0.0)
+    gates = LearnedGates({ONE: 2, TWO: 30, SiteAddress("", 2): 0}, start=0.0)
     drawn = gates.sample(4)
     assert [tuple(gate.shape) for gate in drawn.values()] == [(4, 2), (4, 30), (4, 0)]
     assert len({tuple(row) for row in drawn[TWO].tolist()}) == 4
 
 
 def test_all_log_alphas_are_moved_alike_to_a_share() -> None:
-    gates = Gates({ONE: 5})
+    gates = LearnedGates({ONE: 5})
     with torch.no_grad():
         gates.log_alpha.copy_(torch.tensor([-5.0, -1.0, 0.0, 2.0, 7.0]))
     for share in (0.9, 0.31, 0.6):

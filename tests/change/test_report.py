@@ -18,7 +18,7 @@ from headwise.change.curve import curve
 from headwise.change.heal import heal
 from headwise.change.prune import prune
 from headwise.change.rank import rank
-from headwise.change.report import Size, report
+from headwise.change.report import Footprint, report
 from headwise.change.timing import Timing
 from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
@@ -50,22 +50,25 @@ COUNTS = np.array([len(text) - 1 for text in TEXTS])  # a token a letter
 def test_sizes_of_gpt2_by_hand() -> None:
     spec = preset("gpt2")
     after = spec.without("0-5.*")  # six layers of twelve heads
-    one, other = Size.of(spec), Size.of(after)
+    one, other = Footprint.of(spec), Footprint.of(after)
     a_head = 4 * 64 * 768 + 3 * 64  # W_Q, W_K, W_V, W_O and three biases; b_O stays
     assert one.parameters - other.parameters == 72 * a_head
     assert (one.heads, other.heads, other.kv_heads, other.layers_without_heads) == (144, 72, 72, 6)
     assert (one.cache_bytes_per_token, other.cache_bytes_per_token) == (12 * 2 * 768 * 4, 6 * 2 * 768 * 4)
-    assert Size.of(spec, bytes_per_number=2).cache_bytes_per_token == 12 * 2 * 768 * 2
+    assert Footprint.of(spec, bytes_per_number=2).cache_bytes_per_token == 12 * 2 * 768 * 2
     a_head_of_512 = 2 * (512 * 4 * 64 * 768 + 2 * 64 * 512 * 513 // 2)
     assert one.operations - other.operations == 72 * a_head_of_512
 
 
 def test_keys_go_with_their_last_head() -> None:
     spec = preset("smollm2-135m")  # three heads to a key
-    assert Size.of(spec.without("0.0-1")).cache_bytes_per_token == Size.of(spec).cache_bytes_per_token
-    assert Size.of(spec.without("0.0-2")).cache_bytes_per_token == Size.of(spec).cache_bytes_per_token - 2 * 64 * 4
-    assert Size.of(spec).parameters - Size.of(spec.without("0.0-2")).parameters == (3 + 3 + 1 + 1) * 64 * 576
-    assert Size.of(preset("bert-base")).cache_bytes_per_token == 0
+    assert Footprint.of(spec.without("0.0-1")).cache_bytes_per_token == Footprint.of(spec).cache_bytes_per_token
+    assert (
+        Footprint.of(spec.without("0.0-2")).cache_bytes_per_token
+        == Footprint.of(spec).cache_bytes_per_token - 2 * 64 * 4
+    )
+    assert Footprint.of(spec).parameters - Footprint.of(spec.without("0.0-2")).parameters == (3 + 3 + 1 + 1) * 64 * 576
+    assert Footprint.of(preset("bert-base")).cache_bytes_per_token == 0
 
 
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "decoder, windows"])
@@ -76,7 +79,7 @@ def test_bytes_are_those_a_cache_holds(name: str) -> None:
         small = prune(model, heads=pattern, fold=False)
         cache = small.cache("fixed", 19)
         small(token_ids(2, 7), cache=cache)
-        assert cache.bytes == 2 * 19 * Size.of(small.spec, bytes_per_number=8).cache_bytes_per_token
+        assert cache.bytes == 2 * 19 * Footprint.of(small.spec, bytes_per_number=8).cache_bytes_per_token
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,8 +121,8 @@ def test_losses_are_those_of_plain_calls() -> None:
     assert made.more_than_random.mean == pytest.approx((after - np.mean(randoms, 0)).sum() / total, abs=1e-9)
     for figure in (made.loss_before, made.loss_after, made.more, made.more_than_random):
         assert figure.low < figure.mean < figure.high
-    assert made.before == Size.of(model.spec, 64, 8)
-    assert made.after == Size.of(small.spec, 64, 8)
+    assert made.before == Footprint.of(model.spec, 64, 8)
+    assert made.after == Footprint.of(small.spec, 64, 8)
     assert len(made.rows()) == 7
     assert made.rows()[-1] == [
         "seconds, 64 tokens",

@@ -13,7 +13,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.change.passkey import DIGITS, Case, Passkeys, ask_passkeys, make_cases
 from headwise.change.plan import Plan
-from headwise.change.report import Size, random_plan, report
+from headwise.change.report import Footprint, random_plan, report
 from headwise.change.streaming import STREAM_WAYS, streaming_now
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -246,7 +246,7 @@ def test_a_report_stands_beside_chance() -> None:
 def test_sizes_of_streaming_heads() -> None:
     spec = hw.preset("smollm2-135m")
     half = spec.caching({str(head): Keeps(first=4, last=128) for head in spec.key_heads[::2]})
-    assert Size.of(half, 4096).cache_bytes_per_token == round(45 * 512 * (4096 + 132) / 4096)
+    assert Footprint.of(half, 4096).cache_bytes_per_token == round(45 * 512 * (4096 + 132) / 4096)
 
 
 # Pass keys.

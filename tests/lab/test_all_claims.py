@@ -4,10 +4,10 @@ import pytest
 
 import headwise as hw
 from headwise.lab.claim import WORDS
-from headwise.lab.lab import Size
+from headwise.lab.lab import LabSize
 from headwise.lab.registry import all_claims
 
-TINY = Size(width=16, heads=4, steps=16, batch=4, documents=30)
+TINY = LabSize(width=16, heads=4, steps=16, batch=4, documents=30)
 
 
 @pytest.mark.slow

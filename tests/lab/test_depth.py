@@ -5,7 +5,7 @@ import pytest
 from headwise.errors import HeadwiseError
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.depth import LAYERS, deep, same_cut
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -57,6 +57,6 @@ def test_what_cannot_be_is_said(spec, said):
 
 
 def test_the_deeper_lab(tmp_path):
-    lab = deep(Lab(Store(tmp_path), (0, 1), Size(steps=100)))
+    lab = deep(Lab(Store(tmp_path), (0, 1), LabSize(steps=100)))
     assert (lab.size.layers, lab.size.steps, lab.seeds) == (LAYERS, 60, (0, 1))
     assert lab.point(0).spec.layers == LAYERS

@@ -12,11 +12,11 @@ from headwise.lab import run
 from headwise.lab.claim import Verdict
 from headwise.lab.engine import make
 from headwise.lab.engine.figure import Figures
-from headwise.lab.lab import Size
+from headwise.lab.lab import LabSize
 from headwise.lab.registry import all_claims, find_claims
 from headwise.spec import AttentionSpec, ModelSpec
 
-TINY = Size(width=16, heads=4, steps=8, batch=4, documents=20)
+TINY = LabSize(width=16, heads=4, steps=8, batch=4, documents=20)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_what_was_found_is_not_done_again(tmp_path, monkeypatch):
 def test_another_size_or_more_seeds_is_another_experiment(tmp_path):
     (claim,) = find_claims(["parameters"])
     lab = run.Lab(run.Store(tmp_path), (0,), TINY)
-    keys = {run._key(claim, one) for one in (lab, replace(lab, seeds=(0, 1, 2)), replace(lab, size=Size()))}
+    keys = {run._key(claim, one) for one in (lab, replace(lab, seeds=(0, 1, 2)), replace(lab, size=LabSize()))}
     assert len(keys) == 3
 
 

@@ -16,7 +16,7 @@ from headwise.lab.engine.make import make
 from headwise.lab.engine.pool import train_all
 from headwise.lab.engine.store import DONE, Store
 from headwise.lab.experiments.head_sweep import check_heads, depth_or_heads, head_sweep
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 
 TINY: dict[str, Any] = {"width": 16, "steps": 8, "batch": 4, "processes": 1}
 
@@ -111,7 +111,7 @@ def test_another_text(cache, tmp_path, here):
 
 
 def test_a_point_is_the_same_whoever_trains_it(tmp_path):
-    size = Size(width=16, heads=4, steps=8, batch=4)
+    size = LabSize(width=16, heads=4, steps=8, batch=4)
     alone, spread = Lab(Store(tmp_path / "a"), size=size), Lab(Store(tmp_path / "b"), size=size)
     points = [alone.point(seed) for seed in (0, 1)]
     train_all(points, spread.store, 2)
@@ -128,7 +128,7 @@ def test_a_point_is_the_same_whoever_trains_it(tmp_path):
 
 
 def test_beginnings(tmp_path):
-    lab = Lab(Store(tmp_path), size=Size(width=16, heads=4, steps=8, batch=4))
+    lab = Lab(Store(tmp_path), size=LabSize(width=16, heads=4, steps=8, batch=4))
     for layer in lab.made(lab.point(0, start="identity W_O")).model().attention_layers():
         assert torch.equal(layer.write.weight, torch.eye(16))
     frozen = lab.made(lab.point(0, start="frozen W_O"))
@@ -153,7 +153,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 
 def test_a_damaged_note_is_named(tmp_path):
-    lab = Lab(Store(tmp_path), size=Size(width=16, heads=4, steps=8, batch=4))
+    lab = Lab(Store(tmp_path), size=LabSize(width=16, heads=4, steps=8, batch=4))
     made = lab.made(lab.point(0))
     (made.folder / DONE).write_text("{")
     with pytest.raises(HeadwiseError, match=r"done\.json cannot be read; delete it"):

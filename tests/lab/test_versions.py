@@ -15,17 +15,17 @@ from headwise.lab import run
 from headwise.lab.engine.point import Point
 from headwise.lab.engine.store import Store
 from headwise.lab.engine.versions import VERSIONS
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.lab.registry import find_claims
 from headwise.train.recipe import Recipe
 
 KEYS = """
 import json, sys
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.lab.registry import all_claims
 from headwise.lab.run import _key
 from headwise.lab.engine.store import Store
-lab = Lab(Store(sys.argv[1]), size=Size(width=16, heads=4, steps=8, batch=4))
+lab = Lab(Store(sys.argv[1]), size=LabSize(width=16, heads=4, steps=8, batch=4))
 print(json.dumps([lab.store.place(lab.point(0)).name, *(_key(claim, lab) for claim in all_claims())]))
 """
 
@@ -52,7 +52,7 @@ def test_moving_and_tidying_code_changes_no_key(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
-    return Lab(Store(tmp_path), size=Size(width=16, heads=4, steps=8, batch=4))
+    return Lab(Store(tmp_path), size=LabSize(width=16, heads=4, steps=8, batch=4))
 
 
 @pytest.mark.parametrize(("kind", "trained"), [("texts", True), ("training", True), ("measures", False)])

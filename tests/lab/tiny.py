@@ -9,13 +9,13 @@ import torch
 
 from headwise.lab.engine.point import STARTS, Made, Point
 from headwise.lab.engine.store import Store
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 from headwise.text.little import VOCABULARY
 from headwise.text.make import add_frame, make_tokenizer
 
-SIZE = Size(width=16, heads=4, layers=2, steps=8, batch=4, documents=20)
+SIZE = LabSize(width=16, heads=4, layers=2, steps=8, batch=4, documents=20)
 TOLD = {"loss": 3.0, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
 
 

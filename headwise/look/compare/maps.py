@@ -54,7 +54,7 @@ def sample(
         rows -= take * len(group)
 
 
-class Rows(NamedTuple):
+class SampledRows(NamedTuple):
     """What the heads did at some places of some texts."""
 
     maps: Tensor  # (H, B·r, S + 1): the last column is the sink's share
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     texts: int  # B
 
 
-def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> Rows:
+def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> SampledRows:
     """One pass over a group of texts, these rows alone kept. Listeners see it as it is; nothing is changed."""
     batch = make_batch(units, device=model.device)
     maps, v, z = [], [], []
@@ -86,7 +86,7 @@ def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Addr
         for site in model.sites():
             stack.enter_context(site.listen(listener))
         run(model, batch)
-    return Rows(torch.cat(maps), torch.cat(v), torch.cat(z), len(units))
+    return SampledRows(torch.cat(maps), torch.cat(v), torch.cat(z), len(units))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Sums:
         self.other = {name: np.zeros_like(sums) for name, sums in self.here.items()}
         self.squares = np.zeros(len(W_O))  # ‖P‖² of the rows that have another text
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: SampledRows) -> None:
         """A group of texts. The next text of the group is the other one."""
         n, texts = rows.maps.shape[1], rows.texts
         keys = rows.maps[..., :-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.kernels.masks import Causal
 from headwise.kernels.terms import Terms, spread
-from headwise.look.measure.row_numbers import Rows, gather, join, looks_ahead
+from headwise.look.measure.row_numbers import Rows, fill_rows, join, looks_ahead
 from headwise.look.measure.scene import WINDOW, Scene
 
 MASK = 1 << 24  # entries of a mask that is handed over whole
@@ -23,7 +23,7 @@ def glance(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor) -> Rows:
     q, k, terms = seen.q, spread(seen.k, seen.terms.groups), seen.terms
     (_, _, T, d), S = q.shape, k.shape[2]
     if not _fits(seen):
-        return gather(seen, scene, norms, gram)
+        return fill_rows(seen, scene, norms, gram)
     mask, empty, is_causal = _mask(terms, q, S)
     scale = terms.scale
 

@@ -125,7 +125,7 @@ class Full(Rows):
 See = Callable[[Block], None]
 
 
-def gather(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor, every: int = 1, see: Sequence[See] = ()) -> Full:
+def fill_rows(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor, every: int = 1, see: Sequence[See] = ()) -> Full:
     """Walk over a call, or over one block of rows in so many. `norms` (B, H, S) is the length of what each key writes; `see`
     are shown each block as it goes by."""
     inputs, batch = scene.inputs(norms), scene.batch

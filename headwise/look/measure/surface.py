@@ -18,7 +18,7 @@ from headwise.look.measure.draw import Draw
 from headwise.look.measure.evidence import Evidence
 from headwise.look.measure.light import glance
 from headwise.look.measure.measure import Measure, Number
-from headwise.look.measure.row_numbers import Rows, See, gather
+from headwise.look.measure.row_numbers import Rows, See, fill_rows
 from headwise.look.measure.rows import Block, fetched, unknown_gram
 from headwise.look.measure.scene import FIRST, Layout, Scene
 from headwise.look.measure.shape import Confidence, Shape, Writes
@@ -70,7 +70,9 @@ class Surface:
         norms = fetched(seen, own)  # (B, H, S)
         if self.draw is not None:
             self.draw.see_tokens(seen, scene, first_head)
-        rows = gather(seen, scene, norms, own, self.every, self._keep(scene, seen, first_head)) if self.walks else None
+        rows = (
+            fill_rows(seen, scene, norms, own, self.every, self._keep(scene, seen, first_head)) if self.walks else None
+        )
         whole = rows if rows is not None and self.every == 1 else glance(seen, scene, norms, own)
         unknown = bool(own.isnan().any())
         for measure in self.measures:

@@ -35,7 +35,7 @@ from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
-from headwise.team.team import Team, gather
+from headwise.team.team import Team, join_team
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
@@ -81,7 +81,7 @@ def profile(
     if control == "random-init":
         model = model.untrained(seed)
     note = note or (lambda what, done, of: None)
-    with quiet(model), torch.no_grad(), gather(model.device) as team:
+    with quiet(model), torch.no_grad(), join_team(model.device) as team:
         made = _Pass(model, longest, tokens, every, detail, seed, control, note, team, measures, roles)
         return made.run(corpus, relations, causal)
 

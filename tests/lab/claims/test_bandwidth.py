@@ -4,7 +4,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.engine.figure import Figure, Figures
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.claims.bandwidth import CLAIM, measure, on, times
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -37,7 +37,7 @@ def test_eight_heads_are_the_measure():
 
 
 def test_it_measures_and_judges(tmp_path):
-    found = measure(Lab(Store(tmp_path), size=Size(width=16, context=4)), turns=3)
+    found = measure(Lab(Store(tmp_path), size=LabSize(width=16, context=4)), turns=3)
     assert list(found.at("fused with backward")) == [1, 2, 4, 8, 16, 32, 64]
     assert CLAIM.judge(found)
 

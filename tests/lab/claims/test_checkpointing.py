@@ -6,7 +6,7 @@ from headwise.lab.claim import WORDS
 from headwise.lab.engine.figure import Figure, Figures
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.claims.checkpointing import CLAIM, Trade, measure, on, trade
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
@@ -73,7 +73,7 @@ def test_what_cannot_be_trained_is_refused():
 
 @pytest.mark.slow
 def test_it_measures_and_judges(tmp_path):
-    lab = Lab(Store(tmp_path), size=Size(width=16, heads=4, context=64, batch=8))
+    lab = Lab(Store(tmp_path), size=LabSize(width=16, heads=4, context=64, batch=8))
     found = measure(lab, (1, 4), turns=3, measured=2)
     assert list(found.at("time ratio")) == [1, 4]
     assert all(len(figure.values) == 2 for figure in found.at("memory ratio").values())

@@ -5,7 +5,7 @@ import pytest
 from headwise.lab.engine.point import Made, Point
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.claims.depth import CLAIM, GAP, MODELS, between_curves, judge, measure, three
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.text.little import VOCABULARY
 
 CASES = {
@@ -40,7 +40,7 @@ class Told(Lab):
 
 
 def test_curves_are_compared_seed_by_seed(tmp_path):
-    lab = Told(Store(tmp_path), (0, 1), Size(width=16, heads=4, steps=5))  # 3 steps for these
+    lab = Told(Store(tmp_path), (0, 1), LabSize(width=16, heads=4, steps=5))  # 3 steps for these
     figures = measure(lab)
     assert [[figures[name, step].mean for step in (1, 2, 3)] for name in MODELS] == [[3, 2, 1], *[[3.5, 3, 2.5]] * 2]
     assert figures["nats above the full model, at the end", "fewer heads"].values == (1.5, 1.5)
@@ -51,5 +51,5 @@ def test_curves_are_compared_seed_by_seed(tmp_path):
 
 
 def test_a_run_that_diverged_knows_as_much_as_a_guess(tmp_path):
-    lab = Told(Store(tmp_path), (0,), Size(width=16, heads=4, steps=5, rate=2.0))
+    lab = Told(Store(tmp_path), (0,), LabSize(width=16, heads=4, steps=5, rate=2.0))
     assert measure(lab)["fewer heads", 3].mean == math.log(len(VOCABULARY))

@@ -9,7 +9,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.engine.point import Point
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.claims.distillation import APART, CLAIM, GAP, LOSS, MAPS, NEARER, WAYS, family, measure
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.look.compare.match import match
 
 AT = "logits, beside text"
@@ -36,7 +36,7 @@ def test_students_differ_in_what_they_learn_from_alone(tmp_path) -> None:
 
 
 def tiny(folder) -> Lab:
-    return Lab(Store(folder), (0,), Size(width=16, heads=4, steps=8, batch=2, documents=12))
+    return Lab(Store(folder), (0,), LabSize(width=16, heads=4, steps=8, batch=2, documents=12))
 
 
 def test_a_student_asks_for_its_teacher(tmp_path) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.claims.flops import CLAIM, HEADS, SOFTMAX, count, measure, on
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -32,7 +32,7 @@ def test_shared_keys_are_projected_once():
 
 
 def test_softmax_moves_the_total_of_a_narrow_layer(tmp_path):
-    found = measure(Lab(Store(tmp_path), size=Size(width=64, context=128)), [(768, 1024)])
+    found = measure(Lab(Store(tmp_path), size=LabSize(width=64, context=128)), [(768, 1024)])
     per_token = [8 * 64**2 + 4 * 128 * 64 + SOFTMAX * heads * 128 for heads in (HEADS[0], HEADS[-1])]
     assert found["most over fewest", "with softmax 64x128"].mean == pytest.approx(per_token[1] / per_token[0])
     assert found["most over fewest", "with softmax 768x1024"].mean < 1.05

@@ -2,7 +2,7 @@ import pytest
 
 from headwise.lab.engine.store import Store
 from headwise.lab.experiments.claims.map_memory import CLAIM, exponent, measure, memory, on
-from headwise.lab.lab import Lab, Size
+from headwise.lab.lab import Lab, LabSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -28,7 +28,7 @@ def test_maps_are_held():
 
 @pytest.mark.slow
 def test_it_measures_and_judges(tmp_path):
-    found = measure(Lab(Store(tmp_path), size=Size(width=16, heads=4)), (64, 512))
+    found = measure(Lab(Store(tmp_path), size=LabSize(width=16, heads=4)), (64, 512))
     assert list(found.at("batched")) == [64, 512]
     assert CLAIM.judge(found)
 
