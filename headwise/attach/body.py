@@ -41,6 +41,7 @@ def hidden_states(
     if spec.kind == "encoder-decoder":
         if source is None:
             raise HeadwiseError("an encoder-decoder needs what it reads: theirs(ids, source=source_ids).")
+        _check_sides(model, spec, padding, source_padding)
         given = {
             "input_ids": _padded(model, source, source_padding), "attention_mask": _mask(source_padding),
             "decoder_input_ids": _padded(model, ids, padding), "decoder_attention_mask": _mask(padding),
@@ -63,6 +64,13 @@ def hidden_states(
     if not isinstance(states, Tensor) or states.shape[:2] != ids.shape:
         raise HeadwiseError(f"{type(body).__name__} gives no hidden state for every token; call the model itself.")
     return states
+
+
+def _check_sides(model: Any, spec: ModelSpec, *paddings: Tensor | None) -> None:
+    """Such models take no positions, and count places from the first column: there, padding on the left moves a text."""
+    left = any(padding is not None and not bool(padding[:, 0].all()) for padding in paddings)
+    if left and spec.positions != "none":
+        raise HeadwiseError(f"{type(model).__name__} counts positions from the first column; put padding on the right.")
 
 
 @contextmanager

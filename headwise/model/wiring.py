@@ -92,9 +92,10 @@ class Wiring:
 
 def wiring(model: "Transformer") -> Wiring:
     """How the stream of a decoder of ours is put together; refused where it is not a sum that ends in logits."""
-    if model.spec.form == "post" or model.norm is None or model.output is None:
+    if model.spec.kind != "decoder" or model.spec.form == "post" or model.norm is None or model.output is None:
         raise HeadwiseError(
-            f"a model of form {model.spec.form} and output {model.spec.output} has no sum that ends in logits."
+            f"a {model.spec.kind} of form {model.spec.form} and output {model.spec.output} has no sum of its own layers that "
+            f"ends in logits."
         )
     blocks: list[Any] = list(model.blocks)
     steps = {layer: Step(block.norm_attention, None, block.mlp) for layer, block in enumerate(blocks)}
