@@ -36,6 +36,7 @@ def other_text(count: int, model: hw.Transformer) -> list[str]:
     text = found[0].read_text(encoding="utf-8")
     size = len(text) // count
     tokenizer = model.tokenizer
+    assert tokenizer is not None
     return [tokenizer.decode(tokenizer.encode(text[i * size : i * size + 6 * TOKENS])[:TOKENS]) for i in range(count)]
 
 

@@ -29,7 +29,6 @@ from headwise.files.whole import whole_file
 from headwise.heads import HeadCache
 from headwise.heads.cache import WholeCache
 from headwise.model import ModelCache, Transformer
-from headwise.model.loss import cross_entropy
 from headwise.show.progress import noting
 from headwise.spec import Address, ModelSpec
 
@@ -103,7 +102,8 @@ def mean_loss(model: Transformer, some: list[torch.Tensor], room: int) -> float:
     total = 0.0
     for ids in some:
         hidden = model(ids, hidden=True)[0]
-        total += cross_entropy(model, hidden[room:-1], ids[0, room + 1 :]).item()
+        assert model.output is not None
+        total += model.output.cross_entropy(hidden[room:-1], ids[0, room + 1 :]).item()
     return total / len(some)
 
 

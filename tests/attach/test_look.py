@@ -214,7 +214,7 @@ def test_where_writing_starts_must_be_known() -> None:
     body.model.config.decoder_start_token_id = None
     with pytest.raises(hw.HeadwiseError, match="decoder_start_token_id"):
         hw.importance(body, PAIRS)
-    body.family = "mbart"
+    body.model.config.model_type = "mbart"
     with pytest.raises(hw.HeadwiseError, match="languages by codes"):
         hw.importance(body, PAIRS)
 

@@ -132,6 +132,7 @@ def test_with_a_teacher_the_cut_model_comes_nearer_to_it() -> None:
             head.W_O.mul_(8.0)  # so that it matters whether a head is there
     small = hw.prune(whole, heads="0.1,0.3,1.*", fold=False)
     texts = " ".join(str(n * n) for n in range(400))
+    assert whole.tokenizer is not None
     ids = torch.tensor([whole.tokenizer.encode(texts[:60])])
 
     def apart() -> float:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
@@ -47,11 +46,10 @@ TEXTS = [
     "it was the dog who saw the man .",
     "then the cat ran and fell .",
 ]
-PAIRS = [(text, " ".join(reversed(text.split()[:-1]))) for text in TEXTS]
 
-OURS = dict(vocab=VOCAB, context=48, layers=2, hidden=20, dropout=0.3)
+OURS: dict[str, Any] = dict(vocab=VOCAB, context=48, layers=2, hidden=20, dropout=0.3)
 ATTENTION = hw.AttentionSpec(width=12, heads=3, bias=True, out_bias=True, dropout=0.3)
-BODY = dict(
+BODY: dict[str, Any] = dict(
     hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, vocab_size=VOCAB,
     max_position_embeddings=48, attention_dropout=0.3, pad_token_id=END, bos_token_id=END, eos_token_id=END,
 )  # fmt: skip
@@ -92,8 +90,7 @@ def fresh(name: str) -> Any:
     """A model that may be spoilt."""
     torch.manual_seed(3)
     if name in NATIVE:
-        model: Any = hw.Transformer(NATIVE[name])
-        inner = model
+        inner: Any = hw.Transformer(NATIVE[name])
     else:
         transformers: Any = pytest.importorskip("transformers")
         kind, config, sizes = THEIRS[name]
@@ -105,14 +102,9 @@ def fresh(name: str) -> Any:
             weight.copy_(0.4 * torch.randn_like(weight) + ("norm" in part.lower() and part.endswith("weight")))
     inner.double().eval()
     if name in NATIVE:
-        model.tokenizer = TOKENIZER
-        return model
+        inner.tokenizer = TOKENIZER
+        return inner
     return hw.attach(inner, TOKENIZER)
-
-
-def on(name: str) -> list[Any]:
-    """What it reads: texts, or pairs."""
-    return PAIRS if name in PAIRED else TEXTS
 
 
 def batch(name: str, side: str = "none") -> dict[str, Tensor]:
@@ -167,39 +159,6 @@ def some_heads(model: Any) -> list[Any]:
             max(a for a in there if a.layer == 0), min(a for a in there if a.layer == there[-1].layer)
         )
     ]  # fmt: skip
-
-
-def asked_by_hand(name: str) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """What a model is asked, one text at a time and unpadded: its call, and the targets at every place (−100: none)."""
-    model, made = kept(name), []
-    for number, item in enumerate(on(name)):
-        if name in PAIRED:
-            source = [*TOKENIZER.encode(item[0]), END]
-            ids = [END, *TOKENIZER.encode(item[1]), END]
-            given = {"ids": torch.tensor([ids[:-1]]), "source": torch.tensor([source])}
-            made.append((given, torch.tensor([ids[1:]])))
-        elif name in ENCODERS:
-            from headwise.look.record.units import make_batch, read_units
-            from headwise.look.worth.targets import ask
-
-            unit = list(read_units(model, TEXTS))[number]
-            asked = ask(model, make_batch([unit]))  # which tokens are hidden is drawn there
-            assert asked.targets is not None
-            made.append(({"ids": asked.ids}, asked.targets))
-        else:
-            ids = TOKENIZER.encode(item)
-            made.append(({"ids": torch.tensor([ids[:-1]])}, torch.tensor([ids[1:]])))
-    return made
-
-
-@torch.no_grad()
-def loss_by_hand(model: Any, name: str) -> float:
-    """The mean surprise over all tokens asked for."""
-    lost, count = 0.0, 0
-    for given, targets in asked_by_hand(name):
-        lost += float(F.cross_entropy(model(**given).mT, targets, ignore_index=-100, reduction="sum"))
-        count += int((targets != -100).sum())
-    return lost / count
 
 
 @contextmanager

@@ -6,9 +6,10 @@ from functools import cache
 
 import torch
 
-from headwise.change.cut import cut, fold, heads_to_cut
+from headwise.change.cut import cut, fold
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import Transformer
+from headwise.model.cut import heads_to_cut
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text import Tokenizer
 from headwise.text.make import bpe_tokenizer
@@ -43,7 +44,7 @@ def llama(seed: int = 0, **more) -> Transformer:
 
 def without(model: Transformer, heads: str, folded: bool = True) -> Transformer:
     """The model without some heads, what they gave on average folded in."""
-    gone = heads_to_cut(model, heads)
+    gone = heads_to_cut(model.spec, heads)
     means = fold(model, gone, mean_activations(model, TEXTS)) if folded else None
     return cut(model, gone, means)
 

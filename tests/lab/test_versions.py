@@ -42,9 +42,11 @@ def test_moving_and_tidying_code_changes_no_key(tmp_path: Path) -> None:
     copy = tmp_path / "copy" / "headwise"
     shutil.copytree(Path(headwise.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = keys(copy.parent, tmp_path)
-    assert len(set(before)) == 26
+    assert len(set(before)) == 27
     (copy / "train" / "stop.py").rename(copy / "train" / "halt.py")
-    (copy / "lab" / "claims" / "hill.py").rename(copy / "lab" / "claims" / "mountain.py")
+    (copy / "lab" / "experiments" / "claims" / "hill.py").rename(
+        copy / "lab" / "experiments" / "claims" / "mountain.py"
+    )
     loop = copy / "train" / "loop.py"
     loop.write_text(loop.read_text().replace("headwise.train.stop", "headwise.train.halt") + "\n\nTIDIED = (1,\n  2)\n")
     assert keys(copy.parent, tmp_path) == before
@@ -96,9 +98,11 @@ def test_every_other_part_of_a_point_changes_the_key(lab: Lab, tmp_path: Path) -
         "spec": point.spec.resized(width=32), "recipe": replace(point.recipe, seed=9), "start": "twins",
         "text": str(text), "tokenizer": "byte", "watch": (4,),
     }  # fmt: skip
-    assert set(others) == {field.name for field in fields(Point)}
+    taught = replace(point, teacher=point, by="logits")  # who teaches and by what go together
+    assert {*others, "teacher", "by"} == {field.name for field in fields(Point)}
+    ways = [taught, replace(taught, by="maps order"), replace(taught, teacher=replace(point, start="twins"))]
     places = {lab.store.place(replace(point, **{name: other})) for name, other in others.items()}
-    assert len(places | {lab.store.place(point)}) == 7
+    assert len(places | {lab.store.place(one) for one in (point, *ways)}) == 10
     assert lab.store.place(replace(point, text=str(text))) in places
     text.write_text("the cat saw the dog")
     assert Store(lab.store.folder).place(replace(point, text=str(text))) not in places, (

@@ -35,7 +35,7 @@ def test_light_agrees_with_whole_maps(variant: str, side: str) -> None:
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_the_kernel_is_what_answers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(light, "gather", lambda *_: pytest.fail("it walked"))
+    monkeypatch.setattr(light, "fill_rows", lambda *_: pytest.fail("it walked"))
     spec = ModelSpec(vocab=23, context=256, layers=2, attention=WIDE, kind=kind)  # pyright: ignore[reportArgumentType]
     tally, dense = measure(make_model(spec), "right")
     assert_alike(tally, dense, light_names(dense))
