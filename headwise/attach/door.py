@@ -13,7 +13,7 @@ def attach(model: Any, tokenizer: Any = None) -> Attached:
 
     `tokenizer` is theirs, or one of ours, for what reads text. The handle is a context manager; `.detach()` ends it.
 
-    >>> import transformers
+    >>> import torch, transformers
     >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)
     >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
