@@ -62,6 +62,7 @@ def export(
     was written here before is replaced, anything else refused. `check` runs the file in its real engine and compares.
     Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`; of onnx: `int8=True`.
 
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> small = preset("gpt2").resized(layers=1, width=16, heads=2, context=16)
     >>> with tempfile.TemporaryDirectory() as folder:
