@@ -29,7 +29,7 @@ def asked_of(kind: str) -> Asked:
     targets[:, ::3] = IGNORE
     if kind != "two":
         return Asked(ids, real, targets, real)
-    return Asked(ids, real, targets, real, source=ids.flip(1), source_real=real.flip(1))
+    return Asked(ids, real, targets, real, source=ids.roll(1, 1), source_real=real)
 
 
 def by_whole_passes(theirs: Any, asked: Asked) -> dict[Any, Tensor]:
