@@ -6,20 +6,12 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.text import Tokenizer
-from headwise.text.gguf_cuts import CUTS, Cut
+from headwise.text.gguf import ADDED, CONTROL, SPECIALS
+from headwise.text.gguf_cuts import CUTS
 
 INSTEAD = "export with tokenizer=False, and feed it ids"
-NORMAL, CONTROL, ADDED, BYTE = 1, 3, 4, 6
-NAMES = {
-    "bos": "bos",
-    "eos": "eos",
-    "pad": "padding",
-    "unk": "unknown",
-    "mask": "mask",
-    "cls": "cls",
-    "sep": "seperator",
-}
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what ByteLevel cuts by itself
+NORMAL = 1  # the type of a token that is nothing special
+BYTE_LEVEL = CUTS["gpt-2"].patterns[0]  # what ByteLevel cuts by itself
 
 
 def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
@@ -32,7 +24,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
             f"llama.cpp has no {kind} tokenizer like this one; export with tokenizer=False, and feed it ids."
         )
     fields = makers[kind](tokenizer, told, vocab)
-    for role, name in NAMES.items():
+    for role, name in SPECIALS.items():
         if tokenizer.special.get(role) is not None:
             fields[f"{name}_token_id"] = tokenizer.special[role]
     before, behind = tokenizer.around
@@ -71,7 +63,7 @@ def _patterns(told: dict[str, Any]) -> Iterator[str]:
             yield r"\p{N}"
         elif kind == "ByteLevel" and not part["add_prefix_space"]:
             if part["use_regex"]:
-                yield _GPT2
+                yield BYTE_LEVEL
         else:
             raise HeadwiseError(
                 f"llama.cpp cannot cut text as this tokenizer does ({kind}); export with tokenizer=False."
@@ -81,7 +73,7 @@ def _patterns(told: dict[str, Any]) -> Iterator[str]:
 def _name_of(patterns: tuple[str, ...], whole_first: bool) -> str:
     """The name by which llama.cpp knows a cut."""
     for name, cut in CUTS.items():
-        if isinstance(cut, Cut) and cut.patterns == patterns and cut.whole_first == whole_first and name != "default":
+        if cut.patterns == patterns and cut.whole_first == whole_first and name != "default":
             return name
     raise HeadwiseError(f"llama.cpp knows no cut by these patterns: {' then '.join(patterns)[:200]}; {INSTEAD}.")
 

@@ -16,6 +16,11 @@ UNKNOWN, CONTROL, ADDED = (
     4,
 )  # types of tokens that are found in a text before it is cut; the first two are no text
 
+# What GGUF calls our special tokens, its spelling included.
+SPECIALS = {
+    "bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "mask": "mask", "cls": "cls", "sep": "seperator",
+}  # fmt: skip
+
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     """Build it from `tokenizer.ggml.*` fields."""
@@ -121,16 +126,7 @@ def _finish(backend: Backend, fields: Mapping[str, Any], start: bool) -> Tokeniz
 
 
 def _specials(fields: Mapping[str, Any]) -> dict[str, int | None]:
-    names = {
-        "bos": "bos",
-        "eos": "eos",
-        "pad": "padding",
-        "unk": "unknown",
-        "mask": "mask",
-        "cls": "cls",
-        "sep": "seperator",
-    }
-    return {role: fields.get(f"tokenizer.ggml.{name}_token_id") for role, name in names.items()}
+    return {role: fields.get(f"tokenizer.ggml.{name}_token_id") for role, name in SPECIALS.items()}
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Heads beside each other: which see the same, which write the same, which are one too many.
 
-Every pair is compared by its weights (`between_weights`) and by what it does on a fixed sample of rows: a few texts, a few
+Every pair is compared by its weights (weights.py) and by what it does on a fixed sample of rows: a few texts, a few
 places in each, the same places in texts of about the same length. So the same place in another text is at hand, and that
 is the null: how alike two heads are whatever the words.
 """
