@@ -25,7 +25,7 @@ from headwise.change.trial import Trial
 from headwise.files.whole import whole_file
 from headwise.heads.basis import BASES
 from headwise.look.worth.sensitivity import sensitivity
-from headwise.show.progress import noting
+from headwise.show.progress import show_progress
 from headwise.train.little import LITTLE, little_texts
 
 BITS, CHOICES, MEAN, SEEDS = 3, (4, 3), 3.5, 10
@@ -63,15 +63,15 @@ def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: i
     basis = min(("given", "balanced"), key=lambda one: told["basis"][f"{one}, {BITS}"]["mean"])
     print(f"so the basis is {basis}", flush=True)
     began = time.time()
-    with noting() as note:
+    with show_progress() as progress:
         found = sensitivity(
             model, choosing, bits=(BITS,), basis=basis, out=out / "sensitivity.jsonl",
-            progress=note,
+            progress=progress,
         )  # fmt: skip
     told["sensitivity"] = found.to_dict() | {"seconds": time.time() - began}
     made = allocate(model, found, mean_bits=MEAN, choices=CHOICES)
-    with noting() as note:
-        report = report_allocation(model, made, judging, uniform=CHOICES, seeds=seeds, basis=basis, note=note)
+    with show_progress() as progress:
+        report = report_allocation(model, made, judging, uniform=CHOICES, seeds=seeds, basis=basis, progress=progress)
     told["report"] = report.to_dict() | {"basis": basis}
     for row in report.rows():
         print(*row, flush=True)

@@ -22,7 +22,7 @@ from bench.prune import paragraphs
 from headwise.change.heal import heal
 from headwise.change.trial import Trial
 from headwise.files.whole import whole_file
-from headwise.show.progress import noting
+from headwise.show.progress import show_progress
 from headwise.show.tables import make_table
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data"))
@@ -60,8 +60,8 @@ def main() -> None:
     trials = {name: Trial.of(model, texts) for name, texts in judging.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     saved, kept = options.out / "half.json", options.out / "results.json"
-    with noting() as note:
-        plan = hw.Plan.load(saved) if saved.is_file() else hw.Plan.make(model, keep=0.5, on=choosing, note=note)
+    with show_progress() as progress:
+        plan = hw.Plan.load(saved) if saved.is_file() else hw.Plan.make(model, keep=0.5, on=choosing, progress=progress)
     plan.save(saved)
     small = plan.apply(model)
     text = (DATA / "wikitext-2" / part).read_text(encoding="utf-8")

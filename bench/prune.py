@@ -20,7 +20,7 @@ from headwise.files.whole import whole_file
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel
 from headwise.show.figures.tradeoff import draw_pruning
-from headwise.show.progress import noting
+from headwise.show.progress import show_progress
 from headwise.show.prune import show_curve, show_report
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
@@ -56,14 +56,20 @@ def main() -> None:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     means = mean_activations(model, choosing)
-    with noting() as note:
+    with show_progress() as progress:
         saved = options.out / "half.json"
         plan = hw.Plan.load(saved) if saved.is_file() else hw.Plan.make(
-            model, keep=HALF, on=choosing, means=means, note=note
+            model, keep=HALF, on=choosing, means=means, progress=progress
         )  # fmt: skip
         plan.save(saved)
         drawn = curve(
-            model, choosing, judging, means=means, scores={"ablation": plan.worth}, seeds=options.seeds, note=note
+            model,
+            choosing,
+            judging,
+            means=means,
+            scores={"ablation": plan.worth},
+            seeds=options.seeds,
+            progress=progress,
         )
     whole_file(options.out / "curve.json", json.dumps(drawn.to_dict(), indent=1).encode())
     draw_pruning(drawn).save(options.out / "curve.svg")
@@ -74,8 +80,8 @@ def main() -> None:
         recipe = {"steps": options.heal, "batch": 4, "context": options.tokens, "holdout": 0.02, "progress": False}
         how = partial(heal, corpus=text, **recipe)
         print(f"Healed is trained {options.heal} steps of {4 * options.tokens} tokens of the validation text.")
-    with noting() as note:
-        told = report(model, plan.apply(model), judging, means=means, seeds=options.seeds, heal=how, note=note)
+    with show_progress() as progress:
+        told = report(model, plan.apply(model), judging, means=means, seeds=options.seeds, heal=how, progress=progress)
     whole_file(options.out / "report.json", json.dumps(told.to_dict(), indent=1).encode())
     show_report(told)
 

@@ -29,7 +29,7 @@ from headwise.files.whole import whole_file
 from headwise.heads import HeadCache
 from headwise.heads.cache import WholeCache
 from headwise.model import ModelCache, Transformer
-from headwise.show.progress import noting
+from headwise.show.progress import show_progress
 from headwise.spec import Address, ModelSpec
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
@@ -67,10 +67,10 @@ def plan_by(model: Transformer, by: str, options: argparse.Namespace, seed: int 
             for one in texts(model, "valid.txt", options.choose_length, options.choose)
         ]
         start = time.perf_counter()
-        with noting() as note:
+        with show_progress() as progress:
             made = hw.Plan.streaming(
-                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, seed=seed, steps=options.steps, note=note,
-                longest=2 * options.choose_length,
+                model, options.share, first=FIRST, last=LAST, by=by, on=chosen_on, seed=seed, steps=options.steps,
+                longest=2 * options.choose_length, progress=progress,
             )  # fmt: skip
         made.save(saved)
         print(f"chosen by {by} in {time.perf_counter() - start:.0f} s")

@@ -13,7 +13,7 @@ import headwise as hw
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [
-    *("errors", "spec", "kernels", "heads", "model", "text", "files", "team", "attach"),
+    *("errors", "progress", "spec", "kernels", "heads", "model", "text", "files", "team", "attach"),
     *("weights", "deploy", "train", "teach", "look", "change", "lab", "show", "cli"),
 ]
 # The few that look up, inside a function: what is there to be shown shows itself, a model saves, reopens and exports

@@ -15,9 +15,9 @@ import numpy as np
 from headwise.change.quantise import Basis, quantise
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
-from headwise.look.profile.make import Note
 from headwise.look.worth.sensitivity import Sensitivity
 from headwise.model import Transformer
+from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weights import WEIGHT_BITS, check_bits, row_bytes
 from headwise.train.prepare import weights_digest
@@ -225,7 +225,7 @@ def report_allocation(
     uniform: Sequence[int] = (),
     seeds: int = 10,
     basis: Basis = "given",
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> AllocationReport:
     """Ask the model, the mix, uniform bits and random mixes about texts; `beside` are bits of MLPs and vocabulary in all."""
     trial, more = Trial.of(model, on), dict(beside or {})
@@ -233,8 +233,8 @@ def report_allocation(
     losses: list[np.ndarray] = []
     for weights in every:
         losses.append(trial.losses(quantise(model, weights | more, basis=basis)))
-        if note is not None:
-            note("models at few bits", len(losses), len(every))
+        if progress is not None:
+            progress("models at few bits", len(losses), len(every))
     mix, flat, random = losses[0], losses[1 : 1 + len(uniform)], losses[1 + len(uniform) :]
     return AllocationReport(
         metric=trial.metric,

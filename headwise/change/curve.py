@@ -11,9 +11,9 @@ from headwise.change.rank import heads_left, rank, worst
 from headwise.change.trial import Figure, Trial, finite
 from headwise.change.ways import WAYS, Scores, way_of
 from headwise.errors import HeadwiseError
-from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel
+from headwise.progress import Progress
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
@@ -65,7 +65,7 @@ def curve(
     seeds: int = 3,
     steps: int = 200,
     scores: Mapping[str, Scores] | None = None,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> Curve:
     """Rank heads on some texts, cut the model at every share, and measure its loss on others, `test` (None: the same).
 
@@ -88,7 +88,7 @@ def curve(
             rankings[by] = [rank(model, None, by, seed=seed) for seed in range(seeds)]
         elif not rankings[by][0]:
             middle = float(np.median(keeps))
-            rankings[by] = [rank(model, on, by, keep=middle, means=means, steps=steps, note=note)]
+            rankings[by] = [rank(model, on, by, keep=middle, means=means, steps=steps, progress=progress)]
     trial = Trial.of(model, on if test is None else test)
     points, done, of = [], 0, len(counts) * sum(map(len, rankings.values()))
     for by, made in rankings.items():
@@ -98,8 +98,8 @@ def curve(
                 gone = worst(model.spec.addresses, ranking, total - left)
                 losses.append(trial.losses(cut(model, gone, None if means is None else fold(model, gone, means))))
                 done += 1
-                if note is not None:
-                    note("measuring cuts", done, of)
+                if progress is not None:
+                    progress("measuring cuts", done, of)
             points.append(_point(trial, by, left / total, left, losses))
     return Curve(trial.metric, len(trial.counts), seeds, trial.figure(trial.full), tuple(points))
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.look.profile.make import Note
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
 from headwise.model.loss import IGNORE
+from headwise.progress import Progress
 from headwise.spec import Address, SiteAddress
 from headwise.train.batches import Windows
 from headwise.train.optimise import make_optimizer, trainable
@@ -46,7 +46,7 @@ def learn_gates(
     context: int | None = None,
     weights: bool = False,
     seed: int = 0,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> dict[Address, float]:
     """How probably each head's gate is open when the share `keep` of all is: near 1 for heads worth keeping.
 
@@ -79,8 +79,8 @@ def learn_gates(
             for optimizer in optimizers:
                 optimizer.step()
             gates.set_open_share(first + (keep - first) * min(1.0, (step + 1) / max(1.0, LED * steps)))
-            if note is not None:
-                note("gates", step + 1, steps)
+            if progress is not None:
+                progress("gates", step + 1, steps)
     return dict(zip(model.spec.addresses, gates.open_chance().tolist(), strict=True))
 
 

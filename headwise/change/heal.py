@@ -7,6 +7,7 @@ from typing import Any
 from headwise.errors import HeadwiseError, close_names
 from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel
+from headwise.progress import Progress
 from headwise.teach.distil import lesson_of, same_tokenizer
 from headwise.teach.lesson import By, Lesson
 from headwise.train.loop import Trained, train
@@ -25,7 +26,7 @@ def heal(
     valid: Any = None,
     teacher: AnyModel | None = None,
     learn: By | Lesson | None = None,
-    progress: bool = True,
+    progress: Progress | bool = True,
     **recipe: Any,
 ) -> Trained:
     """Train a model a little further, in place, gently: it is nearly where it should be.

@@ -27,10 +27,10 @@ from headwise.files.places import read_text
 from headwise.files.whole import whole_file
 from headwise.heads.basis import Basis, check_basis
 from headwise.heads.head import Pattern
-from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel, Transformer, check_model
 from headwise.model.cut import heads_to_cut
+from headwise.progress import Progress
 from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, WeightRule, select
 from headwise.spec.cache import Treatments, cache_rules
 from headwise.spec.weights import FULL, GROUP, Bits, for_those_left, told_weights
@@ -125,7 +125,7 @@ class Plan(Wire):
         basis: Basis = "given",
         activations: int = FULL,
         means: Means | None = None,
-        note: Note | None = None,
+        progress: Progress | None = None,
         **words: Unpack[PruneWords],
     ) -> "Plan":
         """Decide what is done to heads. `cut` names those that go; or a `PruneRequest` chooses them, or its fields by name:
@@ -134,7 +134,7 @@ class Plan(Wire):
         `cache` says what key heads keep, {"5.*": Keeps(first=4, last=128), "0.1": 8}, a number being bits; key heads that
         are not named keep what they kept. `Plan.streaming` chooses them. `weights`, `group`, `basis` and `activations` are
         those of `hw.quantise`, for the heads that stay; `hw.allocate(…).weights` chooses them.
-        `means` are the heads' means over `on`, where they were taken already. `note(what, done, of)` hears how far it is.
+        `means` are the heads' means over `on`, where they were taken already. `progress(what, done, of)` hears how far it is.
         """
         check_model(model)
         if "heads" in words:
@@ -162,7 +162,7 @@ class Plan(Wire):
         scores: dict[Address, float] = {}
         if asked.keep is not None:
             how = {"rounds": asked.rounds, "seed": asked.seed, "steps": asked.steps}
-            gone, scores = choose(model, reading, asked.keep, asked.by, means=means, note=note, **how)
+            gone, scores = choose(model, reading, asked.keep, asked.by, means=means, progress=progress, **how)
         biases = {} if means is None else fold_means(model, gone, means)
         if weights is not None:  # of what is left, so that a head that goes asks for no bits of shared keys
             bits["weights"] = (
@@ -195,7 +195,7 @@ class Plan(Wire):
         longest: int | None = None,
         seed: int = 0,
         steps: int = 60,
-        note: Note | None = None,
+        progress: Progress | None = None,
     ) -> "Plan":
         """A plan in which the share of key heads that need it least keep the `first` tokens and the `last` alone.
 
@@ -205,7 +205,7 @@ class Plan(Wire):
         """
         check_model(model)
         keeps = Keeps(first=first, last=last)
-        chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, note)
+        chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, progress)
         return Plan(
             spec=model.spec,
             digest=digest(model),

@@ -5,10 +5,12 @@ from typing import Unpack
 from headwise.change.cut import M
 from headwise.change.plan import Plan
 from headwise.change.request import PruneRequest, PruneWords
-from headwise.look.profile.make import Note
+from headwise.progress import Progress
 
 
-def prune(model: M, request: PruneRequest | None = None, *, note: Note | None = None, **words: Unpack[PruneWords]) -> M:
+def prune(
+    model: M, request: PruneRequest | None = None, *, progress: Progress | None = None, **words: Unpack[PruneWords]
+) -> M:
     """A smaller model: the share `keep` of the heads stays, or those named in `heads` go. The given model stays as it is.
 
     Takes a `PruneRequest`, or its fields by name; `on` is the corpus that heads are ranked on and whose means are folded in:
@@ -21,4 +23,4 @@ def prune(model: M, request: PruneRequest | None = None, *, note: Note | None = 
     >>> len(small.spec.addresses)
     18
     """
-    return Plan.make(model, PruneRequest.of(request, words), note=note).carry_out(model)
+    return Plan.make(model, PruneRequest.of(request, words), progress=progress).carry_out(model)

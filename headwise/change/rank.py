@@ -3,10 +3,10 @@
 from headwise.change.cut import cut, fold
 from headwise.change.ways import Question, Scores, way_of
 from headwise.errors import HeadwiseError
-from headwise.look.profile.make import Note
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import Means
 from headwise.model import AnyModel
+from headwise.progress import Progress
 from headwise.spec import Address
 
 
@@ -19,11 +19,11 @@ def rank(
     means: Means | None = None,
     seed: int = 0,
     steps: int = 200,
-    note: Note | None = None,
+    progress: Progress | None = None,
     called: str = "",
 ) -> Scores:
     """What each head is worth by one of `headwise.change.ways.WAYS`: those with the least are cut first."""
-    ask = Question(on, keep, means, seed, steps, note, called or f"ranking by {by}")
+    ask = Question(on, keep, means, seed, steps, progress, called or f"ranking by {by}")
     return way_of(by).rank(model, ask)
 
 
@@ -37,7 +37,7 @@ def choose(
     rounds: int = 1,
     seed: int = 0,
     steps: int = 200,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> tuple[tuple[Address, ...], Scores]:
     """The heads that go so that the share `keep` stays, and every head's score; in rounds, each as it last was ranked.
 
@@ -54,7 +54,7 @@ def choose(
         here = model if not gone else cut(model, gone, None if means is None else fold(model, gone, means))
         share = (len(every) - target) / len(here.spec.addresses)
         called = f"ranking by {by}" + (f", round {turn} of {rounds}" if rounds > 1 else "")
-        scores |= rank(here, on, by, keep=share, means=means, seed=seed, steps=steps, note=note, called=called)
+        scores |= rank(here, on, by, keep=share, means=means, seed=seed, steps=steps, progress=progress, called=called)
         gone = (*gone, *worst(here.spec.addresses, scores, target - len(gone)))
     return tuple(head for head in every if head in gone), scores
 

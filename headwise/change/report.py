@@ -13,10 +13,10 @@ from headwise.change.timing import Timing, take_turns
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.kernels.rounding import bytes_of_a_row
-from headwise.look.profile.make import Note
 from headwise.look.worth.outputs import Means
 from headwise.look.worth.sweep import pass_cost
 from headwise.model import AnyModel
+from headwise.progress import Progress
 from headwise.spec import AttentionSpec, Keeps, ModelSpec
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on
@@ -135,7 +135,7 @@ def report(
     train_whole: Train | None = None,
     length: int | None = None,
     turns: int = TURNS,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Measure a smaller model beside the one it came from, on texts, best such that heads were not chosen on.
 
@@ -166,8 +166,8 @@ def report(
         if heal is not None:
             heal(other)
             random_healed.append(trial.losses(other))
-        if note is not None:
-            note("random plans" if heal is None else "random plans, healed alike", seed + 1, seeds)
+        if progress is not None:
+            progress("random plans" if heal is None else "random plans, healed alike", seed + 1, seeds)
     length = min(LENGTH, before.spec.context) if length is None else length
     return Report(
         before=_size(before, length),

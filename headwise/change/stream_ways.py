@@ -217,5 +217,5 @@ def _readers(layer: AttentionSpec, head: Address) -> list[int]:
 
 
 def _note(ask: StreamQuestion, what: str, done: int, of: int) -> None:
-    if ask.note is not None:
-        ask.note(what, done, of)
+    if ask.progress is not None:
+        ask.progress(what, done, of)

@@ -16,7 +16,7 @@ from headwise.spec.cache import ALL
 from headwise.text.corpus import Corpus
 
 if TYPE_CHECKING:
-    from headwise.look.profile.make import Note
+    from headwise.progress import Progress
 
 Scores = dict[Address, float]  # of key heads
 
@@ -31,7 +31,7 @@ class StreamQuestion:
     longest: int  # tokens of a text
     seed: int
     steps: int
-    note: "Note | None"
+    progress: "Progress | None"
 
     @property
     def room(self) -> int:
@@ -116,7 +116,7 @@ def choose_streaming(
     longest: int | None,
     seed: int,
     steps: int,
-    note: "Note | None",
+    progress: "Progress | None",
 ) -> tuple[tuple[Address, ...], Scores, str]:
     """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
     way = stream_way(by)
@@ -139,7 +139,7 @@ def choose_streaming(
             f"longest=…, or a smaller last=…."
         )
     corpus = Corpus.of(on) if way.reads else None
-    scores = way.rank(model, StreamQuestion(corpus, share, keeps, longest, seed, steps, note))
+    scores = way.rank(model, StreamQuestion(corpus, share, keeps, longest, seed, steps, progress))
     heads = model.spec.key_heads
     chosen = set(sorted(heads, key=lambda head: scores[head])[: round(share * len(heads))])
     told = "" if corpus is None else f"{corpus.name} ({corpus.fingerprint[:12]})"

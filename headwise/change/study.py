@@ -16,10 +16,10 @@ from headwise.change.request import WHICH, PruneRequest
 from headwise.change.ways import way_of
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_folder
-from headwise.look.profile.make import Note
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel, Transformer
+from headwise.progress import Progress
 from headwise.teach.lesson import Lesson
 from headwise.text.corpus import Corpus
 
@@ -100,7 +100,7 @@ def prune_study(
     *,
     out: str | Path | None = None,
     save_plan: str | Path | None = None,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> PruneResult:
     """Cut heads and say what that brought and cost, beside random cuts of the same size. The given model stays as it is.
 
@@ -131,7 +131,7 @@ def prune_study(
             made, small = study.plan, study.plan.apply(model)
         elif study.request.cuts:
             means = mean_activations(model, choosing) if study.request.fold and choosing is not None else None
-            made = Plan.make(model, replace(study.request, on=choosing), means=means, note=note)
+            made = Plan.make(model, replace(study.request, on=choosing), means=means, progress=progress)
             small = made.carry_out(model)
         if made is not None and save_plan is not None:
             made.save(save_plan)
@@ -145,10 +145,10 @@ def prune_study(
             means = mean_activations(model, choosing)
         measured = report(
             model, small, judging, means=means, seeds=study.seeds, heal=healer, healed=healed, train_whole=train_whole,
-            note=note,
+            progress=progress,
         )  # fmt: skip
     if study.shares:
-        drawn = _curve(model, study, made, choosing, judging, means, note)
+        drawn = _curve(model, study, made, choosing, judging, means, progress)
     return PruneResult(made, small if healed is None else healed, measured, drawn)
 
 
@@ -159,7 +159,7 @@ def _curve(
     choosing: Any,
     judging: Any,
     means: Means | None,
-    note: Note | None,
+    progress: Progress | None,
 ) -> Curve:
     """Loss at every share, by the usual ways and the one asked for; a ranking that was made is not made again."""
     asked = study.request
@@ -167,7 +167,7 @@ def _curve(
     bys = (*usual_bys(model), *(() if way_of(asked.by).usual else (asked.by,)))
     return curve(
         model, choosing, judging, keeps=study.shares, bys=bys, folded=asked.fold if made is None else bool(made.folded),
-        means=means, seeds=study.seeds, steps=asked.steps, scores=ranked, note=note,
+        means=means, seeds=study.seeds, steps=asked.steps, scores=ranked, progress=progress,
     )  # fmt: skip
 
 

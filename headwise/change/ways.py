@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 from headwise.errors import HeadwiseError, close_names
 
 if TYPE_CHECKING:
-    from headwise.look.profile.make import Note
     from headwise.look.record.reading import Reading
     from headwise.look.worth.outputs import Means
     from headwise.model import AnyModel
+    from headwise.progress import Progress
     from headwise.spec import Address
 
 Scores = dict["Address", float]
@@ -29,7 +29,7 @@ class Question:
     means: "Means | None"  # what stands in for a head, where it will be folded
     seed: int
     steps: int
-    note: "Note | None"
+    progress: "Progress | None"
     called: str  # in notes of how far it is
 
 
@@ -50,9 +50,9 @@ def _importance(model: "AnyModel", ask: Question, by: Literal["ablation", "gradi
     texts, ξ a gate on the head (https://arxiv.org/abs/1905.10650)."""
     from headwise.look.worth.importance import importance
 
-    how, note = "zero" if ask.means is None else "mean", ask.note
-    hear = None if note is None else lambda what, done, of: note(ask.called, done, of)
-    worth = importance(model, ask.on, by=by, how=how, means=ask.means, progress=hear)  # pyright: ignore[reportArgumentType]
+    how, told = "zero" if ask.means is None else "mean", ask.progress
+    progress = None if told is None else lambda what, done, of: told(ask.called, done, of)
+    worth = importance(model, ask.on, by=by, how=how, means=ask.means, progress=progress)  # pyright: ignore[reportArgumentType]
     return dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
 
 
@@ -60,7 +60,7 @@ def _gates(model: "AnyModel", ask: Question) -> Scores:
     """How probably a head's learned gate is open when the share `keep` is (https://arxiv.org/abs/1905.09418)."""
     from headwise.change.gates import learn_gates
 
-    return learn_gates(model, ask.on, keep=ask.keep, steps=ask.steps, seed=ask.seed, note=ask.note)
+    return learn_gates(model, ask.on, keep=ask.keep, steps=ask.steps, seed=ask.seed, progress=ask.progress)
 
 
 def _random(model: "AnyModel", ask: Question) -> Scores:

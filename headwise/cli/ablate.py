@@ -32,17 +32,17 @@ def run(
 
     from headwise.look.worth.importance import Worth, importance
     from headwise.look.worth.outputs import read_on
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.show.tables import make_table
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
     loaded = load(model)
     on = read_on(loaded, Corpus.named(text, source), length).first(limit)
-    with noting() as note:
+    with show_progress() as progress:
         worth = importance(
             loaded, on, by=by, how=how, heads=heads, metric=metric,  # pyright: ignore[reportArgumentType]
-            progress=note,
+            progress=progress,
         )  # fmt: skip
     if as_json:
         print(json.dumps(worth.to_dict(), indent=2))

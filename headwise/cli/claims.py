@@ -32,7 +32,7 @@ def run(
     from headwise.lab.registry import find_claims
     from headwise.lab.run import claims
     from headwise.show.lab import list_claims, show_claims, write_claims
-    from headwise.show.progress import going_on, noting
+    from headwise.show.progress import going_on, show_progress
 
     if quick and (full or seeds is not None):
         raise HeadwiseError("--quick takes one seed, --full three, --seeds so many; give one of them.")
@@ -43,10 +43,10 @@ def run(
         told = [{"number": claim.number, "name": claim.name, "says": claim.says} for claim in chosen]
         print(json.dumps(told, indent=2)) if as_json else list_claims(chosen)
         return
-    with noting() as note, going_on() if on is None else nullcontext():
+    with show_progress() as progress, going_on() if on is None else nullcontext():
         results = claims(
             names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, corpus=text, cache=cache, processes=processes,
-            note=note, say=lambda told: print(told, file=sys.stderr),
+            progress=progress, say=lambda told: print(told, file=sys.stderr),
         )  # fmt: skip
     if out is not None:
         write_claims(results, out)

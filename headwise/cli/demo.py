@@ -47,7 +47,7 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     """SmolLM2 writes on and is seen doing it; MiniLM's heads; heads cut from SmolLM2."""
     from headwise.show.demo import PROMPT, READS, SENTENCE, TOLD, WORD, Demo
     from headwise.show.heads import show_profile
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.show.prune import show_plan, show_report
     from headwise.show.story import story
     from headwise.show.tables import make_table
@@ -65,8 +65,8 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     console.print(make_table("Of 270 heads, those that look hardest", ["head", "looks at", "weight"], rows))
     told["looks"] = [look._asdict() for look in looks]
     clock.head(3, f"what each of the heads of {TOLD} does, and how sure that is")
-    with noting() as note:
-        seen, most = demo.heads(note)
+    with show_progress() as progress:
+        seen, most = demo.heads(progress)
     show_profile(seen, {str(address) for address in seen.addresses}, console)
     for sentence in story(seen, most):
         console.print(sentence, highlight=False, markup=False)
@@ -78,8 +78,8 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
         "report": str(report),
     }
     clock.head(4, f"heads cut from {READS}: those that are worth least, beside as many drawn by chance; then healed")
-    with noting() as note:
-        cut = demo.cut(note)
+    with show_progress() as progress:
+        cut = demo.cut(progress)
     show_plan(cut.plan, console)
     show_report(cut.report, console)
     console.print(f"The plan is in {cut.saved}: headwise prune {READS} --apply {cut.saved} --out smaller", highlight=False,
@@ -90,7 +90,7 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
 def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:
     """The second half."""
     from headwise.show.demo_training import training
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
 
     console.print()
     console.print(
@@ -98,8 +98,8 @@ def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str
         "Ctrl-C leaves it out, and nothing is lost.",
         highlight=False,
     )
-    with noting() as note:
-        made = training(out / "trained", quick=quick, seed=seed, note=note, progress=True)
+    with show_progress() as progress:
+        made = training(out / "trained", quick=quick, seed=seed, progress=progress)
     _show_training(console, made)
     return {"training": made.to_dict()}
 

@@ -22,7 +22,7 @@ def run(
     from headwise.look.profile.result import Profile
     from headwise.look.writes.writes import copying, promoted
     from headwise.show.heads import show_head
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.spec import Address
     from headwise.weights import load
 
@@ -34,8 +34,8 @@ def run(
         loaded = load(model)
         Address.parse(head)
         loaded.heads[head]  # a wrong address is told before the work begins
-        with noting() as note:
-            made = profile(loaded, corpus, note=note)
+        with show_progress() as progress:
+            made = profile(loaded, corpus, progress=progress)
         copies = copying(loaded, head)[head]
         try:
             words = promoted(loaded, made[head])

@@ -48,7 +48,7 @@ def run(
     from headwise.errors import HeadwiseError
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
@@ -66,9 +66,15 @@ def run(
         corpus, relations = treebank, None
     check(loaded, layers, role, corpus, relations)  # before the work begins
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
-    with noting() if leads else nullcontext() as note:
+    with show_progress() if leads else nullcontext() as progress:
         made = profile(
-            loaded, corpus, relations=relations, longest=length, causal=not no_causal, control=control, note=note
+            loaded,
+            corpus,
+            relations=relations,
+            longest=length,
+            causal=not no_causal,
+            control=control,
+            progress=progress,
         )
     if not leads:
         return

@@ -68,13 +68,13 @@ def run(
 def _profile(source: str, corpus: Any, causal: bool) -> Any:
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.weights import load
 
     if source.endswith(".npz"):
         return Profile.load(source)
-    with noting() as note:
-        return profile(load(source), corpus, causal=causal, note=note)
+    with show_progress() as progress:
+        return profile(load(source), corpus, causal=causal, progress=progress)
 
 
 def _depth(source: str, corpus: Any, causal: bool, measures: list[str] | None) -> "Drawing":
@@ -85,13 +85,13 @@ def _depth(source: str, corpus: Any, causal: bool, measures: list[str] | None) -
 def _between(what: str, source: str, corpus: Any, heads: str | None) -> "Drawing":
     from headwise.look.compare.compare import compare
     from headwise.look.profile.make import profile
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.weights import load
 
     model = load(source)
     compared = compare(model, corpus, heads="*" if heads is None else heads)
-    with noting() as note:
-        made = profile(model, corpus, causal=False, note=note)
+    with show_progress() as progress:
+        made = profile(model, corpus, causal=False, progress=progress)
     return made.plot.map(compared) if what == "map" else made.plot.clusters(compared)
 
 
@@ -108,13 +108,13 @@ def _pruning(source: str, corpus: Any, limit: int) -> "Drawing":
     from headwise.change.curve import curve
     from headwise.look.worth.outputs import read_on
     from headwise.show.figures.tradeoff import draw_pruning
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.weights import load
 
     model = load(source)
     choosing, judging = read_on(model, corpus).first(limit).halves()
-    with noting() as note:
-        return draw_pruning(curve(model, choosing, judging, note=note))
+    with show_progress() as progress:
+        return draw_pruning(curve(model, choosing, judging, progress=progress))
 
 
 def _tradeoff(source: str) -> "Drawing":

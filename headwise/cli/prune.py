@@ -49,7 +49,7 @@ def run(
     from headwise.change.study import PruneStudy, prune_study
     from headwise.show.figures.drawing import check_path
     from headwise.show.figures.tradeoff import draw_pruning
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.show.prune import show_curve, show_plan, show_report
     from headwise.text.corpus import Corpus
     from headwise.weights import load
@@ -64,8 +64,8 @@ def run(
     )  # fmt: skip
     if plot is not None:
         check_path(plot)
-    with noting() as note:
-        made = prune_study(load(model), study, out=out, save_plan=plan, note=note)
+    with show_progress() as progress:
+        made = prune_study(load(model), study, out=out, save_plan=plan, progress=progress)
     if plot is not None and made.curve is not None:
         draw_pruning(made.curve).save(plot)
     if as_json:

@@ -41,7 +41,7 @@ def run(
     from headwise.look.worth.sensitivity import Sensitivity
     from headwise.show.bits import draw_bits, show_allocation, show_judged
     from headwise.show.figures.drawing import check_path
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
@@ -61,10 +61,10 @@ def run(
     texts = read_on(loaded, Corpus.named(text, None), length).first(limit) if asked else None
     judged = judge(loaded, small, texts)
     if made is not None and texts is not None:
-        with noting() as note:
+        with show_progress() as progress:
             shared = report_allocation(
                 loaded, made, texts, beside=beside, uniform=sorted(made.counts(), reverse=True), seeds=seeds, basis=basis,  # pyright: ignore
-                note=note,
+                progress=progress,
             )  # fmt: skip
     if out is not None:
         small.save(out)

@@ -40,7 +40,7 @@ def run(
     from headwise.look.worth.sensitivity import Cost, sensitivity
     from headwise.show.bits import draw_costs
     from headwise.show.figures.drawing import check_path
-    from headwise.show.progress import going_on, noting
+    from headwise.show.progress import going_on, show_progress
     from headwise.show.tables import make_table
     from headwise.text.corpus import Corpus
     from headwise.weights import load
@@ -51,11 +51,11 @@ def run(
         raise HeadwiseError(f"bits are numbers with commas between, 4,3; got {bits!r}.")
     loaded: Any = load(model)
     texts = read_on(loaded, Corpus.named(text, None), length).first(limit)
-    with going_on(), noting() as note:
+    with going_on(), show_progress() as progress:
         found = sensitivity(
             loaded, texts, bits=[int(one) for one in bits.split(",")], parts=[one.strip() for one in parts.split(",")],
             heads=heads, group=group, basis=basis, longest=length, out=out,  # pyright: ignore[reportArgumentType]
-            progress=note,
+            progress=progress,
         )  # fmt: skip
     if plot is not None:
         draw_costs(found).save(plot)

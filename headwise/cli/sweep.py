@@ -37,7 +37,7 @@ def run(
     from headwise.show.figures.claims import draw_curves, draw_sweep
     from headwise.show.figures.drawing import check_path
     from headwise.show.lab import show_sweep
-    from headwise.show.progress import going_on, noting
+    from headwise.show.progress import going_on, show_progress
 
     if depth and (heads is not None or head_dim is not None):
         raise HeadwiseError(
@@ -49,15 +49,15 @@ def run(
         "width": width, "context": context, "corpus": text, "tokenizer": tokenizer, "steps": steps, "batch": batch,
         "rate": rate, "seeds": seeds, "cache": cache, "processes": processes,
     }  # fmt: skip
-    with noting() as note, going_on():
+    with show_progress() as progress, going_on():
         if depth:
-            made = depth_or_heads(layers=6 if layers is None else layers, note=note, **shared)
+            made = depth_or_heads(layers=6 if layers is None else layers, progress=progress, **shared)
         else:
             made = head_sweep(
                 _counts(heads or HEADS, width),
                 head_dim=head_dim,
                 layers=2 if layers is None else layers,
-                note=note,
+                progress=progress,
                 **shared,
             )
     if plot is not None:

@@ -62,11 +62,11 @@ def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
     from headwise.errors import HeadwiseError
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
-    from headwise.show.progress import noting
+    from headwise.show.progress import show_progress
 
     if saved is None:
-        with noting() as note:
-            return profile(model, corpus, causal=False, note=note)
+        with show_progress() as progress:
+            return profile(model, corpus, causal=False, progress=progress)
     made = Profile.load(saved)
     if list(made.addresses) != [address for site in model.sites() for address in site.addresses]:
         raise HeadwiseError(f"{saved} tells of {len(made.addresses)} heads that are not this model's; make it anew.")

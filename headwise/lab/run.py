@@ -15,7 +15,7 @@ from headwise.lab.engine.store import Store
 from headwise.lab.engine.versions import declared
 from headwise.lab.lab import FULL, QUICK, SEEN, Lab, LabSize
 from headwise.lab.registry import find_claims
-from headwise.look.profile.make import Note
+from headwise.progress import Progress
 from headwise.weights import load
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def claims(
     size: LabSize | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
-    note: Note | None = None,
+    progress: Progress | None = None,
     say: Callable[[str], object] | None = None,
 ) -> list[Result]:
     """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says, from `first_seed` on.
@@ -88,7 +88,7 @@ def claims(
     if on is not None and (seeds is not None or first_seed):
         raise HeadwiseError("seeds are for models that are trained here; the one that is given is there already.")
     if on is not None:
-        return _try_all(_applying(chosen, bool(names)), on, corpus, bool(names), note, say)
+        return _try_all(_applying(chosen, bool(names)), on, corpus, bool(names), progress, say)
     if seeds is not None and seeds < 1:
         raise HeadwiseError(f"an experiment needs at least one seed, got {seeds}.")
     if first_seed < 0:
@@ -97,13 +97,13 @@ def claims(
     lab = Lab(Store(cache), tuple(range(first_seed, first_seed + many)), size or LabSize())
     found = {claim.name: _kept(claim, lab) for claim in chosen}
     todo = [claim for claim in chosen if found[claim.name] is None]
-    train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, note)
+    train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, progress)
     aside, alone = [c for c in todo if not c.timed], [c for c in todo if c.timed]
     done = 0
 
     def tell() -> None:
-        if note is not None:
-            note("measuring claims", done, len(todo))
+        if progress is not None:
+            progress("measuring claims", done, len(todo))
 
     jobs = [(claim.name, str(lab.store.folder), lab.seeds, lab.size.to_json(), _key(claim, lab)) for claim in aside]
     for place, rows in work(_measure, jobs, processes, tell):
@@ -167,7 +167,7 @@ def _try_all(
     on: "AnyModel | str",
     corpus: Any,
     named: bool,
-    note: Note | None,
+    progress: Progress | None,
     say: Callable[[str], object] | None,
 ) -> list[Result]:
     """Each claim on the model; one that does not fit it is left out, unless it was asked for by name."""
@@ -175,8 +175,8 @@ def _try_all(
     model = load(on) if isinstance(on, str) else on
     made = []
     for done, claim in enumerate(chosen):
-        if note is not None:
-            note(f"claims on {name}", done, len(chosen))
+        if progress is not None:
+            progress(f"claims on {name}", done, len(chosen))
         try:
             assert claim.on is not None
             made.append(_judged(claim, claim.on(model, corpus), (0,), name, _again(claim, on, corpus)))

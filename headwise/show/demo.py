@@ -13,12 +13,13 @@ from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import Report, report
 from headwise.files.whole import whole_folder
-from headwise.look.profile.make import Note, profile
+from headwise.look.profile.make import profile
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.attend import Attended, attend
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_activations, read_on
 from headwise.model import AnyModel
+from headwise.progress import Progress
 from headwise.show.book import make_book
 from headwise.show.figures.sentence import arcs, hardest
 from headwise.show.report import SENTENCES, write_report
@@ -91,12 +92,12 @@ class Demo:
         """One sentence, as every head of the decoder sees it."""
         return attend(self.writer, SENTENCE)
 
-    def heads(self, note: Note | None = None) -> tuple[Profile, HeadProfile]:
+    def heads(self, progress: Progress | None = None) -> tuple[Profile, HeadProfile]:
         """Every head of the encoder, and one of those that do most; the report and pictures are written."""
         model = load(TOLD)
         documents = [item for item in Corpus.probe().items() if isinstance(item, Document)]
         corpus = Corpus.probe() if self.amount.documents is None else Corpus.of(documents[: self.amount.documents])
-        seen = profile(model, corpus, note=note)
+        seen = profile(model, corpus, progress=progress)
         most = max(seen, key=lambda head: (len(head.roles), head.score or 0.0))
         with whole_folder(self.folder / TOLD, ("report.html",)) as new:
             seen.save(new / "profile.npz")
@@ -106,34 +107,34 @@ class Demo:
             write_report(make_book(seen, model, name=TOLD, sentences=SENTENCES), new / "report.html")
         return seen, most
 
-    def cut(self, note: Note | None = None) -> Cut:
+    def cut(self, progress: Progress | None = None) -> Cut:
         """Heads of the decoder cut by what they are worth, healed, and set beside random cuts and the whole model alike."""
         amount, model = self.amount, self.writer
         choosing, judging = read_on(model, Corpus.probe()).first(amount.texts).halves()
         means = mean_activations(model, choosing)
-        plan = Plan.make(model, keep=amount.keep, by="gradient", on=choosing, means=means, note=note)
-        mend = partial(_mend, corpus=choosing, amount=amount, note=_counting(note, "healing", 2 + amount.seeds))
+        plan = Plan.make(model, keep=amount.keep, by="gradient", on=choosing, means=means, progress=progress)
+        mend = partial(_mend, corpus=choosing, amount=amount, tick=_counting(progress, "healing", 2 + amount.seeds))
         cost = report(
-            model, plan.apply(model), judging, means=means, seeds=amount.seeds, heal=mend, turns=3, note=note
+            model, plan.apply(model), judging, means=means, seeds=amount.seeds, heal=mend, turns=3, progress=progress
         )  # fmt: skip
         with whole_folder(self.folder / "cut", ("plan.json",)) as new:
             plan.save(new / "plan.json")
         return Cut(plan, cost, self.folder / "cut" / "plan.json")
 
 
-def _mend(model: AnyModel, corpus: Reading, amount: Amount, note: Callable[[], object]) -> None:
+def _mend(model: AnyModel, corpus: Reading, amount: Amount, tick: Callable[[], object]) -> None:
     heal(model, corpus, steps=amount.steps, batch=amount.rows, context=64, holdout=0.0, progress=False)
-    note()
+    tick()
 
 
-def _counting(note: Note | None, what: str, of: int) -> Callable[[], object]:
+def _counting(progress: Progress | None, what: str, of: int) -> Callable[[], object]:
     """Called once for each piece of work that is done."""
     done = 0
 
     def tick() -> None:
         nonlocal done
         done += 1
-        if note is not None:
-            note(what, done, of)
+        if progress is not None:
+            progress(what, done, of)
 
     return tick

@@ -12,13 +12,14 @@ from headwise.change.rank import Scores
 from headwise.change.report import Report, report
 from headwise.files.whole import whole_folder
 from headwise.look.profile.history import HeadHistory
-from headwise.look.profile.make import Note, profile
+from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
 from headwise.look.record.attend import attend
 from headwise.look.record.reading import Reading
 from headwise.look.worth.importance import Importance, importance
 from headwise.look.worth.outputs import Means, mean_activations, read_on
 from headwise.model import AnyModel
+from headwise.progress import Progress
 from headwise.show.book import make_book
 from headwise.show.figures.lives import draw_lives
 from headwise.show.figures.sentence import MOST, arcs
@@ -88,9 +89,7 @@ class Training:
         }  # fmt: skip
 
 
-def training(
-    folder: Path, *, quick: bool = False, seed: int = 0, note: Note | None = None, progress: bool = True
-) -> Training:
+def training(folder: Path, *, quick: bool = False, seed: int = 0, progress: Progress | None = None) -> Training:
     """Train, look, cut, and write it all into a folder, which takes its place only when all is there.
 
     Ctrl-C leaves nothing behind.
@@ -101,20 +100,20 @@ def training(
         trained = _train(size, seed, history, progress)
         model = trained.model
         documents = Corpus.little("held-out", documents=size.documents, seed=1) if size.documents else None
-        seen = profile(model, documents, causal=not quick, note=note)
+        seen = profile(model, documents, causal=not quick, progress=progress)
         texts = read_on(model, Corpus.little("held-out", documents=size.texts, seed=2))
         choosing, judging = texts.halves()  # none of those that were profiled
         means = mean_activations(model, choosing)
-        worth = _worth(model, choosing, means, note)
+        worth = _worth(model, choosing, means, progress)
         scores = dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
-        keep = _share(model, scores, choosing, means, note)
-        plan = Plan.make(model, keep=keep, by=worth.by, on=choosing, means=means, note=note)
+        keep = _share(model, scores, choosing, means, progress)
+        plan = Plan.make(model, keep=keep, by=worth.by, on=choosing, means=means, progress=progress)
         small = plan.apply(model)
         drawn = curve(
             model, choosing, judging, keeps=SHARES, bys=(worth.by, "random"), means=means, seeds=2,
-            scores={worth.by: scores}, note=note,
+            scores={worth.by: scores}, progress=progress,
         )  # fmt: skip
-        cost = report(model, small, judging, means=means, seeds=2, turns=3, note=note)
+        cost = report(model, small, judging, means=means, seeds=2, turns=3, progress=progress)
         sentence = min((unit.text for unit in texts), key=len)
         shown = [unit.text for unit in judging]
         _pictures(new, model, seen, drawn, sentence, history)
@@ -131,28 +130,28 @@ def training(
     return Training(trained, history, exam(model, documents=size.questions), seen, plan, cost, folder, files)
 
 
-def _train(size: DemoSize, seed: int, history: HeadHistory, progress: bool) -> Trained:
+def _train(size: DemoSize, seed: int, history: HeadHistory, progress: Progress | None) -> Trained:
     recipe = replace(size.recipe, seed=seed)
     texts, valid = little_texts(recipe)
     every = max(1, recipe.steps // size.looks)
-    made = train(size.spec, texts, recipe, valid=valid, call=history, every=every, progress=progress)
+    made = train(size.spec, texts, recipe, valid=valid, call=history, every=every, progress=progress or False)
     if made.stopped == "interrupted":  # training ends its step in peace; here that is the end
         raise KeyboardInterrupt
     return made
 
 
-def _worth(model: AnyModel, on: Reading, means: Means, note: Note | None) -> Importance:
+def _worth(model: AnyModel, on: Reading, means: Means, progress: Progress | None) -> Importance:
     """What each head is worth, by really taking it away."""
-    return importance(model, on, by="ablation", means=means, progress=note)
+    return importance(model, on, by="ablation", means=means, progress=progress)
 
 
-def _share(model: AnyModel, scores: Scores, on: Reading, means: Means, note: Note | None) -> float:
+def _share(model: AnyModel, scores: Scores, on: Reading, means: Means, progress: Progress | None) -> float:
     """The least share of heads that stays before the loss on these texts rises by a hundredth; at least one head goes.
 
     Each of some heads may be spared and all together not, so every cut is tried as a whole.
     """
     tried: Curve = curve(
-        model, on, keeps=SHARES, bys=("ablation",), means=means, scores={"ablation": scores}, note=note
+        model, on, keeps=SHARES, bys=("ablation",), means=means, scores={"ablation": scores}, progress=progress
     )
     fine = [point.kept for point in tried.points if point.more.mean <= ALLOWED * tried.full.mean]
     return min(fine, default=1 - 1 / len(model.spec.addresses))

@@ -1,28 +1,30 @@
 """How far long work is, on standard error: bars in a terminal, a line now and then in a file or a pipe."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from headwise.errors import HeadwiseError
+from headwise.progress import Progress
 from headwise.train.progress import Now
 
 
 @contextmanager
-def noting() -> Iterator[Callable[[str, int, int | None], None]]:
+def show_progress() -> Iterator[Progress]:
     """Yields a function to call with what is done, how much of it, of how much; each kind of work gets its bar."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks, now = {}, Now()
 
-        def note(what: str, done: int, of: int | None) -> None:
+        def progress(what: str, done: int, of: int | None) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=of)
             bars.update(tasks[what], completed=done, total=of)
@@ -30,7 +32,7 @@ def noting() -> Iterator[Callable[[str, int, int | None], None]]:
                 told = f"{done:,}" if of is None else f"{done:,} of {of:,}"
                 print(f"{what}: {told}", file=sys.stderr, flush=True)
 
-        yield note
+        yield progress
 
 
 @contextmanager

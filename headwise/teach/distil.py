@@ -10,6 +10,7 @@ import torch
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.model import AnyModel, Transformer
+from headwise.progress import Progress
 from headwise.spec import ModelSpec
 from headwise.teach.kept import KeptLogits
 from headwise.teach.lesson import By, Lesson
@@ -39,7 +40,7 @@ def distil(
     device: str | torch.device | None = None,
     call: Call | None = None,
     every: int = 100,
-    progress: bool = True,
+    progress: Progress | bool = True,
     **lesson: Any,
 ) -> Trained:
     """Train a student, a spec or a model, to do what a teacher does: `hw.train` with another loss, and all it gives.

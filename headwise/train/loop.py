@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads.dropout import tell_progress
 from headwise.model import Transformer, quiet
+from headwise.progress import Progress
 from headwise.spec import ModelSpec
 from headwise.team.team import Team, join_team
 from headwise.text import Tokenizer
@@ -50,7 +51,7 @@ def train(
     device: str | torch.device | None = None,
     call: Call | None = None,
     every: int | None = 100,
-    progress: bool = True,
+    progress: Progress | bool = True,
 ) -> Trained:
     """Train a new model from a spec, or go on with one that is there, on a text.
 
@@ -59,7 +60,7 @@ def train(
     loaded or made, or "byte", "character", "word" (the little language), "bpe:4096"; a new model's vocabulary is set to it.
     `call(model, step)` is called before the first step, after every `every` steps (None: at each evaluation) and after the
     last. `loss` makes of the model what it learns from (`headwise.train.loss.Loss`); what is held out is always judged by
-    its text alone.
+    its text alone. `progress(what, done, of)` is called with how far the run is; True shows it on standard error.
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -77,7 +78,7 @@ def start(
     device: str | torch.device | None = None,
     call: Call | None = None,
     every: int | None = 100,
-    progress: bool = True,
+    progress: Progress | bool = True,
 ) -> Trained:
     """Start a run, or go on with it where its folder holds a part of it already; `train` in one object.
 
@@ -104,7 +105,7 @@ def resume(
     device: str | torch.device | None = None,
     call: Call | None = None,
     every: int | None = 100,
-    progress: bool = True,
+    progress: Progress | bool = True,
 ) -> Trained:
     """Go on with a run from its folder alone, to the bits it would have had; a finished one is given as it ended.
 
@@ -129,7 +130,7 @@ def _run(
     kept: bool,
     call: Call | None,
     every: int | None,
-    progress: bool,
+    progress: Progress | bool,
 ) -> Trained:
     threads = torch.get_num_threads()
     loop = Loop(start, recipe, team, folder if kept else None, progress)
@@ -149,7 +150,9 @@ def _run(
 class Loop:
     """One run: `run` goes from wherever the last checkpoint is to the end."""
 
-    def __init__(self, start: Prepared, recipe: Recipe, team: Team, folder: Path | None, progress: bool) -> None:
+    def __init__(
+        self, start: Prepared, recipe: Recipe, team: Team, folder: Path | None, progress: Progress | bool
+    ) -> None:
         self.recipe, self.team, self.folder = recipe, team, folder
         self.model, self.tokens, self.context = start.model, start.tokens, start.context
         self.mask = start.tokenizer.mask if start.objective == "masked" else None
@@ -165,7 +168,7 @@ class Loop:
         self.stopped = "finished"
         self.precision = precision_of(recipe, team.device)
         self.scaler = torch.amp.GradScaler(team.device.type, enabled=self.precision == torch.float16)
-        self.watch = Watch(recipe.steps, 0, progress and team.leads)
+        self.watch = Watch(recipe.steps, 0, progress if team.leads else False)
         say = self.watch.say if team.leads else (lambda text: None)
         self.checkpoints = None if folder is None else Checkpoints(folder / "checkpoints", recipe.keep, say)
         self.best_weights: dict[str, Tensor] | None = None  # kept in memory where there is no folder

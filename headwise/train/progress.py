@@ -4,7 +4,10 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from headwise.progress import Progress
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -27,11 +30,13 @@ class Now:
 
 
 class Watch:
-    """Shows the loss, the speed, the time left and a small curve; where nobody watches, a line now and then."""
+    """Shows the loss, the speed, the time left and a small curve; where nobody watches, a line now and then. A function
+    is called instead, where one is given."""
 
-    def __init__(self, steps: int, start: int, shown: bool) -> None:
+    def __init__(self, steps: int, start: int, progress: Progress | bool) -> None:
         self.console = Console(stderr=True)
-        self.shown = shown
+        self.tell = progress if callable(progress) else None
+        self.shown = shown = progress is True
         self.live = None
         self.losses: list[float] = []
         self.valid = ""
@@ -41,13 +46,15 @@ class Watch:
                 TextColumn("{task.fields[told]}"), BarColumn(bar_width=20), MofNCompleteColumn(),
                 TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             )  # fmt: skip
-            self.live = Progress(*columns, console=self.console, transient=False)
+            self.live = Bars(*columns, console=self.console, transient=False)
             self.task = self.live.add_task("", total=steps, completed=start, told="")
             self.live.start()
 
     def step(self, done: int, loss: float, speed: float) -> None:
         """A logged step."""
         self.losses.append(loss)
+        if self.tell is not None:
+            self.tell("training", done, self.steps)
         if self.live is not None:
             told = f"loss {loss:.3f}{self.valid} {curve(self.losses, 16)} {speed:,.0f} tokens/s"
             self.live.update(self.task, completed=done, told=told)

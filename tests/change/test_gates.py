@@ -219,7 +219,7 @@ def test_the_model_is_as_it_was_after_an_interrupt() -> None:
     model = lived_in(MODELS["decoder"])
     before = state_of(model)
     with pytest.raises(KeyboardInterrupt):
-        learn_gates(model, TEXTS, **QUICK, note=stop)
+        learn_gates(model, TEXTS, **QUICK, progress=stop)
     assert_same(before, state_of(model))
 
 

@@ -122,19 +122,19 @@ def test_breaking_off_leaves_the_source_untouched(by: str, rounds: int) -> None:
     model, untouched = reading(MODELS["decoder"]).train(), reading(MODELS["decoder"])
 
     def stop(at: int) -> Callable[[str, int, int | None], None]:
-        def note(what: str, done: int, of: int | None) -> None:
+        def progress(what: str, done: int, of: int | None) -> None:
             heard.append(what)
             if len(heard) == at:
                 raise KeyboardInterrupt
 
-        return note
+        return progress
 
     heard: list[str] = []
-    prune(model, keep=0.5, by=by, on=TEXTS, rounds=rounds, steps=5, note=stop(0))
+    prune(model, keep=0.5, by=by, on=TEXTS, rounds=rounds, steps=5, progress=stop(0))
     for at in {1, len(heard)}:
         heard = []
         with pytest.raises(KeyboardInterrupt):
-            prune(model, keep=0.5, by=by, on=TEXTS, rounds=rounds, steps=5, note=stop(at))
+            prune(model, keep=0.5, by=by, on=TEXTS, rounds=rounds, steps=5, progress=stop(at))
         assert same_weights(model, untouched)
         assert not any(site.is_open for site in model.sites())
         assert model.training

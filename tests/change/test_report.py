@@ -331,7 +331,7 @@ def test_texts_are_dealt_out_in_turn() -> None:
 def test_a_curve_is_cuts_at_every_share() -> None:
     model = reading(MODELS["decoder"])
     heard: list[Any] = []
-    made = curve(model, TEXTS, keeps=(0.25, 0.75), seeds=2, note=lambda *told: heard.append(told))
+    made = curve(model, TEXTS, keeps=(0.25, 0.75), seeds=2, progress=lambda *told: heard.append(told))
     assert [(p.by, p.kept, p.heads) for p in made.points] == [
         (by, keep, left) for by in ("ablation", "gradient", "random") for keep, left in ((0.75, 6), (0.25, 2))
     ]

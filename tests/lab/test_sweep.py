@@ -51,7 +51,7 @@ def test_head_counts_that_do_not_divide_are_refused_with_the_nearest():
 
 def test_a_sweep_and_the_same_again(cache):
     notes = []
-    first = head_sweep([1, 16], seeds=1, cache=cache, note=lambda *told: notes.append(told), **TINY)
+    first = head_sweep([1, 16], seeds=1, cache=cache, progress=lambda *told: notes.append(told), **TINY)
     assert [(row.heads, row.head_dim) for row in first.rows] == [(1, 16), (16, 1)]
     assert first.rows[0].parameters == first.rows[1].parameters  # at constant heads × head_dim
     assert ("training 2 models", 16, 16) in notes
@@ -63,7 +63,9 @@ def test_a_sweep_and_the_same_again(cache):
 
     written = {path: path.stat().st_mtime_ns for path in cache.glob(f"points/*/{DONE}")}
     assert len(written) == 2
-    again = head_sweep([1, 16], seeds=1, cache=cache, note=lambda *told: pytest.fail("nothing is left to do"), **TINY)
+    again = head_sweep(
+        [1, 16], seeds=1, cache=cache, progress=lambda *told: pytest.fail("nothing is left to do"), **TINY
+    )
     assert again == first
     assert written == {path: path.stat().st_mtime_ns for path in cache.glob(f"points/*/{DONE}")}
 

@@ -13,7 +13,7 @@ from headwise.show.story import story
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return training(tmp_path_factory.mktemp("show") / "demo", quick=True, progress=False)
+    return training(tmp_path_factory.mktemp("show") / "demo", quick=True)
 
 
 def test_everything_is_written(made: Training) -> None:
@@ -43,7 +43,7 @@ def test_the_result_is_plain_data(made: Training) -> None:
 
 
 def test_it_can_be_run_again_into_the_same_folder(made: Training) -> None:
-    again = training(made.folder, quick=True, progress=False)
+    again = training(made.folder, quick=True)
     assert again.plan.cut == made.plan.cut
     assert again.report.loss_after == made.report.loss_after
 
@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("headwise.show.demo_training.train", stop)
     with pytest.raises(KeyboardInterrupt):
-        training(tmp_path / "demo", quick=True, progress=False)
+        training(tmp_path / "demo", quick=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from headwise.show.progress import noting
+import headwise as hw
+from headwise.show.progress import show_progress
 from headwise.train.progress import Now, Watch
 
 
@@ -23,10 +24,10 @@ def test_now_and_then_is_soon_and_then_ever_more_seldom(monkeypatch: pytest.Monk
 def test_a_pipe_is_told_how_far_work_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with noting() as note:
+    with show_progress() as progress:
         for done in range(4):
             clock[0] = 3.0 * done
-            note("texts", done, 1200)
+            progress("texts", done, 1200)
     said = capsys.readouterr()
     assert said.out == "", "standard output is the result alone"
     assert said.err == "texts: 2 of 1,200\n"
@@ -35,9 +36,19 @@ def test_a_pipe_is_told_how_far_work_is(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_training_tells_a_pipe_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watch = Watch(100, 0, shown=True)
+    watch = Watch(100, 0, progress=True)
     watch.step(10, 3.25, 1000.0)
     clock[0] = 6.0
     watch.step(20, 3.0, 2000.0)
-    Watch(100, 0, shown=False).step(20, 3.0, 2000.0)
+    Watch(100, 0, progress=False).step(20, 3.0, 2000.0)
     assert capsys.readouterr().err == "step 20 of 100: loss 3.0000, 2,000 tokens/s\n"
+
+
+def test_training_calls_who_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same kind of function as everywhere."""
+    heard: list[tuple[str, int, int | None]] = []
+    spec = hw.ModelSpec(vocab=257, context=16, layers=1, attention=hw.AttentionSpec(width=16, heads=2))
+    recipe = hw.Recipe(steps=6, batch=2, warmup=1, log_every=2)
+    hw.train(spec, "to be or not to be " * 50, recipe, progress=lambda *told: heard.append(told))
+    assert heard == [("training", 2, 6), ("training", 4, 6), ("training", 6, 6)]
+    assert capsys.readouterr().err == "", "whoever hears it shows it"

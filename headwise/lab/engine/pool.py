@@ -18,7 +18,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.engine.make import make
 from headwise.lab.engine.point import Point
 from headwise.lab.engine.store import Store
-from headwise.look.profile.make import Note
+from headwise.progress import Progress
 from headwise.train.run import METRICS
 
 GRACE = 15.0  # seconds a process has to save what it is at
@@ -29,7 +29,9 @@ KILLED = (
 )
 
 
-def train_all(points: Sequence[Point], store: Store, processes: int | None = None, note: Note | None = None) -> None:
+def train_all(
+    points: Sequence[Point], store: Store, processes: int | None = None, progress: Progress | None = None
+) -> None:
     """Train every point that is not in the store; stopped, and called again, it goes on with what is left."""
     todo = [point for point in dict.fromkeys(points) if store.made(point) is None]
     if not todo:
@@ -40,8 +42,8 @@ def train_all(points: Sequence[Point], store: Store, processes: int | None = Non
     jobs = [(point.to_json(), str(store.folder), store.place(point).name) for point in todo]
 
     def look() -> None:
-        if note is not None:
-            note(f"training {len(todo)} models", sum(_step(point, store) for point in todo), steps)
+        if progress is not None:
+            progress(f"training {len(todo)} models", sum(_step(point, store) for point in todo), steps)
 
     for _ in work(_train, jobs, processes, look, fresh=True):
         look()

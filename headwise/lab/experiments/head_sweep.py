@@ -17,7 +17,7 @@ from headwise.lab.engine.versions import declared
 from headwise.lab.experiments.depth import same_cut
 from headwise.lab.experiments.diversity import diversity
 from headwise.lab.lab import LITTLE_WORDS, usual_point, usual_recipe
-from headwise.look.profile.make import Note
+from headwise.progress import Progress
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.corpus import Corpus
 
@@ -77,7 +77,7 @@ def head_sweep(
     seeds: int = 3,
     cache: str | Path | None = None,
     processes: int | None = None,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> Sweep:
     """Train a model for each head count and seed, at constant heads × head_dim, or with `head_dim` at that constant.
 
@@ -91,7 +91,7 @@ def head_sweep(
     constant = "heads × head_dim" if head_dim is None else f"head_dim {head_dim}"
     return compare(
         specs, constant, corpus=corpus, tokenizer=tokenizer, steps=steps, batch=batch, rate=rate, seeds=seeds, cache=cache,
-        processes=processes, note=note,
+        processes=processes, progress=progress,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def compare(
     seeds: int = 3,
     cache: str | Path | None = None,
     processes: int | None = None,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> Sweep:
     """Train any models side by side, each with every seed, and measure them alike."""
     if seeds < 1:
@@ -131,9 +131,9 @@ def compare(
     read = str(corpus or ""), tokenizer or ("word" if corpus is None else "byte")
     recipes = [usual_recipe(steps, seed=seed, batch=batch, rate=rate, rows=rows) for seed in range(seeds)]
     points = {name: [usual_point(spec, recipe, "usual", *read) for recipe in recipes] for name, spec in specs.items()}
-    train_all([point for some in points.values() for point in some], store, processes, note)
+    train_all([point for some in points.values() for point in some], store, processes, progress)
     made = {name: [_there(store, point) for point in some] for name, some in points.items()}
-    apart = _diversities([each for some in made.values() for each in some], store, processes, note)
+    apart = _diversities([each for some in made.values() for each in some], store, processes, progress)
     told = tuple(_row(name, some, [apart[each.folder.name] for each in some]) for name, some in made.items())
     width = next(iter(specs.values())).width
     return Sweep(constant, width, steps, seeds, told, {name: _curve(some) for name, some in made.items()})
@@ -181,7 +181,7 @@ def _there(store: Store, point: Point) -> Made:
 
 
 def _diversities(
-    made: list[Made], store: Store, processes: int | None, note: Note | None
+    made: list[Made], store: Store, processes: int | None, progress: Progress | None
 ) -> dict[str, dict[str, float]]:
     """How far apart the heads of each model are, by the name of its point; what was measured before is taken as it is."""
     version = hashlib.sha256(declared("measures").encode()).hexdigest()[:16]
@@ -189,8 +189,8 @@ def _diversities(
     todo = [each for each in made if found[each.folder.name] is None]
 
     def look() -> None:
-        if note is not None:
-            note("comparing heads", sum(told is not None for told in found.values()), len(found))
+        if progress is not None:
+            progress("comparing heads", sum(told is not None for told in found.values()), len(found))
 
     for place, told in work(_diversity, [(each.point.to_json(), str(store.folder)) for each in todo], processes, look):
         name = todo[place].folder.name

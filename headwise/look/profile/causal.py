@@ -20,7 +20,6 @@ from headwise.look.measure.repeats import Repeats
 from headwise.look.measure.statistics import bootstrap
 from headwise.look.profile.roles import PROBES, TOLD, Effect, Support
 from headwise.look.record.buckets import BUCKETS
-from headwise.look.record.progress import Progress
 from headwise.look.record.units import Unit, make_batches
 from headwise.look.worth.ablate import stand_in
 from headwise.look.worth.outputs import Means
@@ -28,6 +27,7 @@ from headwise.look.worth.sweep import sweep
 from headwise.look.worth.targets import Asked
 from headwise.model import AnyModel
 from headwise.model.loss import IGNORE
+from headwise.progress import Progress
 from headwise.spec import Address
 from headwise.text.documents import Document
 from headwise.text.little.quizzes import CHOICES
@@ -45,10 +45,9 @@ def climb(
     related: Iterable[Unit],
     repeats: Repeats,
     means: Means,
-    note: Progress,
+    progress: Progress,
 ) -> list[list[Support]]:
-    """The same with the last rung tried for every head whose best role is effective and has a probe; `note` is told how many
-    of how many are done."""
+    """The same with the last rung tried for every head whose best role is effective and has a probe."""
     made = [list(supports) for supports in found]
     wanted: dict[tuple[str, str], list[int]] = {}  # a probe and its role: the heads
     for head, supports in enumerate(found):
@@ -56,7 +55,7 @@ def climb(
             probe = supports[0].probe
             wanted.setdefault((probe, "" if probe == "repeats" else supports[0].role), []).append(head)
     for number, ((probe, role), heads) in enumerate(wanted.items()):
-        note("ablations", number, len(wanted))
+        progress("ablations", number, len(wanted))
         words = partial(word_questions, related, role, probe, model.device)
         questions = repeat_questions(repeats) if probe == "repeats" else words()
         layers = {addresses[head].site for head in heads}
@@ -68,7 +67,7 @@ def climb(
             mates = [place for place, other in enumerate(beside) if other.site == addresses[head].site]
             place = mates.index(beside.index(addresses[head]))
             made[head][0] = made[head][0].with_effect(costs.only(mates).of(place))
-    note("ablations", len(wanted), len(wanted))
+    progress("ablations", len(wanted), len(wanted))
     return made
 
 

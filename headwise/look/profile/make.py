@@ -30,16 +30,15 @@ from headwise.look.measure.variability import LENGTH, TEXTS, VARIABILITY, Varyin
 from headwise.look.profile.causal import Few, climb
 from headwise.look.profile.result import OWN, Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
-from headwise.look.record.progress import Progress
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
+from headwise.progress import Progress
 from headwise.team.team import Team, join_team
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
-Note = Progress
 CONTROLS = ("random-init", "shuffled")
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
 SEQUENCES, REPEATED = 64, 16
@@ -60,7 +59,7 @@ def profile(
     causal: bool = True,
     control: str | None = None,
     seed: int = 0,
-    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """What every head does, over a corpus: a text, a list of texts, a path or a Corpus; none is the embedded probe set,
     or the little language for its own models.
@@ -80,9 +79,9 @@ def profile(
         raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
     if control == "random-init":
         model = model.untrained(seed)
-    note = note or (lambda what, done, of: None)
+    progress = progress or (lambda what, done, of: None)
     with quiet(model), torch.no_grad(), join_team(model.device) as team:
-        made = _Pass(model, longest, tokens, every, detail, seed, control, note, team, measures, roles)
+        made = _Pass(model, longest, tokens, every, detail, seed, control, progress, team, measures, roles)
         return made.run(corpus, relations, causal)
 
 
@@ -98,12 +97,12 @@ class _Pass:
         detail: str,
         seed: int,
         control: str | None,
-        note: Note,
+        progress: Progress,
         team: Team,
         measures: Sequence[Measure],
         roles: Sequence[Role],
     ) -> None:
-        self.model, self.longest, self.tokens, self.every, self.note = model, longest, tokens, every, note
+        self.model, self.longest, self.tokens, self.every, self.progress = model, longest, tokens, every, progress
         self.detail, self.seed, self.control, self.team = detail, seed, control, team
         self.sites = model.sites()
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
@@ -172,12 +171,12 @@ class _Pass:
                 all_ += 1
 
         for batch in make_batches(mine(), self.tokens, device=self.model.device):
-            self.note(what, done, of)
+            self.progress(what, done, of)
             yield batch
             done += len(batch.units)
         if 0 < all_ < self.team.size:  # each needs one, to know what is counted
             raise HeadwiseError(f"{all_} {what} cannot be shared out over {self.team.size} processes; start fewer.")
-        self.note(what, done, done)
+        self.progress(what, done, done)
 
     def _echoes(self, repeats: Repeats) -> list[Place]:
         """The places that are shown of repeated tokens."""
@@ -233,9 +232,9 @@ class _Pass:
     def _repeats(self, repeats: Repeats, cases: Cases) -> None:
         def batches() -> Iterator[tuple[slice, torch.Tensor, bool]]:
             for some, ids, repeated in repeats.batches():
-                self.note("repeats", some.start, len(repeats.twice))
+                self.progress("repeats", some.start, len(repeats.twice))
                 yield some, ids, repeated
-            self.note("repeats", len(repeats.twice), len(repeats.twice))
+            self.progress("repeats", len(repeats.twice), len(repeats.twice))
 
         read_repeats(self.model, batches(), Echo(self.tally, repeats, cases))
 
@@ -251,7 +250,7 @@ class _Pass:
         means = mean_activations(self.model, texts.only(kept.first))
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
         related = kept.few.units.values()
-        return climb(self.model, self.addresses, found, related, short, means, self.note)
+        return climb(self.model, self.addresses, found, related, short, means, self.progress)
 
 
 class _Kept:

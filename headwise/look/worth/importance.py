@@ -20,7 +20,6 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
 from headwise.look.measure.tally import Tally
-from headwise.look.record.progress import Progress
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch, make_batches
 from headwise.look.worth.ablate import HOWS, How, stand_in
@@ -28,6 +27,7 @@ from headwise.look.worth.outputs import Means, Run, chosen_sites, mean_of, read_
 from headwise.look.worth.sweep import TOKENS, Stands, slopes, sweep
 from headwise.look.worth.targets import Asked, Metric, ask, check_askable, read_asked
 from headwise.model import AnyModel, quiet
+from headwise.progress import Progress
 from headwise.spec import Address
 
 By = Literal["ablation", "gradient", "attribution"]

@@ -28,7 +28,6 @@ from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
 from headwise.heads.head import HasHeads, Pattern
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
-from headwise.look.record.progress import Progress
 from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import (
@@ -44,6 +43,7 @@ from headwise.look.worth.targets import WHOLE, Asked, ask, check_askable, read_a
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.model.block import Block
 from headwise.model.loss import IGNORE
+from headwise.progress import Progress
 from headwise.spec.weights import GROUP, check_group
 from headwise.train.prepare import weights_digest
 
