@@ -30,6 +30,7 @@ _ROOMS = {
     "look.worth.ablate": ("ablated", "patched"),
     "look.worth.importance": ("importance",),
     "look.worth.sensitivity": ("sensitivity",),
+    "look.why.why": ("why",),
     "look.compare.compare": ("compare",),
     "look.compare.match": ("match",),
     "look.profile.history": ("HeadHistory",),
@@ -56,7 +57,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "export",
     "Recipe", "TrainRequest", "train", "distil",
     "Reading", "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
-    "ablated", "patched", "importance", "sensitivity", "compare", "match", "HeadHistory",
+    "ablated", "patched", "importance", "sensitivity", "why", "compare", "match", "HeadHistory",
     "prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
 ]  # fmt: skip
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from headwise.look.record.attend import attend
     from headwise.look.record.reading import Reading
     from headwise.look.record.recording import record
+    from headwise.look.why.why import why
     from headwise.look.worth.ablate import ablated, patched
     from headwise.look.worth.importance import importance
     from headwise.look.worth.sensitivity import sensitivity

@@ -34,7 +34,7 @@ UPWARDS = {
     ("attach/store.py", "headwise.change.plan"),
 }
 SUB_ROOMS = {
-    "look": ["record", "measure", "worth", "profile", "writes", "compare"],
+    "look": ["record", "measure", "worth", "profile", "writes", "why", "compare"],
     "lab": ["engine", "experiments"],
 }
 SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
@@ -51,13 +51,13 @@ PUBLIC_NAMES = [
     "export",
     *("Recipe", "TrainRequest", "train", "distil"),
     *("Reading", "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
-    *("ablated", "patched", "importance", "sensitivity", "compare", "match", "HeadHistory"),
+    *("ablated", "patched", "importance", "sensitivity", "why", "compare", "match", "HeadHistory"),
     *("prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),
 ]
 VERBS = [
     *("ablate", "attend", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
-    *("info", "plot", "presets", "prune", "quantise", "sensitivity", "sweep", "train", "view"),
+    *("info", "plot", "presets", "prune", "quantise", "sensitivity", "sweep", "train", "view", "why"),
 ]
 
 

@@ -4,7 +4,6 @@ Nothing here knows an architecture. One pass shows what every module is given an
 through which norms, follows from whose numbers are whose. What does not add up is refused, so that no share is ever wrong.
 """
 
-import copy
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,10 +16,9 @@ from headwise.attach.body import Output
 from headwise.attach.layer import Layer
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
-from headwise.model.wiring import EPS, Norm, Step, Wiring
+from headwise.model.wiring import Norm, Step, Wiring
 
 TEXTS, TOKENS = 2, 6  # what is looked at to find out
-CLOSE = 1e-5  # of numbers that were computed in float32 at least
 LOUD = 128.0  # linear logits are as many times larger where states are; a power of two, so that nothing is rounded
 
 
@@ -105,7 +103,7 @@ def _step(model: Any, seen: _Pass, layer: Layer, block: nn.Module) -> Step:
     if wrote is None or not seen.close(_sum_of_heads(seen, layer), wrote.double()):
         raise _refused(model, f"what attention in {here} gives is not the sum of what its heads write and a bias")
     after = next(
-        (norm for part in seen.inside(block, wrote) if (norm := _norm(part, layer.spec.width)) is not None), None
+        (norm for part in seen.inside(block, wrote) if (norm := Norm.tried(part, layer.spec.width)) is not None), None
     )
     added = wrote if after is None else seen.made[after.module]
     attention = {block, *found.module.modules(), None if after is None else after.module}
@@ -155,27 +153,9 @@ def _last_norm(model: Any, seen: _Pass, last: nn.Module) -> Norm:
     """What stands between the last layer and the output."""
     wrote, read = seen.made[last], seen.given.get(model.get_output_embeddings())
     for part in seen.inside(model, wrote):
-        if _same(seen.made[part], read) and (norm := _norm(part, wrote.shape[-1])) is not None:
+        if _same(seen.made[part], read) and (norm := Norm.tried(part, wrote.shape[-1])) is not None:
             return norm
     raise _refused(model, "between its last layer and its output stands something other than one LayerNorm or RMSNorm")
-
-
-def _norm(part: nn.Module, width: int) -> Norm | None:
-    """A module as a norm, if one of the known ways to compute norms gives its numbers: tried on a copy, in float64."""
-    weight, eps = getattr(part, "weight", None), next((name for name in EPS if hasattr(part, name)), None)
-    if eps is None or (weight is not None and weight.shape != (width,)):
-        return None
-    own: Any = copy.deepcopy(part).double().cpu()
-    dice = torch.Generator().manual_seed(0)
-    x = torch.randn(TOKENS, width, generator=dice, dtype=torch.double)
-    x = (x + 1) * torch.logspace(-3, 2, TOKENS)[:, None]  # (T, D): a mean that shows, and rows so small that eps does
-    made = own(x).double()
-    for centred, above in ((True, 0.0), (False, 0.0), (True, 1.0), (False, 1.0)):
-        norm = Norm(own, centred, above)
-        bias = 0.0 if norm.bias is None else norm.bias
-        if (norm.turn(x) * norm.scale(x) + bias - made).abs().max() <= CLOSE * made.abs().max():
-            return Norm(part, centred, above)
-    return None
 
 
 def _scale(model: Any, seen: _Pass, vocabulary: Any) -> float:

@@ -30,13 +30,14 @@ from headwise.cli import (
     sweep,
     train,
     view,
+    why,
 )
 from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
 VERBS = (
-    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, ablate, prune, quantise, sensitivity,
-    diff, sweep, claims, plot, view,
+    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, why, ablate, prune, quantise,
+    sensitivity, diff, sweep, claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(
     name="headwise",

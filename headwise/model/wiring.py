@@ -1,5 +1,6 @@
 """How the stream of a decoder is put together: what adds to it, which norms it is read through, what reads it at the end."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from headwise.model.transformer import Transformer
 
 EPS = ("eps", "variance_epsilon", "epsilon")  # what norms call the number that keeps them from dividing by nothing
+ROWS, CLOSE = 6, 1e-5  # on how many rows it is tried whether a module is a norm, and how near its numbers must come
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,31 @@ class Norm:
     def of(module: nn.Module) -> "Norm":
         """One of torch's."""
         return Norm(module, centred=isinstance(module, nn.LayerNorm))
+
+    @staticmethod
+    @torch.no_grad()
+    def tried(part: nn.Module, width: int) -> "Norm | None":
+        """A module as a norm, if one of the known ways to compute norms gives its numbers: tried on a copy, in float64.
+
+        >>> Norm.tried(nn.RMSNorm(8, eps=1e-6), 8).centred, Norm.tried(nn.Linear(8, 8), 8)
+        (False, None)
+        """
+        weight = getattr(part, "weight", None)
+        if not any(hasattr(part, name) for name in EPS) or (weight is not None and weight.shape != (width,)):
+            return None
+        own: Any = copy.deepcopy(part).double().cpu()
+        dice = torch.Generator().manual_seed(0)
+        x = torch.randn(ROWS, width, generator=dice, dtype=torch.double)
+        x = (x + 1) * torch.logspace(-3, 2, ROWS)[
+            :, None
+        ]  # (rows, D): a mean that shows, and rows so small that eps does
+        made = own(x).double()
+        for centred, above in ((True, 0.0), (False, 0.0), (True, 1.0), (False, 1.0)):
+            norm = Norm(own, centred, above)
+            bias = 0.0 if norm.bias is None else norm.bias
+            if (norm.turn(x) * norm.scale(x) + bias - made).abs().max() <= CLOSE * made.abs().max():
+                return Norm(part, centred, above)
+        return None
 
     @property
     def gain(self) -> Tensor:

@@ -17,6 +17,7 @@ EXAMPLES = {
     "heads": "headwise heads minilm --save minilm.npz",
     "head": "headwise head minilm 3.1",
     "attend": 'headwise attend smollm2 "The teacher gave the students their homework." --from their',
+    "why": 'headwise why smollm2 "The teacher gave the students their homework." --head 13.8 --at their',
     "ablate": "headwise ablate minilm --by gradient",
     "prune": "headwise prune minilm --keep 0.7 --out minilm-small",
     "quantise": "headwise quantise smollm2 --weights '*=4,mlp=8,vocabulary=8' --out smollm2-small",

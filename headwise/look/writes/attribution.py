@@ -80,7 +80,7 @@ def logit_attribution(
     other = None if wrong is None else token_id(model, wrong, "wrong")
     with quiet(model), torch.no_grad():
         wiring = model.wiring()
-        with _caught(model, wiring, position) as caught:
+        with caught_parts(model, wiring, position) as caught:
             logits = model(ids)[0, position].double()  # (V,)
         direction, biases = _direction(wiring, caught.last, right, other)  # (D,)
         heads: dict[str, float] = {}
@@ -96,20 +96,20 @@ def logit_attribution(
     return Attribution(logit, heads, mlps, embedding, biases)
 
 
-class _Caught:
-    """What passed at one position of the only text."""
+class Caught:
+    """What passed at one position of the only text, or at all of them: then every tensor has an axis of tokens more."""
 
     def __init__(self) -> None:
-        self.z: dict[Any, Tensor] = {}  # by site: (H, e)
-        self.mlps: dict[int, Tensor] = {}  # (D,)
+        self.z: dict[Any, Tensor] = {}  # by site: (H, e), or (H, T, e)
+        self.mlps: dict[int, Tensor] = {}  # (D,), or (T, D)
         self.wrote: dict[int, Tensor] = {}  # what attention wrote, where a norm stands between it and the stream: (D,)
         self.embedding = self.last = torch.empty(0)  # (D,): as the stream begins, and as it enters the final norm
 
 
 @contextmanager
-def _caught(model: AnyModel, wiring: Wiring, position: int) -> Iterator[_Caught]:
-    """Watch one position from outside; nothing that passes is changed."""
-    caught = _Caught()
+def caught_parts(model: AnyModel, wiring: Wiring, position: int | slice) -> Iterator[Caught]:
+    """Watch one position from outside, or all; nothing that passes is changed."""
+    caught = Caught()
 
     def hear(seen: Seen) -> None:
         caught.z[seen.site] = seen.z[0, :, position].clone()
@@ -157,7 +157,7 @@ def _direction(wiring: Wiring, last: Tensor, right: int, other: int | None) -> t
     return wiring.norm.back(read, last), added
 
 
-def _way(wiring: Wiring, caught: _Caught, layer: int, direction: Tensor) -> tuple[Tensor, float]:
+def _way(wiring: Wiring, caught: Caught, layer: int, direction: Tensor) -> tuple[Tensor, float]:
     """The same direction as attention in a layer meets it, (D,), and what a norm in between adds of its own."""
     after = wiring.steps[layer].after
     if after is None:

@@ -1,0 +1,73 @@
+"""Why SmolLM2's induction heads look where they do, on random tokens said twice: the pair that theory names, its rank, its share.
+
+python -m bench.why
+python -m bench.why --heads 18.6 --texts 2    a part of it
+Expected, written down before the first run: what the previous-token head 16.0 wrote at the key, against the token itself
+(the embedding) at the query, comes first.
+"""
+
+import argparse
+
+import numpy as np
+import torch
+
+import headwise as hw
+from bench.measure import machine
+from headwise.show.tables import make_table
+
+PREVIOUS = "16.0"
+LONG = 24  # tokens that are said twice
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default="18.6", help="induction heads, e.g. 18.6,21.1")
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=31)
+    options = parser.parse_args()
+    model = hw.load("smollm2")
+    dice = torch.Generator().manual_seed(options.seed)
+    rows = []
+    for head in options.heads.split(","):
+        for lead in (False, True):
+            ranks, shares, heads_only, sides, first = [], [], [], [], []
+            for _ in range(options.texts):
+                once = torch.randint(1000, model.spec.vocab, (LONG,), generator=dice)
+                at = LONG + int(torch.randint(4, LONG - 1, (), generator=dice))
+                made = hw.why(model, torch.cat((once, once)), head, at=at, to=at - LONG + 1, lead=lead)
+                assert made.complete, made.error
+                found = [pair for pair in made.pairs if pair.key[0].isdigit()]
+                ranks.append(made.rank("embedding", PREVIOUS))
+                shares.append(
+                    next(pair.share for pair in made.pairs if (pair.query, pair.key) == ("embedding", PREVIOUS))
+                )
+                heads_only.append(1 + [(pair.query, pair.key) for pair in found].index(("embedding", PREVIOUS)))
+                sides.append(1 + [name for name, _ in made.side("key")].index(PREVIOUS))
+                first.append(f"{made.pairs[0].query}·{made.pairs[0].key}")
+            common = max(set(first), key=first.count)
+            rows.append(
+                (
+                    head, "lead" if lead else "score", f"{np.median(ranks):.0f} ({min(ranks)}–{max(ranks)})",
+                    f"{np.median(shares):.4f}", f"{np.median(heads_only):.0f}", f"{np.median(sides):.0f}",
+                    f"{common} ({first.count(common)} of {len(first)})",
+                )
+            )  # fmt: skip
+    from rich.console import Console
+
+    columns = [
+        "head",
+        "of the",
+        "rank",
+        "share",
+        "rank among heads' writes",
+        f"rank of {PREVIOUS} at the key",
+        "most often first",
+    ]
+    title = (
+        f"The token at the query against what {PREVIOUS} wrote at the key; median of {options.texts} texts; {machine()}"
+    )
+    Console(width=140).print(make_table(title, columns, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Why a token looked where it looked."""
