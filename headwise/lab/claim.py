@@ -1,6 +1,6 @@
 """A claim: one sentence, an experiment, and a rule that turns figures into a verdict."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +51,15 @@ def every(*names: str) -> Asked:
     [('lost', 'a')]
     """
     return lambda figures: ((name, at) for name in names for at in figures.at(name))
+
+
+def listed(lists: Mapping[str, Sequence[str]]) -> str:
+    """What was found of several things, in a line; empty lists are left out.
+
+    >>> listed({"shown": ["local early"], "open": [], "not so": ["semantic late", "long range late"]})
+    'shown: local early; not so: semantic late, long range late'
+    """
+    return "; ".join(f"{word}: {', '.join(some)}" for word, some in lists.items() if some)
 
 
 def _none(of: Any) -> tuple[()]:

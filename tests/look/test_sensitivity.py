@@ -10,6 +10,7 @@ from headwise.change.quantise import quantise
 from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.kernels.rounding import rounded
+from headwise.look.worth import changed
 from headwise.look.worth import sensitivity as room
 from headwise.look.worth.sensitivity import Sensitivity, sensitivity
 from headwise.model import AnyModel, Transformer
@@ -135,7 +136,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
 def test_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(bias=True)
     before = state_of(model)
-    monkeypatch.setattr(room._Blocks, "run", _fails_later(room._Blocks.run))
+    monkeypatch.setattr(changed.Blocks, "run", _fails_later(changed.Blocks.run))
     with pytest.raises(RuntimeError, match="no memory"):
         sensitivity(model, TEXTS)
     assert unchanged(model, before)

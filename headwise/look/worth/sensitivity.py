@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.places import read_text
@@ -29,6 +29,7 @@ from headwise.heads.head import HasHeads, Pattern
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
 from headwise.look.record.units import make_batches
+from headwise.look.worth.changed import Blocks, Whole
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import (
     WEIGHTS,
@@ -39,16 +40,13 @@ from headwise.look.worth.rounded import (
     chosen_heads,
     questions,
 )
-from headwise.look.worth.targets import WHOLE, Asked, ask, check_askable, read_asked
+from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
 from headwise.model import AnyModel, Transformer, quiet
-from headwise.model.block import Block
-from headwise.model.loss import IGNORE
 from headwise.progress import Progress
 from headwise.spec.weights import GROUP, check_group
 from headwise.train.prepare import weights_digest
 
 TOKENS = 2048  # run at once
-KEPT = 2**26  # log-probabilities of the untouched model that are kept of a batch
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def sensitivity(
     parts, bits = tuple(parts), tuple(bits)
     check_asked(parts, bits)
     check_group(group)
-    basis = basis or ("balanced" if isinstance(model, Transformer) else "given")
+    basis = basis or usual_basis(model)
     check_basis(basis)
     if basis != "given" and not isinstance(model, Transformer):
         raise HeadwiseError(
@@ -185,7 +183,7 @@ def sensitivity(
     with quiet(model):
         units = list(read_asked(model, read_on(model, on, longest)))
         batches = [ask(model, batch) for batch in make_batches(units, tokens, device=model.device)]
-        walk = _Blocks(model, batches) if _is_walked(model) else _Whole(model, batches)
+        walk = walked(model, batches)
         about = {
             "model": weights_digest(model), "texts": _fingerprint(batches), "group": group, "basis": basis,
             "metric": "1 − cosine" if batches[0].targets is None else "nats a token", "clean": walk.clean_loss(),
@@ -199,8 +197,9 @@ def sensitivity(
             if todo:
                 base = in_basis(Matrices.of(layer), layer.spec, basis) if set(parts) & set(WEIGHTS) else None
                 clean = walk.seen(layer) if any(one.part not in WEIGHTS for one in todo) else None
+                walk.come_to(layer)
                 for one in todo:
-                    known[one] = walk.lost(layer, one, base, group, clean)
+                    known[one] = walk.lost(partial(_changed, layer, one, base, group, clean))
                     _keep(out, one, known[one])
                     done += 1
                     if progress is not None:
@@ -208,130 +207,22 @@ def sensitivity(
     return _made(about, every, known)
 
 
-def _is_walked(model: AnyModel) -> bool:
-    return isinstance(model, Transformer) and model.spec.kind != "encoder-decoder"
+def _changed(
+    layer: HasHeads, one: AtBits, base: Matrices | None, group: int, clean: list[Seen] | None, batch: int
+) -> AbstractContextManager[None]:
+    return at_few_bits(layer, one, base or Matrices.of(layer), group, None if clean is None else clean[batch])
 
 
-class _Whole:
-    """Every question by whole passes: for models that are not walked through block by block."""
-
-    def __init__(self, model: AnyModel, batches: list[Asked]) -> None:
-        self.model, self.batches = model, batches
-        self.states = [self.run(i) for i in range(len(batches))]  # untouched, (B, R, D) each
-        self.clean = [asked.answers(model, x) for asked, x in zip(batches, self.states, strict=True)]
-        pairs = zip(batches, self.states, strict=True)
-        self.said = [_Said(model, asked, x) if asked.targets is not None else None for asked, x in pairs]
-
-    def run(self, batch: int) -> Tensor:
-        """Final states as they are now, at the places asked about: (B, R, D)."""
-        return self.batches[batch].pick(self.batches[batch].run(self.model))
-
-    def lost(
-        self, layer: HasHeads, one: AtBits, base: Matrices | None, group: int, clean: list[Seen] | None
-    ) -> list[list[float]]:
-        """What each text loses, and how far the model drifts on it."""
-        made: list[Tensor] = []
-        for i, asked in enumerate(self.batches):
-            with at_few_bits(layer, one, base or Matrices.of(layer), group, None if clean is None else clean[i]):
-                states = self.run(i)
-            said = self.said[i]
-            if said is None:
-                lost = asked.lost(asked.answers(self.model, states), self.clean[i]).double().cpu()  # (B,)
-                made.append(torch.stack((lost, lost)))
-            else:
-                made.append(said.apart(states))
-        return torch.cat(made, 1).tolist()
-
-    def seen(self, layer: HasHeads) -> list[Seen]:
-        """The clean call of a layer, on each batch."""
-        calls: list[Seen] = []
-        for i in range(len(self.batches)):
-            with layer.site.listen(calls.append):
-                self.run(i)
-        return calls
-
-    def clean_loss(self) -> float | None:
-        """The mean loss of the untouched model."""
-        if self.batches[0].targets is None:
-            return None
-        return float(
-            sum(made.double().sum() for made in self.clean) / sum(asked.counts.sum() for asked in self.batches)
-        )
+def usual_basis(model: AnyModel) -> Basis:
+    """The basis heads are rounded in unless another is asked for."""
+    return "balanced" if isinstance(model, Transformer) else "given"
 
 
-class _Blocks(_Whole):
-    """The stream before the layer the walk has come to is kept, and passes begin there."""
-
-    def __init__(self, model: AnyModel, batches: list[Asked]) -> None:
-        assert isinstance(model, Transformer)
-        self.ours, self.blocks = model, [block for block in model.blocks if isinstance(block, Block)]
-        self.place = 0
-        begun = [model.begin(asked.ids, padding=asked.padding) for asked in batches]
-        self.streams, self.beside = [x for x, _ in begun], [beside for _, beside in begun]
-        super().__init__(model, batches)
-
-    def run(self, batch: int) -> Tensor:
-        """From the block the walk has come to."""
-        x, beside = self.streams[batch], self.beside[batch]
-        for block in self.blocks[self.place :]:
-            x = block(x, beside)
-        x = self.batches[batch].pick(x)
-        return x if self.ours.norm is None else self.ours.norm(x)
-
-    def seen(self, layer: HasHeads) -> list[Seen]:
-        """The clean call of a layer, on each batch."""
-        self._come_to(layer)
-        calls: list[Seen] = []
-        for x, beside in zip(self.streams, self.beside, strict=True):
-            with layer.site.listen(calls.append):
-                self.blocks[self.place](x, beside)
-        return calls
-
-    def lost(
-        self, layer: HasHeads, one: AtBits, base: Matrices | None, group: int, clean: list[Seen] | None
-    ) -> list[list[float]]:
-        """What each text loses, and how far the model drifts on it."""
-        self._come_to(layer)
-        return super().lost(layer, one, base, group, clean)
-
-    def _come_to(self, layer: HasHeads) -> None:
-        """Take the streams on, clean, to the block of this layer; a layer without heads has one too."""
-        while self.blocks[self.place].attention is not layer:
-            pairs = zip(self.streams, self.beside, strict=True)
-            self.streams = [self.blocks[self.place](x, beside) for x, beside in pairs]
-            self.place += 1
-
-
-class _Said:
-    """What the untouched model says at the places asked about, to hold what it says later against."""
-
-    def __init__(self, model: AnyModel, asked: Asked, states: Tensor) -> None:
-        assert asked.targets is not None
-        targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
-        self.model, self.states = model, states
-        self.wanted = targets != IGNORE  # (B, R)
-        self.rows = max(1, WHOLE // model.spec.vocab)
-        self.targets = targets[self.wanted].split(self.rows)
-        kept = int(self.wanted.sum()) * model.spec.vocab <= KEPT
-        self.kept = list(self._log_odds(states)) if kept else None  # else worked out anew each time
-
-    def _log_odds(self, states: Tensor) -> Iterator[Tensor]:
-        """log p of every token, a few places at a time: (n, V)."""
-        assert self.model.output is not None
-        for some in states[self.wanted].split(self.rows):
-            yield self.model.output(some).float().log_softmax(-1)
-
-    def apart(self, states: Tensor) -> Tensor:
-        """What each text loses by these states (B, R, D), and KL(untouched ‖ these), summed over its places: (2, B)."""
-        made = torch.zeros(2, *self.wanted.shape, dtype=torch.float64, device=states.device)  # (2, B, R)
-        both = []
-        for sure, now, target in zip(
-            self.kept or self._log_odds(self.states), self._log_odds(states), self.targets, strict=True
-        ):
-            lost = (sure - now).gather(1, target[:, None])[:, 0]  # (n,)
-            both.append(torch.stack((lost, (sure.exp() * (sure - now)).sum(-1))))
-        made[:, self.wanted] = torch.cat(both, 1).double() if both else made.new_zeros(2, 0)
-        return made.sum(2).cpu()
+def walked(model: AnyModel, batches: list[Asked]) -> Whole:
+    """Block by block where a model is ours and of one stack, by whole passes elsewhere."""
+    if isinstance(model, Transformer) and model.spec.kind != "encoder-decoder":
+        return Blocks(model, batches)
+    return Whole(model, batches)
 
 
 Known = dict[AtBits, list[list[float]]]

@@ -8,6 +8,7 @@ from headwise.change.prune import prune
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import WORDS
 from headwise.lab.engine.figure import Figure, Figures
+from headwise.lab.experiments import bundle
 from headwise.lab.experiments.claims import early_late
 from headwise.lab.experiments.claims.early_late import CLAIM, GAP, THIRDS, Thirds, judge, measure, on, thirds
 from headwise.lab.experiments.depth import deep
@@ -80,12 +81,12 @@ def test_what_is_said_to_be_long_range_is_what_is_measured(lab):
 
 def test_a_damaged_bundle_is_not_an_absent_one(tmp_path, monkeypatch):
     # A folder that can be imported, and has nothing in it.
-    monkeypatch.setitem(early_late.BUNDLES, early_late.BUNDLE, ("damaged==0", "damaged_bundle", "model.gguf"))
+    monkeypatch.setitem(bundle.BUNDLES, bundle.BUNDLE, ("damaged==0", "damaged_bundle", "model.gguf"))
     assert early_late.installed() is None
     assert CLAIM.also() == ""
     (tmp_path / "damaged_bundle").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert CLAIM.also() == early_late.BUNDLE
+    assert CLAIM.also() == bundle.BUNDLE
     with pytest.raises(HeadwiseError):
         early_late.installed()
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from headwise.errors import HeadwiseError
-from headwise.files.places import BUNDLES
-from headwise.lab.claim import Claim, Picture, Verdict, every
+from headwise.lab.claim import Claim, Picture, Verdict, every, listed
 from headwise.lab.engine.figure import Figure, Figures
 from headwise.lab.engine.point import Point
+from headwise.lab.experiments.bundle import BUNDLE, bundled, installed
 from headwise.lab.experiments.depth import LAYERS, deep
 from headwise.lab.lab import Lab
 from headwise.look.measure.diagonals import WINDOW
@@ -24,7 +23,6 @@ from headwise.look.record.reading import documents_for
 from headwise.model import AnyModel
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
-from headwise.weights import load
 
 THIRDS = ("first third", "middle third", "last third")
 SYNTAX = (
@@ -35,7 +33,6 @@ MEANING = ("semantic", "coreference")  # as roles are told
 EARLY, LATE = ("local", "syntactic"), ("long range", "semantic")
 LEAST = 0.05  # of the weight, or in accuracy
 TEXTS, SENTENCES = 8, 15  # where documents are short, so many texts are made of so many of them each
-BUNDLE = "smollm2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,32 +89,18 @@ def on(model: AnyModel, text: Any = None) -> Figures:
     return figures
 
 
-def installed() -> AnyModel | None:
-    """SmolLM2, if its package is there; one that is damaged is an error, not an absence."""
-    return load(BUNDLE) if _bundled() else None
-
-
-def _bundled() -> str:
-    _, module, _ = BUNDLES[BUNDLE]
-    return BUNDLE if find_spec(module) is not None else ""
-
-
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
     gaps = {str(at): gap for at, gap in figures.at(GAP).items()}
     shown = [at for at, gap in gaps.items() if gap.above(LEAST)]
     missed = [at for at, gap in gaps.items() if gap.below(LEAST)]
     unsure = [at for at in gaps if at not in (*shown, *missed)]
-    told = _listed({"shown": shown, "not so": missed, "open": unsure})
+    told = listed({"shown": shown, "not so": missed, "open": unsure})
     if len(shown) == len(gaps):
         return Verdict("holds")
     if 2 * len(missed) > len(gaps):
-        return Verdict("does not hold", _listed({"shown": shown, "open": unsure}))
+        return Verdict("does not hold", listed({"shown": shown, "open": unsure}))
     return Verdict("depends", f"on {'what is meant, and where' if missed else 'the seed, or the text'}; {told}")
-
-
-def _listed(lists: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{word}: {', '.join(some)}" for word, some in lists.items() if some)
 
 
 GAP = "the way the claim has it"  # early − late for what is said to be early, late − early for the rest
@@ -214,5 +197,5 @@ CLAIM = Claim(
     picture=Picture((*EARLY, *LATE), y="share of weight, or accuracy above the best offset"),
     points=points,
     on=on,
-    also=_bundled,
+    also=bundled,
 )
