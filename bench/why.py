@@ -1,4 +1,4 @@
-"""Why SmolLM2's induction heads look where they do, on random tokens said twice: rank and share of the pair that theory names.
+"""Why SmolLM2's induction heads look where they do, on random tokens said twice: the pair that theory names.
 
 python -m bench.why
 python -m bench.why --heads 18.6 --texts 2    a part of it
