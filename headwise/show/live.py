@@ -15,6 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.record.attend import Parts
 from headwise.look.record.units import tokenizer_of
+from headwise.look.why.why import why
 from headwise.model import AnyModel, quiet
 from headwise.show.book import make_sentence
 from headwise.show.guard import RequestError
@@ -24,6 +25,7 @@ from headwise.text import Tokenizer
 CHARACTERS = 8192  # of a text
 TOKENS = 512  # of a text, or what the model can read
 BEST = 10  # predictions shown
+PAIRS = 12  # of what was written, shown as reasons
 PIECES = 4  # tokens a character may be made of: bytes of UTF-8
 
 
@@ -88,6 +90,11 @@ class Live:
             "tokens": list(Parts.of(tokenizer.align(text), words=False).labels),
             "rows": rows,
         }  # fmt: skip
+
+    def why(self, text: str, head: str, at: int, to: int, words: bool) -> dict[str, Any]:
+        """Why one token, or word, looked at another in a head: the pairs that add most to its lead, and where they began."""
+        self._ids(text)
+        return why(self.model, text, head, at, to, lead=True, words=words).to_dict(most=PAIRS)
 
     def _ids(self, text: str) -> list[int]:
         """The tokens of a text that can be read."""

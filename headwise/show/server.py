@@ -40,11 +40,12 @@ def make_app(
     host: str = "127.0.0.1",
     token: str | None = None,
 ) -> App:
-    """The view as an ASGI app, guarded: its files, GET api/book, POST api/sentence, api/predict, api/step."""
+    """The view as an ASGI app, guarded: its files, GET api/book, POST api/sentence, api/predict, api/step, api/why."""
     turns = turns or Turns()
     told = _json(book)  # once: it stays the same
     files = {**files, "index.html": files["index.html"].replace(b"<head>", LIVE, 1)}
     answers: dict[str, Callable[..., dict]] = {"sentence": live.sentence, "predict": live.predict, "step": live.step}
+    answers["why"] = live.why
 
     async def get_book(_: Request) -> Response:
         return Response(told, media_type="application/json")
@@ -55,8 +56,7 @@ def make_app(
 
     async def ask(request: Request) -> Response:
         what = request.scope["path"].rpartition("/")[2]
-        text, silenced = _asked(await read_object(request.headers, request.stream()), what != "sentence")
-        arguments = (text,) if what == "sentence" else (text, silenced)
+        arguments = ASKED[what](await read_object(request.headers, request.stream()))
         return Response(
             await turns.take(lambda: _json(answers[what](*arguments)), request.is_disconnected),
             media_type="application/json",
@@ -134,17 +134,37 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _asked(given: dict[str, Any], heads: bool) -> tuple[str, list[str]]:
-    """What a request asks: a text and, for some, heads; nothing else."""
-    text, silenced = given.get("text"), given.get("silenced", [])
-    unknown = sorted(set(given) - ({"text", "silenced"} if heads else {"text"}))
+def _text(given: dict[str, Any], *others: str) -> str:
+    """The text of a request that may ask for these others too, and for nothing else."""
+    unknown = sorted(set(given) - {"text", *others})
     if unknown:
-        raise RequestError(400, f"{unknown[0][:80]!r} is not asked for; send text{' and silenced' * heads}.")
-    if not isinstance(text, str):
-        raise RequestError(400, f"text must be a string; got {type(text).__name__}.")
+        raise RequestError(400, f"{unknown[0][:80]!r} is not asked for; send {' and '.join(('text', *others))}.")
+    if not isinstance(given.get("text"), str):
+        raise RequestError(400, f"text must be a string; got {type(given.get('text')).__name__}.")
+    return given["text"]
+
+
+def _text_and_heads(given: dict[str, Any]) -> tuple[str, list[str]]:
+    text, silenced = _text(given, "silenced"), given.get("silenced", [])
     if not isinstance(silenced, list) or not all(isinstance(head, str) and len(head) <= ADDRESS for head in silenced):
         raise RequestError(400, 'silenced must be a list of heads by address, ["5.1", "6.9"].')
     return text, silenced
+
+
+def _look(given: dict[str, Any]) -> tuple[str, str, int, int, bool]:
+    """One look: a text, a head, and the places of who looks and who is looked at, among words or tokens."""
+    text = _text(given, "head", "at", "to", "words")
+    head, at, to, words = (given.get(name) for name in ("head", "at", "to", "words"))
+    if not isinstance(head, str) or len(head) > ADDRESS:
+        raise RequestError(400, 'head must be an address, "5.1".')
+    if type(at) is not int or type(to) is not int or not isinstance(words, bool):
+        raise RequestError(400, "at and to must be places, whole numbers; words true or false.")
+    return text, head, at, to, words
+
+
+ASKED: dict[str, Callable[[dict[str, Any]], tuple]] = {
+    "sentence": lambda given: (_text(given),), "predict": _text_and_heads, "step": _text_and_heads, "why": _look,
+}  # fmt: skip
 
 
 async def _told(request: Request, error: Exception) -> Response:

@@ -85,6 +85,18 @@ def test_type_silence_predict_and_step(page: "Page", folder: Path) -> None:
         page.screenshot(path=Path(shots) / "live.png", full_page=True)
 
 
+def test_a_pinned_look_is_explained(page: "Page", folder: Path) -> None:
+    look(page, TEXT)
+    page.evaluate("location.hash = location.hash.replace(/&?(pin|head)=[^&]*/g, '') + '&pin=4,1&head=1.1&heads=1.1'")
+    page.evaluate("dispatchEvent(new PopStateEvent('popstate'))")
+    made = hw.why(hw.load(folder / "small"), TEXT, "1.1", 4, 1, lead=True, words=False)
+    page.get_by_role("button", name="Why did “dog” look at “goat”?").click()
+    first = made.pairs[0]
+    page.wait_for_selector(f"text={first.query} · {first.key}")
+    if shots := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=Path(shots) / "why.png", full_page=True)
+
+
 def test_markup_in_a_text_is_text(page: "Page") -> None:
     look(page, "<img src=x onerror=alert(1)> the cat")
     assert page.locator("main img").count() == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+import headwise as hw
 from headwise.look.record.recording import record
 from headwise.model import Transformer
 from headwise.show import guard
@@ -182,6 +183,37 @@ def test_hostile_bodies(client: TestClient, what: str, body: bytes, status: int,
 )
 def test_unknown_heads(client: TestClient, what: str, silenced: Any, status: int, message: str) -> None:
     answer = client.post(f"/api/{what}", json={"text": TEXT, "silenced": silenced})
+    assert answer.status_code == status
+    assert message in answer.json()["error"]
+
+
+LOOK = {"text": TEXT, "head": "1.1", "at": 4, "to": 1, "words": False}
+
+
+def test_why_is_what_the_library_says(client: TestClient, model: Transformer) -> None:
+    answer = client.post("/api/why", json=LOOK)
+    assert answer.status_code == 200
+    made = hw.why(model, TEXT, "1.1", 4, 1, lead=True, words=False)
+    assert (answer.json()["at"], answer.json()["to"]) == (made.at, made.to)
+    assert [tuple(pair.values()) for pair in answer.json()["pairs"]] == [tuple(pair) for pair in made.pairs[:12]]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"head": 5}, 400, "head must be an address"),
+        ({"head": "9" * 5000}, 400, "head must be an address"),
+        ({"at": "4"}, 400, "whole numbers"),
+        ({"to": True}, 400, "whole numbers"),
+        ({"words": 1}, 400, "true or false"),
+        ({"silenced": []}, 400, "'silenced' is not asked for"),
+        ({"head": "7.1"}, 422, "there is no head 7.1"),
+        ({"at": 99}, 422, "there is no word 99"),
+        ({"at": 1, "to": 4}, 422, "cannot see"),
+    ],
+)
+def test_unknown_looks(client: TestClient, change: dict[str, Any], status: int, message: str) -> None:
+    answer = client.post("/api/why", json=LOOK | change)
     assert answer.status_code == status
     assert message in answer.json()["error"]
 

@@ -114,12 +114,13 @@ def why(
     to: Word | None = None,
     *,
     lead: bool = False,
+    words: bool = True,
 ) -> Why:
     """Share out the score with which `at` looks at `to` in a head: a word each, "the#2", or its place in the text.
 
     Of a word of several tokens the last one looks, and the most attended one is looked at; without `to` it is the most
-    attended word. With `lead` it is the lead of that score over the mean of all that the token sees. For decoders whose
-    stream is a sum; others are refused, with the reason.
+    attended word; words=False keeps tokens apart. With `lead` it is the lead of that score over the mean of all that the
+    token sees. For decoders whose stream is a sum; others are refused, with the reason.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -129,18 +130,17 @@ def why(
     """
     address = Address.parse(head) if isinstance(head, str) else head
     one = model.heads[address]
-    words = _words(model, text)
+    named = _named_parts(model, text, words)
     ids = as_ids(model, text)
-    looks = words.tokens[words.find(at)][-1]
+    looks = named.tokens[named.find(at)][-1]
     stream = Stream.of(model, ids, address.layer)
     call = stream.recording[address].only
     weights = call.map(rows=looks)[0, 0].float()  # (T,)
-    place = words.find(to) if to is not None else _most_attended(words, weights)
-    seen = max(words.tokens[place], key=lambda token: float(weights[token]))
-    if not weights[seen] and seen > looks:
-        raise HeadwiseError(f"{words.names[words.find(at)]!r} comes before {words.names[place]!r} and cannot see it.")
-
     scale, bias, visible = _terms(call, looks)
+    place = named.find(to) if to is not None else _most_attended(named, weights)
+    seen = max(named.tokens[place], key=lambda token: float(weights[token]))
+    if seen not in visible:
+        raise HeadwiseError(f"{named.names[named.find(at)]!r} cannot see {named.names[place]!r} in {address}.")
     keys = visible if lead else [seen]
     turning = _turning(stream, address)
     names, asks = _side(stream, turning, one, "q", [looks])  # (P, 1, d)
@@ -156,9 +156,9 @@ def why(
         own -= float(scores.mean())
     best = divmod(int(table.abs().argmax()), len(names))
     chain = _chain(stream, turning, one, names, best, asks, offers[:, here], (looks, seen), scale)
-    shown = tuple(_named(words, link) for link in chain)
-    said = text if isinstance(text, str) else " ".join(words.labels)
-    at_name, to_name = words.names[words.find(at)], words.names[place]
+    shown = tuple(_named(named, link) for link in chain)
+    said = text if isinstance(text, str) else " ".join(named.labels)
+    at_name, to_name = named.names[named.find(at)], named.names[place]
     return Why(
         said, str(address), at_name, to_name, float(weights[seen]), own, table, tuple(names), position, lead, shown
     )
@@ -232,10 +232,10 @@ def _chain(
     return links
 
 
-def _words(model: AnyModel, text: str | Sequence[int] | Tensor) -> Parts:
-    """What is named in a text: its words; of ids, every token by its place."""
+def _named_parts(model: AnyModel, text: str | Sequence[int] | Tensor, words: bool) -> Parts:
+    """What is named in a text: its words or tokens; of ids, every token by its place."""
     if isinstance(text, str):
-        return Parts.of(tokenizer_of(model).align(text), words=True)
+        return Parts.of(tokenizer_of(model).align(text), words)
     ids = as_ids(model, text)[0].tolist()
     tokenizer: Any = model.tokenizer
     labels = tuple(str(i) if tokenizer is None else tokenizer.token(i) for i in ids)

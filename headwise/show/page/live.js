@@ -90,6 +90,22 @@ function dark(weight, colours) {
   return r * 0.3 + g * 0.6 + b * 0.1 < 140;
 }
 
+// Why a token looked there: which parts of the stream at both met in the score, beside the mean of all it sees.
+export function whyPanel(text, head, at, to, labels, words) {
+  const box = el("div", { "aria-live": "polite" });
+  const asked = () => trying(async () => {
+    say("looking for reasons …");
+    const made = await ask("api/why", { text, head, at, to, words });
+    const way = (side) => made.chain.filter((one) => one.side === side).map((one) => `${one.part} at “${visible(one.token)}”` + (one.looks_at === null ? "" : ` (from “${visible(one.looks_at)}”)`)).join(" ← ");
+    box.replaceChildren(
+      el("p", { class: "note" }, `Its score lies ${made.score.toFixed(2)} above the mean of all that “${labels[at]}” sees. It is a sum over pairs: something written at “${labels[at]}” meets something written at “${labels[to]}”. The largest:`),
+      barList(made.pairs.map((one) => [`${one.query} · ${one.key}`, one.score])),
+      el("p", { class: "note" }, `The first pair began here. At “${labels[at]}”: ${way("query")}. At “${labels[to]}”: ${way("key")}.`));
+    say("");
+  });
+  return el("div", { class: "stack" }, press(`Why did “${labels[at]}” look at “${labels[to]}”?`, asked, { "data-key": "why" }), box);
+}
+
 async function trying(work) {
   try {
     await work();

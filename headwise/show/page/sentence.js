@@ -6,7 +6,7 @@ import { store, openSentence, chosenHeads } from "./book.js";
 import { CHOSEN } from "./colour.js";
 import { heatMap } from "./heat.js";
 import { barList } from "./chart.js";
-import { livePanel } from "./live.js";
+import { livePanel, whyPanel } from "./live.js";
 
 const FAINT = 0.1, ARCS = 400;
 
@@ -116,15 +116,19 @@ function mapSection(sight, heads, words) {
   if (!head) return section("Map", el("p", { class: "note" }, "Choose a head above."));
   const labels = sight.labels(words), pin = state.pin.split(",").map(Number);
   const pinned = pin.length === 2 && pin.every((place) => place >= 0 && place < labels.length) ? pin : null;
-  const rowTable = el("div", {});
+  const rowTable = el("div", {}), reasons = el("div", {});
+  const mayAsk = store.live && (store.book.model.kind ?? "decoder") === "decoder";
+  const fillReasons = (at) => reasons.replaceChildren(...(at === null || !mayAsk ? [] : [whyPanel(store.sentences[state.sentence].given.text, head, at[0], at[1], labels, words)]));
   const fillRow = (at) => rowTable.replaceChildren(at === null ? el("p", { class: "note" }, "Pin a row to read its numbers.")
     : grid(`Where “${labels[at[0]]}” looks in ${head}`, ["at", "weight"],
       [...sight.row(head, at[0], words, state.valued)].map((weight, j) => [labels[j], [weight, 3]]).filter(([, [weight]]) => weight > 0)));
   fillRow(pinned);
+  fillReasons(pinned);
   return section(`Map of ${head}`,
     el("div", { class: "tools" }, choice("head", heads.map((one) => [one, `${one} ${store.heads.get(one)?.role ?? ""}`]), head, (one) => change({ head: one }))),
     heatMap({ weights: sight.map(head, words, state.valued), labels, name: `Attention of head ${head}`, pinned, under: sight.under(head),
-      onpin: (at) => { change({ pin: at ? at.join(",") : "" }, true); fillRow(at); } }),
+      onpin: (at) => { change({ pin: at ? at.join(",") : "" }, true); fillRow(at); fillReasons(at); } }),
+    reasons,
     el("details", { open: pinned !== null }, el("summary", {}, "The row as a table"), rowTable));
 }
 
