@@ -98,7 +98,7 @@ export function whyPanel(text, head, at, to, labels, words) {
     const made = await ask("api/why", { text, head, at, to, words });
     const way = (side) => made.chain.filter((one) => one.side === side).map((one) => `${one.part} at “${visible(one.token)}”` + (one.looks_at === null ? "" : ` (from “${visible(one.looks_at)}”)`)).join(" ← ");
     box.replaceChildren(
-      el("p", { class: "note" }, `Its score lies ${made.score.toFixed(2)} above the mean of all that “${labels[at]}” sees. It is a sum over pairs: something written at “${labels[at]}” meets something written at “${labels[to]}”. The largest:`),
+      el("p", { class: "note" }, `Its score lies ${Math.abs(made.score).toFixed(2)} ${made.score < 0 ? "below" : "above"} the mean of all that “${labels[at]}” sees. It is a sum over pairs: something written at “${labels[at]}” meets something written at “${labels[to]}”. The largest:`),
       barList(made.pairs.map((one) => [`${one.query} · ${one.key}`, one.score])),
       el("p", { class: "note" }, `The first pair began here. At “${labels[at]}”: ${way("query")}. At “${labels[to]}”: ${way("key")}.`));
     say("");
