@@ -9,6 +9,7 @@ from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel
 from headwise.progress import Progress
 from headwise.teach.distil import lesson_of, same_tokenizer
+from headwise.teach.glimpse import main_stack
 from headwise.teach.lesson import By, Lesson
 from headwise.train.loop import Trained, train
 from headwise.train.loss import LanguageLoss
@@ -32,8 +33,9 @@ def heal(
     """Train a model a little further, in place, gently: it is nearly where it should be.
 
     `corpus`, `out`, `valid` and `progress` are those of `train`. With a `teacher`, the whole model, it learns from that:
-    `learn` is what `hw.distil` takes as `by`, or a Lesson; none is its logits. Whatever else is given is a field of
-    `Recipe`; unless said otherwise the rate is 3e-4 after a short warm-up, nothing decays, and rows have at most 256 tokens.
+    `learn` is what `hw.distil` takes as `by`, or a Lesson; none is its logits. Maps are learned from the head of the same
+    name, relations in the last layer that still has heads. Whatever else is given is a field of `Recipe`; unless said
+    otherwise the rate is 3e-4 after a short warm-up, nothing decays, and rows have at most 256 tokens.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -61,5 +63,14 @@ def heal(
         loss = LanguageLoss
     else:
         same_tokenizer(model, teacher)
-        loss = lesson_of(teacher, learn if isinstance(learn, Lesson) else Lesson(learn or "logits"), corpus)
+        loss = lesson_of(teacher, learn if isinstance(learn, Lesson) else _lesson(model, teacher, learn), corpus)
     return train(model, corpus, how, out=out, valid=valid, loss=loss, progress=progress)  # pyright: ignore[reportArgumentType]
+
+
+def _lesson(model: AnyModel, teacher: AnyModel, learn: By | None) -> Lesson:
+    """What is learned of the model before the cut: what is left of each layer has the names it had."""
+    known = set(teacher.spec.addresses)
+    left = [head for head in model.spec.addresses if head in known]
+    pairs = [(str(head), str(head)) for head in left]
+    last = max((head.layer for head in left if head.stack == main_stack(model)), default=-1)
+    return Lesson(learn or "logits", pairs=pairs or "best", relation_layers=(last, last))

@@ -1,6 +1,7 @@
 """Distances between two softmaxes over keys, row by row, in blocks that are made again for the gradients: no map is held."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,27 @@ def kl_of_rows(student: Scores, teacher: Scores, real: Tensor) -> Tensor:
 def _block(student: Scores, teacher: Scores, rows: range, real: Tensor) -> Tensor:
     """The sum over some rows, (B, R), of the mean over heads."""
     scores = student(rows).float()  # (B, H, R, S)
-    hidden = scores.detach() == -torch.inf
     with torch.no_grad():
-        taught = teacher(rows).float().masked_fill(hidden, -torch.inf)  # (B, H, R, S)
-        blind = (taught == -torch.inf).all(-1, keepdim=True)  # rows of padding
-        log_p = taught.masked_fill(blind, 0).log_softmax(-1)
+        taught = teacher(rows).float()
+    return _RowKL.apply(scores, taught, real)  # pyright: ignore[reportReturnType]
+
+
+class _RowKL(torch.autograd.Function):
+    """The divergence of softmaxes; its slope by the student's scores is q − p, the only block of weights that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, taught: Tensor, real: Tensor) -> Tensor:
+        """scores, taught (B, H, R, S), −inf where nothing is seen; real (B, R) → ()"""
+        taught = taught.masked_fill(scores == -torch.inf, -torch.inf)
+        blind = taught.amax(-1, keepdim=True) == -torch.inf  # (B, H, R, 1): rows of padding
+        log_p, log_q = (one.masked_fill(blind, 0).log_softmax(-1) for one in (taught, scores))
         p = log_p.exp()
-        unseen = p == 0
-    log_q = scores.masked_fill(blind, 0).log_softmax(-1)
-    apart = (p * (log_p.masked_fill(unseen, 0) - log_q.masked_fill(unseen, 0))).sum(-1)  # (B, H, R)
-    counts = real[:, None] & ~blind[..., 0]
-    return apart.masked_fill(~counts, 0).sum() / scores.shape[1]
+        apart = (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(-1, keepdim=True)
+        weight = (real[:, None, :, None] & ~blind) / scores.shape[1]
+        ctx.save_for_backward(log_q.exp().sub_(p).mul_(weight))
+        return (apart * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        """(B, H, R, S), by the scores alone."""
+        return ctx.saved_tensors[0] * slope, None, None

@@ -17,7 +17,7 @@ from headwise.spec import Address, SiteAddress
 from headwise.teach.glimpse import Glimpse, main_stack
 from headwise.teach.rows import kl_of_rows
 
-MOST_RELATIONS = 48  # relation heads, unless said otherwise
+MOST_RELATIONS, LEAST_CHANNELS = 48, 16  # relation heads, and channels of one, as in the paper, unless said otherwise
 
 
 class Hidden(nn.Module):
@@ -107,10 +107,10 @@ def spread_layers(ours: int, theirs: int) -> tuple[tuple[int, int], ...]:
 
 
 def relation_heads(letter: str, widths: tuple[int, int], asked: int | None) -> int:
-    """How many relation heads two widths are split into: as asked, or as many as both allow, up to 48.
+    """How many relation heads two widths are split into: as asked, or as many as both allow, up to 48 of 16 channels or more.
 
-    >>> relation_heads("q", (320, 576), None), relation_heads("q", (24, 36), 4)
-    (32, 4)
+    >>> relation_heads("q", (320, 576), None), relation_heads("q", (768, 768), None), relation_heads("q", (24, 36), 4)
+    (16, 48, 4)
     """
     if asked is not None:
         if widths[0] % asked or widths[1] % asked:
@@ -120,7 +120,8 @@ def relation_heads(letter: str, widths: tuple[int, int], asked: int | None) -> i
             )
         return asked
     shared = gcd(*widths)
-    return next(count for count in range(min(MOST_RELATIONS, shared), 0, -1) if shared % count == 0)
+    most = max(1, min(MOST_RELATIONS, min(widths) // LEAST_CHANNELS))
+    return next(count for count in range(most, 0, -1) if shared % count == 0)
 
 
 def resplit(x: Tensor, heads: int) -> Tensor:
