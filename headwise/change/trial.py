@@ -76,7 +76,7 @@ class Trial:
         mean = (losses - others).sum() / self.counts.sum()
         return _figure(mean, bootstrap_difference(losses, self.counts, others, self.counts))
 
-    def difference_from_draws(self, losses: np.ndarray, others: Sequence[np.ndarray]) -> Figure:
+    def difference_from_draws(self, losses: np.ndarray, others: Sequence[np.ndarray], level: float = 0.95) -> Figure:
         """How much more is lost than by others that were drawn by chance, on average over all that could be drawn.
 
         Other texts would have given another mean, and so would other draws. Each has Student's interval, by its own degrees
@@ -92,7 +92,7 @@ class Trial:
             return Figure(mean, float("nan"), float("nan"))
         over_texts = n / (n - 1) * ((gaps.mean(0) - mean * counts) ** 2).sum() / total**2
         over_draws = means.var(ddof=1) / S
-        reach = float(np.hypot(*(stdtrit([n - 1, S - 1], 0.975) * np.sqrt([over_texts, over_draws]))))
+        reach = float(np.hypot(*(stdtrit([n - 1, S - 1], (1 + level) / 2) * np.sqrt([over_texts, over_draws]))))
         return Figure(mean, mean - reach, mean + reach)
 
     def _losses(self, answers: Sequence[Tensor]) -> np.ndarray:

@@ -31,7 +31,9 @@ class Lesson:
     )
     layers: Sequence[tuple[int, int]] | None = None  # hidden: (student's layer, teacher's layer); None: spread evenly
     relation_layers: tuple[int, int] = (-1, -1)  # qkv: the student's layer and the teacher's; −1 is the last
-    relation_heads: int | None = None  # qkv: how many; None: as many as both widths allow, at most 48 of 16 channels or more
+    relation_heads: int | None = (
+        None  # qkv: how many; None: as many as both widths allow, at most 48 of 16 channels or more
+    )
 
     def __post_init__(self) -> None:
         for name in self.weights:
