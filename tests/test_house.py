@@ -56,7 +56,7 @@ PUBLIC_NAMES = [
     *("head_sweep", "claims"),
 ]
 VERBS = [
-    *("ablate", "attend", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
+    *("ablate", "attend", "cache", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
     *("info", "plot", "presets", "prune", "quantise", "sensitivity", "sweep", "train", "view", "why"),
 ]
 

@@ -190,6 +190,7 @@ class Plan(Wire):
         *,
         first: int = 4,
         last: int = 128,
+        bits: int = 32,
         by: str = "writes",
         on: Any = None,
         longest: int | None = None,
@@ -201,15 +202,15 @@ class Plan(Wire):
 
         `by` ranks key heads on texts of `longest` tokens of the corpus `on`: mass (how much they look beyond), writes (how
         far what they write moves), loss (what is lost when one streams), gates that learn (`steps`), role (those that find
-        what is repeated stay whole), random (`seed`).
+        what is repeated stay whole), random (`seed`). With `bits`, all key heads keep keys and values at so many.
         """
         check_model(model)
-        keeps = Keeps(first=first, last=last)
+        keeps, rest = Keeps(first=first, last=last), {} if bits == 32 else {"*": Keeps(bits)}
         chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, progress)
         return Plan(
             spec=model.spec,
             digest=digest(model),
-            cache=_rules(model, {",".join(map(str, chosen)): keeps} if chosen else {}),
+            cache=_rules(model, rest | ({",".join(map(str, chosen)): replace(keeps, bits=bits)} if chosen else {})),
             cache_by=by,
             cache_on=told,
             cache_scores=tuple(scores[head] for head in model.spec.key_heads),

@@ -44,14 +44,12 @@ class Footprint:
         46080
         """
         layers = {site: spec.attention_at(site) for site in spec.sites}
-        cached = [layer for site, layer in layers.items() if site.stack in ("", "dec") and spec.kind != "encoder"]
-        held = sum(_held(layer, keeps, length, bytes_per_number) for layer in cached for keeps in layer.keeps)
         return Footprint(
             heads=len(spec.addresses),
             kv_heads=sum(len(layer.kv_ids) for layer in layers.values()),
             layers_without_heads=sum(not layer.head_ids for layer in layers.values()),
             parameters=spec.parameters,
-            cache_bytes_per_token=round(held / length),
+            cache_bytes_per_token=round(cache_bytes(spec, length, bytes_per_number) / length),
             operations=pass_cost(spec, length, causal=True).whole(rows=length),
         )
 
@@ -213,6 +211,18 @@ def _heal(
         random=_means(trial, random),
         more_than_random=trial.difference_from_draws(losses, random) if random else None,
     )
+
+
+def cache_bytes(spec: ModelSpec, length: int, bytes_per_number: int = 4) -> int:
+    """What a cache of a text takes: each key head's own tokens, at its bits; cross-attention's source is not counted.
+
+    >>> from headwise.spec import preset
+    >>> cache_bytes(preset("smollm2-135m"), 1000), cache_bytes(preset("smollm2-135m").caching({"*": 8}), 1000)
+    (46080000, 12960000)
+    """
+    sites = [site for site in spec.sites if site.stack in ("", "dec") and spec.kind != "encoder"]
+    layers = [spec.attention_at(site) for site in sites]
+    return sum(_held(layer, keeps, length, bytes_per_number) for layer in layers for keeps in layer.keeps)
 
 
 def _held(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from headwise.errors import HeadwiseError
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
 from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import read_on
@@ -45,12 +46,19 @@ class Trial:
     counts: np.ndarray  # (texts,): how many answers each gives
 
     @staticmethod
-    def of(model: AnyModel, on: Any, longest: int | None = None) -> "Trial":
-        """Read texts and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does."""
+    def of(model: AnyModel, on: Any, longest: int | None = None, *, past: int = 0) -> "Trial":
+        """Read texts and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does.
+
+        With `past`, next tokens are asked for only behind the first so many of each text.
+        """
         check_askable(model, "loss")
         units = read_asked(model, read_on(model, on, longest))
-        batches = tuple(ask(model, batch) for batch in make_batches(units, TOKENS, device=model.device))
+        batches = tuple(ask(model, batch).past(past) for batch in make_batches(units, TOKENS, device=model.device))
         counts = torch.cat([asked.counts for asked in batches]).numpy()
+        if not counts.sum():
+            raise HeadwiseError(
+                f"no text is longer than {past + 1} tokens, so there is nothing to judge by; give longer ones."
+            )
         return Trial(batches, tuple(_answers(model, asked) for asked in batches), counts)
 
     @property

@@ -12,6 +12,7 @@ from headwise import __version__
 from headwise.cli import (
     ablate,
     attend,
+    cache,
     claims,
     corpus,
     demo,
@@ -37,7 +38,7 @@ from headwise.errors import HeadwiseError
 
 VERBS = (
     demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, why, ablate, prune, quantise,
-    sensitivity, diff, sweep, claims, plot, view,
+    sensitivity, cache, diff, sweep, claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(
     name="headwise",

@@ -33,7 +33,8 @@ class Info:
     float32_megabytes: float
     stored_megabytes: float  # the same where weights are packed: at their bits, scales among them
     weight_bits: str  # which parts are at few bits
-    kv_cache_kilobytes_per_token: float  # in float32
+    kv_cache_kilobytes_per_token: float  # in float32, where every key head keeps it
+    caches: str  # which key heads keep less
     tokenizer: str
 
 
@@ -90,6 +91,7 @@ def _told(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Info:
         stored_megabytes=spec.weight_bytes() / 1e6,
         weight_bits=_bits(spec),
         kv_cache_kilobytes_per_token=0.0 if spec.kind == "encoder" else numbers * 4 / 1e3,
+        caches=_caches(spec),
         tokenizer=tokenizer,
     )
 
@@ -101,6 +103,14 @@ def _bits(spec: ModelSpec) -> str:
         told.setdefault("heads" if rule.heads else rule.part, set()).add(rule.bits)
     parts = [f"{part} {' '.join(map(str, sorted(bits, reverse=True)))}" for part, bits in sorted(told.items())]
     return ", ".join(parts) or "float32"
+
+
+def _caches(spec: ModelSpec) -> str:
+    """streaming 4 + 128: 45 of 90 key heads."""
+    if spec.kind == "encoder":
+        return "none"
+    told = [f"{rule.keeps}: {len(rule.heads)} of {len(spec.key_heads)} key heads" for rule in spec.cache]
+    return "; ".join(told) or "everything"
 
 
 def as_rows(facts: Info) -> list[list[Any]]:

@@ -74,6 +74,8 @@ def verbs(place: Path, lab: Path = Path("lab")) -> dict[str, tuple[tuple[str, ..
         "diff": ((seen, seen),),
         "quantise": ((model, texts, "--weights", "*=8,0.1=4", "--limit", "2"),),
         "sensitivity": ((model, texts, "--heads", "0.*", "--limit", "2"),),
+        "cache": ((model, texts, "--stream", "0.5", "--first", "1", "--last", "4", "--limit", "4", "--seeds", "1", "--curve",
+                   "--shares", "0.5"),),
         "sweep": ((*SWEEP, "--cache", str(lab)),),
         "claims": (("--list",), ("parameters", "--seeds", "1", "--cache", str(lab), "--processes", "1")),
     }  # fmt: skip

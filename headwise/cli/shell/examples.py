@@ -22,6 +22,7 @@ EXAMPLES = {
     "prune": "headwise prune minilm --keep 0.7 --out minilm-small",
     "quantise": "headwise quantise smollm2 --weights '*=4,mlp=8,vocabulary=8' --out smollm2-small",
     "sensitivity": "headwise sensitivity minilm --bits 4,3 --out minilm-bits.jsonl --plot minilm-bits.svg",
+    "cache": "headwise cache smollm2 book.txt --stream 0.5 --out smollm2-streaming --plot bytes.svg",
     "diff": "headwise diff before.npz after.npz",
     "sweep": "headwise sweep --heads 1,2,4,8",
     "claims": "headwise claims --list",

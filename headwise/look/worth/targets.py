@@ -1,7 +1,7 @@
 """What a model is asked for while heads are taken from it: which tokens at which places, and how badly it answers."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -48,6 +48,14 @@ class Asked:
     def real_at(self, site: SiteAddress) -> Tensor | None:
         """Which tokens are real where a layer's queries stand: those of the sources in an encoder's layer."""
         return self.source_real if site.stack == "enc" else self.real
+
+    def past(self, tokens: int) -> "Asked":
+        """The same, asked for nothing at the first so many places: what a head that forgets cannot have forgotten yet."""
+        if not tokens or self.targets is None:
+            return self
+        targets = self.targets.clone()
+        targets[:, :tokens] = IGNORE
+        return replace(self, targets=targets)
 
     @cached_property
     def counts(self) -> Tensor:

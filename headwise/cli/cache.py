@@ -1,0 +1,89 @@
+"""headwise cache: key heads that keep less of a text, and what that saves and costs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.cli.shell import complete
+from headwise.cli.shell.words import Json, Model, Texts
+
+
+def run(
+    model: Model,
+    text: Texts = None,
+    stream: Annotated[
+        float | None,
+        typer.Option(help="The share of key heads that stream: they keep the first and last tokens alone."),
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Or the key heads that stream: 5.1, 6.*, 0-3.*", autocompletion=complete.heads)
+    ] = None,
+    apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
+    first: Annotated[int, typer.Option(help="Tokens at the beginning that a streaming head keeps.")] = 4,
+    last: Annotated[int, typer.Option(help="Tokens at the end that it keeps.")] = 128,
+    bits: Annotated[int, typer.Option(help="Keep keys and values of all heads at 32, 16, 8 or 4 bits.")] = 32,
+    by: Annotated[
+        str, typer.Option(help="Key heads are ranked by mass, writes, loss, gates, role, random.")
+    ] = "writes",
+    steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 60,
+    seed: Annotated[int, typer.Option(help="For random plans, gates and pass keys.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Save the model, which says what its key heads keep.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
+    test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")] = 8,
+    length: Annotated[int | None, typer.Option(help="Tokens of a text; none: 1024, or the model's context.")] = None,
+    seeds: Annotated[int, typer.Option(help="So many random plans to compare with.")] = 3,
+    passkeys: Annotated[int, typer.Option(help="Also hide so many numbers in texts and ask for them.")] = 0,
+    curve: Annotated[bool, typer.Option("--curve", help="Also with every share streaming, and at fewer bits.")] = False,
+    shares: Annotated[str, typer.Option(help="The shares of the curve.")] = "0.25,0.5,0.75,1",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bytes of the cache against loss: .png, .svg, .pdf; or .csv, .json")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Let key heads keep fewer tokens or bits, and say what that saves and costs, beside random plans of equal cost."""
+    from headwise.change.caches import CacheStudy, cache_study
+    from headwise.change.plan import Plan
+    from headwise.show.caches import draw_caches, show_cache_curve, show_cache_plan, show_cache_report
+    from headwise.show.figures.drawing import check_path
+    from headwise.show.progress import show_progress
+    from headwise.text.corpus import Corpus
+    from headwise.weights import load
+
+    if plot is not None:
+        check_path(plot)
+    study = CacheStudy(
+        share=stream, heads=heads, first=first, last=last, bits=bits, by=by,
+        plan=None if apply is None else Plan.load(apply),
+        on=Corpus.named(text, None) if text else None, test=None if test is None else Corpus.of(test),
+        limit=limit, length=length, seed=seed, steps=steps, seeds=seeds, passkeys=passkeys,
+        shares=_numbers(shares) if curve or plot else (),
+    )  # fmt: skip
+    loaded: Any = load(model)
+    with show_progress() as progress:
+        made = cache_study(loaded, study, out=out, save_plan=plan, progress=progress)
+    if plot is not None:
+        draw_caches(made).save(plot)
+    if as_json:
+        print(json.dumps({**made.to_dict(), "out": None if out is None else str(out)}, indent=2))
+        return
+    if made.plan is not None:
+        show_cache_plan(made.plan)
+    if made.report is not None:
+        show_cache_report(made.report)
+    if made.curve:
+        show_cache_curve(made)
+    if out is not None:
+        print(f"saved in {out}; every verb takes it and obeys: headwise generate {out} 'Once upon a time'")
+
+
+def _numbers(shares: str) -> tuple[float, ...]:
+    """0.25,0.5 as numbers."""
+    from headwise.errors import HeadwiseError
+
+    try:
+        return tuple(float(share) for share in shares.split(","))
+    except ValueError:
+        raise HeadwiseError(f"shares are numbers with commas between, 0.25,0.5,1; got {shares!r}.") from None
