@@ -15,6 +15,7 @@ _ROOMS = {
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
     "text": ("Corpus", "Tokenizer", "embed"),
+    "team.spread": ("shard",),
     "attach": ("attach",),
     "weights": ("load",),
     "deploy": ("export",),
@@ -52,6 +53,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
     "Corpus", "Tokenizer", "embed",
+    "shard",
     "attach",
     "load",
     "export",
@@ -93,6 +95,7 @@ if TYPE_CHECKING:
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec, Rotary, RotaryScaling, preset, presets
     from headwise.teach import distil
+    from headwise.team.spread import shard
     from headwise.text import Corpus, Tokenizer, embed
     from headwise.train import Recipe, TrainRequest, train
     from headwise.weights import load

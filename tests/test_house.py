@@ -46,6 +46,7 @@ PUBLIC_NAMES = [
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",
     *("Corpus", "Tokenizer", "embed"),
+    "shard",
     "attach",
     "load",
     "export",

@@ -97,6 +97,8 @@ class Attached(nn.Module):
         """Every place where attention happens, in the order data walks through them."""
         return [layer.site for layer in self._layers]
 
+    all_sites, is_shared = sites, False  # no other process holds heads of it
+
     def attention_layers(self) -> list[Layer]:
         """The attention layers, encoder first."""
         return list(self._layers)

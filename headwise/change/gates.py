@@ -59,7 +59,7 @@ def learn_gates(
     order = Windows(np.arange(len(units) + 1), context=1, seed=seed)  # the order of training; a window is one text
     with prepared(model, weights), torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
-        gates = LearnedGates({site.address: len(site.head_ids) for site in model.sites()}).to(model.device)
+        gates = LearnedGates({site.address: len(site.head_ids) for site in model.all_sites()}).to(model.device)
         clean = copy.deepcopy(model).eval() if weights and model.output is None else model
         optimizers = [torch.optim.Adam(gates.parameters(), lr=rate)]
         optimizers += [make_optimizer(dict(trainable(model)), BESIDE)] if weights else []  # pyright: ignore[reportArgumentType]

@@ -24,7 +24,7 @@ ROWS = 64  # queries of a text whose attention is looked at
 @torch.no_grad()
 def mass_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
     """The share of its heads' attention on keys the key head would have forgotten, over queries that have forgotten any."""
-    total = {site.address: torch.zeros(len(site.head_ids), dtype=torch.float64) for site in model.sites()}
+    total = {site.address: torch.zeros(len(site.head_ids), dtype=torch.float64) for site in model.all_sites()}
     first, last, seen_rows = ask.keeps.first, ask.room - ask.keeps.first, 0
 
     def see(seen: Seen, rows: list[int], _first: int) -> None:
@@ -37,7 +37,7 @@ def mass_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
     for number, ids in enumerate(texts):
         rows = torch.linspace(ask.room, ids.shape[1] - 1, min(ROWS, ids.shape[1] - ask.room)).long().tolist()
         seen_rows += len(rows)
-        with quiet(model), listening(model.sites(), see, rows):
+        with quiet(model), listening(model.all_sites(), see, rows):
             model(ids, hidden=True)
         _note(ask, "attention beyond the window", number + 1, len(texts))
     means = {site: sums / seen_rows for site, sums in total.items()}
@@ -147,7 +147,7 @@ def _both_ways(block: Block, read: Tensor, beside: Beside, ask: StreamQuestion) 
 def finds_repeats(model: Transformer, ask: StreamQuestion) -> Scores:
     """The most that any of its heads looks at what is repeated: the token behind the first copy, the first copy itself, or,
     of a needle being copied, the token that comes next; such heads stay whole (https://arxiv.org/abs/2407.15891)."""
-    repeats, H = make_repeats(model, seed=ask.seed), {site.address: len(site.head_ids) for site in model.sites()}
+    repeats, H = make_repeats(model, seed=ask.seed), {site.address: len(site.head_ids) for site in model.all_sites()}
     sums = {site: torch.zeros(3, n, dtype=torch.float64) for site, n in H.items()}
     second = range(repeats.second.start, repeats.second.stop)
 
@@ -158,7 +158,7 @@ def finds_repeats(model: Transformer, ask: StreamQuestion) -> Scores:
             sums[seen.site.address][number] += behind.mean((0, 2)).double().cpu()
 
     if repeats.length:
-        with quiet(model), listening(model.sites(), see):
+        with quiet(model), listening(model.all_sites(), see):
             model(repeats.twice, hidden=True)
     needles = make_needles(model, ask.on, ask.seed)
     copied = 0
@@ -172,7 +172,7 @@ def finds_repeats(model: Transformer, ask: StreamQuestion) -> Scores:
             found[seen.site.address] = (best[0].argmax(-1) == wanted).double().cpu()  # (H, rows)
 
         ids = torch.tensor([needle.ids], device=model.device)
-        with quiet(model), listening(model.sites(), look):
+        with quiet(model), listening(model.all_sites(), look):
             said = model(ids)[0].argmax(-1)  # (T,)
         right = torch.tensor([int(said[row]) == needle.ids[row + 1] for row in places], dtype=torch.float64)
         copied += int(right.sum())

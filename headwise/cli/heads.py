@@ -113,7 +113,7 @@ def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, 
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 
-    in_layers(layers, [address for site in model.sites() for address in site.addresses])
+    in_layers(layers, [address for site in model.all_sites() for address in site.addresses])
     if role is not None:
         given = [Corpus.of(some) for some in (corpus, relations) if some is not None]
         read = chain.from_iterable(some.items() for some in [*given, documents_for(model)])

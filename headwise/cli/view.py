@@ -68,7 +68,7 @@ def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
         with show_progress() as progress:
             return profile(model, corpus, causal=False, progress=progress)
     made = Profile.load(saved)
-    if list(made.addresses) != [address for site in model.sites() for address in site.addresses]:
+    if list(made.addresses) != [address for site in model.all_sites() for address in site.addresses]:
         raise HeadwiseError(f"{saved} tells of {len(made.addresses)} heads that are not this model's; make it anew.")
     return made
 

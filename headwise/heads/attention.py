@@ -1,29 +1,31 @@
 """Multi-head attention: Σ over heads of softmax(x W_Q (y W_K)ᵀ / √d + mask) · y W_V · W_O, plus a bias."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads.by_head import Call, HeadCache, as_kept, not_forgotten
+from headwise.heads.by_head import Call, HeadCache, as_kept
 from headwise.heads.cache import Cache, SlidingCache, SourceCache, WholeCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
 from headwise.heads.init import initialise
+from headwise.heads.layer_terms import both, layer_terms
 from headwise.heads.projections import Read, make_write
+from headwise.heads.share import LayerShare, WholeLayer, share_terms
 from headwise.heads.site import Site, gated
 from headwise.heads.writes import PerHead
 from headwise.kernels import (
     BACKENDS,
-    POSITION_BIASES,
     Angles,
     Bias,
     Choice,
     Mask,
     Terms,
     choose,
-    make_terms,
     maps,
     run,
     window,
@@ -70,6 +72,8 @@ class MultiHeadAttention(nn.Module):
         self.position = nn.Parameter(torch.empty(present, learns)) if learns else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
         self.site = Site(address, spec.head_ids, self.write, spec.window)
+        self.share: LayerShare | None = None  # where other processes hold heads of this layer too
+        self._everywhere: WholeLayer | None = None
         initialise(self)
 
     def forward(
@@ -110,7 +114,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v, mask, bias = self._project(x, source, mask, bias, positions, cache)
         if isinstance(cache, HeadCache):
             return self._by_head(q, k, v, mask, bias, gate, cache, starts)
-        return self._through(q, k, v, self._terms(q, k, v, mask, bias, self.spec.keeps, starts), gate)
+        return self._through(q, k, v, self._terms(q, k, v, mask, bias, self._whole_spec.keeps, starts), gate)
 
     def attention_weights(
         self,
@@ -128,7 +132,7 @@ class MultiHeadAttention(nn.Module):
         torch.Size([3, 2, 5, 5])
         """
         q, k, v, mask, bias = self._project(x, source, mask, bias, positions, None)
-        return maps(q, k, self._terms(q, k, v, mask, bias, self.spec.keeps))
+        return maps(q, k, self._terms(q, k, v, mask, bias, self._whole_spec.keeps))
 
     def per_head(
         self, x: Tensor, source: Tensor | None = None, *, mask: Mask | None = None, gate: Tensor | None = None
@@ -154,10 +158,29 @@ class MultiHeadAttention(nn.Module):
         """The one site, so that a layer alone can be recorded as a model is."""
         return [self.site]
 
+    def all_sites(self) -> list[Site]:
+        """The same with all heads, where processes share them."""
+        return [self.everywhere.site]
+
     @property
     def heads(self) -> Heads:
         """The heads of this layer: iterate, or take one by its number."""
         return Heads((self,))
+
+    @property
+    def everywhere(self) -> "MultiHeadAttention | WholeLayer":
+        """The layer with all its heads, whichever process holds them; of a whole one, itself."""
+        return self if self._everywhere is None else self._everywhere
+
+    def share_with(self, share: LayerShare) -> None:
+        """From now on other processes hold the other heads of this layer."""
+        self.share, self._everywhere = share, WholeLayer(self, share)
+        self.write.together = share.together
+        self.read.same_keys = partial(share.same_keys, sizes=self.read.sizes) if share.repeats_keys else None
+
+    @property
+    def _whole_spec(self) -> AttentionSpec:
+        return self.spec if self.share is None else self.share.whole
 
     @property
     def b_O(self) -> Tensor | None:
@@ -197,6 +220,10 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None]:
         """q, k and v, turned by their positions and with what a cache holds; and the mask and bias that go with them."""
         self._check_input(x, source)
+        if self.share is not None:
+            x = self.share.together.copy(x)
+            if source is not None and cache is None:  # a cache knows its source by sight
+                source = self.share.together.copy(source)
         angles = self._angles(x, source, positions, cache)
         if source is not None:
             q, k, v = self._cross(x, source, cache)
@@ -207,9 +234,7 @@ class MultiHeadAttention(nn.Module):
             if isinstance(cache, SourceCache):
                 raise HeadwiseError("a SourceCache is for cross-attention; self-attention takes one of the others.")
             if isinstance(cache, SlidingCache):
-                mask = _both(
-                    mask, window(cache.size)
-                )  # what it will have forgotten is not seen in a long prompt either
+                mask = both(mask, window(cache.size))  # what it will have forgotten is not seen in a long prompt either
             if cache is None:
                 k, v = as_kept(k, self.spec.keeps), as_kept(v, self.spec.keeps)
             elif isinstance(cache, WholeCache):
@@ -235,7 +260,7 @@ class MultiHeadAttention(nn.Module):
         terms = self._terms(q, k, v, mask, bias, keys=S)
         seen = None
         if self.site.is_heard:
-            seen = (*cache.laid_out(k, v, starts), self._terms(q, k, v, mask, bias, cache.keeps, starts, S))
+            seen = (*cache.laid_out(k, v, starts), self._terms(q, k, v, mask, bias, cache.everywhere, starts, S))
         narrow = None if self.spec.window is None else window(self.spec.window)
         z = cache.attend(q, k, v, Call(cache.length, starts, terms, self.backend, narrow))
         return self._through(q, *(seen or (k, v, terms)), gate, z)
@@ -244,12 +269,17 @@ class MultiHeadAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, gate: Tensor | None = None, z: Tensor | None = None
     ) -> Tensor:
         """The kernel (unless its z is there), gates, head dropout and the site: z, (B, H, T, e)."""
-        z = run(q, k, v, terms, self.backend) if z is None else z  # (B, H, T, e)
+        share = self.share
+        with nullcontext() if share is None else share.drawing(terms.dropout > 0, q.device):
+            z = run(q, k, v, terms, self.backend) if z is None else z  # (B, H, T, e)
         if self.gate is not None:
             z = gated(z, self.gate)
         if gate is not None:
-            z = gated(z, gate)
-        return self.site.passing(q, k, v, terms, self.head_dropout(z))
+            z = gated(z, gate if share is None else share.own_gate(gate))
+        dropped = self.head_dropout.gate(len(z), len(self._whole_spec.head_ids), z)  # (B, H)
+        if dropped is not None:
+            z = gated(z, dropped if share is None else share.own_gate(dropped))
+        return self.site.passing(q, k, v, terms, z)
 
     def _terms(
         self,
@@ -262,29 +292,10 @@ class MultiHeadAttention(nn.Module):
         starts: Tensor | None = None,
         keys: int | None = None,
     ) -> Terms:
-        spec = self.spec
-        if spec.window is not None:
-            mask = _both(mask, window(spec.window))
-        left = not_forgotten(keeps, spec.kv_of_head, k.shape[2] if keys is None else keys, starts)
-        mask = mask if left is None else _both(mask, left)
-        if spec.position_bias is not None:
-            if bias is not None:
-                raise HeadwiseError("a layer with a bias by distance takes no other bias; leave one of them out.")
-            learned = q.new_empty(q.shape[1], 0) if self.position is None else self.position  # (H, n)
-            bias = POSITION_BIASES[spec.position_bias].of_layer(learned, spec.heads, spec.head_ids)
-        return make_terms(
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=spec.scale,
-            bias=bias,
-            softcap=spec.softcap,
-            sink=0.0 if spec.softmax == "off_by_one" else self.sink,
-            groups=spec.kv_of_head,
-            dropout=spec.dropout if self.training else 0.0,
-            keys=keys,
-        )
+        asked = (mask, bias, keeps, starts, keys)
+        if self.share is not None:
+            return share_terms(self, self.share, (q, k, v), asked)
+        return layer_terms(self.spec, self.sink, self.position, (q, k, v), asked, self.training)
 
     def _cross(self, x: Tensor, source: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         if cache is None:
@@ -326,14 +337,6 @@ class MultiHeadAttention(nn.Module):
         """Sizes, for print(layer)."""
         spec = self.spec
         return f"width={spec.width}, heads={len(spec.head_ids)}, kv_heads={len(spec.kv_ids)}, head_dim={spec.head_dim}"
-
-
-def _both(mask: Mask | None, other: Mask) -> Mask:
-    if mask is None:
-        return other
-    if not isinstance(mask, Mask):
-        raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor).")
-    return mask & other
 
 
 # What torch's layer and those of transformers are called with, and what to write here.

@@ -89,6 +89,7 @@ class HeadCache(Cache):
                 f"the layer has {len(spec.kv_ids)} key heads; it was told what {len(keeps)} of them keep."
             )
         self.keeps = keeps
+        self.everywhere = keeps  # of all key heads of the layer, where other processes hold some
         self.parts: list[Part] = []
         for one in dict.fromkeys(keeps):
             keys = [i for i, other in enumerate(keeps) if other == one]

@@ -29,12 +29,16 @@ class HeadDropout(nn.Module):
         shape = {"constant": 1.0, "ramp": done, "v": abs(1 - 2 * done)}
         self.rate = self.peak * shape[self.schedule]
 
+    def gate(self, B: int, H: int, like: Tensor) -> Tensor | None:
+        """A gate for each example and head, (B, H); None where nothing is dropped."""
+        if not self.training or self.rate == 0 or H == 0:
+            return None
+        return head_dropout_gate(B, H, self.rate, like)
+
     def forward(self, z: Tensor) -> Tensor:
         """Silence whole heads of each example: (B, H, T, e)."""
-        B, H = z.shape[:2]
-        if not self.training or self.rate == 0 or H == 0:
-            return z
-        return z * head_dropout_gate(B, H, self.rate, z)[..., None, None]
+        gate = self.gate(z.shape[0], z.shape[1], z)
+        return z if gate is None else z * gate[..., None, None]
 
 
 def tell_progress(model: nn.Module, done: float) -> None:

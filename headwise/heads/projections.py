@@ -8,6 +8,7 @@ per letter with its head axis, because that is what a person can read, cut and s
 Where heads have weights at few bits (`spec.weights`), letters are kept apart, each in a `Packed`.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads.packed import Packed
 from headwise.kernels.linear import linear
+from headwise.kernels.together import Together
 from headwise.spec import AttentionSpec
 from headwise.spec.weights import FULL
 
@@ -43,6 +45,7 @@ class Read(nn.Module):
         bits = {letter: bits_here(spec, letter) for letter in "qkv"}
         packed = {letter: own for letter, own in bits.items() if any(count != FULL for count in own)}
         self.slabs = tuple("qkv" if packed else storage.split(","))  # what lies together
+        self.same_keys: Callable[[Tensor, str], Tensor] | None = None  # where other processes hold copies of key heads
         for slab in self.slabs:
             rows = sum(self._rows(letter) for letter in slab)
             if slab in packed:
@@ -67,7 +70,11 @@ class Read(nn.Module):
         for slab in self.slabs:
             some = "".join(letter for letter in slab if letter in letters)
             if some:
-                made = linear(self._as_read(x, slab), self._weight(some), self._bias(some))  # (B, T, rows)
+                weight, bias = self._weight(some), self._bias(some)
+                if self.same_keys is not None:
+                    weight = self.same_keys(weight, some)
+                    bias = None if bias is None else self.same_keys(bias, some)
+                made = linear(self._as_read(x, slab), weight, bias)  # (B, T, rows)
                 pieces = made.split([self._rows(letter) for letter in some], -1)
                 out += [p.unflatten(-1, self.sizes[c]).transpose(1, 2) for p, c in zip(pieces, some, strict=True)]
         return tuple(out)
@@ -172,7 +179,12 @@ def bits_here(spec: AttentionSpec, letter: str) -> tuple[int, ...]:
 
 
 class Write(nn.Module):
-    """The output projection W_O: it mixes what the heads found into one stream. Stored (D, H·e), saved (D, H, e)."""
+    """The output projection W_O: it mixes what the heads found into one stream. Stored (D, H·e), saved (D, H, e).
+
+    Where other processes hold heads of the layer, what all of them write is added up, and the bias once.
+    """
+
+    together: Together | None = None
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -182,7 +194,11 @@ class Write(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Concatenate the heads and mix them: (B, H, T, e) → (B, T, D)"""
-        return linear(z.transpose(1, 2).flatten(2), self.weight, self.bias)
+        found = z.transpose(1, 2).flatten(2)
+        if self.together is None:
+            return linear(found, self.weight, self.bias)
+        written = self.together.sum(linear(found, self.weight))
+        return written if self.bias is None else written + self.bias
 
     @property
     def slices(self) -> Tensor:

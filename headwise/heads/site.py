@@ -120,11 +120,22 @@ class Site:
     def replaced(self, value: Tensor | Edit) -> Iterator[None]:
         """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of z."""
         self.check_edit()
-        with _within(self._edits, value if callable(value) else lambda z: _expanded(value, z)):
+        with _within(self._edits, value if callable(value) else lambda z: expanded(value, z)):
             yield
 
     def check_edit(self) -> None:
         """Refuse an edit that would not do what it says; here every edit does."""
+
+    def check_shape(self, z: Tensor, changed: Tensor) -> None:
+        """What is put in place of z has its shape."""
+        if changed.shape != z.shape:
+            raise HeadwiseError(
+                f"z at {self.address} is {tuple(z.shape)} but was replaced by {tuple(changed.shape)}; keep the shape."
+            )
+
+    def here(self, z: Tensor) -> Tensor:
+        """Of z of all heads, (B, H, T, e), that of the heads this process has: here all of them."""
+        return z
 
     def __deepcopy__(self, memo: dict) -> "Site":
         """A copied model has sites of its own; contexts that are open belong to the original."""
@@ -135,10 +146,7 @@ class Site:
         first_time = _repeating.get()
         for edit in self._edits if first_time is None else first_time.get(self, ()):
             changed = edit(z)
-            if changed.shape != z.shape:
-                raise HeadwiseError(
-                    f"z at {self.address} is {tuple(z.shape)} but was replaced by {tuple(changed.shape)}; keep the shape."
-                )
+            self.check_shape(z, changed)
             z = changed
         if self._listeners and first_time is None:
             seen = Seen(self, q, k, v, terms, z)
@@ -157,7 +165,8 @@ def gated(z: Tensor, gate: Tensor) -> Tensor:
     return z * gate.to(z)[..., None, None]
 
 
-def _expanded(value: Tensor, z: Tensor) -> Tensor:
+def expanded(value: Tensor, z: Tensor) -> Tensor:
+    """A value as large as z."""
     try:
         return value.to(z).expand_as(z)
     except RuntimeError:

@@ -110,8 +110,17 @@ class AnyModel(Protocol):
         """Every head, by address."""
         ...
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes hold its heads: then all of them read the same texts and make the same calls."""
+        ...
+
     def sites(self) -> list[Site]:
-        """Every place where attention happens, in the order data walks through them."""
+        """Every place where attention happens, in the order data walks through them; heads of this process alone."""
+        ...
+
+    def all_sites(self) -> list[Site]:
+        """The same with all heads, whichever process holds them; where it is shared, all must listen and edit alike."""
         ...
 
     def attention_layers(self) -> Iterable[Any]:

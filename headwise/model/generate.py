@@ -103,7 +103,7 @@ def stream(
         raise HeadwiseError(f"prompt_chunk counts tokens, 1 or more; got {prompt_chunk!r}.")
     dice = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     cache = model.cache() if cache is None else cache
-    gates = resolve_gates(model.attention_layers(), gates)  # once, not at every step
+    gates = resolve_gates(model.whole_layers(), gates)  # once, not at every step
     first = {"padding": padding, "source": source, "source_padding": source_padding}
     stops = _stops(model, prompt, stop)
     return _steps(model, ids, tokens, choose, dice, stops, pad, cache, gates, first, prompt_chunk)

@@ -1,12 +1,16 @@
 """The surprise at the tokens asked for, without ever holding all their logits at once."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from headwise.model.parts import Rows
 
 IGNORE = -100  # a target that is not asked for
 WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
@@ -39,13 +43,42 @@ def chunked_cross_entropy(
     output: Callable[[Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None = None
 ) -> Tensor:
     """The same where what makes logits is not ours: those of a chunk at a time, made again in the backward pass."""
-    asked = targets != IGNORE
-    hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
-    step = max(1, WHOLE // max(1, vocab))
 
     def surprise(states: Tensor, wanted: Tensor) -> Tensor:
         return F.cross_entropy(output(states).float(), wanted, reduction="sum")
 
+    return _in_chunks(surprise, vocab, hidden, targets, total)
+
+
+def split_cross_entropy(
+    output: Callable[[Tensor], Tensor], rows: "Rows", hidden: Tensor, targets: Tensor, total: int | None = None
+) -> Tensor:
+    """The same where processes hold rows of the vocabulary: `output` gives the logits of those that are here.
+
+    Each adds up exp(logit − the largest logit of all) over its own rows; those sums and the one logit asked for are what
+    is exchanged, never the logits.
+    """
+
+    def surprise(states: Tensor, wanted: Tensor) -> Tensor:
+        together = rows.together
+        logits = output(together.copy(states))  # (n, v)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        top = together.largest(logits.amax(1))  # (n,)
+        mine, places = rows.here(wanted)
+        asked_for = logits.gather(1, places[:, None])[:, 0].masked_fill(~mine, 0)
+        exponentials, asked_for = together.sum(torch.stack(((logits - top[:, None]).exp().sum(1), asked_for)))
+        return (exponentials.log() + top - asked_for).sum()
+
+    return _in_chunks(surprise, max(rows.sizes), hidden, targets, total)
+
+
+def _in_chunks(
+    surprise: Callable[[Tensor, Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None
+) -> Tensor:
+    """The sum of a surprise over chunks, none of which has too many logits; made again in the backward pass."""
+    asked = targets != IGNORE
+    hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
+    step = max(1, WHOLE // max(1, vocab))
     parts = list(zip(hidden.split(step), targets.split(step), strict=True))
     if len(parts) > 1:
         summed = torch.stack([checkpoint(surprise, *part, use_reentrant=False) for part in parts]).sum()  # pyright: ignore

@@ -1,5 +1,6 @@
 """The parts around attention: norms and MLPs, and the two ends, embedding and output."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads.packed import PackedLinear, PackedTable, PackedTied
 from headwise.kernels import sinusoidal
-from headwise.kernels.linear import Linear
-from headwise.model.loss import IGNORE, linear_cross_entropy
+from headwise.kernels.linear import Linear, linear
+from headwise.kernels.together import Together
+from headwise.model.loss import IGNORE, linear_cross_entropy, split_cross_entropy
 from headwise.spec import ModelSpec
 from headwise.spec.weights import FULL
 
@@ -28,8 +30,27 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     return kind(spec.width, eps=spec.norm_eps)
 
 
+class Rows:
+    """Which rows of the vocabulary this process has, where others hold the rest."""
+
+    def __init__(self, together: Together, borders: Sequence[tuple[int, int]]) -> None:
+        self.together, self.sizes = together, [stop - start for start, stop in borders]
+        self.start, self.stop = borders[together.rank]
+        self.vocab = sum(self.sizes)
+
+    def here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of some ids are rows of this process, and where; 0 for the others."""
+        mine = (ids >= self.start) & (ids < self.stop)
+        return mine, torch.where(mine, ids - self.start, 0)
+
+
 class MLP(nn.Module):
-    """Up, bend, down. With swiglu a second way up is the gate (https://arxiv.org/abs/2002.05202)."""
+    """Up, bend, down. With swiglu a second way up is the gate (https://arxiv.org/abs/2002.05202).
+
+    Where several processes hold a part of the channels each, what they write is added up, and the bias once.
+    """
+
+    together: Together | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -41,9 +62,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)"""
+        if self.together is None:
+            return self.down(self._bent(x))
+        written = self.together.sum(linear(self._bent(self.together.copy(x)), self.down.weight))
+        return written if self.down.bias is None else written + self.down.bias
+
+    def _bent(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.bend(self.up(x)))
-        return self.down(self.bend(self.gate(x)) * self.up(x))
+            return self.bend(self.up(x))
+        return self.bend(self.gate(x)) * self.up(x)
 
 
 def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | PackedLinear:
@@ -55,6 +82,8 @@ def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | PackedLinear
 
 class Embedding(nn.Module):
     """Tokens, positions and token types become one vector."""
+
+    rows: Rows | None = None  # of the vocabulary, where others hold the rest
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -79,7 +108,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """(B, T), (1 or B, T) → (B, T, D)"""
-        x = self.tokens(ids)  # (B, T, D)
+        x = self.of_tokens(ids)  # (B, T, D)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         if self.types is not None:
@@ -94,6 +123,16 @@ class Embedding(nn.Module):
             x = self.norm(x)
         return self.dropout(x)
 
+    def of_tokens(self, ids: Tensor) -> Tensor:
+        """(…) → (…, D)"""
+        rows = self.rows
+        if rows is None:
+            return self.tokens(ids)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows.vocab:
+            raise IndexError("there is no such token")
+        mine, places = rows.here(ids)
+        return rows.together.sum(self.tokens(places).masked_fill(~mine[..., None], 0))
+
 
 def _table(rows: int, width: int) -> nn.Embedding:
     """A table that begins empty; `heads.init` fills it, or a file does."""
@@ -102,6 +141,8 @@ def _table(rows: int, width: int) -> nn.Embedding:
 
 class Output(nn.Module):
     """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
+
+    rows: Rows | None = None  # of the vocabulary, where others hold the rest
 
     def __init__(self, spec: ModelSpec, tokens: nn.Embedding | PackedTable) -> None:
         super().__init__()
@@ -125,7 +166,10 @@ class Output(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, V)"""
-        return self.vocabulary(self.prepare(x))
+        if self.rows is None:
+            return self.vocabulary(self.prepare(x))
+        together = self.rows.together
+        return together.gather(self.vocabulary(together.copy(self.prepare(x))), -1, self.rows.sizes)
 
     def prepare(self, x: Tensor) -> Tensor:
         """What comes before the vocabulary: (…, D) → (…, D)"""
@@ -138,7 +182,13 @@ class Output(nn.Module):
         if self.transform is not None:  # masked: few of many are asked for
             asked = targets != IGNORE
             hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
+        if self.rows is not None:
+            return split_cross_entropy(self._here, self.rows, self.prepare(hidden), targets, total)
         return linear_cross_entropy(self.prepare(hidden), self.vocabulary.weight, self.vocabulary.bias, targets, total)
+
+    def _here(self, x: Tensor) -> Tensor:
+        """The logits of the rows that are here."""
+        return self.vocabulary(x)
 
 
 class Pooler(nn.Module):

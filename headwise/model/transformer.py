@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCache, initialise
-from headwise.heads.head import Gates, resolve_gates
+from headwise.heads.head import Gates, HasHeads, resolve_gates
 from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
@@ -54,6 +54,8 @@ class Transformer(nn.Module):
     >>> with model.heads["5.1,3.*"].silenced():
     ...     quieter = model(torch.tensor([[72, 105, 33]]))
     """
+
+    is_shared = False  # whether other processes hold heads of it
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Transformer(nn.Module):
         if unknown:
             raise other_call(self.forward, "model(ids, padding=…)", unknown)
         ids = self._checked_ids(ids, padding)
-        gate_at = resolve_gates(self.attention_layers(), gates)
+        gate_at = resolve_gates(self.whole_layers(), gates)
         self._check_cache(cache)
         with nullcontext() if cache is None else cache.all_or_nothing():
             start, real = (0, padding) if cache is None else cache.note(ids, padding)
@@ -201,7 +203,7 @@ class Transformer(nn.Module):
             causal=self.spec.kind == "decoder",
             real=None if padding is None else padding.bool(),
             angles=self._angles(positions),
-            gates=resolve_gates(self.attention_layers(), gates),
+            gates=resolve_gates(self.whole_layers(), gates),
         )
         return self._embed(ids, positions, None), beside
 
@@ -242,10 +244,18 @@ class Transformer(nn.Module):
         """Every place where attention happens, in the order data walks through them."""
         return [layer.site for layer in self.attention_layers()]
 
+    def all_sites(self) -> list[Site]:
+        """The same with all heads, also where processes share them: there, listen and edit in every process alike."""
+        return [layer.site for layer in self.whole_layers()]
+
     @property
     def heads(self) -> Heads:
         """Every head, by address: model.heads["5.1"], model.heads["0-3.*"]."""
-        return Heads(self.attention_layers())
+        return Heads(self.whole_layers())
+
+    def whole_layers(self) -> Iterator[HasHeads]:
+        """The attention layers with all their heads, whichever process holds them."""
+        return (layer.everywhere for layer in self.attention_layers())
 
     def attention_layers(self) -> Iterator[MultiHeadAttention]:
         """The attention layers, encoder first, a block's self-attention before its cross-attention."""
@@ -262,10 +272,13 @@ class Transformer(nn.Module):
         if self.spec.kind == "encoder":
             raise HeadwiseError("an encoder sees all tokens at once and keeps no cache.")
         if isinstance(kind, str):
-            return ModelCache(self.spec, kind, size)
+            return self._make_cache(self.spec, kind, size)
         if not isinstance(kind, SaysCache):
             raise HeadwiseError(f"a cache is 'growing', 'fixed', 'sliding' or what a Plan says; got {kind!r}.")
-        return ModelCache(kind.cache_spec(self), "growing" if size is None else "fixed", size)
+        return self._make_cache(kind.cache_spec(self), "growing" if size is None else "fixed", size)
+
+    def _make_cache(self, spec: ModelSpec, kind: str, size: int | None) -> ModelCache:
+        return ModelCache(spec, kind, size)
 
     # The small print.
 

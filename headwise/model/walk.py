@@ -73,7 +73,7 @@ def two_stacks(model: "Transformer") -> Iterator[tuple[Site, nn.Module]]:
         assert isinstance(block, Block)
         for layer in (block.attention, block.cross):
             if layer is not None:
-                yield layer.site, block
+                yield layer.everywhere.site, block
 
 
 class Blocks:
@@ -89,7 +89,7 @@ class Blocks:
         x, beside = self.model.begin(self.ids, padding=self.padding)
         blocks = [block for block in self.model.blocks if isinstance(block, Block)]
         for layer, block in enumerate(blocks):
-            site, read, calls = block.attention.site, block.reads(x), list[Seen]()
+            site, read, calls = block.attention.everywhere.site, block.reads(x), list[Seen]()
             with site.listen(calls.append):
                 wrote = block.attend(read, beside)  # (B, T, D)
             if site.address in self.wanted:
@@ -101,7 +101,7 @@ class Blocks:
         n, (block, *behind) = len(z) // len(x), blocks
         beside = _copied(beside, n)
         x, read = x.repeat(n, 1, 1), read.repeat(n, 1, 1)  # (n·B, T, D)
-        wrote = block.attention.write(z)  # (n·B, T, D)
+        wrote = block.attention.write(block.attention.everywhere.site.here(z))  # (n·B, T, D)
         for following in behind:
             x = block.finish(x, read, wrote, beside)
             block, read = following, following.reads(x)

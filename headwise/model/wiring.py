@@ -144,6 +144,6 @@ def norms(model: "Transformer") -> Norms:
 
 def _embed(model: "Transformer", ids: Tensor) -> Tensor:
     embed = model.embed
-    x = embed.tokens(ids) * model.spec.embed_scale  # (n, D)
+    x = embed.of_tokens(ids) * model.spec.embed_scale  # (n, D)
     x = x if embed.types is None else x + embed.types.weight[0]
     return x if embed.norm is None else embed.norm(x)

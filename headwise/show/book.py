@@ -173,7 +173,7 @@ def _writes(model: AnyModel, profile: Profile) -> dict[str, dict[str, Any]]:
 
 def _nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
     """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
-    addresses = tuple(address for site in model.sites() for address in site.addresses)
+    addresses = tuple(address for site in model.all_sites() for address in site.addresses)
     if len(addresses) < 2:
         return {}
     sums, rows = np.zeros((len(addresses),) * 2), 0

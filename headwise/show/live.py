@@ -74,7 +74,7 @@ class Live:
         ids, gates = self._ids(text), self._gates(silenced)
         rows: dict[str, list[float]] = {}
         with ExitStack() as listening:
-            for site in self.model.sites():
+            for site in self.model.all_sites():
                 if site.head_ids:
                     listening.enter_context(site.listen(lambda seen: rows.update(_last_rows(seen))))
             made = [int(self._chances(ids, self._place(ids), gates).argmax())]
@@ -113,7 +113,7 @@ class Live:
         return ids
 
     def _gates(self, silenced: Sequence[str]) -> dict[str, float]:
-        chosen = select(silenced, [address for site in self.model.sites() for address in site.addresses])
+        chosen = select(silenced, [address for site in self.model.all_sites() for address in site.addresses])
         return {",".join(map(str, chosen)): 0.0} if chosen else {}
 
     def _place(self, ids: list[int]) -> int:

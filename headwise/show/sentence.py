@@ -95,7 +95,7 @@ class Sights:
     def run(self, model: AnyModel, ids: Tensor) -> Tensor:
         """One pass of a model; gives the final hidden states."""
         with ExitStack() as listening:
-            for site in model.sites():
+            for site in model.all_sites():
                 listening.enter_context(site.listen(self.hear))
             return model(ids, hidden=True)
 

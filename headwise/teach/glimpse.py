@@ -33,7 +33,7 @@ class Watcher:
     def __init__(self, model: AnyModel, layers: Iterable[int] = (), sites: Iterable[SiteAddress] = ()) -> None:
         self.model = model
         wanted = set(sites)
-        self.sites: list[Site] = [site for site in model.sites() if site.address in wanted]
+        self.sites: list[Site] = [site for site in model.all_sites() if site.address in wanted]
         known = blocks_of(model) if (chosen := sorted(set(layers))) else {}
         for layer in chosen:
             if layer not in known:

@@ -179,7 +179,7 @@ def _widths(spec) -> tuple[int, int, int]:
 
 
 def _site_of(model: AnyModel, layer: int, who: str) -> SiteAddress:
-    own = [site.address for site in model.sites() if site.address.stack == main_stack(model) and site.head_ids]
+    own = [site.address for site in model.all_sites() if site.address.stack == main_stack(model) and site.head_ids]
     number = layer if layer >= 0 else model.spec.layers + layer
     for address in own:
         if address.layer == number:

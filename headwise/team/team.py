@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import HeadwiseError
+from headwise.kernels.together import PATIENCE, reached
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,20 @@ class Team:
         if self.size == 1:
             return list(numbers)
         shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(shared)
+        reached(lambda: dist.all_reduce(shared))
         return shared.tolist()
 
     def add_up(self, numbers: np.ndarray) -> None:
         """Sums over the team, in place."""
         if self.size > 1:
             shared = torch.from_numpy(numbers).to(self.device)
-            dist.all_reduce(shared)
+            reached(lambda: dist.all_reduce(shared))
             numbers[...] = shared.cpu().numpy()
 
     def wait(self) -> None:
         """Until all are here."""
         if self.size > 1:
-            dist.barrier()
+            reached(dist.barrier)
 
 
 def is_first() -> bool:
@@ -61,8 +62,11 @@ def is_first() -> bool:
 
 
 @contextmanager
-def join_team(device: str | torch.device | None) -> Iterator[Team]:
-    """The team that torchrun started, or a team of one."""
+def join_team(device: str | torch.device | None, alone: bool = False) -> Iterator[Team]:
+    """The team that torchrun started, or a team of one; `alone`: of one, since all do the same work together."""
+    if alone:
+        yield Team(0, 1, torch.device(device or "cpu"))
+        return
     size = int(os.environ.get("WORLD_SIZE", "1"))
     started = False
     if size > 1 and not dist.is_initialized():
@@ -71,7 +75,7 @@ def join_team(device: str | torch.device | None) -> Iterator[Team]:
         if on_gpu:
             device = f"cuda:{local}"
             torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
         started = True
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

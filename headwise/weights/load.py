@@ -1,7 +1,7 @@
 """`load`, the one door: real weights, never random ones, from a bundle, a folder, a file or the hub."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attach import Attached
 from headwise.attach.store import NOTE, can_attach
@@ -18,7 +19,10 @@ from headwise.files.places import find, inside, read_json, read_text, weight_fil
 from headwise.files.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
 from headwise.heads.packed import Packed
 from headwise.model import Transformer
+from headwise.model.axes import cut
+from headwise.model.shard import Shard, build
 from headwise.spec import ModelSpec
+from headwise.team.spread import shares_on
 from headwise.text import Tokenizer
 from headwise.text.gguf import tokenizer_from_gguf
 from headwise.weights.families import FAMILIES, Family, family_of
@@ -49,6 +53,7 @@ def load(
     dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
     check: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Transformer | Attached:
     """A model with its weights and its tokenizer, ready to use.
 
@@ -59,12 +64,20 @@ def load(
     A folder of a family that is not mapped here is attached to instead, if transformers is installed, and that is said; so is
     one that an attached model was saved to after heads were cut. What comes back then is an `Attached`, called alike.
 
+    With a `mesh` the model is spread over its processes by heads, as `hw.shard` does it, and each reads its own part alone.
+
     >>> model = load("minilm")
     >>> model.spec.layers, model.spec.attention.heads
     (6, 12)
     """
     if is_theirs(path := find(source)):
+        if mesh is not None:
+            raise HeadwiseError(
+                f"{path} is run by transformers, attached to, and cannot be spread over processes here."
+            )
         return _attached(path, dtype, device, check)
+    if mesh is not None:
+        return load_part(path, mesh, dtype, device, check)
     return load_own(Transformer, path, dtype, device, check)
 
 
@@ -78,7 +91,9 @@ def load_own(
     """The same, of a family that is mapped here or in our own format."""
     checkpoint = open_checkpoint(source)
     model = kind(checkpoint.spec, storage=checkpoint.storage, device="meta")
-    state = _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
+    state = dict(_tensors(checkpoint, model))
+    if checkpoint.family is None:
+        state = {name: aligned(tensor) for name, tensor in state.items()}  # the same bits out as before saving
     packed = _packed_names(model)
     dtype = dtype or _dtype_of(state, packed)
     for name, tensor in state.items():
@@ -90,10 +105,46 @@ def load_own(
     model.load_state_dict(state, assign=True)
     if packed:
         model.to(dtype)  # what is unpacked comes out like all else
+    return _named(model, checkpoint)
+
+
+def load_part(
+    source: str | Path,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    check: bool = True,
+) -> Shard:
+    """What this process is to hold of a model: of each tensor its own slice, one tensor after the other."""
+    checkpoint = open_checkpoint(source)
+    spec = checkpoint.spec
+    shares, together = shares_on(mesh, spec)
+    whole = Transformer(spec, storage=checkpoint.storage, device="meta")
+    packed, state = _packed_names(whole), dict[str, Tensor]()
+    for name, tensor in _tensors(checkpoint, whole):
+        dtype = dtype or (None if name in packed else tensor.dtype)
+        for mine, part in cut(name, tensor, spec, shares, together.rank).items():
+            if check and part.is_floating_point():
+                _check_numbers(checkpoint.source, name, part)
+            part = part.clone() if part.numel() < tensor.numel() else part  # the rest of the tensor is let go
+            state[mine] = aligned(part.to(device=device, dtype=None if name in packed else dtype))
+    made = build(spec, shares, together, state, checkpoint.storage)
+    if packed:
+        made.to(dtype or torch.float32)
+    return _named(made, checkpoint)
+
+
+def _named(model: T, checkpoint: Checkpoint) -> T:
+    """The model with all that its folder says besides weights."""
     model.tokenizer = checkpoint.tokenizer
     model.family = None if checkpoint.family is None else checkpoint.family.name
     model.plans = _plans(checkpoint)
     return model.eval()
+
+
+def _tensors(checkpoint: Checkpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under its name here, when it is asked for."""
+    return _own_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
 
 
 def _packed_names(model: Transformer) -> set[str]:
@@ -230,7 +281,7 @@ def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:
     return Tokenizer.prepare(folder) if there else None
 
 
-def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
+def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Their tensors under our names: views, turned where they keep them the other way round."""
     reader, family = checkpoint.reader, checkpoint.family
     assert family is not None
@@ -240,10 +291,11 @@ def _mapped_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tenso
     parameters = dict(model.named_parameters())
     wanted = {name: _their_shape(f, parameters[f.ours]) for f, name in names.items()}
     check_names(reader, wanted, checkpoint.source, lambda name: name.endswith(family.ignored))
-    state = {f.ours: f.line.turn(_floats(reader.get(name), checkpoint.source, name)) for f, name in names.items()}
-    if checkpoint.spec.tied:
-        _check_tied(checkpoint, state["embed.tokens.weight"])
-    return state
+    for f, name in names.items():
+        tensor = f.line.turn(_floats(reader.get(name), checkpoint.source, name))
+        if checkpoint.spec.tied and f.ours == "embed.tokens.weight":
+            _check_tied(checkpoint, tensor)
+        yield f.ours, tensor
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: Tensor) -> None:
@@ -268,21 +320,21 @@ def _their_shape(found: Found, parameter: Tensor) -> tuple[int, ...]:
     return shape[::-1] if found.line.transposed else shape
 
 
-def _own_state(checkpoint: Checkpoint, model: Transformer) -> dict[str, Tensor]:
+def _own_state(checkpoint: Checkpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
     empty = model.state_dict()
     if checkpoint.spec.tied:
         empty.pop("output.vocabulary.weight", None)
     check_names(checkpoint.reader, {name: tuple(tensor.shape) for name, tensor in empty.items()}, checkpoint.source)
     packed = _packed_names(model)
-    tensors = {name: checkpoint.reader.get(name) for name in empty}
-    for name, tensor in tensors.items():
+    for name in empty:
+        tensor = checkpoint.reader.get(name)
         if name not in packed:
             _floats(tensor, checkpoint.source, name)
         elif tensor.dtype != empty[name].dtype:
             raise HeadwiseError(
                 f"{checkpoint.source} keeps {name} as {tensor.dtype}; packed weights have {empty[name].dtype} there."
             )
-    return {name: aligned(tensor) for name, tensor in tensors.items()}  # the same bits out as before saving
+        yield name, tensor
 
 
 def _floats(tensor: Tensor, source: Path, name: str) -> Tensor:

@@ -36,7 +36,7 @@ class OneLayer:
     def __init__(self, layer: MultiHeadAttention) -> None:
         self.layer = layer
 
-    def sites(self) -> list[Any]:
+    def all_sites(self) -> list[Any]:
         return [self.layer.site]
 
 

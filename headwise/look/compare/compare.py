@@ -147,7 +147,7 @@ def compare(
     """
     if rows < 2:
         raise HeadwiseError(f"heads are compared on at least 2 rows, got {rows}.")
-    everywhere = tuple(address for site in model.sites() for address in site.addresses)
+    everywhere = tuple(address for site in model.all_sites() for address in site.addresses)
     addresses = everywhere if isinstance(heads, str) and heads == "*" else select(heads, everywhere)
     if len(addresses) < 2:
         raise HeadwiseError(f"it takes two heads to compare, got {', '.join(map(str, addresses)) or 'none'}.")

@@ -83,7 +83,7 @@ def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Addr
             z.append(_by_head(seen.z[:, here][:, :, places]))
 
     with ExitStack() as stack:
-        for site in model.sites():
+        for site in model.all_sites():
             stack.enter_context(site.listen(listener))
         run(model, batch)
     return SampledRows(torch.cat(maps), torch.cat(v), torch.cat(z), len(units))

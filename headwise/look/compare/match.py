@@ -191,7 +191,7 @@ def _maps(model: AnyModel, text: str) -> tuple[Tensor, Tensor | None]:
                 wrote[head] = written[i]
 
     with ExitStack() as stack:
-        for site in model.sites():
+        for site in model.all_sites():
             stack.enter_context(site.listen(listener))
         model(torch.tensor([aligned.ids], device=model.device), hidden=True)
     made = torch.stack([maps[head] for head in model.spec.addresses]).cpu()

@@ -30,7 +30,7 @@ def read_texts(
     model: AnyModel, batches: Iterable[Batch], surface: Surface | None, relations: Relations | None = None
 ) -> None:
     """Read batches of texts, with any measures of rows and with relations listening."""
-    sites = model.sites()
+    sites = model.all_sites()
     for batch in batches:
         with ExitStack() as stack:
             if surface is not None:
@@ -43,7 +43,7 @@ def read_texts(
 
 def read_repeats(model: AnyModel, batches: Iterable[tuple[slice, Tensor, bool]], echo: Echo) -> None:
     """Read repeated tokens."""
-    sites = model.sites()
+    sites = model.all_sites()
     for some, ids, repeated in batches:
         with listening(sites, echo.see, some, repeated, across=False):
             read(model, ids.to(model.device))

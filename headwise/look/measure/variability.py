@@ -45,7 +45,7 @@ def variability(
     """
     if length < 1 or texts < 2:
         raise HeadwiseError(f"texts are compared with each other: two of one token at least; got {texts} of {length}.")
-    addresses = tuple(address for site in model.sites() for address in site.addresses)
+    addresses = tuple(address for site in model.all_sites() for address in site.addresses)
     wanted, chosen = set(pick(heads, addresses)), sample(Reading.of(model, corpus), length, texts)
     if len(chosen) < 2:
         raise HeadwiseError(
@@ -54,7 +54,7 @@ def variability(
     tally, first = Tally(len(addresses)), 0
     varying = Varying(tally, chosen, length)
     with quiet(model), ExitStack() as stack:
-        for site in model.sites():
+        for site in model.all_sites():
             if wanted & set(site.addresses):
                 stack.enter_context(site.listen(lambda seen, first=first: varying.see(seen, first)))
             first += len(site.head_ids)

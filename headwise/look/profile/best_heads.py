@@ -104,7 +104,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
     if model.spec.kind == "decoder":  # what is not seen yet cannot be looked at
         asked = [case for case in asked if max(*case.a, *case.b) < case.pronoun]
     units = list(Reading.of(model, [case.document for case in asked]))
-    addresses = [address for site in model.sites() for address in site.addresses]
+    addresses = [address for site in model.all_sites() for address in site.addresses]
     right = np.zeros((BUCKETS, len(addresses)))
     counts, nearer = np.zeros(BUCKETS), np.zeros(BUCKETS)
     for unit, case in zip(units, asked, strict=True):
@@ -118,7 +118,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
             weights.append(torch.stack([p[:, place].sum(-1) for place in names], -1))  # (H, 2)
 
         with quiet(model), ExitStack() as stack:
-            for site in model.sites():
+            for site in model.all_sites():
                 stack.enter_context(site.listen(see))
             model(torch.tensor([unit.ids], device=model.device), hidden=True)
         choice = torch.cat(weights).cpu().numpy()  # (heads, 2)

@@ -94,7 +94,7 @@ class HeadHistory:
         """Look at a model as it is at a step; a step that was seen before is seen anew."""
         if model.spec.kind == "encoder-decoder":
             raise HeadwiseError("a history reads one text at a time; an encoder-decoder needs two.")
-        addresses = tuple(str(address) for site in model.sites() for address in site.addresses)
+        addresses = tuple(str(address) for site in model.all_sites() for address in site.addresses)
         if self.addresses and addresses != self.addresses:
             raise HeadwiseError(
                 f"this history is of {len(self.addresses)} heads, {self.addresses[0]} to {self.addresses[-1]}; the model "

@@ -80,7 +80,7 @@ def profile(
     if control == "random-init":
         model = model.untrained(seed)
     progress = progress or (lambda what, done, of: None)
-    with quiet(model), torch.no_grad(), join_team(model.device) as team:
+    with quiet(model), torch.no_grad(), join_team(model.device, alone=model.is_shared) as team:
         made = _Pass(model, longest, tokens, every, detail, seed, control, progress, team, measures, roles)
         return made.run(corpus, relations, causal)
 
@@ -104,7 +104,7 @@ class _Pass:
     ) -> None:
         self.model, self.longest, self.tokens, self.every, self.progress = model, longest, tokens, every, progress
         self.detail, self.seed, self.control, self.team = detail, seed, control, team
-        self.sites = model.sites()
+        self.sites = model.all_sites()
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
         self.trials = [measure for measure in measures if isinstance(measure, Trial)]

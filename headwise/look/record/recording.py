@@ -28,8 +28,8 @@ X = TypeVar("X")
 class HasSites(Protocol):
     """A model whose attention can be listened to."""
 
-    def sites(self) -> list[Site]:
-        """Every place where attention happens."""
+    def all_sites(self) -> list[Site]:
+        """Every place where attention happens, with all heads."""
         ...
 
 
@@ -207,7 +207,7 @@ def record(model: HasSites, heads: Pattern = "*", what: str | Iterable[str] = WH
     (torch.Size([1, 3, 64]), torch.Size([1, 1, 3]))
     """
     letters = _letters(what)
-    sites = model.sites()
+    sites = model.all_sites()
     chosen = pick(heads, [address for site in sites for address in site.addresses])
     wanted = {site: tuple(i for i, a in enumerate(site.addresses) if a in set(chosen)) for site in sites}
     records = [SiteRecord(site, places, letters) for site, places in wanted.items() if places]

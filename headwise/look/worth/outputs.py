@@ -182,7 +182,7 @@ def mean_of(runs: Iterable[Run], by: By = "global") -> Means:
 
 def chosen_sites(model: HasSites, heads: Pattern) -> Iterator[tuple[Site, tuple[Address, ...]]]:
     """The layers in which a pattern names heads, and those heads; "*" is all, in every stack."""
-    sites = model.sites()
+    sites = model.all_sites()
     there = tuple(address for site in sites for address in site.addresses)
     wanted = set(there if isinstance(heads, str) and heads.strip() == "*" else select(heads, there))
     for site in sites:

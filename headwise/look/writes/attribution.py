@@ -132,7 +132,7 @@ def caught_parts(model: AnyModel, wiring: Wiring, position: int | slice) -> Iter
         caught.mlps[layer] = here(made)
 
     with ExitStack() as watching:
-        for site in model.sites():
+        for site in model.all_sites():
             watching.enter_context(site.listen(hear))
         for layer, step in wiring.steps.items():
             watching.callback(step.mlp.register_forward_hook(partial(keep_mlp, layer=layer)).remove)

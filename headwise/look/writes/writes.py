@@ -151,7 +151,7 @@ def write_share(
 
     The bias b_O is nobody's. One streaming pass; nothing of the shape (B, T, H, D) is built.
     """
-    sites = model.sites()
+    sites = model.all_sites()
     starts = dict(zip(sites, _starts([len(site.head_ids) for site in sites]), strict=True))
     tally = Tally(sum(len(site.head_ids) for site in sites))
     with quiet(model), torch.no_grad():
