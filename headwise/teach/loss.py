@@ -11,9 +11,10 @@ from headwise.model.loss import IGNORE
 from headwise.teach.glimpse import Glimpse, Watcher
 from headwise.teach.kept import KeptLogits
 from headwise.teach.lesson import Lesson
-from headwise.teach.logits import kl_and_surprise, kl_of_kept
+from headwise.teach.logits import kl_and_surprise, kl_of_kept, logits_of
 from headwise.teach.pairs import Pair
 from headwise.teach.terms import Hidden, Maps, Relations
+from headwise.train.batches import TokenRows
 from headwise.train.loss import Loss
 
 
@@ -48,56 +49,38 @@ class Distillation(Loss):
         """The model that is learned from; it stays as it is."""
         return self._teacher[0]
 
-    def forward(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        padding: Tensor | None = None,
-        source: Tensor | None = None,
-        source_padding: Tensor | None = None,
-        *,
-        total: int | None = None,
-    ) -> dict[str, Tensor]:
-        """(B, T), (B, T) → the weighed losses, by name. With `total`, parts of a step add up to the mean of the whole."""
-        asked = targets != IGNORE  # (B, T)
+    def lost(self, rows: TokenRows, total: int | None) -> dict[str, Tensor]:
+        """(B, T), (B, T) → the weighed losses, by name."""
+        asked = rows.targets != IGNORE  # (B, T)
         count = asked.sum().clamp(min=1)
-        share = torch.ones((), device=ids.device) if total is None else asked.sum() / total
-        options: dict[str, Any] = {"padding": padding}
-        if source is not None:
-            options |= {"source": source, "source_padding": source_padding}
-        ours = self.watchers[0](ids, **options)
-        made = self._from_logits(ours, ids, targets, options, share / count)
-        if self.states is None and self.maps is None and self.relations is None:
-            self._last = None
-            return made
-        theirs = self._taught(ids, options)
-        real = self._real(ids, asked, padding, source, source_padding)
-        weights = self.lesson.weights
-        if self.states is not None:
-            made["hidden"] = weights["hidden"] * share * self.states(ours, theirs, real[""])
-        if self.maps is not None:
-            made["maps"] = weights["maps"] * share * self.maps(ours, theirs, real)
-        if self.relations is not None:
-            made["qkv"] = weights["qkv"] * share * self.relations(ours, theirs, real)
+        share = torch.ones((), device=asked.device) if total is None else asked.sum() / total
+        self._last = None
+        ours = self.watchers[0](rows.ids, **rows.context)
+        made = self._from_logits(ours, rows, asked, share / count)
+        if self.states is not None or self.maps is not None or self.relations is not None:
+            theirs, real, weights = self._taught(rows), self._real(rows, asked), self.lesson.weights
+            if self.states is not None:
+                made["hidden"] = weights["hidden"] * share * self.states(ours, theirs, real[""])
+            if self.maps is not None:
+                made["maps"] = weights["maps"] * share * self.maps(ours, theirs, real)
+            if self.relations is not None:
+                made["qkv"] = weights["qkv"] * share * self.relations(ours, theirs, real)
         self._last = None
         return made
 
-    def _from_logits(
-        self, ours: Glimpse, ids: Tensor, targets: Tensor, options: dict[str, Any], share: Tensor
-    ) -> dict[str, Tensor]:
+    def _from_logits(self, ours: Glimpse, rows: TokenRows, asked: Tensor, share: Tensor) -> dict[str, Tensor]:
         """The losses of what comes out: the teacher's logits and the text."""
         lesson, made = self.lesson, {}
-        asked = targets != IGNORE
         assert ours.hidden is not None
-        hidden, wanted = ours.hidden[asked], targets[asked]  # (n, D), (n,)
+        hidden, wanted = ours.hidden[asked], rows.targets[asked]  # (n, D), (n,)
         T, alpha = lesson.temperature, lesson.alpha
         if "logits" in lesson.weights:
             if self.kept is not None:
-                read = (ids, asked, *(value for value in options.values() if value is not None))
-                taught = self.kept.take(read, lambda: self._logits(ids, options, asked))
+                read = (rows.ids, asked, *(value for value in rows.context.values() if value is not None))
+                taught = self.kept.take(read, lambda: self._logits(rows, asked))
                 apart, surprise = kl_of_kept(self.model, hidden, wanted, taught, T)
             else:
-                states = self._taught(ids, options).hidden
+                states = self._taught(rows).hidden
                 assert states is not None
                 apart, surprise = kl_and_surprise(self.model, self.teacher, (hidden, states[asked]), wanted, T)
             made["logits"] = lesson.weights["logits"] * alpha * T * T * apart * share
@@ -110,27 +93,27 @@ class Distillation(Loss):
             made["text"] = lesson.text_weight * surprise * share
         return made
 
-    def _taught(self, ids: Tensor, options: dict[str, Any]) -> Glimpse:
+    def _taught(self, rows: TokenRows) -> Glimpse:
         """The teacher's pass, once for a call."""
         if self._last is None:
             with torch.no_grad(), quiet(self.teacher):
-                self._last = self.watchers[1](ids, **options)
+                self._last = self.watchers[1](rows.ids, **rows.context)
         return self._last
 
-    def _logits(self, ids: Tensor, options: dict[str, Any], asked: Tensor) -> Tensor:
+    def _logits(self, rows: TokenRows, asked: Tensor) -> Tensor:
         """The teacher's logits at the tokens asked for, (n, V)."""
-        states, read = self._taught(ids, options).hidden, self.teacher.output
+        states = self._taught(rows).hidden
         assert states is not None
-        assert read is not None
         with torch.no_grad():
-            return read(states[asked]).float()
+            return logits_of(self.teacher, states[asked])
 
-    def _real(
-        self, ids: Tensor, asked: Tensor, padding: Tensor | None, source: Tensor | None, source_padding: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _real(self, rows: TokenRows, asked: Tensor) -> dict[str, Tensor]:
         """The tokens whose states and rows count, (B, T), by stack: of a decoder those that are followed by one."""
-        everything = torch.ones_like(ids, dtype=torch.bool)
-        own = asked if self.model.spec.kind != "encoder" else everything if padding is None else padding.bool()
-        read = None if source is None else torch.ones_like(source, dtype=torch.bool)
-        read = source_padding.bool() if source_padding is not None else read
-        return {"": own, "dec": own, "cross": own, **({} if read is None else {"enc": read})}
+        own = asked if self.model.spec.kind != "encoder" else _seen(rows.ids, rows.padding)
+        made = {"": own, "dec": own, "cross": own}
+        return made if rows.source is None else {**made, "enc": _seen(rows.source, rows.source_padding)}
+
+
+def _seen(ids: Tensor, padding: Tensor | None) -> Tensor:
+    """Where there are tokens, (B, T)."""
+    return torch.ones_like(ids, dtype=torch.bool) if padding is None else padding.bool()

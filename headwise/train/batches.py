@@ -28,6 +28,12 @@ class TokenRows(NamedTuple):
         return TokenRows(*(None if x is None else x[some].to(device, non_blocking=True) for x in self))  # pyright: ignore
 
     @property
+    def context(self) -> dict[str, Tensor | None]:
+        """What a model is called with beside the ids."""
+        both = {} if self.source is None else {"source": self.source, "source_padding": self.source_padding}
+        return {"padding": self.padding, **both}
+
+    @property
     def asked(self) -> int:
         """How many targets there are."""
         return int((self.targets != IGNORE).sum())

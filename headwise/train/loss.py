@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.model import AnyModel, Transformer
 from headwise.team.team import Team
+from headwise.train.batches import TokenRows
 from headwise.train.optimise import trainable
 
 
 class Loss(nn.Module):
-    """A model with what it learns from. `forward` takes what `LanguageLoss.forward` takes and gives one number, or several
-    by name: their sum is made small, each of them is in the metrics.
+    """A model with what it learns from. `lost` gives one number, or several by name: their sum is made small, each of them is
+    in the metrics.
 
     Parameters of its own learn with the model's and are saved in checkpoints, as `loss.…`; what is to stay as it is, a
     teacher, has `requires_grad` off. Only the model goes into training mode.
@@ -24,6 +25,24 @@ class Loss(nn.Module):
     def __init__(self, model: AnyModel) -> None:
         super().__init__()
         self.model = model
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        padding: Tensor | None = None,
+        source: Tensor | None = None,
+        source_padding: Tensor | None = None,
+        *,
+        total: int | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """The loss of some rows: those of `TokenRows`, one by one."""
+        return self.lost(TokenRows(ids, targets, padding, source, source_padding), total)
+
+    def lost(self, rows: TokenRows, total: int | None) -> Tensor | dict[str, Tensor]:
+        """The mean over the targets that are asked for; with `total` the sum divided by that: parts of a step then add up to
+        its mean."""
+        raise NotImplementedError
 
     def learning(self) -> dict[str, nn.Parameter]:
         """All that learns, by name, tied ones once: the model's parameters, then the loss's own."""
@@ -46,21 +65,11 @@ class LanguageLoss(Loss):
                 'this model has no output over the vocabulary to train; give its spec output="lm" or "mlm".'
             )
 
-    def forward(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        padding: Tensor | None = None,
-        source: Tensor | None = None,
-        source_padding: Tensor | None = None,
-        *,
-        total: int | None = None,
-    ) -> Tensor:
-        """(B, T), (B, T) → (). With `total` the sum is divided by that: parts of a step then add up to its mean."""
-        both = {} if source is None else {"source": source, "source_padding": source_padding}
-        hidden = self.model(ids, padding=padding, hidden=True, **both).flatten(0, 1)  # (B·T, D)
+    def lost(self, rows: TokenRows, total: int | None) -> Tensor:
+        """(B, T), (B, T) → ()"""
+        hidden = self.model(rows.ids, hidden=True, **rows.context).flatten(0, 1)  # (B·T, D)
         assert self.model.output is not None
-        return self.model.output.cross_entropy(hidden, targets.flatten(), total)
+        return self.model.output.cross_entropy(hidden, rows.targets.flatten(), total)
 
 
 class Losses:

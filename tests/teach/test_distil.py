@@ -11,12 +11,13 @@ import torch
 import headwise as hw
 from headwise.model import Transformer
 from headwise.spec import Address
-from headwise.teach import kept
+from headwise.teach import Lesson, kept
+from headwise.teach.distil import lesson_of
 from headwise.teach.glimpse import Watcher
 from headwise.teach.pairs import best_pairs, given_pairs, ordered_pairs
 from headwise.text.make import character_tokenizer
 from headwise.train import Recipe
-from tests.teach.tiny import make
+from tests.teach.tiny import make, rows
 
 TEXT = "to be or not to be that is the question " * 40
 RECIPE = Recipe(
@@ -89,29 +90,45 @@ def test_what_is_kept_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept.NOTE in {path.name for path in (tmp_path / "kept").iterdir()}
 
 
-def test_an_attached_teacher() -> None:
+@pytest.fixture(scope="module")
+def theirs():
+    """A small GPT-2 of transformers', with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=16,
-        n_layer=3,
-        n_head=4,
-        vocab_size=257,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=0,
-        initializer_range=0.5,
-    )
-    theirs = transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 4, "vocab_size": 257, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.5)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("by", ["logits", "hidden", "maps", "qkv"])
+def test_an_attached_teacher(by: str, theirs) -> None:
     before = {name: value.clone() for name, value in theirs.state_dict().items()}
-    teacher = hw.attach(theirs, make().tokenizer)
-    by = ("logits", "hidden", "maps", "qkv")
-    made = hw.distil(SMALL, teacher, TEXT, replace(RECIPE, steps=30, rate=1e-2), by=by, text=0.0, progress=False)
+    with hw.attach(theirs, make().tokenizer) as teacher:
+        made = hw.distil(SMALL, teacher, TEXT, replace(RECIPE, steps=25, rate=1e-2), by=by, text=0.0, progress=False)
     assert isinstance(made.model, Transformer)
-    for name in by:
-        told = [row[f"loss {name}"] for row in made.history if f"loss {name}" in row]
-        assert np.mean(told[-5:]) < np.mean(told[:5]), name
+    told = [row[f"loss {by}"] for row in made.history if f"loss {by}" in row]
+    assert np.mean(told[-5:]) < np.mean(told[:5])
     assert all(torch.equal(value, before[name]) for name, value in theirs.state_dict().items())
+
+
+def test_an_attached_teacher_says_what_it_says_as_a_model_of_ours(theirs, tmp_path: Path) -> None:
+    theirs.save_pretrained(tmp_path)
+    own = hw.load(tmp_path)
+    own.tokenizer = make().tokenizer
+    ids, targets = rows()
+    made = []
+    with hw.attach(theirs, make().tokenizer) as attached:
+        for teacher in (attached, own):
+            student = make(1, layers=1, heads=2)
+            lesson = Lesson(("logits", "hidden", "maps", "qkv"), pairs="order")
+            loss = lesson_of(teacher, lesson, TEXT)(student)
+            lost = loss(ids, targets)
+            torch.stack(list(lost.values())).sum().backward()
+            slopes = {name: value.grad for name, value in student.named_parameters() if value.grad is not None}
+            made.append({name: value.detach() for name, value in lost.items()} | slopes)
+    assert made[0].keys() == made[1].keys()
+    for name, value in made[0].items():
+        torch.testing.assert_close(value, made[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_heads_in_order() -> None:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
+from headwise.lab.engine.memory import rise
+from headwise.lab.engine.pool import apart
 from headwise.look.record.recording import record
 from headwise.model import Transformer
 from headwise.teach import Lesson, logits, rows
@@ -115,9 +117,30 @@ def test_maps_are_compared_row_by_row() -> None:
     assert float(made["maps"].detach()) == pytest.approx(float(torch.stack(want).mean()), rel=1e-4)
 
 
+def test_the_slopes_of_rows_are_those_of_the_definition() -> None:
+    """A mask that differs, a row that sees nothing, one that does not count."""
+    dice = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randn(2, 2, 3, 5, 7, generator=dice, dtype=torch.double)
+    ours[0, :, :2, 4:] = theirs[1, 1, 2, :3] = -math.inf
+    ours[1, 0, 3] = theirs[1, 2, 0] = -math.inf
+    real = torch.ones(2, 5, dtype=torch.bool)
+    real[0, 4] = False
+    ours.requires_grad_()
+    got = rows._RowKL.apply(ours, theirs, real)
+    want = torch.zeros((), dtype=torch.double)
+    for b, h, t in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(5)).tolist():
+        seen = ours[b, h, t] > -math.inf
+        p = theirs[b, h, t, seen]
+        if real[b, t] and len(p) and p.max() > -math.inf:
+            p, q = p.softmax(0), ours[b, h, t, seen].softmax(0)
+            want = want + (torch.xlogy(p, p) - torch.xlogy(p, q)).sum() / 3
+    torch.testing.assert_close(got, want)
+    slopes = [torch.autograd.grad(one, ours, retain_graph=True)[0] for one in (got, want)]
+    torch.testing.assert_close(slopes[0], slopes[1])
+
+
 def test_no_map_is_held() -> None:
     """What is saved for the backward pass is smaller than one map of one head."""
-    student, teacher = make(1), make(2)
     T = 1024
     spec = hw.ModelSpec(vocab=VOCAB, context=T, layers=1, attention=hw.AttentionSpec(width=8, heads=2))
     torch.manual_seed(0)
@@ -135,6 +158,26 @@ def test_no_map_is_held() -> None:
         made = loss(ids, targets)
     torch.stack(list(made.values())).sum().backward()
     assert 0 < largest[0] < T * T / 4
+
+
+def rise_of_logits(N: int, V: int) -> float:
+    """What distilling by logits holds at most, in MB."""
+    spec = hw.ModelSpec(vocab=V, context=4, layers=1, attention=hw.AttentionSpec(width=16, heads=2))
+    student, teacher = Transformer(spec), Transformer(spec)
+    hidden = torch.randn(N, 16, requires_grad=True), torch.randn(N, 16)
+    targets = torch.randint(V, (N,))
+
+    def work() -> None:
+        apart, surprise = logits.kl_and_surprise(student, teacher, hidden, targets, 2.0)
+        (apart + surprise).backward()
+
+    return rise(work)
+
+
+@pytest.mark.slow
+def test_no_two_sets_of_logits_are_held() -> None:
+    """600 MB each, of the student and the teacher, and as much again for each slope: what is held stays below one of them."""
+    assert apart(rise_of_logits, 3000, 50_000) < 600
 
 
 def test_relations_equal_a_plain_implementation() -> None:
@@ -204,6 +247,23 @@ def test_all_of_the_vocabulary_kept_is_the_whole_divergence() -> None:
     few = logits.kl_of_kept(student, hidden[0], targets[asked], top(taught, 3, 2.0), 2.0)
     assert 0 < float(few[0].detach()) < float(exact.detach()), "lumping outcomes together cannot tell more apart"
     few[0].backward()
+
+
+def test_logits_are_exact_under_autocast() -> None:
+    """Where states are given, bfloat16 elsewhere changes neither the divergence nor its slopes."""
+    student, teacher = make(1), make(2)
+    ids, targets = some_rows()
+    asked = targets != -100
+    hidden = [model(ids, hidden=True)[asked].detach() for model in (student, teacher)]
+    plain = logits.kl_and_surprise(student, teacher, (hidden[0], hidden[1]), targets[asked], 2.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = logits.kl_and_surprise(student, teacher, (hidden[0], hidden[1]), targets[asked], 2.0)
+        loss = distillation(student, teacher, by=("logits", "maps"), pairs="order")(ids, targets)
+    assert torch.equal(torch.stack(plain), torch.stack(cast))
+    exact = distillation(student, teacher, by=("logits", "maps"), pairs="order")(ids, targets)
+    torch.stack(list(loss.values())).sum().backward()
+    for name, value in exact.items():
+        assert float(loss[name].detach()) == pytest.approx(float(value.detach()), rel=0.05), name
 
 
 def test_parts_of_a_step_add_up() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.train import resume
+from headwise.train.batches import TokenRows
 from headwise.train.loss import LanguageLoss, Loss
 from tests.train.tiny import PLAIN, SHORT, broken, checkpoint, run, same_weights
 
@@ -25,9 +26,10 @@ class Taught(Loss):
         self.teacher = Transformer(PLAIN.resized(width=24)).requires_grad_(False).eval()
         self.map = nn.Linear(model.spec.width, self.teacher.spec.width)
 
-    def forward(self, ids: Tensor, targets: Tensor, *rest: Tensor | None, total: int) -> dict[str, Tensor]:
-        far = self.map(self.model(ids, hidden=True)) - self.teacher(ids, hidden=True)  # (B, T, 24)
-        return {"text": self.text(ids, targets, *rest, total=total), "teacher": far.square().mean(-1).sum() / total}
+    def lost(self, rows: TokenRows, total: int | None) -> dict[str, Tensor]:
+        far = self.map(self.model(rows.ids, hidden=True)) - self.teacher(rows.ids, hidden=True)  # (B, T, 24)
+        assert total is not None
+        return {"text": self.text.lost(rows, total), "teacher": far.square().mean(-1).sum() / total}
 
 
 def test_the_default_is_the_text(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from tests.train.tiny import distance, run, same_weights
 ROOT = Path(__file__).parents[2]
 
 
-def team(*arguments: str, good: bool = True) -> list[dict[str, Any]]:
-    """Run the script in two processes; what each told."""
+def team(*arguments: str, good: bool = True, script: str = "tests.train.team_script") -> list[dict[str, Any]]:
+    """Run a script in two processes; what each told."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "tests.train.team_script", *arguments],
+        [*command, "-m", script, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,

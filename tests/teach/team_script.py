@@ -1,0 +1,50 @@
+"""What each process of a team runs: python -m tests.teach.team_script FOLDER [STOP_AT]."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import headwise as hw
+from headwise.model import Transformer
+from headwise.train import Recipe
+from headwise.train.loop import Trained
+from tests.teach.tiny import make
+from tests.train.tiny import Stop
+
+TEXT = "to be or not to be that is the question " * 40
+RECIPE = Recipe(
+    steps=6,
+    batch=4,
+    accumulate=2,
+    context=16,
+    warmup=1,
+    rate=3e-3,
+    evaluate_every=6,
+    save_every=3,
+    log_every=1,
+    holdout=0.1,
+)
+
+
+def run(out: Path | None, stop: int = -1) -> Trained:
+    """A narrower student, by everything a teacher has."""
+
+    def look(model: Transformer, step: int) -> None:
+        if step == stop:
+            raise Stop
+
+    spec = make().spec.resized(layers=1, width=8, heads=2)
+    by = ("logits", "hidden", "maps", "qkv")
+    return hw.distil(spec, make(), TEXT, RECIPE, by=by, out=out, call=look, every=1, progress=False)
+
+
+def main() -> None:
+    made = run(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else -1)
+    weight = float(sum(value.detach().double().abs().sum() for value in made.model.parameters()))
+    told = {"rank": int(os.environ["RANK"]), "loss": made.loss, "valid": made.valid_loss, "weight": weight}
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()
