@@ -83,10 +83,12 @@ class Bench:
         model = copy.deepcopy(self.whole) if way in ("whole", ALIKE) else self.plan.apply(self.whole)
         if seed is not None:
             taught = {"teacher": self.whole, "learn": way} if way in TAUGHT else {}
-            heal(
+            made = heal(
                 model, self.text, steps=steps, batch=BATCH, context=TOKENS, holdout=0.0, seed=seed, precision="bfloat16",
                 progress=False, **taught,
             )  # fmt: skip
+            if made.stopped == "interrupted":
+                raise KeyboardInterrupt
         losses = {on: trial.losses(model).tolist() for on, trial in self.trials.items()}
         whole_file(self.place(way, seed), json.dumps(losses).encode())
         print(self.place(way, seed).stem, {on: round(self.mean(on, one), 4) for on, one in losses.items()}, flush=True)
