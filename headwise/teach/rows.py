@@ -52,6 +52,6 @@ class _RowKL(torch.autograd.Function):
         return (apart * weight).sum()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
+    def backward(ctx: Any, slope: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(B, H, R, S), by the scores alone."""
         return ctx.saved_tensors[0] * slope, None, None
