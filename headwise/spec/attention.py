@@ -54,12 +54,24 @@ class Rotary:
             raise HeadwiseError(f"rotary dims must be an even number of at least 2, got {self.dims}.")
 
 
+MOST_HEADS = 2**16
+
+
 def check_whole(spec: object, *names: str) -> None:
     """Sizes are whole numbers, 0 or more."""
     for name in names:
         value = getattr(spec, name)
         if type(value) is not int or value < 0:
             raise HeadwiseError(f"{name} must be a whole number, 0 or more; got {value!r}.")
+
+
+def check_most(spec: object, most: int, *names: str) -> None:
+    """Far more layers or heads than anybody has come from a damaged file; counting them would take for ever."""
+    for name in names:
+        if getattr(spec, name) > most:
+            raise HeadwiseError(
+                f"{name} is {getattr(spec, name)}, and at most {most} are counted; is the file damaged?"
+            )
 
 
 def check_kind(spec: object, kind: type, *names: str) -> None:
@@ -116,6 +128,7 @@ class AttentionSpec(Wire):
 
     def __post_init__(self) -> None:
         check_whole(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width", "buckets")
+        check_most(self, MOST_HEADS, "heads", "kv_heads")
         check_kind(self, bool, "bias", "out_bias", "alibi", "gated")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
             raise HeadwiseError(f"rotary must be a Rotary(theta=…), got {self.rotary!r}.")

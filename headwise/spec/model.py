@@ -7,7 +7,7 @@ from typing import Literal
 
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
-from headwise.spec.attention import AttentionSpec, check_kind, check_whole
+from headwise.spec.attention import AttentionSpec, check_kind, check_most, check_whole
 from headwise.spec.cache import ALL, CacheRule, Treatments, cache_rules
 from headwise.spec.weights import (
     FULL,
@@ -23,6 +23,7 @@ from headwise.spec.weights import (
 )
 from headwise.spec.wire import Wire
 
+MOST_LAYERS = 2**12
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
 
 CHOICES = {
@@ -77,6 +78,7 @@ class ModelSpec(Wire):
 
     def __post_init__(self) -> None:
         check_whole(self, "vocab", "context", "layers", "hidden", "encoder_layers", "token_types")
+        check_most(self, MOST_LAYERS, "layers", "encoder_layers")
         check_kind(self, bool, "mlp_bias", "embed_norm", "pooler", "tied")
         check_kind(self, float, "norm_eps", "embed_scale", "dropout")
         object.__setattr__(self, "hidden", self.hidden or 4 * self.width)

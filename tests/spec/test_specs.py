@@ -333,3 +333,10 @@ def test_an_unknown_preset_offers_close_names() -> None:
         preset("gpt-2")
     with pytest.raises(HeadwiseError, match="there is no preset 'zzz'; known: bert-base, gpt-neo-125m"):
         preset("zzz")
+
+
+def test_sizes_that_no_model_has_are_refused_at_once() -> None:
+    with pytest.raises(HeadwiseError, match="layers is 2147483648, and at most 4096 are counted; is the file damaged"):
+        ModelSpec(vocab=7, context=5, layers=2**31, attention=AttentionSpec(width=8, heads=2))
+    with pytest.raises(HeadwiseError, match="heads is 4294967296, and at most 65536"):
+        AttentionSpec(width=8, heads=2**32, head_dim=2)

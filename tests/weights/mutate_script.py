@@ -1,0 +1,116 @@
+"""Damage whole files byte by byte and load them, many times, in a process of its own: each is refused in words, or loads.
+
+python -m tests.weights.mutate_script FOLDER COUNT SEED
+
+Prints a line of JSON: how many loaded, how many were refused, and what went wrong besides. A crash ends this process, a hang
+is ended by an alarm, and code that a file brings along is stopped by an audit hook; all three are seen by who started it.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headwise as hw
+from tests.weights.checkpoints import make_llama, write_gguf
+
+SECONDS = 60  # for one load, on a busy machine
+FORBIDDEN = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "socket.connect",
+    "os.remove",
+)
+
+
+def make_files(folder: Path) -> dict[Path, Path]:
+    """Whole models, small: what is loaded, by the file that is damaged."""
+    torch.manual_seed(0)
+    spec = hw.ModelSpec(17, 8, 2, hw.AttentionSpec(8, 2))
+    hw.Transformer(spec).save(folder / "own")
+    hw.quantise(hw.Transformer(spec), weights=4).save(folder / "packed")
+    make_llama().save_pretrained(folder / "llama")
+    write_gguf(make_llama(), folder / "m.gguf")
+    damaged = {folder / "m.gguf": folder / "m.gguf"}
+    for name in ("own", "packed", "llama"):
+        there = sorted((folder / name).iterdir())
+        damaged |= {file: folder / name for file in there if file.suffix in (".json", ".safetensors")}
+    return damaged
+
+
+def mutate(whole: bytes, dice: random.Random) -> bytes:
+    """Another file, near this one: bytes changed, cut out, put in; mostly near the beginning, where headers are."""
+    made = bytearray(whole)
+    for _ in range(dice.choice((1, 1, 1, 2, 5))):
+        reach = len(made) if dice.random() < 0.3 else min(len(made), 600)
+        at = dice.randrange(max(1, reach))
+        way = dice.randrange(6)
+        if way == 0 and made:
+            made[at] ^= 1 << dice.randrange(8)
+        elif way == 1 and made:
+            made[at] = dice.choice((0, 1, 9, 0x22, 0x2D, 0x39, 0x5B, 0x7B, 0x7D, 0x7F, 0x80, 0xFF))
+        elif way == 2:
+            del made[at : at + dice.choice((1, 2, 8, 64))]
+        elif way == 3:
+            made[at:at] = dice.randbytes(dice.choice((1, 4, 8, 64)))
+        elif way == 4:
+            made[at : at + 8] = dice.choice((2**63 - 1, 2**64 - 1, 2**31, 0, 2**40)).to_bytes(8, "little")
+        else:
+            del made[dice.randrange(len(made) + 1) :]
+    return bytes(made)
+
+
+def main() -> None:
+    """Damage, load, count."""
+    folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    damaged = make_files(folder)
+    for source in set(damaged.values()):
+        hw.load(source)  # what is imported on the way is imported now
+    wrong: list[str] = []
+
+    def watch(event: str, given: tuple[Any, ...]) -> None:
+        if event.startswith(FORBIDDEN):
+            wrong.append(f"{event} {given!r}"[:200])
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"no answer within {SECONDS} s")
+
+    sys.addaudithook(watch)
+    signal.signal(signal.SIGALRM, too_long)
+    dice, files, loaded, refused = random.Random(seed), sorted(damaged), 0, 0
+    for turn in range(count):
+        file = files[turn % len(files)]
+        whole = file.read_bytes()
+        other = mutate(whole, dice)
+        file.write_bytes(other)
+        (folder / "now.bin").write_bytes(other)  # what is left behind by a crash
+        signal.alarm(SECONDS)
+        try:
+            hw.load(damaged[file])
+            loaded += 1
+        except hw.HeadwiseError as error:
+            refused += 1
+            if not str(error).strip():
+                wrong.append(f"{turn} {file.name}: an empty refusal")
+        except BaseException as error:
+            wrong.append(f"{turn} {file.name}: {type(error).__name__}: {str(error)[:200]}")
+        finally:
+            signal.alarm(0)
+            file.write_bytes(whole)
+    print(json.dumps({"loaded": loaded, "refused": refused, "wrong": wrong}))
+    sys.stdout.flush()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Files damaged byte by byte: refused in words or loaded, never a crash, a hang, another error, or code that runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def damage(folder: Path, count: int, seed: int) -> dict[str, int]:
+    """So many damaged files, in a process of its own."""
+    asked = [sys.executable, "-m", "tests.weights.mutate_script", str(folder), str(count), str(seed)]
+    done = subprocess.run(
+        asked, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3000
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["wrong"] == []
+    assert told["loaded"] + told["refused"] == count
+    assert told["refused"] > count / 4, "most damage shows"
+    return told
+
+
+def test_some_damaged_files(tmp_path: Path) -> None:
+    damage(tmp_path / "few", 120, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11, 12])
+def test_thousands_of_damaged_files(seed: int, tmp_path: Path) -> None:
+    damage(tmp_path / "many", 3000, seed)
