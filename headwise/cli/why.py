@@ -16,7 +16,7 @@ def run(
     model: Model,
     text: Annotated[str, typer.Argument(help="What the model reads.")],
     head: Annotated[str, typer.Option(help="The head: 18.6.", autocompletion=complete.heads)],
-    at: Annotated[str, typer.Option("--at", help="The word that looks; the#2 is the second.")],
+    at: Annotated[str, typer.Option("--at", help="The word that looks, or its place; the#2 is the second.")],
     to: Annotated[str | None, typer.Option(help="The word that is looked at; left out: the most attended one.")] = None,
     lead: Annotated[
         bool, typer.Option("--lead", help="Share out the lead over the mean of all visible words: what softmax sees.")
@@ -28,11 +28,16 @@ def run(
     from headwise.look.why.why import why
     from headwise.weights import load
 
-    made = why(load(model), text, head, at, to, lead=lead)
+    made = why(load(model), text, head, _word(at, text), None if to is None else _word(to, text), lead=lead)
     if as_json:
         print(json.dumps(made.to_dict(most), indent=2))
     else:
         _print(made, most)
+
+
+def _word(said: str, text: str) -> str | int:
+    """A word, or its place in the text where it is a number that does not stand there."""
+    return int(said) if said.removeprefix("-").isdecimal() and said not in text.split() else said
 
 
 def _print(made: "Why", most: int) -> None:

