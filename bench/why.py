@@ -30,39 +30,31 @@ def main() -> None:
     rows = []
     for head in options.heads.split(","):
         for lead in (False, True):
-            ranks, shares, heads_only, sides, first = [], [], [], [], []
+            ranks, shares, sides, of_side, first = [], [], [], [], []
             for _ in range(options.texts):
                 once = torch.randint(1000, model.spec.vocab, (LONG,), generator=dice)
                 at = LONG + int(torch.randint(4, LONG - 1, (), generator=dice))
                 made = hw.why(model, torch.cat((once, once)), head, at=at, to=at - LONG + 1, lead=lead)
                 assert made.complete, made.error
-                found = [pair for pair in made.pairs if pair.key[0].isdigit()]
                 ranks.append(made.rank("embedding", PREVIOUS))
-                shares.append(
-                    next(pair.share for pair in made.pairs if (pair.query, pair.key) == ("embedding", PREVIOUS))
-                )
-                heads_only.append(1 + [(pair.query, pair.key) for pair in found].index(("embedding", PREVIOUS)))
-                sides.append(1 + [name for name, _ in made.side("key")].index(PREVIOUS))
-                first.append(f"{made.pairs[0].query}·{made.pairs[0].key}")
+                shares.append(made.pairs[0].score / made.total)
+                keys = made.side("key")
+                sides.append(1 + [name for name, _ in keys].index(PREVIOUS))
+                of_side.append(dict(keys)[PREVIOUS] / made.total)
+                first.append(f"{made.pairs[0].query} · {made.pairs[0].key}")
             common = max(set(first), key=first.count)
             rows.append(
                 (
-                    head, "lead" if lead else "score", f"{np.median(ranks):.0f} ({min(ranks)}–{max(ranks)})",
-                    f"{np.median(shares):.4f}", f"{np.median(heads_only):.0f}", f"{np.median(sides):.0f}",
-                    f"{common} ({first.count(common)} of {len(first)})",
+                    head, "lead" if lead else "score", f"{np.median(ranks):.0f} ({min(ranks)} to {max(ranks)})",
+                    f"{np.median(sides):.0f} ({min(sides)} to {max(sides)})", f"{np.median(of_side):.2f}",
+                    f"{common} ({first.count(common)} of {len(first)})", f"{np.median(shares):.2f}",
                 )
             )  # fmt: skip
     from rich.console import Console
 
     columns = [
-        "head",
-        "of the",
-        "rank",
-        "share",
-        "rank among heads' writes",
-        f"rank of {PREVIOUS} at the key",
-        "most often first",
-    ]
+        "head", "of the", "rank of the pair", f"rank of {PREVIOUS} at the key", "its part", "most often first", "its part",
+    ]  # fmt: skip
     title = (
         f"The token at the query against what {PREVIOUS} wrote at the key; median of {options.texts} texts; {machine()}"
     )

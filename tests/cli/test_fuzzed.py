@@ -16,6 +16,12 @@ from headwise.text.make import byte_tokenizer
 from tests.runner import headwise
 
 NAMES = sorted(verb.__name__.rpartition(".")[2] for verb in VERBS)
+SLOW = (
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.function_scoped_fixture,
+    HealthCheck.large_base_example,
+)
 QUICK = [
     name for name in NAMES if name not in ("demo", "view", "claims", "sweep", "train", "distil")
 ]  # these do not end soon
@@ -37,10 +43,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two heads that reads bytes, and a text."""
     folder = tmp_path_factory.mktemp("fuzz")
     torch.manual_seed(0)
-    model = hw.Transformer(ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=4, heads=2)))
+    model = hw.Transformer(ModelSpec(vocab=257, context=256, layers=1, attention=AttentionSpec(width=4, heads=2)))
     model.tokenizer = byte_tokenizer()
     model.save(folder / "model")
-    (folder / "text.txt").write_text("to be or not to be")
+    (folder / "text.txt").write_text("to be or not to be " * 40)
     return folder
 
 
@@ -55,20 +61,20 @@ def call(place: Path, name: str, given_words: list[str]) -> None:
         assert done.err.strip(), (name, words)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(name=st.sampled_from(QUICK), words=ARGUMENTS)
 def test_no_traceback(place: Path, name: str, words: list[str]) -> None:
     call(place, name, words)
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500, deadline=None, suppress_health_check=SLOW)
 @given(name=st.sampled_from(QUICK), words=ARGUMENTS)
 def test_no_traceback_ever(place: Path, name: str, words: list[str]) -> None:
     call(place, name, words)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
 @given(name=st.sampled_from(NAMES), words=st.lists(st.one_of(OPTIONS, st.text(max_size=5)), min_size=1, max_size=3))
 def test_unknown_options(place: Path, name: str, words: list[str]) -> None:
     call(place, name, ["--no-such-option", *(word for word in words if "\0" not in word)])
