@@ -106,8 +106,7 @@ def test_heads_that_share_keys_are_drawn_together() -> None:
     assert {tuple(drawn_keys(model, 5, seed)) for seed in range(20)} != {tuple(few)}
 
 
-def test_little_models_are_measured(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(few_bits, "installed", lambda: None)
+def test_little_models_are_measured(tmp_path) -> None:
     lab = tiny_lab(tmp_path, (0, 1))
     figures = CLAIM.measure(lab)
     own = prices(lab.made(lab.point(1)).model(), lab.documents(1))

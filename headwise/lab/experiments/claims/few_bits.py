@@ -11,7 +11,6 @@ from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Picture, Verdict, every, listed
 from headwise.lab.engine.figure import Figure, Figures
 from headwise.lab.engine.point import Point
-from headwise.lab.experiments.bundle import BUNDLE, bundled, installed
 from headwise.lab.lab import Lab
 from headwise.look.record.reading import documents_for
 from headwise.look.worth.coupling import together
@@ -22,7 +21,8 @@ from headwise.model import AnyModel
 
 BITS = 3  # few enough to cost something
 HEADS = 24  # of a large model: key heads are drawn as long as no more heads than these read them
-TEXTS, SENTENCES = 32, 4  # where no text is given: so many, of so many sentences each
+DOCUMENTS = 64  # that little models are asked about
+TEXTS, SENTENCES = 16, 4  # where no text is given: so many, of so many sentences each
 DRAWS = 2000  # of texts, for intervals of a single model
 UNEVEN, COUPLED = 0.5, 0.1  # of the mean of heads; of what two heads cost alone
 FACTOR = 1.5  # between keys and values
@@ -156,16 +156,15 @@ def points(lab: Lab) -> Iterator[Point]:
 
 
 def measure(lab: Lab) -> Figures:
-    """Every seed's model on held-out documents of that seed; and some heads of SmolLM2, if it is installed."""
-    figures = Figures()
-    found = [prices(lab.made(point).model(), lab.documents(point.recipe.seed)) for point in points(lab)]
+    """Every seed's model on held-out documents of that seed."""
+    figures, found = Figures(), list[Prices]()
+    for point in points(lab):
+        model = lab.made(point).model()
+        found.append(prices(model, read_on(model, lab.documents(point.recipe.seed)).first(DOCUMENTS)))
     for name, statistic in STATISTICS.items():
         values = [statistic(one, np.ones(len(one.counts))) for one in found]
         figures.add(name, LITTLE, values if len(values) > 1 else found[0].figure(statistic))
     figures.add("drift, nats a token", LITTLE, [_drift(one) for one in found])
-    real = installed()
-    if real is not None:
-        _tell(figures, BUNDLE, prices(real, _reading(real)))
     return figures
 
 
@@ -219,8 +218,8 @@ CLAIM = Claim(
     says="Quantisation hits heads asymmetrically, and couples them.",
     against="Heads that cost about the same at few bits, whose costs add up, and whose cached keys and values cost alike.",
     setup=f"Weights of one head, and of every pair, at {BITS} bits in groups of 32, balanced basis: all heads of usual "
-    f"models on held-out documents; of SmolLM2 (from a 4-bit file) key heads drawn by chance that {HEADS} "
-    "heads read, on sentences of the probe set. Spread: standard deviation of drifts KL(untouched ‖ rounded) over "
+    f"models on {DOCUMENTS} held-out documents; of a given model key heads drawn by chance that {HEADS} heads read, on "
+    "sentences of the probe set. Spread: standard deviation of drifts KL(untouched ‖ rounded) over "
     "their mean. "
     "Coupling: loss(a, b) − loss(a) − loss(b) + loss, root mean square over pairs, against that of the two alone. In both, "
     "squares are products of two halves of the texts, so what is due to texts drops out. Sides: drift by cached keys at "
@@ -235,5 +234,4 @@ CLAIM = Claim(
     picture=Picture((SPREAD, COUPLING, SIDES), y="share, or doublings"),
     points=points,
     on=on,
-    also=bundled,
 )
