@@ -244,7 +244,7 @@ def _understood(spec: Callable[[Config], ModelSpec], config: Config, file: Path)
         return spec(config)
     except HeadwiseError as error:
         raise HeadwiseError(f"{file}: {error}") from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise HeadwiseError(f"{file} makes no sense ({type(error).__name__}: {error}); fetch it again.") from None
 
 

@@ -292,6 +292,16 @@ def test_a_gguf_of_another_architecture(arch: str, said: str, tmp_path: Path) ->
     refused(tmp_path / "m.gguf", said)
 
 
+@pytest.mark.parametrize("heads", [0, 97, 2**31])
+def test_a_gguf_whose_heads_cannot_be(heads: int, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(make_llama(), file)
+    whole, key = file.read_bytes(), b"llama.attention.head_count"
+    at = whole.index(key + struct.pack("<I", 4)) + len(key) + 4  # a whole number of four bytes follows its kind
+    file.write_bytes(whole[:at] + struct.pack("<I", heads) + whole[at + 4 :])
+    refused(file, "m.gguf")
+
+
 def test_a_gguf_that_lacks_its_sizes(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
     writer.add_tensor("token_embd.weight", torch.zeros(3, 4).numpy())
