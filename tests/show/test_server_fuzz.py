@@ -33,8 +33,9 @@ HEADERS = (
     "Expect: 100-continue", "Connection: close", "Range: bytes=0-1", "Cookie: a=b", "X: \xff\xfe", "Host", ": empty",
 )  # fmt: skip
 BODIES = (
-    json.dumps({"text": TEXT}), json.dumps({"text": TEXT, "silenced": ["0.1"]}), "{", "[]", "null", '{"text": 1e999}', "5\r\nabc",
-    json.dumps({"text": TEXT, "head": "1.1", "at": 4, "to": 1, "words": False}), '{"text": "' + "a" * 9000 + '"}', "\x00" * 64,
+    json.dumps({"text": TEXT}), json.dumps({"text": TEXT, "silenced": ["0.1"]}), "{", "[]", "null", '{"text": 1e999}',
+    json.dumps({"text": TEXT, "head": "1.1", "at": 4, "to": 1, "words": False}), '{"text": "' + "a" * 9000 + '"}',
+    "5\r\nabc", "\x00" * 64,
 )  # fmt: skip
 
 
