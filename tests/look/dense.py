@@ -69,9 +69,9 @@ def head_of(scores: Tensor, n: int, **options: Any) -> Tally:
 
 
 def watch(
-    model: Transformer, batches: list[Batch], flags: Tensor, evidence: bool = False, **options: Any
+    model: Transformer, batches: list[Batch], flags: Tensor, evidence: bool = False, block: int = 0, **options: Any
 ) -> tuple[Tally, Rows]:
-    """The streaming measures of a model and the dense ones, of the same passes."""
+    """The streaming measures of a model and the dense ones, of the same passes; with `every`, of one block of so many rows."""
     heads = sum(len(site.head_ids) for site in model.sites())
     tally = Tally(heads)
     surface = Surface(tally, Evidence(heads) if evidence else None, usual_measures(flags), **options)
@@ -80,24 +80,34 @@ def watch(
         with ExitStack() as stack:
             first = 0
             for site in model.sites():
-                stack.enter_context(site.listen(partial(_both, surface, dense, batch, first, heads, flags)))
+                stack.enter_context(site.listen(partial(_both, surface, dense, batch, first, heads, flags, block)))
                 first += len(site.head_ids)
             with torch.no_grad():
                 run(model, batch)
     return tally, dense
 
 
-def _both(surface: Surface, dense: Rows, batch: Batch, first: int, heads: int, flags: Tensor, seen: Seen) -> None:
+def _both(
+    surface: Surface, dense: Rows, batch: Batch, first: int, heads: int, flags: Tensor, block: int, seen: Seen
+) -> None:
     surface.see(seen, batch, first)
-    for name, (sums, counts) in dense_measures(seen, batch, flags).items():
+    T, every = seen.q.shape[2], surface.every
+    rows = np.array([not block or i // block % every == _middle(i // block, every, -(-T // block)) for i in range(T)])
+    for name, (sums, counts) in dense_measures(seen, batch, flags, rows).items():
         old = dense.setdefault(name, (np.zeros(heads), np.zeros(heads)))
         here = slice(first, first + sums.shape[1])
         old[0][here] += sums.sum(0)
         old[1][here] += counts.sum(0)
 
 
-def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
-    """Every surface measure by its definition, from the whole map: sums over rows and how many there were, (B, H)."""
+def _middle(block: int, every: int, blocks: int) -> int:
+    """Which block of its run is looked at: the one in the middle; the last run may be short."""
+    return min(every, blocks - block // every * every) // 2
+
+
+def dense_measures(seen: Seen, batch: Batch, flags: Tensor, rows: np.ndarray | None = None) -> Rows:
+    """Every surface measure by its definition, from the whole map: sums over rows and how many there were, (B, H). Of some
+    rows alone, (T,), but for what is written, which costs nothing to know of all."""
     p = maps(seen.q.double(), seen.k.double(), seen.terms).numpy()  # (B, H, T, S)
     B, H, T, _ = p.shape
     mask = seen.terms.mask
@@ -117,7 +127,8 @@ def dense_measures(seen: Seen, batch: Batch, flags: Tensor) -> Rows:
 
     def keep(name: str, values: np.ndarray, counted: np.ndarray) -> None:
         """Values (B, H, T) over the rows that count."""
-        counted = np.broadcast_to(counted, values.shape)
+        some = True if rows is None or name.startswith("write") else rows
+        counted = np.broadcast_to(counted & some, values.shape)
         made[name] = (np.where(counted, values, 0.0).sum(-1), counted.sum(-1))
 
     row = real[:, None]

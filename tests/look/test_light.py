@@ -1,11 +1,11 @@
-"""The light way: the same numbers from the fused kernel as from whole maps, for models of every kind."""
+"""Looking at less: the same numbers from the fused kernel as from whole maps, and from some rows as from those of a map."""
 
 import numpy as np
 import pytest
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look.measure import light
+from headwise.look.measure import light, rows, scene
 from headwise.look.measure.tally import Tally
 from headwise.look.record.units import make_batches
 from headwise.model import Transformer
@@ -19,8 +19,8 @@ FULL = ("confidence", "argmax", "distance ", "long range")  # what the light way
 WIDE = AttentionSpec(width=32, heads=2, head_dim=16)
 
 
-def measure(model: Transformer, side: str, every: int = 1, detail: str = "light") -> tuple[Tally, Rows]:
-    return watch(model, list(make_batches(texts(), 900, side=side)), FLAGS.double(), every=every, detail=detail)
+def measure(model: Transformer, side: str) -> tuple[Tally, Rows]:
+    return watch(model, list(make_batches(texts(), 900, side=side)), FLAGS.double(), detail="light")
 
 
 def light_names(dense: Rows) -> list[str]:
@@ -42,12 +42,16 @@ def test_the_kernel_is_what_answers(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert not any(name.startswith(FULL) for name in tally.fields)
 
 
-def test_light_on_all_rows_and_full_on_some() -> None:
-    model = make_model(ModelSpec(vocab=23, context=256, layers=2, attention=WIDE))
-    tally, dense = measure(model, "right", every=2, detail="full")
-    assert_alike(tally, dense, light_names(dense))
-    _, counts = tally.per_bucket("argmax 1")
-    assert 0 < counts.sum() < dense["argmax 1"][1].sum(), "the largest weights are looked for in some rows only"
+@each_variant
+def test_one_block_of_rows_in_so_many(variant: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whole maps of the same rows: the middle block of each run of three, and no other. Repeated tokens are kept for the
+    next layer while they are few, and found again where there are more."""
+    monkeypatch.setattr(rows, "ROWS", 5)
+    monkeypatch.setattr(scene, "PAIRS", 40)
+    batches = list(make_batches(texts(), 900, side=side))
+    tally, dense = watch(make_model(VARIANTS[variant]), batches, FLAGS.double(), block=5, every=3)
+    assert_alike(tally, dense)
+    assert 0 < dense["entropy"][1].sum() < dense["write"][1].sum()
 
 
 def test_a_light_profile_has_no_role_it_did_not_measure() -> None:

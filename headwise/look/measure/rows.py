@@ -109,8 +109,8 @@ def sights(
 ) -> Iterator[Sight]:
     """What the rows of a call may see, block by block, or one block in so many. `known` keeps it for the next layer."""
     known = {} if known is None else known
-    for start in range(0, T, ROWS * every):
-        key = (terms.mask, range(start, min(start + ROWS, T)), T, S)
+    for rows in row_blocks(T, every):
+        key = (terms.mask, rows, T, S)
         if key not in known:
             known[key] = _sight(terms, key[1], T, S, device)
         yield known[key]
@@ -128,9 +128,21 @@ def _sight(terms: Terms, rows: range, T: int, S: int, device: torch.device) -> S
     return Sight(rows, cols, S - T, terms.mask, allowed.sum(-1), part, allowed[..., part].clone())
 
 
+def row_blocks(T: int, every: int = 1) -> Iterator[range]:
+    """The blocks of rows a walk reads: all, or of each run of so many the one in its middle, as the first sees least.
+
+    >>> list(row_blocks(130)), list(row_blocks(64 * 20, every=16))
+    ([range(0, 64), range(64, 128), range(128, 130)], [range(512, 576), range(1152, 1216)])
+    """
+    for first in range(0, T, ROWS * every):
+        blocks = -(-(min(first + ROWS * every, T) - first) // ROWS)
+        start = first + ROWS * (blocks // 2)
+        yield range(start, min(start + ROWS, T))
+
+
 def count_rows(T: int, every: int = 1) -> int:
     """How many rows a walk reads."""
-    return sum(min(ROWS, T - start) for start in range(0, T, ROWS * every))
+    return sum(map(len, row_blocks(T, every)))
 
 
 def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = None) -> Iterator[Block]:

@@ -17,6 +17,7 @@ from headwise.look.record.units import Batch
 WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
 # Columns that are always there: 1 for every key, its place in the text, whether it is the first; and the length of its write.
 ALL, PLACE, FIRST, NORM = "all", "place", "first", "norm"
+PAIRS = 1 << 20  # repeated tokens that are kept from layer to layer; more are found again
 SPECIAL = "special"  # the column of special tokens, which are neither confident nor meant to be looked at
 
 Rows = tuple[Mask | None, range, int]  # some rows of any layer that sees as much
@@ -89,6 +90,7 @@ class Scene:
     seen: Sights = field(default_factory=dict)
     _known: dict[Rows, Known] = field(default_factory=dict)
     _pairs: dict[Rows, Pairs] = field(default_factory=dict)
+    _paired: int = 0  # how many of them are kept
     _targets: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -129,11 +131,16 @@ class Scene:
         return self._known[key]
 
     def pairs(self, sight: Sight) -> Pairs:
-        """Which far keys repeat tokens."""
+        """Which far keys repeat tokens. Their number grows with the square of a text, so only so many are kept for the next
+        layer."""
         key = (sight.mask, sight.rows, sight.past)
-        if key not in self._pairs:
-            self._pairs[key] = _pairs(sight, self.batch)
-        return self._pairs[key]
+        if key in self._pairs:
+            return self._pairs[key]
+        made = _pairs(sight, self.batch)
+        if self._paired + len(made.row) <= PAIRS:
+            self._pairs[key] = made
+            self._paired += len(made.row)
+        return made
 
     def targets(self, places: Tensor, counted: Tensor, offsets: Sequence[int], ahead: bool) -> tuple[Tensor, Tensor]:
         """Which offsets of each row lead to a token, and which of those not to the first: (B, n, o) of 0 and 1."""

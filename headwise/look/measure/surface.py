@@ -34,9 +34,9 @@ def usual_measures(flags: Tensor) -> list[Measure]:
 class Surface:
     """Listens at the sites of a model and adds any measures up.
 
-    `full` walks over every cell, or, with `every`, over one block of rows in so many and takes from all rows what `light`
-    can tell: what the fused kernel gives without showing a map. That is everything but the largest weights (confidence,
-    argmax, evidence), far distances and long range.
+    `full` walks over every cell, or, with `every`, over one block of rows in so many. `light` takes from all rows what the
+    fused kernel gives without showing a map: everything but the largest weights (confidence, argmax, evidence), far
+    distances and long range.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Surface:
         norms = fetched(seen, own)  # (B, H, S)
         if self.draw is not None:
             self.draw.see_tokens(seen, scene, first_head)
-        rows = (
-            fill_rows(seen, scene, norms, own, self.every, self._keep(scene, seen, first_head)) if self.walks else None
-        )
-        whole = rows if rows is not None and self.every == 1 else glance(seen, scene, norms, own)
+        if self.walks:
+            rows = fill_rows(seen, scene, norms, own, self.every, self._keep(scene, seen, first_head))
+        else:
+            rows = glance(seen, scene, norms, own)
         unknown = bool(own.isnan().any())
         for measure in self.measures:
-            self._add(measure, rows if measure.full and rows is not None else whole, first_head, unknown)
+            self._add(measure, rows, first_head, unknown)
 
     def scene(self, batch: Batch) -> Scene:
         """What all layers have in common, made once for a batch."""

@@ -67,7 +67,7 @@ def profile(
     `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `measures` and `roles` of your
     own are taken and judged beside the usual ones (docs/look.md). `longest`: tokens of a unit of
     plain text. `tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very
-    long texts, light for all rows, and full for one block of 64 in so many. `causal`: climb the last rung, by ablation.
+    long texts, one block of 64 rows in so many is looked at. `causal`: climb the last rung, by ablation.
     `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
 
     An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both

@@ -1,0 +1,100 @@
+"""Very long texts: a whole profile of SmolLM2 over one text, beside the plain pass. Each run is a process of its own.
+
+python -m bench.long                    8,192, 16,384 and 32,768 tokens: hours on one core
+python -m bench.long --lengths 8192 --rounds 3
+python -m bench.long --what plain every --lengths 32768
+
+Time is processor time of one thread, so that it means something on a machine that does other things too. Lines are printed as
+they come; the ratio is to the plain pass of the same length and round.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import headwise as hw
+from bench.distil import DATA
+from headwise.lab.engine.memory import rise
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import make_batches, run
+from headwise.model import quiet
+from headwise.show.tables import make_table
+
+LENGTHS = (8192, 16384, 32768)
+WARM = 512
+TEXT = DATA / "wikitext-2" / "test.txt"
+HOW: dict[str, dict[str, Any]] = {"every": {"every": 16}, "full": {}}
+
+
+def prepare(model: hw.Transformer, what: str, tokens: int) -> Callable[[], object]:
+    """One text of so many tokens, and what is done with it."""
+    text = TEXT.read_text(encoding="utf-8")[: 6 * tokens]
+    reading = Reading.of(model, text, tokens).first(1)
+    assert reading.tokens == tokens, f"{TEXT} is too short"
+
+    def plain() -> None:
+        with torch.no_grad(), quiet(model):
+            for batch in make_batches(reading, tokens):
+                run(model, batch)
+
+    def look() -> object:
+        return hw.profile(model, reading, relations=False, causal=False, tokens=tokens, **HOW[what])
+
+    return plain if what == "plain" else look
+
+
+def one(what: str, tokens: int) -> None:
+    """In a process of its own: seconds, of a short text and of this one, and megabytes above what it held between them."""
+    torch.set_num_threads(1)
+    model = hw.load("smollm2")
+    taken = []
+
+    def timed(tokens: int) -> Callable[[], None]:
+        work = prepare(model, what, tokens)
+
+        def clocked() -> None:
+            start = time.process_time()
+            work()
+            taken.append(time.process_time() - start)
+
+        return clocked
+
+    memory = rise(timed(tokens), timed(WARM))
+    print(json.dumps({"short": taken[0], "seconds": taken[1], "memory": memory}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--what", nargs="+", choices=["plain", *HOW], default=["plain", *HOW])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one[0], int(options.one[1]))
+        return
+    rows = []
+    for tokens in options.lengths:
+        for turn in range(options.rounds):
+            base = None
+            for what in options.what:
+                command = [sys.executable, "-m", "bench.long", "--one", what, str(tokens)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                told = json.loads(done.stdout.splitlines()[-1])
+                base = told["seconds"] if what == "plain" else base
+                ratio = told["seconds"] / base if base else None
+                rows.append([tokens, turn, what, told["short"], told["seconds"], ratio, told["memory"]])
+                print(*rows[-1], file=sys.stderr, flush=True)
+    columns = ["tokens", "round", "", f"seconds of {WARM} tokens", "seconds", "ratio", "MB beyond the model"]
+    Console().print(make_table("SmolLM2, one text, one thread", columns, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
