@@ -1,29 +1,17 @@
-"""What is read: a text, a list of texts, a file, a folder of files, or something embedded. Read in pieces, never whole."""
+"""What is read: a text, a list of texts, files, folders, a dataset, or something embedded. Read in pieces, never whole."""
 
-import codecs
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from headwise.errors import HeadwiseError
 from headwise.text.documents import Document
-from headwise.text.treebank import read_documents
-
-PLAIN = (".txt", ".text", ".md", "")  # files of plain text
-RELATED = (".conllu", ".jsonl", ".tsv")  # files of documents with relations
-BLOCK = 1 << 20  # bytes read at once
-
-
-class Piece(NamedTuple):
-    """Some text, and whether a text ends with it: a long file comes in many pieces."""
-
-    text: str
-    ends: bool
+from headwise.text.stored import Piece, in_folders, kind_of, known_kinds, read_stored, read_text, text_of
 
 
 class Pair(NamedTuple):
@@ -57,6 +45,7 @@ class Corpus:
     fingerprint: str
     _read: Callable[[], Iterator[Piece | Document | Pair]] = field(repr=False)
     paired: bool = False  # whether its items are pairs
+    files: tuple[Path, ...] = ()  # where they lie, in order, if they do in files and nowhere else
 
     def items(self) -> Iterator[Piece | Document | Pair]:
         """What is read: documents where there are relations, pairs for an encoder-decoder, else pieces of text."""
@@ -90,10 +79,9 @@ class Corpus:
             )
 
     @staticmethod
-    def of(
-        given: "str | Path | Corpus | HasCorpus | Iterable[str | Path | Document | tuple[str, str]] | None",
-    ) -> "Corpus":
-        """A text, a list of texts, documents or pairs, a path or several, or a corpus; None is the embedded probe set.
+    def of(given: Any) -> "Corpus":
+        """A text, a list of texts, documents or pairs, a path or several, a corpus, or a dataset of Hugging Face's
+        `datasets`, streaming or not; None is the embedded probe set.
 
         A string that names a file or a folder is a path, any other is a text.
         """
@@ -103,6 +91,8 @@ class Corpus:
             return given
         if isinstance(given, HasCorpus):
             return given.corpus
+        if type(given).__module__.partition(".")[0] == "datasets":
+            return Corpus._of_rows(given)
         if isinstance(given, Path) or (isinstance(given, str) and _is_path(given)):
             return Corpus._of_path(Path(given))
         if not isinstance(given, str | Iterable):
@@ -183,56 +173,48 @@ class Corpus:
     @staticmethod
     def _joined(parts: "list[Corpus]") -> "Corpus":
         name = ", ".join(part.name for part in parts)
-        return Corpus(
-            name, _digest(*(part.fingerprint for part in parts)), lambda: (i for p in parts for i in p._read())
-        )
+        files = tuple(file for part in parts for file in part.files)
+        made = _digest(*(part.fingerprint for part in parts))
+        return Corpus(name, made, lambda: (i for p in parts for i in p._read()), files=files)
 
     @staticmethod
     def _of_path(path: Path) -> "Corpus":
         if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in PLAIN[:-1])
+            files = sorted(f for f in path.rglob("*") if f.is_file() and in_folders(f))
             if not files:
-                raise HeadwiseError(f"there is no text in the folder {path}; it needs {', '.join(PLAIN[:-1])} files.")
+                raise HeadwiseError(f"there is no text in the folder {path}; known kinds of files: {known_kinds()}.")
         elif path.is_file():
             files = [path]
         else:
             raise HeadwiseError(f"there is no file or folder {path}.")
         for file in files:
+            if kind_of(file) is None:
+                raise HeadwiseError(
+                    f"{file} is not a kind of file that is read here; known: {known_kinds()}; as one of two files of pairs, "
+                    f"any."
+                )
             if file.stat().st_size == 0:
                 raise HeadwiseError(f"{file} is empty; give a file with some text.")
-        if path.suffix in RELATED and path.is_file():
-            return Corpus(str(path), _digest_of(files), partial(read_documents, path))
-        if path.is_file() and path.suffix not in PLAIN:
-            known = ", ".join(suffix for suffix in (*PLAIN, *RELATED) if suffix)
-            raise HeadwiseError(
-                f"{path} is not a kind of file that is read here; known: {known}, and any with a source, as pairs."
-            )
-        return Corpus(str(path), _digest_of(files), lambda: (piece for file in files for piece in read_text(file)))
+        read = partial(map, read_stored, files)
+        return Corpus(str(path), _digest_of(files), lambda: chain.from_iterable(read()), files=tuple(files))
 
+    @staticmethod
+    def _of_rows(given: Iterable[Any]) -> "Corpus":
+        """A dataset: rows with a text each, read again whenever asked."""
 
-def read_text(path: Path) -> Iterator[Piece]:
-    """A UTF-8 file, however long, in pieces cut where a line ends."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    lines, waiting = 1, ""
-    with open(path, "rb") as file:
-        while True:
-            block = file.read(BLOCK)
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                line = lines + waiting.count("\n") + error.object[: error.start].count(b"\n")
-                raise HeadwiseError(
-                    f"{path}, line {line}: byte {error.object[error.start]:#04x} is not UTF-8; convert the file first."
-                ) from None
-            if not block:
-                yield Piece(waiting + text, True)
-                return
-            waiting += text
-            cut = _cut(waiting)
-            if cut:
-                lines += waiting.count("\n", 0, cut)
-                yield Piece(waiting[:cut], False)
-                waiting = waiting[cut:]
+        def read() -> Iterator[Piece]:
+            for number, row in enumerate(given, 1):
+                if not isinstance(row, Mapping):
+                    raise HeadwiseError(
+                        f"a dataset has rows with a text each; got {row!r}. Of several splits choose one: dataset['train']."
+                    )
+                yield Piece(text_of(row, f"the dataset, row {number}"), True)
+
+        made = hashlib.sha256()
+        for piece in read():
+            made.update(f"{len(piece.text)}:{piece.text}".encode("utf-8", "surrogatepass"))
+        name = getattr(getattr(given, "info", None), "dataset_name", None)
+        return Corpus(f"the dataset {name}" if name else "the dataset", made.hexdigest(), read)
 
 
 def _lines(given: str | Path | Sequence[str]) -> Iterator[str]:
@@ -250,25 +232,13 @@ def _lines(given: str | Path | Sequence[str]) -> Iterator[str]:
         yield waiting
 
 
-def _cut(text: str) -> int:
-    """Where a line ends behind a letter or a digit; failing that, where a word does: there, before the white space, tokens
-    of the parts are those of the whole."""
-    for mark in ("\n", " "):
-        place = len(text)
-        while (place := text.rfind(mark, 1, place)) > 0:
-            edge = place - 1 if mark == "\n" and text[place - 1] == "\r" else place
-            if edge and text[edge - 1].isalnum():
-                return edge
-    return 0
-
-
 def _is_path(given: str) -> bool:
     """Whether a string means a path: there is such a file, or it looks like nothing else."""
     if not given or "\n" in given or "\0" in given:
         return False
     if os.path.exists(given):  # says no to a text too long for a name, where Path would complain
         return True
-    return not any(c.isspace() for c in given) and (Path(given).suffix in (*PLAIN[:-1], *RELATED) or "/" in given)
+    return not any(c.isspace() for c in given) and (bool(kind_of(Path(given))) or "/" in given)
 
 
 def _digest(*texts: str) -> str:

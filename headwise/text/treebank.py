@@ -1,4 +1,4 @@
-"""Texts with relations from files: CoNLL-U treebanks, JSON Lines, and GAP's pronouns. Errors name file and line."""
+"""Texts with relations from files: CoNLL-U treebanks, GAP's pronouns, a line of JSON. Errors name file and line."""
 
 import csv
 import json
@@ -13,9 +13,9 @@ from headwise.text.documents import Document, Relation
 
 
 def read_documents(path: Path | str) -> Iterator[Document]:
-    """The documents of a file, one after the other: .conllu, .jsonl, or GAP's .tsv (relation `coref`)."""
+    """The documents of a file, one after the other: .conllu, or GAP's .tsv (relation `coref`)."""
     path = Path(path)
-    readers = {".conllu": read_conllu, ".jsonl": read_jsonl, ".tsv": _gap_documents}
+    readers = {".conllu": read_conllu, ".tsv": _gap_documents}
     if path.suffix not in readers:
         raise HeadwiseError(f"{path} is not a file of relations; known: {', '.join(readers)}.")
     return readers[path.suffix](path)
@@ -104,30 +104,18 @@ def _blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
 # JSON Lines: {"words": […], "relations": [["coref", 7, 1], …], "classes": […], "text": "…"}; the last two may be left out.
 
 
-def read_jsonl(path: Path | str) -> Iterator[Document]:
-    """One document a line."""
-    number = 0
-    for number, line in _lines(Path(path)):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-            words = tuple(data["words"])
-            relations = tuple(
-                Relation(str(name), int(source), int(target)) for name, source, target in data["relations"]
-            )
-            text = data.get("text") or " ".join(words)
-            yield Document(text, words, relations, tuple(data.get("classes", ())))
-        except json.JSONDecodeError as error:
-            raise HeadwiseError(f"{path}, line {number}: not valid JSON: {error.msg}.") from None
-        except HeadwiseError as error:
-            raise HeadwiseError(f"{path}, line {number}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise HeadwiseError(
-                f'{path}, line {number}: expected {{"words": […], "relations": [["name", from, to], …]}}, got {line[:60]!r}.'
-            ) from None
-    if number == 0:
-        raise HeadwiseError(f"{path} is empty; it needs at least one document.")
+def document_of(row: Any, where: str) -> Document:
+    """The document of one line."""
+    try:
+        words = tuple(row["words"])
+        relations = tuple(Relation(str(name), int(source), int(target)) for name, source, target in row["relations"])
+        return Document(row.get("text") or " ".join(words), words, relations, tuple(row.get("classes", ())))
+    except HeadwiseError as error:
+        raise HeadwiseError(f"{where}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise HeadwiseError(
+            f'{where}: expected {{"words": […], "relations": [["name", from, to], …]}}, got {json.dumps(row)[:60]}.'
+        ) from None
 
 
 # GAP (https://arxiv.org/abs/1810.05201): a pronoun and two names, of which one, or neither, is meant.

@@ -87,7 +87,7 @@ def test_line_ends_are_no_part_of_a_text(ends: str, last: bool, tmp_path: Path) 
 def test_a_file_read_in_many_blocks_gives_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(f"é{i} a  b" * (i % 4 + 1), f"{i}, 漢") for i in range(40)]
     files = write(tmp_path, *("\n".join(side) for side in zip(*pairs, strict=True)))
-    monkeypatch.setattr(sys.modules["headwise.text.corpus"], "BLOCK", 7)
+    monkeypatch.setattr(sys.modules["headwise.text.stored"], "BLOCK", 7)
     assert list(Corpus.pairs(*files).items()) == pairs
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.text.documents import Relation
-from headwise.text.treebank import read_conllu, read_documents, read_gap, read_jsonl
+from headwise.text.documents import Document, Relation
+from headwise.text.stored import read_stored
+from headwise.text.treebank import read_conllu, read_documents, read_gap
 
 DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(
@@ -76,12 +77,16 @@ def test_a_malformed_treebank_is_told_by_line(name: str, tmp_path: Path) -> None
         list(read_conllu(write(tmp_path, "a.conllu", text)))
 
 
+def documents(path: Path) -> list[Document]:
+    return [item for item in read_stored(path) if isinstance(item, Document)]
+
+
 def test_json_lines(tmp_path: Path) -> None:
     lines = [
         {"words": ["Ann", "saw", "her"], "relations": [["coref", 2, 0]], "classes": ["N", "V", "P"]},
         {"words": ["Go"], "relations": [], "text": "Go!"},
     ]
-    one, two = read_documents(write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n"))
+    one, two = documents(write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n"))
     assert (one.text, one.relations, one.classes) == ("Ann saw her", (Relation("coref", 2, 0),), ("N", "V", "P"))
     assert two.text == "Go!"
 
@@ -102,16 +107,16 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_a_malformed_line_is_told(line: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"words": ["a"], "relations": []}\n' + line)
     with pytest.raises(HeadwiseError, match=message):
-        list(read_jsonl(path))
+        documents(path)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=r"not a file of relations; known: \.conllu, \.jsonl, \.tsv"):
+    with pytest.raises(HeadwiseError, match=r"not a file of relations; known: \.conllu, \.tsv"):
         read_documents(tmp_path / "a.txt")
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"words": ["a"], "relations": []}\n\xff\xfe\n')
     with pytest.raises(HeadwiseError, match="line 2: not UTF-8"):
-        list(read_jsonl(path))
+        documents(path)
 
 
 HEADER = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL\n"
