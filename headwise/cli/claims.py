@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Json
+from headwise.cli.shell.words import Executor, Json
 
 
 def run(
@@ -24,6 +24,7 @@ def run(
     text: Annotated[Path | None, typer.Option(help="With --on: a file of text; none: the embedded probe set.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page, pictures and figures into this folder.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes side by side; as many as cores.")] = None,
+    executor: Executor = None,
     cache: Annotated[Path | None, typer.Option(help="Where models and results are kept; $HEADWISE_CACHE.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +47,7 @@ def run(
     with show_progress() as progress, going_on() if on is None else nullcontext():
         results = claims(
             names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, corpus=text, cache=cache, processes=processes,
-            progress=progress, say=lambda told: print(told, file=sys.stderr),
+            executor=executor, progress=progress, say=lambda told: print(told, file=sys.stderr),
         )  # fmt: skip
     if out is not None:
         write_claims(results, out)

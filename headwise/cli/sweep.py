@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Json
+from headwise.cli.shell.words import Executor, Json
 
 HEADS = "1,2,4,8,16,32,width"
 
@@ -27,6 +27,7 @@ def run(
     seeds: Annotated[int, typer.Option(help="Models of each kind.")] = 3,
     tokenizer: Annotated[str | None, typer.Option(help="byte, character, word or bpe:SIZE.")] = None,
     processes: Annotated[int | None, typer.Option(help="Trainings side by side; as many as cores.")] = None,
+    executor: Executor = None,
     cache: Annotated[Path | None, typer.Option(help="Where trained models are kept; $HEADWISE_CACHE.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg, .pdf, .csv")] = None,
     as_json: Json = False,
@@ -47,7 +48,7 @@ def run(
         check_path(plot)
     shared: dict[str, Any] = {
         "width": width, "context": context, "corpus": text, "tokenizer": tokenizer, "steps": steps, "batch": batch,
-        "rate": rate, "seeds": seeds, "cache": cache, "processes": processes,
+        "rate": rate, "seeds": seeds, "cache": cache, "processes": processes, "executor": executor,
     }  # fmt: skip
     with show_progress() as progress, going_on():
         if depth:

@@ -3,6 +3,7 @@
 import hashlib
 import shlex
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from headwise.errors import HeadwiseError
 from headwise.lab.claim import Claim, Verdict
 from headwise.lab.engine.figure import LEVEL, Figures
-from headwise.lab.engine.pool import check_same, train_all, work
+from headwise.lab.engine.pool import check_same, train_all
 from headwise.lab.engine.store import Store
 from headwise.lab.engine.versions import declared
 from headwise.lab.lab import FULL, QUICK, SEEN, Lab, LabSize
 from headwise.lab.registry import find_claims
 from headwise.progress import Progress
+from headwise.team.executor import check_executor, work
 from headwise.weights import load
 
 if TYPE_CHECKING:
@@ -73,16 +75,19 @@ def claims(
     size: LabSize | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
+    executor: Executor | str | None = None,
     progress: Progress | None = None,
     say: Callable[[str], object] | None = None,
 ) -> list[Result]:
     """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says, from `first_seed` on.
 
     `on` tries those that apply on a model, with a corpus if given; seeds are for models that are trained here. What was
-    found before by the same code is not done again. `say` is told which claims a model does not fit, and why.
+    found before by the same code is not done again. `executor` trains and measures, all but what needs a machine alone: that
+    is measured here. `say` is told which claims a model does not fit, and why.
     """
     names = list(names)
     chosen = find_claims(names)
+    check_executor(executor)
     if full and seeds is not None:
         raise HeadwiseError(f"full takes three seeds, seeds={seeds} so many; give one of them.")
     if on is not None and (seeds is not None or first_seed):
@@ -97,7 +102,7 @@ def claims(
     lab = Lab(Store(cache), tuple(range(first_seed, first_seed + many)), size or LabSize())
     found = {claim.name: _kept(claim, lab) for claim in chosen}
     todo = [claim for claim in chosen if found[claim.name] is None]
-    train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, progress)
+    train_all([point for claim in todo for point in claim.points(lab)], lab.store, processes, progress, executor)
     aside, alone = [c for c in todo if not c.timed], [c for c in todo if c.timed]
     done = 0
 
@@ -106,7 +111,7 @@ def claims(
             progress("measuring claims", done, len(todo))
 
     jobs = [(claim.name, str(lab.store.folder), lab.seeds, lab.size.to_json(), _key(claim, lab)) for claim in aside]
-    for place, rows in work(_measure, jobs, processes, tell):
+    for place, rows in work(_measure, jobs, processes, tell, executor=executor, folder=lab.store.folder):
         found[aside[place].name] = Figures.from_rows(rows)
         _keep(aside[place], lab, rows)
         done += 1

@@ -15,6 +15,12 @@ Model = Annotated[
     ),
 ]
 Texts = Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        help="Who works: processes (the default), dask, dask:tcp://HOST:8786, slurm, slurm:partition=long,timeout_min=600."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

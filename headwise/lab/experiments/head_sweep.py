@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from headwise.errors import HeadwiseError
 from headwise.lab.engine.figure import Figure
 from headwise.lab.engine.point import Made, Point
-from headwise.lab.engine.pool import train_all, work
+from headwise.lab.engine.pool import train_all
 from headwise.lab.engine.store import Store
 from headwise.lab.engine.versions import declared
 from headwise.lab.experiments.depth import same_cut
@@ -19,6 +20,7 @@ from headwise.lab.experiments.diversity import diversity
 from headwise.lab.lab import LITTLE_WORDS, usual_point, usual_recipe
 from headwise.progress import Progress
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.team.executor import check_executor, work
 from headwise.text.corpus import Corpus
 
 SHORTEST = 128  # context that holds every document of the little language
@@ -77,12 +79,14 @@ def head_sweep(
     seeds: int = 3,
     cache: str | Path | None = None,
     processes: int | None = None,
+    executor: Executor | str | None = None,
     progress: Progress | None = None,
 ) -> Sweep:
     """Train a model for each head count and seed, at constant heads × head_dim, or with `head_dim` at that constant.
 
     All points have learned positions: heads of one channel cannot rotate. `corpus` is a file or a folder; none is the little
-    language. Points are trained in so many processes and kept in the cache; those that are there are not trained again.
+    language. Points are trained in so many processes, or by an `executor` ("dask", "slurm", any of
+    `concurrent.futures`), and kept in the cache; those that are there are not trained again.
     """
     specs = {}
     for count in check_heads(heads, width, head_dim):
@@ -91,7 +95,7 @@ def head_sweep(
     constant = "heads × head_dim" if head_dim is None else f"head_dim {head_dim}"
     return compare(
         specs, constant, corpus=corpus, tokenizer=tokenizer, steps=steps, batch=batch, rate=rate, seeds=seeds, cache=cache,
-        processes=processes, progress=progress,
+        processes=processes, executor=executor, progress=progress,
     )  # fmt: skip
 
 
@@ -119,11 +123,13 @@ def compare(
     seeds: int = 3,
     cache: str | Path | None = None,
     processes: int | None = None,
+    executor: Executor | str | None = None,
     progress: Progress | None = None,
 ) -> Sweep:
     """Train any models side by side, each with every seed, and measure them alike."""
     if seeds < 1:
         raise HeadwiseError(f"a sweep needs at least one seed, got {seeds}.")
+    check_executor(executor)
     if corpus is None:
         _check_little(specs, tokenizer)
     store = Store(cache)
@@ -131,9 +137,9 @@ def compare(
     read = str(corpus or ""), tokenizer or ("word" if corpus is None else "byte")
     recipes = [usual_recipe(steps, seed=seed, batch=batch, rate=rate, rows=rows) for seed in range(seeds)]
     points = {name: [usual_point(spec, recipe, "usual", *read) for recipe in recipes] for name, spec in specs.items()}
-    train_all([point for some in points.values() for point in some], store, processes, progress)
+    train_all([point for some in points.values() for point in some], store, processes, progress, executor)
     made = {name: [_there(store, point) for point in some] for name, some in points.items()}
-    apart = _diversities([each for some in made.values() for each in some], store, processes, progress)
+    apart = _diversities([each for some in made.values() for each in some], store, processes, progress, executor)
     told = tuple(_row(name, some, [apart[each.folder.name] for each in some]) for name, some in made.items())
     width = next(iter(specs.values())).width
     return Sweep(constant, width, steps, seeds, told, {name: _curve(some) for name, some in made.items()})
@@ -181,7 +187,11 @@ def _there(store: Store, point: Point) -> Made:
 
 
 def _diversities(
-    made: list[Made], store: Store, processes: int | None, progress: Progress | None
+    made: list[Made],
+    store: Store,
+    processes: int | None,
+    progress: Progress | None,
+    executor: Executor | str | None,
 ) -> dict[str, dict[str, float]]:
     """How far apart the heads of each model are, by the name of its point; what was measured before is taken as it is."""
     version = hashlib.sha256(declared("measures").encode()).hexdigest()[:16]
@@ -192,7 +202,8 @@ def _diversities(
         if progress is not None:
             progress("comparing heads", sum(told is not None for told in found.values()), len(found))
 
-    for place, told in work(_diversity, [(each.point.to_json(), str(store.folder)) for each in todo], processes, look):
+    jobs = [(each.point.to_json(), str(store.folder)) for each in todo]
+    for place, told in work(_diversity, jobs, processes, look, executor=executor, folder=store.folder):
         name = todo[place].folder.name
         found[name] = told
         store.keep("diversity", f"{name}-{version}", told)
