@@ -2,7 +2,7 @@
 
 python -m bench.long                    8,192, 16,384 and 32,768 tokens: hours on one core
 python -m bench.long --lengths 8192 --rounds 3
-python -m bench.long --what plain every --lengths 32768
+python -m bench.long --layers 2 --what plain every   two of its thirty layers: every layer costs the same
 
 Time is processor time of one thread, so that it means something on a machine that does other things too. Lines are printed as
 they come; the ratio is to the plain pass of the same length and round.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,10 +51,19 @@ def prepare(model: hw.Transformer, what: str, tokens: int) -> Callable[[], objec
     return plain if what == "plain" else look
 
 
-def one(what: str, tokens: int) -> None:
+def first_layers(model: hw.Transformer, layers: int) -> hw.Transformer:
+    """The same model with its first layers alone."""
+    small = hw.Transformer(replace(model.spec, layers=layers)).eval()
+    small.load_state_dict({name: value for name, value in model.state_dict().items() if name in small.state_dict()})
+    small.tokenizer = model.tokenizer
+    return small
+
+
+def one(what: str, tokens: int, layers: int) -> None:
     """In a process of its own: seconds, of a short text and of this one, and megabytes above what it held between them."""
     torch.set_num_threads(1)
     model = hw.load("smollm2")
+    model = first_layers(model, layers) if layers < model.spec.layers else model
     taken = []
 
     def timed(tokens: int) -> Callable[[], None]:
@@ -75,17 +85,27 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--what", nargs="+", choices=["plain", *HOW], default=["plain", *HOW])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one(options.one[0], int(options.one[1]))
+        one(options.one[0], int(options.one[1]), options.layers)
         return
     rows = []
     for tokens in options.lengths:
         for turn in range(options.rounds):
             base = None
             for what in options.what:
-                command = [sys.executable, "-m", "bench.long", "--one", what, str(tokens)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "bench.long",
+                    "--layers",
+                    str(options.layers),
+                    "--one",
+                    what,
+                    str(tokens),
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 told = json.loads(done.stdout.splitlines()[-1])
                 base = told["seconds"] if what == "plain" else base
@@ -93,7 +113,7 @@ def main() -> None:
                 rows.append([tokens, turn, what, told["short"], told["seconds"], ratio, told["memory"]])
                 print(*rows[-1], file=sys.stderr, flush=True)
     columns = ["tokens", "round", "", f"seconds of {WARM} tokens", "seconds", "ratio", "MB beyond the model"]
-    Console().print(make_table("SmolLM2, one text, one thread", columns, rows))
+    Console().print(make_table(f"SmolLM2, {options.layers} layers, one text, one thread", columns, rows))
 
 
 if __name__ == "__main__":

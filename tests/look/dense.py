@@ -71,7 +71,7 @@ def head_of(scores: Tensor, n: int, **options: Any) -> Tally:
 def watch(
     model: Transformer, batches: list[Batch], flags: Tensor, evidence: bool = False, block: int = 0, **options: Any
 ) -> tuple[Tally, Rows]:
-    """The streaming measures of a model and the dense ones, of the same passes; with `every`, of one block of so many rows."""
+    """The streaming measures of a model and the dense ones, of the same passes; `block`: rows of a block, with `every`."""
     heads = sum(len(site.head_ids) for site in model.sites())
     tally = Tally(heads)
     surface = Surface(tally, Evidence(heads) if evidence else None, usual_measures(flags), **options)

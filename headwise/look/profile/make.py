@@ -28,7 +28,8 @@ from headwise.look.measure.tally import Tally
 from headwise.look.measure.trials import Trial, run_trial
 from headwise.look.measure.variability import LENGTH, TEXTS, VARIABILITY, Varying
 from headwise.look.profile.causal import Few, climb
-from headwise.look.profile.result import OWN, Profile, Supports
+from headwise.look.profile.merge import OWN
+from headwise.look.profile.result import Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
@@ -129,11 +130,11 @@ class _Pass:
         if related is not None:
             relations = Relations.of(self.tally, related.documents(), self.model.spec.kind != "encoder")
         asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
-        kept = _Kept(asks)
+        kept = Kept(asks)
         draw = Draw(len(self.addresses), self._echoes(repeats), Layout.of(self.measures))
         self._read(texts, related, relations, draw, kept)
         cases = draw.finish()
-        self._share(relations, cases)
+        self._share(texts, relations, cases)
         self._repeats(repeats, cases)
         self._vary(kept.long)
         for trial in self.trials:
@@ -188,7 +189,7 @@ class _Pass:
         return echo_places(shown, repeats.start, repeats.length)
 
     def _read(
-        self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "_Kept"
+        self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "Kept"
     ) -> None:
         """The texts, and the documents with relations: in one pass where they are the same. What is shown and what is asked
         later is drawn and kept while they stream by."""
@@ -219,15 +220,24 @@ class _Pass:
             batches = self._batches(documents(related, relations), None, "documents with relations")
             read_texts(self.model, batches, None, relations)
 
-    def _share(self, relations: Relations | None, cases: Cases) -> None:
+    def _share(self, texts: Reading, relations: Relations | None, cases: Cases) -> None:
         """What every process counted, added up; the evidence of all."""
         if self.team.size == 1:
             return
+        self._agree(texts)
         for arrays in (self.tally.sums, self.tally.counts, *([] if relations is None else [relations.arrays()])):
             for name in sorted(arrays):
                 self.team.add_up(arrays[name])
         self.evidence.gather(self.team)
         cases.gather(self.team)
+
+    def _agree(self, texts: Reading) -> None:
+        """Whether all read the same: each had every other text, so of two corpora there would be a bit of both."""
+        digests = np.zeros((self.team.size, 32))
+        digests[self.team.rank] = np.frombuffer(bytes.fromhex(texts.fingerprint), np.uint8)
+        self.team.add_up(digests)
+        if (digests != digests[0]).any():
+            raise HeadwiseError("the processes do not read the same texts; give every machine the same files.")
 
     def _repeats(self, repeats: Repeats, cases: Cases) -> None:
         def batches() -> Iterator[tuple[slice, torch.Tensor, bool]]:
@@ -245,7 +255,7 @@ class _Pass:
             with listening(self.sites, varying.see):
                 read(self.model, varying.ids.to(self.model.device))
 
-    def _climb(self, texts: Reading, kept: "_Kept", found: Supports) -> Supports:
+    def _climb(self, texts: Reading, kept: "Kept", found: Supports) -> Supports:
         """The last rung."""
         means = mean_activations(self.model, texts.only(kept.first))
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
@@ -253,7 +263,7 @@ class _Pass:
         return climb(self.model, self.addresses, found, related, short, means, self.progress)
 
 
-class _Kept:
+class Kept:
     """What is needed again when all texts have been read: a few of them, and counts."""
 
     def __init__(self, asks: bool) -> None:
@@ -269,6 +279,11 @@ class _Kept:
             self.long.append(unit)
         if self.asks and len(self.first) < MEANS:
             self.first.append(unit)
+
+    @property
+    def full(self) -> bool:
+        """Whether further texts would change nothing."""
+        return len(self.long) == TEXTS and (not self.asks or len(self.first) == MEANS)
 
     def see_document(self, unit: Unit) -> None:
         """One text that relations are asked about."""

@@ -6,6 +6,7 @@ one pass. What both read alike, such as the repeated tokens, counts once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from headwise.look.measure.relations import Relations
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import Support
 from headwise.look.record.buckets import BUCKETS
+
+OWN = "own"  # relations are those of the texts themselves, not of documents apart
 
 
 def merge_tallies(one: Tally, other: Tally, numbers: Mapping[str, Number], apart: Sequence[str]) -> Tally:
@@ -50,6 +53,13 @@ def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> R
         tally.sums[merged.fields[0]], tally.counts[merged.fields[0]] = sums, counts
         tally.fields |= {name: (merged.fields[0], place) for place, name in enumerate(merged.fields)}
     return merged
+
+
+def merge_asked(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, bool]:
+    """What relations both are of, and whether they are the same documents, which count once. A profile that asked none adds
+    none: only one shard of a corpus needs to ask."""
+    asked = [about["relations"] for about in (one, other) if about["documents"]] or [one["relations"]]
+    return "+".join(dict.fromkeys(asked)), len(asked) == 2 and asked[0] == asked[1] != OWN
 
 
 def merge_evidence(one: Sequence[Context], other: Sequence[Context], texts: int) -> list[Context]:

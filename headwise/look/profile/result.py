@@ -18,7 +18,7 @@ from headwise.look.measure.relations import Relations
 from headwise.look.measure.repeats import INDUCTION
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING, SHARE
 from headwise.look.measure.tally import Tally
-from headwise.look.profile.merge import keep_effect, merge_evidence, merge_relations, merge_tallies
+from headwise.look.profile.merge import keep_effect, merge_asked, merge_evidence, merge_relations, merge_tallies
 from headwise.look.profile.roles import TABLE, Case, Role, Support, judge, make_cases, rest
 from headwise.look.profile.saved import VERSION, number_of, pack, role_of, support_of, unpack
 from headwise.look.record.buckets import REPORTING
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from headwise.model import AnyModel
     from headwise.show.figures.plot import Plot
 
-OWN = "own"  # relations are those of the texts themselves, not of documents apart
 SHOWN = tuple(number.name for number in (ENTROPY, CONFIDENCE, DISTANCE, RESTING, SHARE))
 Supports = Sequence[Sequence[Support]]  # for each head, best first
 
@@ -233,8 +232,7 @@ class Profile:
         sample.
         """
         _check_alike(self, other)
-        texts, gold = self.about["texts"], (self.about["relations"], other.about["relations"])
-        same = gold[0] == gold[1] != OWN
+        texts, (asked, same) = self.about["texts"], merge_asked(self.about, other.about)
         parts = [(made.tally, made.relations) for made in (self, other) if made.relations is not None]
         numbers = {**self.numbers, **other.numbers}
         tally = merge_tallies(self.tally, other.tally, numbers, [part.fields[0] for _, part in parts if part.fields])
@@ -242,7 +240,7 @@ class Profile:
         about = {
             **self.about, "texts": texts + other.about["texts"], "tokens": self.about["tokens"] + other.about["tokens"],
             "documents": self.about["documents"] + (0 if same else other.about["documents"]),
-            "relations": gold[0] if gold[0] == gold[1] else "+".join(gold),
+            "relations": asked,
             **{name: _both(self.about[name], other.about[name]) for name in ("read", "asked")},
         }  # fmt: skip
         hardest = [merge_evidence(a, b, texts) for a, b in zip(self.hardest, other.hardest, strict=True)]
