@@ -63,6 +63,7 @@ def one(what: str, tokens: int, layers: int) -> None:
     """In a process of its own: seconds, of a short text and of this one, and megabytes above what it held between them."""
     torch.set_num_threads(1)
     model = hw.load("smollm2")
+    assert isinstance(model, hw.Transformer)
     model = first_layers(model, layers) if layers < model.spec.layers else model
     taken = []
 

@@ -25,6 +25,7 @@ _ROOMS = {
     "look.record.recording": ("record",),
     "look.record.attend": ("attend",),
     "look.profile.make": ("profile",),
+    "look.profile.shards": ("profile_shards",),
     "look.measure.measure": ("WeightAt", "WeightOn"),
     "look.profile.roles": ("Role",),
     "look.profile.result": ("Profile",),
@@ -58,7 +59,7 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "load",
     "export",
     "Recipe", "TrainRequest", "train", "distil",
-    "Reading", "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile",
+    "Reading", "record", "attend", "profile", "profile_shards", "WeightAt", "WeightOn", "Role", "Profile",
     "ablated", "patched", "importance", "sensitivity", "why", "compare", "match", "HeadHistory",
     "prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study",
     "head_sweep", "claims",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
     from headwise.look.profile.roles import Role
+    from headwise.look.profile.shards import profile_shards
     from headwise.look.record.attend import attend
     from headwise.look.record.reading import Reading
     from headwise.look.record.recording import record

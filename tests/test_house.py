@@ -51,7 +51,7 @@ PUBLIC_NAMES = [
     "load",
     "export",
     *("Recipe", "TrainRequest", "train", "distil"),
-    *("Reading", "record", "attend", "profile", "WeightAt", "WeightOn", "Role", "Profile"),
+    *("Reading", "record", "attend", "profile", "profile_shards", "WeightAt", "WeightOn", "Role", "Profile"),
     *("ablated", "patched", "importance", "sensitivity", "why", "compare", "match", "HeadHistory"),
     *("prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study"),
     *("head_sweep", "claims"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwise.cli.shell import complete
-from headwise.cli.shell.words import Model, Texts
+from headwise.cli.shell.words import Executor, Model, Texts, given
 
 if TYPE_CHECKING:
     from headwise.look.profile.result import Profile
@@ -37,7 +37,15 @@ def run(
         str | None, typer.Option(help="random-init or shuffled: what would be seen without learning.")
     ] = None,
     no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
+    every: Annotated[int, typer.Option(help="For long texts: look at one block of 64 rows in so many.")] = 1,
     save: Annotated[Path | None, typer.Option(help="Write the whole profile to this file.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="For large corpora: work shard by shard into this folder; run again, it goes on."),
+    ] = None,
+    shard: Annotated[int | None, typer.Option(help="With --out: characters of a shard.")] = None,
+    workers: Annotated[int | None, typer.Option(help="With --out: processes side by side.")] = None,
+    executor: Executor = None,
     report: Annotated[
         Path | None, typer.Option(help="Write a page that shows every head, offline: heads.html.")
     ] = None,
@@ -48,17 +56,22 @@ def run(
     from headwise.errors import HeadwiseError
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
-    from headwise.show.progress import show_progress
+    from headwise.look.profile.shards import profile_shards
+    from headwise.show.progress import going_on, show_progress
     from headwise.text.corpus import Corpus
     from headwise.weights import load
 
     if model.endswith(".npz") and Path(model).is_file():
-        if text or treebank or probe or control or length or save or report:
+        if text or treebank or probe or control or length or save or report or out:
             raise HeadwiseError(
                 f"{model} is a profile that was made before; it is shown as it is, with --layers and --role."
             )
         _tell(Profile.load(model), layers, role, as_csv, as_json)
         return
+    if out is None and (shard or workers or executor):
+        raise HeadwiseError("--shard, --workers and --executor are for work into a folder; give --out FOLDER too.")
+    if out is not None and (control or not (text or treebank)):
+        raise HeadwiseError("--out is for a corpus of your own, without --control; give files or a folder.")
     loaded = load(model)
     corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
     relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
@@ -67,15 +80,15 @@ def run(
     check(loaded, layers, role, corpus, relations)  # before the work begins
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
     with show_progress() if leads else nullcontext() as progress:
-        made = profile(
-            loaded,
-            corpus,
-            relations=relations,
-            longest=length,
-            causal=not no_causal,
-            control=control,
-            progress=progress,
-        )
+        asked: dict[str, Any] = {
+            "relations": relations, "longest": length, "every": every, "causal": not no_causal, "progress": progress,
+        }  # fmt: skip
+        if out is None:
+            made = profile(loaded, corpus, control=control, **asked)
+        else:
+            with going_on():
+                apart = given(shard=shard, processes=workers, executor=executor)
+                made = profile_shards(loaded if not (workers or executor) else model, corpus, out, **apart, **asked)
     if not leads:
         return
     if save is not None:

@@ -209,7 +209,8 @@ def _queue(settings: str, folder: Path) -> Any:
         import submitit
     except ImportError:
         raise HeadwiseError("the executor slurm needs the submitit package: pip install 'headwise[slurm]'.") from None
-    asked = dict(one.partition("=")[::2] for one in settings.split(",") if one)
+    parts = [one.partition("=") for one in settings.split(",") if one]
+    asked = {name: value for name, _, value in parts}
     cluster = asked.pop("cluster", "slurm")
     shared = submitit.AutoExecutor._typed_parameters()
     try:

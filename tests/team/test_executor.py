@@ -113,10 +113,10 @@ def test_unknown_ones_are_told(wrong: Any) -> None:
 
 def test_what_cannot_be_reached_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed")
-    import dask as settings
+    from dask import config
 
     with (
-        settings.config.set({"distributed.comm.timeouts.connect": "1s"}),
+        config.set({"distributed.comm.timeouts.connect": "1s"}),
         pytest.raises(HeadwiseError, match=r"no Dask scheduler answers at 'tcp://127\.0\.0\.1:9'"),
     ):
         results(jobs.square, [1], executor="dask:tcp://127.0.0.1:9")
