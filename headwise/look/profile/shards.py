@@ -229,7 +229,7 @@ def _finish(
     if len(kept.long) > 1:
         fresh = Tally(len(merged.addresses))
         varying = Varying(fresh, kept.long)
-        with quiet(model), torch.no_grad(), listening(model.sites(), varying.see):
+        with quiet(model), torch.no_grad(), listening(model.all_sites(), varying.see):
             read(model, varying.ids.to(model.device))
         for mine, new in ((tally.sums, fresh.sums), (tally.counts, fresh.counts)):
             mine[VARIABILITY.name] = new[VARIABILITY.name]
