@@ -24,7 +24,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; none: runs/distil-TEACHER. The same again goes on.")
     ] = None,
-    by: Annotated[str, typer.Option(help="logits, hidden, maps, qkv, or several: logits,maps.")] = "logits",
+    by: Annotated[
+        str, typer.Option(help="logits, hidden, maps, qkv; several: logits,maps; weighed: logits,maps=0.5.")
+    ] = "logits",
     temperature: Annotated[float, typer.Option(help="Of the logits.")] = 2.0,
     alpha: Annotated[float, typer.Option(help="The share of the teacher's logits, beside the text.")] = 0.9,
     pairs: Annotated[str, typer.Option(help="Which heads belong together: order, best, or 0.0:1.1,0.1:3.2.")] = "best",
@@ -35,11 +37,15 @@ def run(
     context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of training: float32, bfloat16, float16 or auto.")] = None,
+    teacher_precision: Annotated[str, typer.Option(help="Of the teacher: float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     as_json: Json = False,
 ) -> None:
     """Distil: train a student by a teacher's logits, states, attention maps or relations. Ctrl-C saves and stops."""
+    import torch
+
     from headwise.errors import HeadwiseError
     from headwise.show.train import show_run
     from headwise.teach import distil
@@ -47,16 +53,19 @@ def run(
     from headwise.train.little import LITTLE, little_texts
     from headwise.weights import load
 
-    loaded = load(teacher)
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if teacher_precision not in kinds:
+        raise HeadwiseError(f"a teacher is read in float32 or bfloat16, got {teacher_precision!r}.")
+    loaded = load(teacher, dtype=kinds[teacher_precision])
     learner: Any = loaded.spec.resized(layers=layers, heads=heads, width=width) if student is None else load(student)
     if student is not None and not layers is heads is width is None:
         raise HeadwiseError("--layers, --heads and --width are for a new student; leave them out, or --student.")
-    numbers = given(steps=steps, batch=batch, context=context, rate=rate, warmup=warmup)
+    numbers = given(steps=steps, batch=batch, context=context, rate=rate, warmup=warmup, precision=precision)
     recipe = replace(Recipe() if text else LITTLE, **numbers, seed=seed)
     texts, held_out = (text, None) if text else little_texts(recipe)
     folder = out or Path("runs") / f"distil-{Path(teacher).name}"
     made = distil(
-        learner, loaded, texts, recipe, by=tuple(by.split(",")), out=folder, valid=valid or held_out, keep=keep,
+        learner, loaded, texts, recipe, by=_weights(by), out=folder, valid=valid or held_out, keep=keep,
         device=device, temperature=temperature, alpha=alpha, pairs=_pairs(pairs),
     )  # fmt: skip
     told = {**made.to_dict(), "by": by, "teacher": loaded.spec.parameters}
@@ -66,6 +75,20 @@ def run(
         show_run({**told, "again": "headwise distil, as before"}, (), [])
     if made.stopped == "interrupted":
         raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
+
+
+def _weights(text: str) -> dict[str, float]:
+    """`logits,maps=0.5`: what is learned from, each with its weight, 1 where none is said."""
+    from headwise.errors import HeadwiseError
+
+    made = {}
+    for part in text.split(","):
+        name, _, weight = part.strip().partition("=")
+        try:
+            made[name] = float(weight or 1)
+        except ValueError:
+            raise HeadwiseError(f"a weight is a number, as in --by logits,maps=0.5; got {part.strip()!r}.") from None
+    return made
 
 
 def _pairs(text: str) -> str | list[tuple[str, ...]]:

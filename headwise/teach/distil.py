@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from headwise.spec import ModelSpec
 from headwise.teach.kept import KeptLogits
 from headwise.teach.lesson import By, Lesson
 from headwise.teach.loss import Distillation
-from headwise.teach.pairs import TEXTS, Pair, best_pairs, given_pairs, ordered_pairs
+from headwise.teach.pairs import Pair, best_pairs, given_pairs, ordered_pairs, samples
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.train.loop import Call, Trained, train
@@ -97,6 +96,10 @@ def lesson_of(
 
 def same_tokenizer(student: ModelSpec | AnyModel, teacher: AnyModel) -> Tokenizer:
     """The tokenizer both have, the same ids for the same tokens; refused, with the reason, where they differ."""
+    if teacher.output is None or (not isinstance(student, ModelSpec) and student.output is None):
+        raise HeadwiseError(
+            "a student and its teacher both need an output over the vocabulary, to be asked for tokens."
+        )
     theirs = teacher.tokenizer
     if not isinstance(theirs, Tokenizer):
         raise HeadwiseError("the teacher has no tokenizer; attach it with one: hw.attach(model, tokenizer).")
@@ -143,5 +146,5 @@ def _pairs(student: AnyModel, teacher: AnyModel, lesson: Lesson, corpus: Any) ->
         return given_pairs(student, teacher, lesson.pairs)
     if lesson.pairs == "order":
         return ordered_pairs(student, teacher)
-    texts = (piece.text for piece in islice(Corpus.of(corpus).pieces(), TEXTS))
-    return best_pairs(student, teacher, [ids for text in texts if (ids := teacher.tokenizer.encode(text))])
+    encode = teacher.tokenizer.encode
+    return best_pairs(student, teacher, [ids for text in samples(corpus) if (ids := encode(text))])

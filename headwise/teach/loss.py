@@ -26,7 +26,9 @@ class Distillation(Loss):
     ) -> None:
         super().__init__(model)
         if model.output is None or teacher.output is None:
-            raise HeadwiseError("a student and its teacher both need an output over the vocabulary.")
+            raise HeadwiseError(
+                "a student and its teacher both need an output over the vocabulary, to be asked for tokens."
+            )
         self._teacher = [teacher]  # in a list: its weights are not this module's, and never learn
         self.lesson, self.kept, self.name = lesson, kept, name
         self._last: Glimpse | None = None  # the teacher's pass of this call

@@ -1,6 +1,8 @@
 """Which head of a student imitates which head of its teacher: as given, by order, or by where they look today."""
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +13,11 @@ from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.teach.glimpse import Watcher
 from headwise.teach.terms import spread_layers
+from headwise.text.corpus import Corpus
 
 Pair = tuple[Address, Address]
 TEXTS, TOKENS = 16, 64  # what heads are compared on
+LETTERS = 16 * TOKENS  # which hold so many tokens
 
 
 def given_pairs(student: AnyModel, teacher: AnyModel, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
@@ -75,6 +79,19 @@ def best_pairs(student: AnyModel, teacher: AnyModel, texts: Sequence[Sequence[in
         left = [i for i in range(len(ours)) if i not in made]
         made |= {left[i]: int(k) for i, k in zip(*linear_sum_assignment(apart[left]), strict=True)}
     return [(head, theirs[made[i]]) for i, head in enumerate(ours)]
+
+
+def samples(corpus: Any) -> list[str]:
+    """Where texts begin, the first sixteen; of fewer, long ones, as many places spread over them.
+
+    >>> len(samples("to be or not to be " * 2000)), samples(["one text", "another"])
+    (16, ['one text', 'another'])
+    """
+    texts = [piece.text for piece in islice(Corpus.of(corpus).pieces(), TEXTS)]
+    if len(texts) == TEXTS:
+        return [text[:LETTERS] for text in texts]
+    places = [text[i : i + LETTERS] for text in texts for i in range(0, len(text), LETTERS)]
+    return [places[i * len(places) // min(TEXTS, len(places))] for i in range(min(TEXTS, len(places)))]
 
 
 def _distances(ours: Tensor, theirs: Tensor) -> np.ndarray:

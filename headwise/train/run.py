@@ -63,10 +63,16 @@ def note(folder: Path, asked: dict[str, Any]) -> None:
 
 def _short(before: Any, now: Any) -> str:
     """What differs between two records, as few words as will do."""
+    before, now = _record(before), _record(now)
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         return ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in keys[:3])
     return f"{before!r}, now {now!r}"
+
+
+def _record(told: Any) -> Any:
+    """What decides a loss is told as a line of JSON."""
+    return json.loads(told) if isinstance(told, str) and told.startswith("{") else told
 
 
 class Metrics:

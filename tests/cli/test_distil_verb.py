@@ -1,11 +1,14 @@
 """headwise distil, as a person types it."""
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headwise as hw
+from headwise.teach.loss import Distillation
 from tests.runner import headwise
 from tests.teach.tiny import make
 
@@ -21,11 +24,24 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_a_student_of_a_folder(files: Path) -> None:
-    how = ("--layers", 1, "--by", "logits,maps", "--pairs", "0.0:1.1,0.3:0.2", "--out", files / "run", *SHORT, "--json")
+    how = (
+        "--layers",
+        1,
+        "--by",
+        "logits, maps=0.5",
+        "--pairs",
+        "0.0:1.1,0.3:0.2",
+        "--out",
+        files / "run",
+        *SHORT,
+        "--json",
+    )
     told = json.loads(headwise("distil", files / "teacher", files / "text.txt", *how).told)
     assert told["steps"] == 4
     assert told["parameters"] < told["teacher"]
     assert hw.load(files / "run" / "model").spec.layers == 1
+    noted = json.loads(json.loads((files / "run" / "run.json").read_text())["loss"])
+    assert noted["by"] == {"logits": 1.0, "maps": 0.5}
     again = json.loads(headwise("distil", files / "teacher", files / "text.txt", *how).told)
     assert again["loss"] == told["loss"], "a finished run is given as it ended"
 
@@ -38,3 +54,29 @@ def test_a_student_that_is_there(files: Path) -> None:
     wrong = headwise("distil", files / "teacher", files / "text.txt", *how, "--layers", 1)
     assert "for a new student" in wrong.refused
     assert "no loss 'map'" in headwise("distil", files / "teacher", files / "text.txt", "--by", "map").refused
+    how = ("distil", files / "teacher", files / "text.txt", "--out", files / "wrong", *SHORT)
+    assert "a weight is a number" in headwise(*how, "--by", "maps=much").refused
+    assert "no head 7.0; it has 0.0 to 1.3" in headwise(*how, "--by", "maps", "--pairs", "0.0:7.0").refused
+    assert "float32 or bfloat16" in headwise(*how, "--teacher-precision", "int3").refused
+    make(kind="encoder").save(files / "encoder")
+    assert "the teacher of kind decoder" in headwise(*how, "--student", files / "encoder").refused
+
+
+def test_ctrl_c_saves_and_the_same_again_goes_on(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = ("--layers", 1, "--json", "--steps", 9, *SHORT[2:])
+    how = ("distil", files / "teacher", files / "text.txt", *short, "--out")
+    whole = json.loads(headwise(*how, files / "whole").told)
+    lost, calls = Distillation.lost, []
+
+    def press(self: Distillation, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return lost(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "lost", press)
+        assert headwise(*how, files / "run").code == 130
+    assert len(calls) == 5
+    again = json.loads(headwise(*how, files / "run").told)
+    assert (again["loss"], again["steps"]) == (whole["loss"], 9)

@@ -63,8 +63,10 @@ def test_a_broken_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "broken", call=stop, every=2, **how)
     again = hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "broken", **how)
     assert torch.equal(weights(again.model), weights(whole.model))
-    with pytest.raises(hw.HeadwiseError, match="holds another run"):
+    with pytest.raises(hw.HeadwiseError, match=r"holds another run \(loss was .*teacher '"):
         hw.distil(spec, make(5), TEXT, RECIPE, out=tmp_path / "broken", **how)
+    with pytest.raises(hw.HeadwiseError, match=r"holds another run \(loss was alpha 0.9, now 0.5\); choose"):
+        hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "broken", alpha=0.5, **how)
 
 
 def test_what_is_kept_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +179,26 @@ def test_the_best_pairs_find_a_teacher_whose_heads_changed_places() -> None:
 def test_what_cannot_be_is_refused(call, said: str) -> None:
     with pytest.raises(hw.HeadwiseError, match=said):
         call()
+
+
+def test_who_cannot_be_asked_for_tokens_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    silent = Transformer(replace(make().spec, output="none"))
+    silent.tokenizer = make().tokenizer
+    for student, teacher in ((SMALL, silent), (silent, make())):
+        with pytest.raises(hw.HeadwiseError, match="both need an output"):
+            hw.distil(student, teacher, TEXT, RECIPE, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_in_bfloat16() -> None:
+    by, one = ("logits", "hidden", "maps", "qkv"), replace(RECIPE, steps=1)
+    exact, rounded = (
+        hw.distil(SMALL, make().to(kind), TEXT, one, by=by, progress=False).history[0]
+        for kind in (torch.float32, torch.bfloat16)
+    )
+    assert rounded != exact
+    for name in (f"loss {name}" for name in by):
+        assert rounded[name] == pytest.approx(exact[name], rel=0.05), name
 
 
 def test_another_tokenizer_is_refused() -> None:
