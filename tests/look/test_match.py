@@ -5,9 +5,10 @@ import torch
 
 import headwise as hw
 from headwise.look.compare.match import _words, match
+from headwise.look.record.recording import record
 from headwise.model import Transformer
 from headwise.spec import Address
-from headwise.text.make import byte_tokenizer, character_tokenizer
+from headwise.text.make import byte_tokenizer, character_tokenizer, word_tokenizer
 from tests.teach.tiny import make
 
 ANIMALS, DEEDS, OTHERS = ("cat", "dog", "hen", "pig"), ("saw", "met"), ("man", "cow", "fox")
@@ -78,6 +79,44 @@ def test_other_tokenizers_meet_at_words() -> None:
     mean, total = _words(aligned, torch.zeros(1))
     assert mean.tolist() == [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]] or mean.sum(1).tolist() == [1, 1]
     assert torch.equal(total.sum(1), torch.tensor([1.0 if w else 0.0 for w in aligned.words_of_token]).double())
+
+
+def counting(offsets: tuple[int, ...], words: list[str], width: int) -> Transformer:
+    """A model each of whose heads looks so many words back: places are unit vectors, and nothing else is read."""
+    tokenizer = word_tokenizer(words)
+    attention = hw.AttentionSpec(width=width, heads=len(offsets), head_dim=16)
+    model = Transformer(hw.ModelSpec(vocab=len(tokenizer), context=16, layers=1, attention=attention)).eval()
+    model.tokenizer = tokenizer
+    assert model.embed.positions is not None
+    with torch.no_grad():
+        model.embed.tokens.weight.zero_()
+        model.embed.positions.weight.copy_(torch.eye(16, width))
+        for head, offset in zip(model.heads, offsets, strict=True):
+            head.W_K.copy_(torch.eye(width, 16))
+            head.W_Q.copy_(30 * torch.eye(width, 16).roll(-offset, 1) * (torch.arange(width) >= offset)[:, None])
+    return model
+
+
+def test_heads_of_two_families_that_do_the_same_are_found() -> None:
+    """Other ids for other tokens, another width, heads elsewhere: what is alike is where they look."""
+    words = sorted({word for text in TEXTS for word in text.split()})
+    one, other = counting((1, 2, 3), words, 20), counting((3, 4, 1, 2), words[::-1], 36)
+    found = match(one, other, TEXTS)
+    assert {str(pair.head): str(pair.like) for pair in found.matched} == {"0.0": "0.2", "0.2": "0.0", "0.3": "0.1"}
+    assert not found["0.1"].matches, "nobody else looks four words back"
+
+
+@pytest.mark.slow
+def test_the_heads_that_look_one_back_in_two_real_models() -> None:
+    """MiniLM's 0.2 looks one token back; its partner in SmolLM2, a decoder with another tokenizer, does so, too."""
+    smollm2, minilm = hw.load("smollm2"), hw.load("minilm")
+    found = match(smollm2, minilm, texts=8)["0.2"]
+    assert found.distance < found.untrained
+    assert smollm2.tokenizer is not None
+    ids = torch.tensor([smollm2.tokenizer.encode("Heads differ: some look one word back, others follow the grammar.")])
+    with record(smollm2) as recording, torch.no_grad():
+        smollm2(ids)
+    assert recording[found.like].map()[0].diagonal(-1).mean() > 0.5
 
 
 @pytest.mark.usefixtures("few_documents")

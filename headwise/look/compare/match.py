@@ -116,17 +116,18 @@ def match(
         if not model.spec.addresses:
             raise HeadwiseError("a model without heads has none to match.")
     read = _texts(a, b, corpus, texts)
-    twins = [a.untrained(seed * TWINS + i) for i in range(TWINS)]
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
     with quiet(a), quiet(b), torch.no_grad():
-        writes = _Writes(a), _Writes(b)
+        writes, near = (_Writes(a), _Writes(b)), []
         for text in read:
             first, second = _maps(a, text), _maps(b, text)
-            nothing = torch.cat([_maps(twin.eval(), text)[0] for twin in twins])
-            seen.append((_distances(first[0], second[0]), _distances(nothing, second[0])))
+            near.append(_distances(first[0], second[0]))
             for one, made in zip(writes, (first, second), strict=True):
                 one.add(made[1])
-    near, null = (np.stack(some) for some in zip(*seen, strict=True))  # (texts, heads of a, heads of b)
+        null = []
+        for i in range(TWINS):  # one after the other: each is as large as the model
+            twin = a.untrained(seed * TWINS + i).eval()
+            null.append([_distances(_maps(twin, text)[0], _maps(b, text)[0]) for text in read])
+    near, null = np.stack(near), np.concatenate([np.stack(some) for some in null], 1)  # (texts, heads of a, heads of b)
     choosing, judging = np.arange(len(read)) % 2 == 0, np.arange(len(read)) % 2 == 1
     chosen, unlearned = (some[choosing].mean(0).argmin(0) for some in (near, null))  # (heads of b,)
     heads = np.arange(near.shape[2])
