@@ -1,16 +1,23 @@
 """Cut models in stock llama.cpp: do they say what ours say, and how quick are they there and here?
 
-python -m bench.deploy                 SmolLM2 whole, 30 % cut, uneven, with an emptied layer, folded, healed; 50 prompts each
+python -m bench.deploy                 SmolLM2 whole, 30 % cut, uneven, with emptied layers, folded, healed; 50 prompts each
 python -m bench.deploy --prompts 8     the same with fewer
-Prompts and texts come from $HEADWISE_DATA/wikitext-2. Needs `pip install 'headwise[deploy]'`.
+python -m bench.deploy --out FOLDER    keeps what was found, model by model, and goes on from there
+
+Asked for, in float32: the five likeliest tokens of every step within 5e-3, and the same 32 tokens but where our two
+candidates lie within 1e-2. Speeds are tokens per second of processor time, one thread, one text; models take turns, and the
+ratio to the whole model is the median over rounds. Prompts and texts come from $HEADWISE_DATA/wikitext-2. Needs
+`pip install 'headwise[deploy]'`.
 """
 
 import argparse
-import os
+import json
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -20,73 +27,113 @@ from bench.measure import machine
 from bench.prune import DATA, paragraphs
 from headwise.change.heal import heal
 from headwise.deploy.check import compare
-from headwise.deploy.llama_cpp import write_on
+from headwise.deploy.llama_cpp import race, write_on
 from headwise.model import Transformer
 from headwise.show.tables import make_table
 
 TOKENS = 32  # written behind each prompt
+ROUNDS = 7
+COLUMNS = [
+    "model", "heads", "zeros", "MB", "top 5 within", "texts part (close)", "llama.cpp tok/CPU s", "× whole",
+    "ours tok/CPU s", "× whole",
+]  # fmt: skip
 
 
-def models(model: Transformer, texts: list[str], steps: int) -> dict[str, Transformer]:
+def makers(model: Transformer, steps: int) -> dict[str, Callable[[], Transformer]]:
     """SmolLM2 in the shapes a person may bring."""
-    third = hw.prune(model, keep=0.7, by="gradient", on=texts)
-    healed = hw.prune(model, keep=0.7, by="gradient", on=texts)
-    valid = next(path for path in (DATA / "valid.txt", DATA / "validation.txt") if path.is_file())
-    heal(healed, valid.read_text(encoding="utf-8")[:200_000], steps=steps, batch=4, context=128, progress=False)
+    texts = paragraphs("test.txt", 8, 64, model)
+
+    def third() -> Transformer:
+        return hw.prune(model, keep=0.7, by="gradient", on=texts)
+
+    def healed() -> Transformer:
+        small = third()
+        valid = next(path for path in (DATA / "valid.txt", DATA / "validation.txt") if path.is_file())
+        heal(small, valid.read_text(encoding="utf-8")[:200_000], steps=steps, batch=4, context=128, progress=False)
+        return small
+
     return {
-        "whole": model,
+        "whole": lambda: model,
+        "30 % cut": lambda: hw.prune(model, keep=0.7, by="random", fold=False),
+        "uneven": lambda: hw.prune(model, heads="0.1,5.2,5.3,9.0,17.4,17.5,17.8", fold=False),
+        "emptied layers": lambda: hw.prune(model, heads="0.*,12.*,20.1", on=texts),
         "30 % cut, folded": third,
-        "uneven": hw.prune(model, heads="0.1,5.2,5.3,9.0,17.4,17.5,17.8", fold=False),
-        "emptied layers": hw.prune(model, heads="0.*,12.*,20.1", on=texts),
-        "30 % cut, not folded": hw.prune(model, keep=0.7, by="random", fold=False),
         "30 % cut, healed": healed,
     }
 
 
 def our_speed(model: Transformer, prompt: list[int]) -> float:
-    """Tokens a second, one row, with a cache."""
+    """Tokens per second of processor time, one text, with a cache."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        began = time.perf_counter()
+        began = time.process_time()
         model.generate(ids, tokens=TOKENS)
-    return TOKENS / (time.perf_counter() - began)
+    return TOKENS / (time.process_time() - began)
+
+
+def look_at(one: Transformer, whole: Transformer, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
+    """One model: what the engine says beside what we say, and both beside the whole model."""
+    path = folder / "one.gguf"
+    made = hw.export(one, path, to="gguf")
+    found = compare(one.eval(), prompts, write_on(path, prompts, TOKENS))
+    short = prompts[0][:4]
+    base, theirs = race([folder / "whole.gguf", path], short, TOKENS, ROUNDS)
+    ours = [(our_speed(whole, short), our_speed(one, short)) for _ in range(ROUNDS)]
+    return {
+        "heads": len(one.spec.addresses),
+        "zeros": next((int(note.split()[0]) for note in made.notes if "of zeros" in note), 0),
+        "MB": path.stat().st_size / 2**20,
+        **vars(found),
+        "there": statistics.median(theirs),
+        "there to whole": statistics.median(a / b for a, b in zip(theirs, base, strict=True)),
+        "here": statistics.median(b for _, b in ours),
+        "here to whole": statistics.median(b / a for a, b in ours),
+    }
+
+
+def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    parted = f"{found['parted']} ({found['parted_close']})"
+    speeds = (f"{found[key]:.{digits}f}" for key, digits in SPEEDS)
+    return (
+        name,
+        str(found["heads"]),
+        str(found["zeros"]),
+        f"{found['MB']:.0f}",
+        f"{found['largest']:.1e}",
+        parted,
+        *speeds,
+    )
+
+
+SPEEDS = (("there", 1), ("there to whole", 2), ("here", 1), ("here to whole", 2))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--heal", type=int, default=10, help="steps")
+    parser.add_argument("--out", type=Path, help="a folder for what was found")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     model = cast(Transformer, hw.load("smollm2"))
-    texts = paragraphs("test.txt", 8, 64, model)
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(text)[:24] for text in paragraphs("test.txt", options.prompts, 32, model)]
-    threads = int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()))
-    print(f"{len(prompts)} prompts of 24 tokens, {TOKENS} written behind each, {threads} threads; {machine()}")
+    print(f"{len(prompts)} prompts of 24 tokens, {TOKENS} written behind each; {machine()}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, one in models(model, texts, options.heal).items():
-            path = Path(folder) / "m.gguf"
-            made = hw.export(one, path, to="gguf")
-            answers, speed = write_on(path, prompts, TOKENS, threads=threads)
-            found = compare(one.eval(), prompts, answers, speed)
-            ours = our_speed(one, prompts[0])
-            zeros = next((note.split()[0] for note in made.notes if "of zeros" in note), "0")
-            size = path.stat().st_size / 2**20
-            rows.append((name, len(one.spec.addresses), zeros, f"{size:.0f}", f"{found.largest:.1e}",
-                         f"{found.parted} ({found.parted_close})", f"{speed:.1f}", f"{ours:.1f}"))  # fmt: skip
+        hw.export(model, Path(folder) / "whole.gguf", to="gguf")
+        for name, make in makers(model, options.heal).items():
+            kept = None if options.out is None else options.out / f"{name}.json"
+            if kept is not None and kept.is_file():
+                found = json.loads(kept.read_text())
+            else:
+                found = look_at(make(), model, prompts, Path(folder))
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    kept.write_text(json.dumps(found))
+            rows.append(row(name, found))
             print(name, found, flush=True)
-    columns = [
-        "model",
-        "heads",
-        "zeros added",
-        "MB",
-        "top 5 within",
-        "texts part (close)",
-        "llama.cpp tok/s",
-        "ours tok/s",
-    ]
-    Console().print(make_table("SmolLM2 in llama.cpp, float32", columns, rows))
+    Console(width=150).print(make_table("SmolLM2 in llama.cpp, float32", COLUMNS, rows))
 
 
 if __name__ == "__main__":

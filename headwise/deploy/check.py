@@ -1,8 +1,10 @@
 """What was written, run in its own engine beside the model it came from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +12,12 @@ from headwise.deploy.llama_cpp import Step
 from headwise.model import AnyModel, quiet
 
 CLOSE = 1e-2  # nats between two candidates: which of them is chosen is then a matter of rounding
+SAME_WAY = 0.999  # the cosine from which on two vectors of a token point the same way
+# Tokens that llama.cpp takes for the end of a text by how they are written, whatever the file calls the end.
+ENDS = (
+    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<eos>",
+    "<EOT>", "<|return|>", "<|call|>", "<|EOT|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,6 @@ class Checked:
     largest: float  # difference of a log-probability among the likeliest tokens
     parted: int  # prompts whose text differs
     parted_close: int  # of those, where our two candidates lay within 1e-2
-    speed: float | None = None  # the engine's tokens a second
 
     @property
     def agrees(self) -> bool:
@@ -31,19 +38,62 @@ class Checked:
 
     def __str__(self) -> str:
         told = f"{self.prompts} prompts, {self.tokens} tokens: {self.numbers} log-probabilities within {self.largest:.1e}, "
-        told += (
-            "the same text" if not self.parted else f"{self.parted} texts part, {self.parted_close} at equal candidates"
+        same = "the same text"
+        return told + (f"{self.parted} texts part, {self.parted_close} at equal candidates" if self.parted else same)
+
+
+@dataclass(frozen=True)
+class CheckedStates:
+    """How far an encoder's vectors are from ours, token by token."""
+
+    prompts: int
+    tokens: int
+    numbers: int
+    largest: float  # difference of a number
+    cosine: float  # the smallest of a token's vector with ours
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every vector points the same way as ours: a cosine of at least .999."""
+        return self.cosine >= SAME_WAY
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompts} texts, {self.tokens} tokens: {self.numbers} numbers within {self.largest:.1e}, "
+            f"cosines 1 − {max(1 - self.cosine, 0):.1e} and above"
         )
-        return told if self.speed is None else f"{told}; {self.speed:.0f} tokens a second"
+
+
+def barred(model: AnyModel) -> tuple[int, ...]:
+    """The tokens an engine is told not to write, so that no text ends early."""
+    words = model.tokenizer
+    if words is None:
+        return ()
+    known = getattr(getattr(words, "backend", None), "token_to_id", lambda _: None)
+    found = {getattr(words, "special", {}).get("eos"), *map(known, ENDS)}
+    return tuple(sorted(one for one in found if one is not None))
+
+
+def write_greedily(
+    prompt: Sequence[int], tokens: int, feed: Callable[[list[int]], Any], never: Collection[int], top: int = 5
+) -> list[Step]:
+    """Always the likeliest token. `feed` takes the prompt, then each token, and gives the row of logits behind it."""
+    steps, given = [], list(prompt)
+    for _ in range(tokens):
+        row = np.asarray(feed(given), dtype=np.float64)
+        logs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        likely = {int(i): float(logs[i]) for i in np.argsort(-logs)[:top]}
+        logs[list(never)] = -np.inf
+        steps.append(Step(int(logs.argmax()), likely))
+        given = [steps[-1].id]
+    return steps
 
 
 @torch.no_grad()
-def compare(
-    model: AnyModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Step]], speed: float | None = None
-) -> Checked:
+def compare(model: AnyModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Step]]) -> Checked:
     """Our log-probabilities behind each prompt and what the engine wrote, beside its own. It was told never to end."""
     largest, parted, close, tokens, numbers = 0.0, 0, 0, 0, 0
-    end = None if model.tokenizer is None else model.tokenizer.special["eos"]
+    never = list(barred(model))
     with quiet(model):
         for prompt, steps in zip(prompts, answers, strict=True):
             ids = [*prompt, *(step.id for step in steps)]
@@ -52,14 +102,27 @@ def compare(
                 tokens += 1
                 apart = [abs(float(ours[token]) - theirs) for token, theirs in step.top.items()]
                 largest, numbers = max(largest, *apart, 0.0), numbers + len(apart)
-                if end is not None:
-                    ours[end] = -torch.inf
+                ours[never] = -torch.inf
                 best = int(ours.argmax())
                 if best != step.id:
                     parted += 1
                     close += float(ours[best] - ours[step.id]) < CLOSE
                     break  # from here on they read different texts
-    return Checked(len(prompts), tokens, numbers, largest, parted, close, speed)
+    return Checked(len(prompts), tokens, numbers, largest, parted, close)
+
+
+@torch.no_grad()
+def compare_states(model: AnyModel, prompts: Sequence[Sequence[int]], answers: Sequence[Any]) -> CheckedStates:
+    """What an engine made of every token, (T, D) a text, beside what the model makes of it."""
+    largest, cosine, numbers = 0.0, 1.0, 0
+    with quiet(model):
+        for ids, found in zip(prompts, answers, strict=True):
+            ours = model(torch.tensor([list(ids)], device=model.device))[0].double().cpu()
+            theirs = torch.as_tensor(np.asarray(found), dtype=torch.double)
+            largest = max(largest, float((ours - theirs).abs().max()))
+            cosine = min(cosine, float(torch.cosine_similarity(ours, theirs, dim=-1).min()))
+            numbers += ours.numel()
+    return CheckedStates(len(prompts), sum(map(len, prompts)), numbers, largest, cosine)
 
 
 def _log_probabilities(model: AnyModel, ids: list[int]) -> Tensor:

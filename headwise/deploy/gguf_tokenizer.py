@@ -1,7 +1,7 @@
 """A tokenizer as GGUF metadata, or why llama.cpp could not cut text as it does."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headwise.errors import HeadwiseError
@@ -28,7 +28,9 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
         if tokenizer.special.get(role) is not None:
             fields[f"{name}_token_id"] = tokenizer.special[role]
     before, behind = tokenizer.around
-    if kind == "BPE":
+    if kind == "WordPiece":
+        fields["bos_token_id"] = tokenizer.special["cls"]  # where llama.cpp looks for it
+    else:
         for side, role in ((before, "bos"), (behind, "eos")):
             if side not in ((), (tokenizer.special.get(role),)):
                 raise HeadwiseError(
@@ -36,6 +38,17 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
                 )
         fields |= {"add_bos_token": bool(before), "add_eos_token": bool(behind)}
     return fields
+
+
+def numbers_as_words(vocab: int, special: Mapping[str, int | None]) -> dict[str, Any]:
+    """In place of a tokenizer: every id is written as its number, " 7 12 3", for without words llama.cpp's server ends.
+
+    The kind is RWKV's, which takes the longest token that fits and puts nothing around a text.
+    """
+    ids = {
+        f"{SPECIALS[role]}_token_id": id for role, id in special.items() if id is not None and role in ("bos", "eos")
+    }
+    return {"model": "rwkv", "tokens": [f" {i}" for i in range(vocab)], "token_type": [NORMAL] * vocab, **ids}
 
 
 def _byte_level(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
@@ -90,9 +103,19 @@ def _tokens(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> tuple[lis
 
 def _wordpiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
     """GGUF marks where words begin, BERT where they go on."""
+    norm, cut = told.get("normalizer") or {}, (told.get("pre_tokenizer") or {}).get("type")
+    clean = norm.get("clean_text") and norm.get("handle_chinese_chars")
+    if norm.get("type") != "BertNormalizer" or cut != "BertPreTokenizer" or not clean:
+        raise HeadwiseError(f"llama.cpp cleans and cuts text as BERT does, this tokenizer otherwise; {INSTEAD}.")
+    if tokenizer.around != ((tokenizer.special["cls"],), (tokenizer.special["sep"],)):
+        raise HeadwiseError(f"llama.cpp puts [CLS] and [SEP] around a text, this tokenizer does not; {INSTEAD}.")
     tokens, types = _tokens(tokenizer, told, vocab)
     special = {added["id"] for added in told.get("added_tokens", ())}
     for i, token in enumerate(tokens):
         if types[i] == NORMAL and i not in special:
             tokens[i] = token[2:] if token.startswith("##") else f"▁{token}"
-    return {"model": "bert", "tokens": tokens, "token_type": types, "token_type_count": 2}
+    lower, bare = norm["lowercase"], norm.get("strip_accents")
+    return {
+        "model": "bert", "tokens": tokens, "token_type": types, "normalizer.lowercase": lower,
+        "normalizer.strip_accents": lower if bare is None else bare,
+    }  # fmt: skip

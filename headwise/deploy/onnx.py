@@ -3,11 +3,12 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headwise.deploy.check import write_greedily
 from headwise.deploy.graphs import check_traceable, traceable, traced
 from headwise.deploy.llama_cpp import Step
 from headwise.errors import HeadwiseError
@@ -50,25 +51,36 @@ def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
     return (f"graphs {', '.join(files)}, opset {OPSET}", *(["weights at 8 bits by onnxruntime"] if int8 else []))
 
 
-def write_on(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, top: int = 5) -> list[list[Step]]:
+def write_on(
+    folder: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int] = ()
+) -> list[list[Step]]:
     """What a decoder writes behind some prompts in onnxruntime, with its cache, always the likeliest token."""
     import numpy as np
 
     prefill, step = (_session(folder / f"{name}.onnx") for name in ("prefill", "step"))
-    answers = []
-    for prompt in prompts:
-        logits, *held = prefill.run(None, {"ids": np.array([prompt], dtype=np.int64)})
-        steps: list[Step] = []
-        for _ in range(tokens):
-            row = logits[0, -1].astype(np.float64)
-            logs = row - row.max() - np.log(np.exp(row - row.max()).sum())
-            likely = np.argsort(-logs)[:top]
-            steps.append(Step(int(likely[0]), {int(i): float(logs[i]) for i in likely}))
-            names = [given.name for given in step.get_inputs()][1:]
-            given = {"ids": np.array([[int(likely[0])]], dtype=np.int64), **dict(zip(names, held, strict=True))}
-            logits, *held = step.run(None, given)
-        answers.append(steps)
-    return answers
+    names = [given.name for given in step.get_inputs()][1:]
+
+    def answer(prompt: Sequence[int]) -> list[Step]:
+        held: list[Any] = []
+
+        def feed(ids: list[int]) -> Any:
+            given = {"ids": np.array([ids], dtype=np.int64)}
+            engine, past = (step, dict(zip(names, held, strict=True))) if held else (prefill, {})
+            logits, *held[:] = engine.run(None, given | past)
+            return logits[0, -1]
+
+        return write_greedily(prompt, tokens, feed, never)
+
+    return [answer(prompt) for prompt in prompts]
+
+
+def states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """What an encoder makes of every token in onnxruntime."""
+    import numpy as np
+
+    encoder = _session(folder / "encoder.onnx")
+    rows = [np.array([list(ids)], dtype=np.int64) for ids in prompts]
+    return [encoder.run(None, {"ids": ids, "padding": np.ones_like(ids, dtype=bool)})[0][0] for ids in rows]
 
 
 def _session(path: Path) -> Any:
@@ -83,7 +95,8 @@ def _fewer_bits(path: Path) -> None:
     from onnxruntime.quantization import quantize_dynamic  # pyright: ignore[reportMissingImports]
 
     small = path.with_suffix(".int8")
-    quantize_dynamic(path, small)
+    # Not all it would take: it knows an Attention of its own, not ONNX's, and would write a graph it cannot load.
+    quantize_dynamic(path, small, op_types_to_quantize=["MatMul", "Gemm", "Gather"])
     small.replace(path)
 
 

@@ -1,12 +1,15 @@
 """One file for torch alone (`torch.export`): it loads where Headwise is not installed, and gives the same outputs."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.deploy.check import write_greedily
 from headwise.deploy.graphs import Encoder, check_traceable, traceable
+from headwise.deploy.llama_cpp import Step
 from headwise.model import Transformer
 
 
@@ -37,3 +40,27 @@ def write_pt2(model: Any, path: Path) -> tuple[str, ...]:
         )
         torch.export.save(made, path)
     return ("takes ids and padding, True at real tokens" if encodes else "takes ids",)
+
+
+@torch.no_grad()
+def write_on(path: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]) -> list[list[Step]]:
+    """What a decoder writes behind some prompts, always the likeliest token; without a cache, so the whole text each time."""
+    made = torch.export.load(path).module()
+
+    def answer(prompt: Sequence[int]) -> list[Step]:
+        text: list[int] = []
+
+        def feed(ids: list[int]) -> Any:
+            text.extend(ids)
+            return made(torch.tensor([text]))[0, -1]
+
+        return write_greedily(prompt, tokens, feed, never)
+
+    return [answer(prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def states(path: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """What an encoder makes of every token."""
+    made, rows = torch.export.load(path).module(), [torch.tensor([list(ids)]) for ids in prompts]
+    return [made(ids, torch.ones_like(ids, dtype=torch.bool))[0] for ids in rows]

@@ -1,22 +1,28 @@
 """`export`: a model written for an engine; one table says what each can hold."""
 
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headwise.deploy.check import Checked, compare
+from headwise.deploy.check import Checked, CheckedStates, barred, compare, compare_states
 from headwise.errors import HeadwiseError, close_names
+from headwise.files.whole import whole_marked_file
 from headwise.model import AnyModel
 from headwise.weights.export import export as write_folder
 
 PROMPTS = (
     "The teacher gave the students", "Once upon a time there was", "In 1969 the first", "She opened the door and",
 )  # fmt: skip
+TEXTS = (
+    *PROMPTS,
+    "Crème brûlée costs 3,14 €…\n\n\tno?",
+    "I'll say: don't\u00a0GO  there!",
+    "日本語 и Москва 🙂",
+    "x = f(1999, 'a_b')",
+)
 TOKENS = 16  # that are written behind each when a file is checked
 
 
@@ -27,7 +33,7 @@ class Exported:
     path: Path
     to: str
     notes: tuple[str, ...] = ()
-    checked: Checked | None = None
+    checked: Checked | CheckedStates | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -39,12 +45,14 @@ class Exported:
 
 @dataclass(frozen=True)
 class Target:
-    """An engine: what it takes, what becomes of cut heads there, and how a model is written for it."""
+    """An engine: what it takes, what becomes of cut heads there, how a model is written for it and run in it."""
 
     takes: str
     cut_heads: str
     write: Callable[..., tuple[str, ...]]
-    check: Callable[[AnyModel, Path, Sequence[Sequence[int]]], Checked] | None = None
+    check: Callable[[AnyModel, Path, Sequence[Sequence[int]]], Checked | CheckedStates]
+    engine: str  # the package that runs it
+    extra: str | None  # what brings that package
 
 
 def export(
@@ -60,8 +68,10 @@ def export(
 
     What an engine cannot hold is refused with the reason, or done otherwise with the same numbers, as the notes say. What
     was written here before is replaced, anything else refused. `check` runs the file in its real engine and compares.
-    Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`; of onnx: `int8=True`.
+    Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`, `pooling` (of an encoder: mean, cls, none); of onnx:
+    `int8=True`.
 
+    >>> import tempfile
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> small = preset("gpt2").resized(layers=1, width=16, heads=2, context=16)
@@ -76,29 +86,44 @@ def export(
             f"{to} cannot let heads keep caches of their own, and without them the model says other things; use "
             f"model.save(folder)."
         )
+    target = TARGETS[to]
     if family is not None:
         options["family"] = family
-    target = TARGETS[to]
-    try:
-        notes = target.write(model, Path(path), **options)
-    except TypeError as error:
-        if "unexpected keyword" not in str(error):
-            raise
-        raise HeadwiseError(f"{to} has no option {str(error).rpartition(' ')[2]}.") from None
+    known = list(inspect.signature(target.write).parameters)[2:]
+    if wrong := [name for name in options if name not in known]:
+        raise HeadwiseError(f"{to} has no option {', '.join(wrong)}; it has {', '.join(known) or 'none'}.")
+    if check:
+        _check_can_check(model, to, target)
+    notes = target.write(model, Path(path), **options)
     if not check:
         return Exported(Path(path), to, notes)
-    if target.check is None:
-        raise HeadwiseError(f"what is written for {to} is checked by its tests, not here; leave check out.")
-    most = max(1, model.spec.context - TOKENS - 1)
+    most = max(1, model.spec.context - (TOKENS if model.spec.kind == "decoder" else 0) - 1)
     prompts = [ids[:most] for text in PROMPTS if (ids := _ids(model, text))]
     return Exported(Path(path), to, notes, target.check(model, Path(path), prompts))
+
+
+def _check_can_check(model: AnyModel, to: str, target: Target) -> None:
+    """Before anything is written."""
+    if find_spec(target.engine) is None:
+        raise HeadwiseError(
+            f"what is written for {to} is checked in {target.engine}; pip install "
+            f"'headwise[{target.extra}]', or leave check out."
+        )
+    if model.spec.kind == "encoder-decoder" or (model.spec.kind == "decoder" and model.output is None):
+        raise HeadwiseError(
+            "a check compares what a decoder writes or what an encoder makes of a text; this model does "
+            "neither, leave check out."
+        )
 
 
 def _ids(model: AnyModel, text: str) -> list[int]:
     """A prompt in the model's tokens, or, where it has no tokenizer, the same letters as numbers."""
     if model.tokenizer is None:
         return [ord(letter) % model.spec.vocab for letter in text]
-    return model.tokenizer.encode(text)
+    return list(model.tokenizer.encode(text))
+
+
+# How each is written.
 
 
 def _to_transformers(model: Any, path: Path, family: str | None = None) -> tuple[str, ...]:
@@ -107,12 +132,14 @@ def _to_transformers(model: Any, path: Path, family: str | None = None) -> tuple
     return ("cut heads are zeros: the numbers are those of the cut model, the size is not",) if gone else ()
 
 
-def _to_gguf(model: Any, path: Path, dtype: str = "f32", tokenizer: bool = True) -> tuple[str, ...]:
+def _to_gguf(
+    model: Any, path: Path, dtype: str = "f32", tokenizer: bool = True, pooling: str | None = None
+) -> tuple[str, ...]:
     from headwise.deploy.gguf import write_gguf
 
     model.check_own("GGUF is written from headwise's own models")
-    with _whole(path, b"GGUF", "GGUF file") as new:
-        written = write_gguf(model, new, dtype, tokenizer)
+    with whole_marked_file(path, b"GGUF", "GGUF file") as new:
+        written = write_gguf(model, new, dtype, tokenizer, pooling)
     return (f"architecture {written.architecture}", *written.notes)
 
 
@@ -127,52 +154,54 @@ def _to_torch(model: Any, path: Path) -> tuple[str, ...]:
 
     if path.suffix != ".pt2":
         raise HeadwiseError(f"torch knows such files by their name, which ends in .pt2; got {path.name}.")
-    with _whole(path, b"PK", "file of torch.export") as new:
+    with whole_marked_file(path, b"PK", "file of torch.export") as new:
         return write_pt2(model, new)
 
 
-def _begins(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
+# How each is run.
 
 
-@contextmanager
-def _whole(path: Path, mark: bytes, what: str) -> Iterator[Path]:
-    """A file to write into that takes its place only when all of it is there; one that is something else is left alone."""
-    if path.is_dir() or (path.exists() and _begins(path, len(mark)) != mark):
-        raise HeadwiseError(f"{path} is there already and is no {what}; choose another name.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    except OSError as error:
-        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
-    try:
-        yield folder / path.name
-        os.replace(folder / path.name, path)
-    except OSError as error:
-        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _in_transformers(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked | CheckedStates:
+    from headwise.deploy import in_transformers as engine
+
+    if model.spec.kind == "encoder":
+        return compare_states(model, prompts, engine.states(path, prompts, logits=model.output is not None))
+    return compare(model, prompts, engine.write_on(path, prompts, TOKENS, barred(model)))
 
 
-def _in_llama_cpp(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked:
-    from headwise.deploy.llama_cpp import write_on
+def _in_llama_cpp(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked | CheckedStates:
+    from headwise.deploy import llama_cpp as engine
 
-    answers, speed = write_on(path, prompts, TOKENS)
-    return compare(model, prompts, answers, speed)
+    if model.spec.kind == "encoder":
+        return compare_states(model, prompts, engine.states(path, prompts))
+    return compare(model, prompts, engine.write_on(path, prompts, TOKENS))
 
 
-def _in_onnxruntime(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked:
-    from headwise.deploy.onnx import write_on
+def _in_onnxruntime(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked | CheckedStates:
+    from headwise.deploy import onnx as engine
 
-    if model.spec.kind != "decoder":
-        raise HeadwiseError("what a decoder writes is checked in its engine; leave check out for an encoder.")
-    return compare(model, prompts, write_on(path, prompts, TOKENS))
+    if model.spec.kind == "encoder":
+        return compare_states(model, prompts, engine.states(path, prompts))
+    return compare(model, prompts, engine.write_on(path, prompts, TOKENS, barred(model)))
+
+
+def _in_torch(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> Checked | CheckedStates:
+    from headwise.deploy import pt2 as engine
+
+    if model.spec.kind == "encoder":
+        return compare_states(model, prompts, engine.states(path, prompts))
+    return compare(model, prompts, engine.write_on(path, prompts, TOKENS, barred(model)))
 
 
 TARGETS: dict[str, Target] = {
-    "transformers": Target("GPT-2, GPT-Neo, BERT and Llama families", "zeros, in the full shape", _to_transformers),
-    "gguf": Target("Llama families", "gone: heads are counted by layer", _to_gguf, _in_llama_cpp),
-    "onnx": Target("decoders and encoders", "gone", _to_onnx, _in_onnxruntime),
-    "torch": Target("decoders and encoders", "gone", _to_torch),
-}
+    "transformers": Target(
+        "GPT-2, GPT-Neo, BERT and Llama families", "zeros, in the full shape", _to_transformers, _in_transformers,
+        "transformers", "attach",
+    ),
+    "gguf": Target(
+        "Llama, GPT-2 and BERT families", "gone from Llamas: heads are counted by layer; zeros in GPT-2 and BERT", _to_gguf,
+        _in_llama_cpp, "xllamacpp", "deploy",
+    ),
+    "onnx": Target("decoders and encoders", "gone", _to_onnx, _in_onnxruntime, "onnxruntime", "deploy"),
+    "torch": Target("decoders and encoders", "gone", _to_torch, _in_torch, "torch", None),
+}  # fmt: skip

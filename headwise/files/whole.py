@@ -35,6 +35,35 @@ def whole_file(path: str | Path, data: bytes) -> Path:
 
 
 @contextmanager
+def whole_marked_file(path: str | Path, mark: bytes, what: str) -> Iterator[Path]:
+    """A file for others to write into that takes its place only when all of it is there; on an error nothing is changed.
+
+    A file that is there already is replaced only if it begins with `mark`: then it is of the same kind.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir() or (path.exists() and _beginning(path, len(mark)) != mark):
+            raise HeadwiseError(f"{path} is there already and is no {what}; choose another name.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+    try:
+        yield folder / path.name
+        _flush(folder)
+        os.replace(folder / path.name, path)
+    except OSError as error:
+        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _beginning(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
+@contextmanager
 def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
     """A folder to write into that takes its place only when all is written; on an error nothing is changed.
 

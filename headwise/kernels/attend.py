@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
@@ -58,7 +59,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto") ->
     """The same, for a caller whose terms are ready."""
     if backend == "auto":
         beyond = _beyond_fused(terms)  # to write down why takes longer than to know
-        backend = choose(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend if beyond else "fused"
+        if not beyond:
+            backend = "fused"
+        elif torch.compiler.is_exporting():
+            backend = "batched"  # sizes may be symbols: nobody knows how large the maps will be
+        else:
+            backend = choose(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
     kernel = BACKENDS.get(backend)
     if kernel is None:
         raise HeadwiseError(f"there is no backend {backend!r}; {close_names(backend, ['auto', *BACKENDS])}")

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from headwise.kernels.sizes import whole
 from headwise.kernels.terms import Terms, raw_scores, spread, visible_scores, weights
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
     T, S = q.shape[2], k.shape[2]
-    return batched_rows(q, k, v, terms, range(T), range(S), T, S)
+    return batched_rows(q, k, v, terms, whole(T), whole(S), T, S)
 
 
 def batched_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.kernels.blocks import Blocks, by_blocks, nothing
 from headwise.kernels.masks import Causal
+from headwise.kernels.sizes import whole
 from headwise.kernels.terms import Terms, spread
 
 MASK_BUDGET = 2**23  # mask or bias entries built at a time
@@ -30,6 +31,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         return _sdpa(q, k, v, terms)
     if terms.bias is None and isinstance(mask, Causal) and mask.places(T, S) == 0:
         return _sdpa(q, k, v, terms, is_causal=True)
+    if torch.compiler.is_exporting():  # sizes may be symbols: blocks cannot be counted
+        return _masked_rows(q, k, v, terms, whole(T), whole(S), T, S)
     return by_blocks(_masked_rows, q, k, v, terms, Blocks(row_block(terms, T, S), q.shape[1]))
 
 
@@ -43,7 +46,7 @@ def row_block(terms: Terms, T: int, S: int) -> int:
 
 def _masked_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
     """One block of rows with its mask and bias as a tensor. A row that sees nothing is let see all, then zeroed."""
-    if len(cols) == 0:
+    if cols.start == cols.stop:
         return nothing(q, k, v)
     allowed = terms.mask_block(rows, cols, T, S, q.device)  # (1 or B, 1 or H, 1 or R, C)
     bias = terms.bias_block(rows, cols, T, S)

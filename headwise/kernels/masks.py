@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.kernels.sizes import known, whole
 
 
 class Mask(ABC):
@@ -23,7 +24,7 @@ class Mask(ABC):
 
     def dense(self, T: int, S: int, device: torch.device | str = "cpu") -> Tensor:
         """The whole mask at once: bool, broadcastable to (B, H, T, S), four axes."""
-        return self.block(range(T), range(S), T, S, torch.device(device))
+        return self.block(whole(T), whole(S), T, S, torch.device(device))
 
     def keys(self, rows: range, T: int, S: int) -> range:
         """A range outside which these queries see nothing, whatever the data. Kernels skip what lies beyond."""
@@ -93,7 +94,7 @@ class Causal(Mask):
         return _within(range(rows.stop + self.places(T, S)), S)
 
     def is_full(self, T: int, S: int) -> bool:
-        return self.places(T, S) >= S - 1
+        return known(self.places(T, S) >= S - 1)
 
     def sees_itself(self, T: int, S: int) -> bool:
         return self.places(T, S) == S - T >= 0
@@ -124,7 +125,7 @@ class Window(Mask):
 
     def is_full(self, T: int, S: int) -> bool:
         first, last = self.places(T, S), self.places(T, S) + T - 1
-        return last < self.size and S - 1 - first <= self.ahead
+        return known(last < self.size) and known(S - 1 - first <= self.ahead)
 
     def sees_itself(self, T: int, S: int) -> bool:
         return self.places(T, S) == S - T >= 0

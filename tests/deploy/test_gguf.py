@@ -57,8 +57,10 @@ def test_llama_cpp_says_what_we_say(name: str, tmp_path: Path) -> None:
         {"attention": replace(SPEC.attention, rotary=STRETCHED)},
         {"attention": replace(SPEC.attention, bias=True)},
         {"attention": replace(SPEC.attention, bias=True), "cut": "1.*,2.0"},
+        {"attention": replace(SPEC.attention, rotary=Rotary(scaling=RotaryScaling("linear", 4.0)), scale=0.2)},
+        {"attention": replace(SPEC.attention, bias=True, window=64, scale=0.5), "mlp_bias": True, "cut": "0.*,2.*"},
     ],
-    ids=["untied", "interleaved", "stretched", "biases", "biases, cut"],
+    ids=["untied", "interleaved", "stretched", "biases", "biases, cut", "linear, another scale", "all biases, cut"],
 )  # fmt: skip
 def test_other_llamas(more: dict, tmp_path: Path) -> None:
     gone = more.pop("cut", None) if "cut" in (more := dict(more)) else None
@@ -76,7 +78,7 @@ def test_other_llamas(more: dict, tmp_path: Path) -> None:
 def test_fewer_bits(dtype: str, within: float, tmp_path: Path) -> None:
     model = without(llama(), "0.1,1.*", folded=False)
     hw.export(model, tmp_path / "m.gguf", to="gguf", dtype=dtype)
-    answers, _ = write_on(tmp_path / "m.gguf", prompts(1), 4)
+    answers = write_on(tmp_path / "m.gguf", prompts(1), 4)
     assert compare(model, prompts(1), answers).largest < within
 
 
@@ -86,7 +88,7 @@ def test_no_cut_ends_the_engine(seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
         model = random_cut(llama(seed), seed)
         hw.export(model, tmp_path / f"{seed}.gguf", to="gguf")
-        answers, _ = write_on(tmp_path / f"{seed}.gguf", prompts(1), 2)  # raises if the process ended
+        answers = write_on(tmp_path / f"{seed}.gguf", prompts(1), 2)  # raises if the process ended
         assert compare(model, prompts(1), answers).largest < WITHIN, seed
         (tmp_path / f"{seed}.gguf").unlink()
 
@@ -123,10 +125,20 @@ def test_groups_are_filled_up_with_heads_that_write_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: hw.Transformer(hw.preset("nano")), "its norm is layer"),
+        (lambda: hw.Transformer(hw.preset("nano")), "activation is 'gelu', there it is 'gelu_tanh'"),
         (lambda: llama(attention=replace(SPEC.attention, window=8)), "looks back only so far"),
-        (lambda: llama(attention=replace(SPEC.attention, softmax="sink")), "a sink or a cap"),
-        (lambda: llama(kind="encoder", output="mlm"), "it is of kind encoder"),
+        (lambda: llama(windows=(None, 8)), "looks back only so far"),
+        (lambda: llama(attention=replace(SPEC.attention, softmax="sink")), "softmax is 'sink', there it is 'plain'"),
+        (lambda: llama(attention=replace(SPEC.attention, softcap=30.0)), "softcap is 30.0"),
+        (lambda: llama(attention=replace(SPEC.attention, alibi=True)), "alibi is True"),
+        (
+            lambda: llama(attention=replace(SPEC.attention, rotary=Rotary(dims=4))),
+            "only part of a head's channels turn",
+        ),
+        (lambda: llama(attention=replace(SPEC.attention, value_dim=4)), "values have another size than keys"),
+        (lambda: llama(token_types=2), "token_types is 2"),
+        (lambda: llama(kind="encoder", output="mlm"), "llama.cpp's bert cannot compute this model: form is 'pre'"),
+        (lambda: hw.Transformer(hw.preset("transformer-base").resized(layers=1, width=16, heads=2)), "encoder-decoder"),
         (lambda: hw.quantise(llama(), 8), "no weights at bits by head"),
     ],
 )
@@ -142,7 +154,7 @@ def test_bad_input(tmp_path: Path) -> None:
         hw.export(model, tmp_path / "m.gguf", to="ggml")
     with pytest.raises(hw.HeadwiseError, match="weights are written as f32, f16"):
         hw.export(model, tmp_path / "m.gguf", to="gguf", dtype="q5_k")
-    with pytest.raises(hw.HeadwiseError, match="gguf has no option"):
+    with pytest.raises(hw.HeadwiseError, match="gguf has no option shards; it has dtype, tokenizer, pooling"):
         hw.export(model, tmp_path / "m.gguf", to="gguf", shards=2)
     (tmp_path / "diary.txt").write_text("dear diary")
     with pytest.raises(hw.HeadwiseError, match="is no GGUF file"):
@@ -159,7 +171,7 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(hw.HeadwiseError, match="tokenizer=False"):
         hw.export(words, tmp_path / "none.gguf", to="gguf")
     hw.export(words, tmp_path / "none.gguf", to="gguf", tokenizer=False)
-    assert fields(tmp_path / "none.gguf")["tokenizer.ggml.model"] == "none"
+    assert fields(tmp_path / "none.gguf")["tokenizer.ggml.tokens"][:3] == [" 0", " 1", " 2"]
 
 
 def test_where_texts_part_is_told() -> None:
@@ -169,8 +181,8 @@ def test_where_texts_part_is_told() -> None:
     logs = model(torch.tensor([ids]))[0, -1].log_softmax(-1).detach()
     best, second = logs.topk(2).indices.tolist()
     right = [[Step(best, {best: float(logs[best])})]]
-    assert compare(model, [ids], right, None).agrees
-    wrong = compare(model, [ids], [[Step(second, {second: float(logs[second]) + 0.25})]], None)
+    assert compare(model, [ids], right).agrees
+    wrong = compare(model, [ids], [[Step(second, {second: float(logs[second]) + 0.25})]])
     assert wrong.parted == 1
     assert wrong.largest == pytest.approx(0.25, abs=1e-6)
     assert wrong.agrees == (float(logs[best] - logs[second]) < 1e-2)
