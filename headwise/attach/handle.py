@@ -321,7 +321,7 @@ class Attached(nn.Module):
         """Write the model for plain transformers, zeros in place of heads that were cut; it stays the family it is."""
         if family is not None and family != self.family:
             raise HeadwiseError(f"an attached model stays what it is, {self.family}; leave the family away.")
-        return self.save_pretrained(folder, whole=True)
+        return write(self.model, self._layers, self.tokenizer, folder, whole=True, exported=True)
 
     # Leaving.
 

@@ -27,11 +27,15 @@ FORMAT = "headwise-attached-1"
 PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
 
 
-def write(model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Path, whole: bool) -> Path:
-    """Write a model, whole or not at all."""
-    from headwise.files.whole import whole_folder
+def write(
+    model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Path, whole: bool, exported: bool = False
+) -> Path:
+    """Write a model, whole or not at all; one that is `exported` replaces only what was exported before."""
+    from headwise.files.whole import EXPORTED, whole_folder
 
-    with whole_folder(folder, ("config.json",)) as new:
+    with whole_folder(folder, (EXPORTED if exported else "config.json",)) as new:
+        if exported:
+            (new / EXPORTED).write_text('{"to": "transformers"}', encoding="utf-8")
         if whole and is_cut(layers):
             _filled_up(model, layers).save_pretrained(new)
         else:

@@ -13,6 +13,8 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.model import Transformer
 from headwise.text import Tokenizer
 
+NAME = "written by headwise"
+
 
 @dataclass(frozen=True)
 class Written:
@@ -36,7 +38,7 @@ def write_gguf(
     fields = _tokenizer(model) if words else numbers_as_words(model.spec.vocab, getattr(model.tokenizer, "special", {}))
     name = llama_name(model) if architecture == "llama" else architecture
     store = Store(path, name, dtype)
-    store.writer.add_name("headwise")
+    store.writer.add_name(NAME)
     if architecture == "llama":
         notes = write_llama(model, store, name)
     elif architecture == "gpt2":
@@ -48,6 +50,13 @@ def write_gguf(
     notes += [f"{store.kept} tensors whose rows are no multiple of {BLOCK} are at 16 bits"] if store.kept else []
     notes += [] if words else ["no tokenizer: it reads and writes ids as numbers"]
     return Written(path, name, tuple(notes))
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file was written here: its name, among the first things in it, says so."""
+    with path.open("rb") as file:
+        begins = file.read(256)
+    return begins.startswith(b"GGUF") and NAME.encode() in begins
 
 
 def _tokenizer(model: Transformer) -> dict[str, Any]:

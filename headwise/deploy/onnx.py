@@ -12,10 +12,9 @@ from headwise.deploy.check import write_greedily
 from headwise.deploy.graphs import check_traceable, traceable, traced
 from headwise.deploy.llama_cpp import Step
 from headwise.errors import HeadwiseError
-from headwise.files.whole import whole_folder
+from headwise.files.whole import EXPORTED, whole_folder
 
 OPSET = 23  # the first with the operator Attention
-MARK = "headwise.json"
 
 
 def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
@@ -27,7 +26,7 @@ def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
     except ImportError:
         raise HeadwiseError("ONNX is written by onnxscript; pip install 'headwise[deploy]'.") from None
     files = []
-    with whole_folder(folder, (MARK,)) as new, _silent():
+    with whole_folder(folder, (EXPORTED,)) as new, _silent():
         with traceable(model):
             for name, (program, inputs, outputs) in traced(model).items():
                 made = torch.onnx.export(
@@ -44,8 +43,8 @@ def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
                 files.append(name)
                 if int8:
                     _fewer_bits(new / f"{name}.onnx")
-        told = {"spec": json.loads(model.spec.to_json()), "graphs": files, "int8": int8}
-        (new / MARK).write_text(json.dumps(told, indent=2), encoding="utf-8")
+        told = {"to": "onnx", "spec": json.loads(model.spec.to_json()), "graphs": files, "int8": int8}
+        (new / EXPORTED).write_text(json.dumps(told, indent=2), encoding="utf-8")
         if model.tokenizer is not None:
             model.tokenizer.save(new)
     return (f"graphs {', '.join(files)}, opset {OPSET}", *(["weights at 8 bits by onnxruntime"] if int8 else []))

@@ -1,5 +1,7 @@
 """One file for torch alone (`torch.export`): it loads where Headwise is not installed, and gives the same outputs."""
 
+import io
+import zipfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from headwise.deploy.check import write_greedily
 from headwise.deploy.graphs import Encoder, check_traceable, traceable
 from headwise.deploy.llama_cpp import Step
 from headwise.model import Transformer
+
+MARK = "headwise.json"  # a file inside, with our spec
 
 
 class Logits(nn.Module):
@@ -38,8 +42,19 @@ def write_pt2(model: Any, path: Path) -> tuple[str, ...]:
         made = torch.export.export(
             Encoder(model) if encodes else Logits(model), given, dynamic_shapes=shapes, strict=False
         )
-        torch.export.save(made, path)
+        whole = io.BytesIO()  # written to a disk that is full, torch's own writer ends the process
+        torch.export.save(made, whole, extra_files={MARK: model.spec.to_json()})
+    path.write_bytes(whole.getbuffer())
     return ("takes ids and padding, True at real tokens" if encodes else "takes ids",)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file was written here."""
+    try:
+        with zipfile.ZipFile(path) as held:
+            return any(name.endswith(f"/{MARK}") for name in held.namelist())
+    except zipfile.BadZipFile:
+        return False
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.deploy.check import Checked, CheckedStates, barred, compare, compare_states
 from headwise.errors import HeadwiseError, close_names
-from headwise.files.whole import whole_marked_file
+from headwise.files.whole import whole_file_of
 from headwise.model import AnyModel
 from headwise.weights.export import export as write_folder
 
@@ -135,10 +135,10 @@ def _to_transformers(model: Any, path: Path, family: str | None = None) -> tuple
 def _to_gguf(
     model: Any, path: Path, dtype: str = "f32", tokenizer: bool = True, pooling: str | None = None
 ) -> tuple[str, ...]:
-    from headwise.deploy.gguf import write_gguf
+    from headwise.deploy.gguf import is_ours, write_gguf
 
     model.check_own("GGUF is written from headwise's own models")
-    with whole_marked_file(path, b"GGUF", "GGUF file") as new:
+    with whole_file_of(path, is_ours, "GGUF file") as new:
         written = write_gguf(model, new, dtype, tokenizer, pooling)
     return (f"architecture {written.architecture}", *written.notes)
 
@@ -150,11 +150,11 @@ def _to_onnx(model: Any, path: Path, int8: bool = False) -> tuple[str, ...]:
 
 
 def _to_torch(model: Any, path: Path) -> tuple[str, ...]:
-    from headwise.deploy.pt2 import write_pt2
+    from headwise.deploy.pt2 import is_ours, write_pt2
 
     if path.suffix != ".pt2":
         raise HeadwiseError(f"torch knows such files by their name, which ends in .pt2; got {path.name}.")
-    with whole_marked_file(path, b"PK", "file of torch.export") as new:
+    with whole_file_of(path, is_ours, "file of torch.export") as new:
         return write_pt2(model, new)
 
 

@@ -3,13 +3,15 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from headwise.errors import HeadwiseError
+
+EXPORTED = "headwise-export.json"  # lies in every folder that was exported, so that it may be replaced
 
 
 def whole_file(path: str | Path, data: bytes) -> Path:
@@ -35,15 +37,15 @@ def whole_file(path: str | Path, data: bytes) -> Path:
 
 
 @contextmanager
-def whole_marked_file(path: str | Path, mark: bytes, what: str) -> Iterator[Path]:
+def whole_file_of(path: str | Path, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
     """A file for others to write into that takes its place only when all of it is there; on an error nothing is changed.
 
-    A file that is there already is replaced only if it begins with `mark`: then it is of the same kind.
+    One that is there already is replaced only if `is_ours` says it was written here.
     """
     path = Path(path)
     try:
-        if path.is_dir() or (path.exists() and _beginning(path, len(mark)) != mark):
-            raise HeadwiseError(f"{path} is there already and is no {what}; choose another name.")
+        if path.is_dir() or (path.exists() and not is_ours(path)):
+            raise HeadwiseError(f"{path} is there already and is no {what} written here; choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     except OSError as error:
@@ -51,16 +53,11 @@ def whole_marked_file(path: str | Path, mark: bytes, what: str) -> Iterator[Path
     try:
         yield folder / path.name
         _flush(folder)
-        os.replace(folder / path.name, path)
+        (folder / path.name).replace(path)
     except OSError as error:
         raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _beginning(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
 
 
 @contextmanager

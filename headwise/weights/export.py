@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.files.aligned import write_tensors
-from headwise.files.whole import whole_folder
+from headwise.files.whole import EXPORTED, whole_folder
 from headwise.model import AnyModel, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families import FAMILIES, Family
@@ -45,7 +45,8 @@ def export_own(model: Transformer, folder: str | Path, family: str | None = None
     config |= {"dtype": dtype} | {
         f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if special.get(role) is not None
     }
-    with whole_folder(folder, ("config.json",)) as new:
+    with whole_folder(folder, (EXPORTED,)) as new:
+        (new / EXPORTED).write_text(json.dumps({"to": "transformers", "family": chosen.name}), encoding="utf-8")
         (new / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         write_tensors(tensors, new / "model.safetensors", {"format": "pt"})
         if model.tokenizer is not None:

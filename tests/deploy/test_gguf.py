@@ -157,9 +157,9 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(hw.HeadwiseError, match="gguf has no option shards; it has dtype, tokenizer, pooling"):
         hw.export(model, tmp_path / "m.gguf", to="gguf", shards=2)
     (tmp_path / "diary.txt").write_text("dear diary")
-    with pytest.raises(hw.HeadwiseError, match="is no GGUF file"):
+    with pytest.raises(hw.HeadwiseError, match="is no GGUF file written here"):
         hw.export(model, tmp_path / "diary.txt", to="gguf")
-    with pytest.raises(hw.HeadwiseError, match="is no GGUF file"):
+    with pytest.raises(hw.HeadwiseError, match="is no GGUF file written here"):
         hw.export(model, tmp_path, to="gguf")
     assert (tmp_path / "diary.txt").read_text() == "dear diary"
     words = llama()

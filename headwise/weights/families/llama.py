@@ -136,7 +136,14 @@ def config(spec: ModelSpec) -> dict[str, Any]:
         },
         "Llama",
     )
-    kind = "mistral" if heads.window is not None else "qwen2" if heads.bias and not heads.out_bias else "llama"
+    uneven = bool(spec.width % heads.heads)  # which transformers' Llama refuses; a Mistral without a window is the same
+    kind = "qwen2" if heads.bias and not heads.out_bias else "llama"
+    kind = "mistral" if heads.window is not None or (uneven and not heads.bias) else kind
+    if uneven and kind == "llama":
+        raise HeadwiseError(
+            f"transformers' Llama refuses a width of {spec.width} with {heads.heads} heads, and its Mistral and Qwen2 a "
+            f"bias on what heads write; use model.save(folder)."
+        )
     names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     made: dict[str, Any] = {
         "model_type": kind,
