@@ -32,7 +32,7 @@ from headwise.model import Transformer
 from headwise.show.tables import make_table
 
 TOKENS = 32  # written behind each prompt
-ROUNDS = 7
+ROUNDS, SOME = 5, 16  # of a race, and the tokens of each
 COLUMNS = [
     "model", "heads", "zeros", "MB", "top 5 within", "texts part (close)", "llama.cpp tok/CPU s", "× whole",
     "ours tok/CPU s", "× whole",
@@ -67,8 +67,8 @@ def our_speed(model: Transformer, prompt: list[int]) -> float:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         began = time.process_time()
-        model.generate(ids, tokens=TOKENS)
-    return TOKENS / (time.process_time() - began)
+        model.generate(ids, tokens=SOME)
+    return SOME / (time.process_time() - began)
 
 
 def look_at(one: Transformer, whole: Transformer, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def look_at(one: Transformer, whole: Transformer, prompts: list[list[int]], fold
     made = hw.export(one, path, to="gguf")
     found = compare(one.eval(), prompts, write_on(path, prompts, TOKENS))
     short = prompts[0][:4]
-    base, theirs = race([folder / "whole.gguf", path], short, TOKENS, ROUNDS)
+    base, theirs = race([folder / "whole.gguf", path], short, SOME, ROUNDS)
     ours = [(our_speed(whole, short), our_speed(one, short)) for _ in range(ROUNDS)]
     return {
         "heads": len(one.spec.addresses),

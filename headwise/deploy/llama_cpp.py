@@ -19,7 +19,7 @@ from typing import Any
 from headwise.errors import HeadwiseError
 
 SECONDS = 1800.0
-PARALLEL = 8  # prompts at a time
+PARALLEL = 16  # prompts at a time
 
 
 @dataclass(frozen=True)
