@@ -17,6 +17,12 @@ def run(
         str | None, typer.Option(help="For transformers: gpt2, gpt-neo, bert or llama; left out: the one it came from.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="For gguf: f32, f16, q8_0 or q4_0.")] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="For gguf, of an encoder: how a text becomes one vector; mean, cls or none.")
+    ] = None,
+    tokenizer: Annotated[
+        bool, typer.Option("--tokenizer/--no-tokenizer", help="For gguf: with its tokenizer, or with ids as numbers.")
+    ] = True,
     int8: Annotated[bool, typer.Option("--int8", help="For onnx: weights at 8 bits, by onnxruntime.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Run it in its real engine and compare.")] = False,
     as_json: Json = False,
@@ -25,7 +31,13 @@ def run(
     from headwise.deploy import export
     from headwise.weights import load
 
-    options: dict[str, Any] = ({} if dtype is None else {"dtype": dtype}) | ({"int8": True} if int8 else {})
+    asked = {
+        "dtype": dtype,
+        "pooling": pooling,
+        "tokenizer": None if tokenizer else False,
+        "int8": True if int8 else None,
+    }
+    options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     made = export(load(model), path, family, to=to, check=check, **options)
     where = Path(path)
     files = sorted(one.name for one in where.iterdir()) if where.is_dir() else [where.name]

@@ -67,7 +67,11 @@ def _tokenizer(model: Transformer) -> dict[str, Any]:
 
 def _write_tokenizer(writer: Any, fields: dict[str, Any]) -> None:
     simple = {"model": writer.add_tokenizer_model, "pre": writer.add_tokenizer_pre, "tokens": writer.add_token_list}
-    simple |= {"token_type": writer.add_token_types, "merges": writer.add_token_merges}
+    simple |= {
+        "token_type": writer.add_token_types,
+        "merges": writer.add_token_merges,
+        "scores": writer.add_token_scores,
+    }
     simple |= {"add_bos_token": writer.add_add_bos_token, "add_eos_token": writer.add_add_eos_token}
     for name, value in fields.items():
         if name in simple:

@@ -1,16 +1,18 @@
 """A tokenizer as GGUF metadata, or why llama.cpp could not cut text as it does."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.text import Tokenizer
-from headwise.text.gguf import ADDED, CONTROL, SPECIALS
+from headwise.text.gguf import ADDED, CONTROL, SPECIALS, UNKNOWN
 from headwise.text.gguf_cuts import CUTS
 
 INSTEAD = "export with tokenizer=False, and feed it ids"
-NORMAL = 1  # the type of a token that is nothing special
+NORMAL, BYTE_TYPE = 1, 6  # types of tokens that are nothing special, and of those that are one byte
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 BYTE_LEVEL = CUTS["gpt-2"].patterns[0]  # what ByteLevel cuts by itself
 
 
@@ -18,7 +20,8 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     """`tokenizer.ggml.*` for byte-level BPE and WordPiece; `vocab` rows, those that stand for nothing filled up."""
     told = json.loads(tokenizer.backend.to_str())
     kind = told["model"]["type"]
-    makers = {"BPE": _byte_level, "WordPiece": _wordpiece}
+    spaces = kind == "BPE" and told["model"].get("byte_fallback")
+    makers = {"BPE": _sentencepiece if spaces else _byte_level, "WordPiece": _wordpiece}
     if kind not in makers:
         raise HeadwiseError(
             f"llama.cpp has no {kind} tokenizer like this one; export with tokenizer=False, and feed it ids."
@@ -99,6 +102,39 @@ def _tokens(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> tuple[lis
     for added in told.get("added_tokens", ()):
         types[added["id"]] = CONTROL if added["special"] else ADDED
     return tokens, types
+
+
+def _sentencepiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """Spaces are ▁, and what no token holds is bytes. llama.cpp has no merges: it joins the pair whose token scores best."""
+    model, prefix = told["model"], _space_prefix(told)
+    tokens, types = _tokens(tokenizer, told, vocab)
+    known = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL and not BYTE.fullmatch(token)}
+    merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    made = ["".join(merge) for merge in merges]
+    ranks = {token: place for place, token in enumerate(dict.fromkeys(made))}
+    splits = {(one[:i], one[i:]) for one in known for i in range(1, len(one)) if one[:i] in known and one[i:] in known}
+    if splits != set(merges) or [ranks[token] for token in made] != sorted(ranks[token] for token in made):
+        raise HeadwiseError(f"llama.cpp joins tokens by score, this tokenizer in an order no score can say; {INSTEAD}.")
+    for i, token in enumerate(tokens):
+        types[i] = BYTE_TYPE if BYTE.fullmatch(token) else types[i]
+    if (unknown := tokenizer.special.get("unk")) is not None:
+        types[unknown] = UNKNOWN
+    scores = [-float(ranks[token]) if token in ranks else 0.0 for token in tokens]
+    fields = {"model": "llama", "pre": "default", "tokens": tokens, "scores": scores, "token_type": types}
+    return {**fields, "add_space_prefix": prefix}
+
+
+def _space_prefix(told: dict[str, Any]) -> bool:
+    """Whether a space is put before a text; refused where spaces are treated in any other way."""
+    norm, cut = told.get("normalizer"), told.get("pre_tokenizer")
+    steps = [] if norm is None else norm["normalizers"] if norm["type"] == "Sequence" else [norm]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    if cut is None and steps and steps[-1] == spaces and steps[:-1] in ([], [{"type": "Prepend", "prepend": "▁"}]):
+        return len(steps) == 2
+    whole = {"type": "Metaspace", "replacement": "▁", "split": False}
+    if norm is None and cut in ({**whole, "prepend_scheme": "always"}, {**whole, "prepend_scheme": "never"}):
+        return cut["prepend_scheme"] == "always"
+    raise HeadwiseError(f"llama.cpp cannot treat spaces as this tokenizer does; {INSTEAD}.")
 
 
 def _wordpiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """Small Llamas with a tokenizer llama.cpp knows, cut in all ways."""
 
+import json
 import random
 from dataclasses import replace
 from functools import cache
 
 import torch
+from tokenizers import AddedToken, models, normalizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from headwise.change.cut import cut, fold
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import Transformer
 from headwise.model.cut import heads_to_cut
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
-from headwise.text import Tokenizer
+from headwise.text import Corpus, Tokenizer
+from headwise.text.gguf import tokenizer_from_gguf
 from headwise.text.make import bpe_tokenizer
 
 TEXTS = ["the cat sat on the mat", "a dog saw the cat and ran", "heads look at words", "it rained all day on the mat"]
@@ -59,3 +63,23 @@ def random_cut(model: Transformer, seed: int) -> Transformer:
         gone = sorted({*gone, *(head for head in heads if head.layer == layer)})
     gone = gone[:-1] if len(gone) == len(heads) else gone or heads[:1]
     return without(model, ",".join(map(str, gone)), folded=dice.random() < 0.5)
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2 has it: spaces as ▁, one before a text, bytes for what no token holds, a start token; one added token."""
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))  # pyright: ignore
+    spaced = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # pyright: ignore
+    backend.normalizer = spaced  # pyright: ignore
+    learn = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *bytes_], show_progress=False)  # pyright: ignore
+    backend.train_from_iterator([one.text for one in Corpus.probe().items()], learn)
+    tokens = sorted(backend.get_vocab(), key=backend.get_vocab().__getitem__)
+    merged = ["".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    ranks = {token: float(-place) for place, token in enumerate(merged)}
+    fields = {
+        "model": "llama", "tokens": tokens, "scores": [ranks.get(token, 0.0) for token in tokens], "unknown_token_id": 0,
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)], "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    made = tokenizer_from_gguf({f"tokenizer.ggml.{name}": value for name, value in fields.items()})
+    made.backend.add_tokens([AddedToken("<|user|>", normalized=False)])
+    return made

@@ -1,17 +1,21 @@
 """GGUF files of whole and cut models, run in stock llama.cpp where it is installed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers
 
 import headwise as hw
 from headwise.deploy.check import compare
 from headwise.deploy.layers import filled_layers
-from headwise.deploy.llama_cpp import Step, is_there, write_on
+from headwise.deploy.llama_cpp import Step, cut_texts, is_there, write_on
 from headwise.spec import Rotary, RotaryScaling
-from tests.deploy.llamas import SPEC, TEXTS, llama, random_cut, tokenizer, without
+from tests.deploy.llamas import SPEC, TEXTS, llama, random_cut, sentencepiece, tokenizer, without
 
 gguf = pytest.importorskip("gguf")
 engine = pytest.mark.skipif(not is_there(), reason="needs xllamacpp, which carries llama.cpp")
@@ -74,7 +78,58 @@ def test_other_llamas(more: dict, tmp_path: Path) -> None:
 
 
 @engine
-@pytest.mark.parametrize(("dtype", "within"), [("f16", 0.1), ("q8_0", 0.5)])
+def test_sentencepiece_cuts_as_ours(tmp_path: Path) -> None:
+    words = sentencepiece()
+    model = hw.Transformer(replace(SPEC, layers=1, vocab=len(words) + 3))
+    model.tokenizer = words
+    hw.export(model, tmp_path / "m.gguf", to="gguf")
+    texts = [one.text for one, _ in zip(hw.Corpus.probe().items(), range(100), strict=False)]
+    texts += ["Crème brûlée costs 3,14 €…", "  two  spaces\n\nnew", "日本語 🙂", "a </s> b <|user|> c", "<|user|>x"]
+    assert cut_texts(tmp_path / "m.gguf", texts) == [words.encode(text) for text in texts]
+    merges = json.loads(words.backend.to_str())
+    merges["model"]["merges"].reverse()  # an order that no score can say
+    model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), words.special)
+    model.tokenizer.backend.normalizer = normalizers.Replace(" ", "▁")
+    hw.export(model, tmp_path / "m.gguf", to="gguf")
+    assert cut_texts(tmp_path / "m.gguf", texts) == [model.tokenizer.encode(text) for text in texts]
+    merges["model"]["merges"].pop()
+    model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), words.special)
+    with pytest.raises(hw.HeadwiseError, match="in an order no score can say"):
+        hw.export(model, tmp_path / "m.gguf", to="gguf")
+    merges["normalizer"] = {"type": "NFKC"}
+    model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), words.special)
+    with pytest.raises(hw.HeadwiseError, match="cannot treat spaces as this tokenizer does"):
+        hw.export(model, tmp_path / "m.gguf", to="gguf")
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [("f16", 2**-11), ("q8_0", 1 / 254), ("q4_0", 1 / 8)])
+def test_weights_are_rounded_as_the_type_says(dtype: str, steps: float, tmp_path: Path) -> None:
+    """A block of 32 shares a scale: its largest number over 127, or over −8; f16 rounds each number by itself."""
+    model = llama(hidden=96)
+    made = hw.export(model, tmp_path / "m.gguf", to="gguf", dtype=dtype)
+    held = {one.name: one for one in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    rows = held["blk.1.ffn_down.weight"]  # 96 inputs: three blocks a row
+    assert rows.tensor_type.name.lower() == dtype
+    found = torch.from_numpy(gguf.quants.dequantize(rows.data, rows.tensor_type).reshape(32, 96).astype("float32"))
+    mlp: Any = model.blocks[1].mlp  # pyright: ignore[reportAttributeAccessIssue]
+    blocks = mlp.down.weight.detach().unflatten(1, (3, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    apart = (found.unflatten(1, (3, 32)) - blocks).abs()
+    assert (apart <= largest * (steps + 2e-3)).all()
+    assert (apart > 0).any()
+    assert held["output_norm.weight"].tensor_type.name == "F32"
+    assert held["token_embd.weight"].tensor_type.name == ("Q8_0" if dtype == "q4_0" else dtype.upper())
+    narrow = [
+        one.name for one in held.values() if one.name.endswith("attn_output.weight") and one.tensor_type.name == "F16"
+    ]
+    told = [note for note in made.notes if "are at 16 bits" in note]
+    assert (len(narrow), told) == (
+        (3, []) if dtype == "f16" else (3, ["3 tensors whose rows are no multiple of 32 are at 16 bits"])
+    )
+
+
+@engine
+@pytest.mark.parametrize(("dtype", "within"), [("f16", 0.1), ("q8_0", 0.5), ("q4_0", 3.0)])
 def test_fewer_bits(dtype: str, within: float, tmp_path: Path) -> None:
     model = without(llama(), "0.1,1.*", folded=False)
     hw.export(model, tmp_path / "m.gguf", to="gguf", dtype=dtype)
