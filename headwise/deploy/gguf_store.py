@@ -1,5 +1,6 @@
 """Tensors on their way into a GGUF file, each at the bits asked for."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ class Store:
             self.writer.add_tensor(name, self.package.quants.quantize(data, kind), raw_dtype=kind)
 
     def close(self) -> None:
-        """Write the file."""
-        self.writer.write_header_to_file()
-        self.writer.write_kv_data_to_file()
-        self.writer.write_tensors_to_file()
-        self.writer.close()
+        """Write the file; one that cannot be written is closed all the same."""
+        try:
+            self.writer.write_header_to_file()
+            self.writer.write_kv_data_to_file()
+            self.writer.write_tensors_to_file()
+            self.writer.close()
+        except BaseException:
+            for file in self.writer.fout or ():
+                with suppress(OSError):  # what is left to be written cannot be, either
+                    file.close()
+            raise

@@ -276,7 +276,7 @@ class MultiHeadAttention(nn.Module):
             z = gated(z, self.gate)
         if gate is not None:
             z = gated(z, gate if share is None else share.own_gate(gate))
-        dropped = self.head_dropout.gate(len(z), len(self._whole_spec.head_ids), z)  # (B, H)
+        dropped = self.head_dropout.gate(z.shape[0], len(self._whole_spec.head_ids), z)  # (B, H)
         if dropped is not None:
             z = gated(z, dropped if share is None else share.own_gate(dropped))
         return self.site.passing(q, k, v, terms, z)
