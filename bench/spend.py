@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -28,6 +29,7 @@ from headwise.change.streaming import streaming_now
 from headwise.files.whole import whole_file
 from headwise.heads import HeadCache
 from headwise.heads.cache import WholeCache
+from headwise.lab.engine.figure import Figure
 from headwise.model import ModelCache, Transformer
 from headwise.show.progress import show_progress
 from headwise.spec import Address, ModelSpec
@@ -36,7 +38,6 @@ DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 FIRST, LAST = 4, 128
 CHUNK = 256  # tokens of a prompt at a time
 PARTS = ("loss", "bytes", "speed", "passkeys", "prompt")
-SEEDS = 2  # random plans
 
 
 def whole_model() -> Transformer:
@@ -83,28 +84,44 @@ def streams(plan: hw.Plan) -> tuple[Address, ...]:
 
 @torch.no_grad()
 def loss(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
-    """Mean loss of the tokens past the first 132, the same for all, and what each plan adds."""
-    made = {}
+    """Loss of the tokens past the first 132, text by text, and what each plan adds, with 95 % intervals over texts.
+
+    Each loss is kept as soon as it is known, so that a run which stops goes on.
+    """
+    made, told = {}, {}
+    plans: dict[str, hw.Plan | None] = {"whole": None, **{by: plan_by(model, by, options) for by in options.by}}
+    plans |= {f"random {seed}": plan_by(model, "random", options, seed) for seed in range(options.seeds)}
     for length in options.lengths:
-        some, room = texts(model, "test.txt", length, options.judge), FIRST + LAST
-        plans = {by: plan_by(model, by, options) for by in options.by}
-        plans |= {f"random {seed}": plan_by(model, "random", options, seed) for seed in range(SEEDS)}
-        made[str(length)] = {"whole": mean_loss(model, some, room)}
-        for name, plan in plans.items():
-            with streaming_now(model, streams(plan), plan.cache[0].keeps):
-                made[str(length)][name] = mean_loss(model, some, room)
-            told = made[str(length)]
-            print(f"{length} tokens, {name}: {told[name]:.4f}, {told[name] - told['whole']:+.4f}", flush=True)
-    return made
+        kept = options.out / f"losses-{length}-{options.judge}-{options.share}.json"
+        made = json.loads(kept.read_text()) if kept.is_file() else {}
+        for place, ids in enumerate(texts(model, "test.txt", length, options.judge)):
+            for name, plan in plans.items():
+                if len(made.setdefault(name, [])) == place:
+                    made[name].append(_loss_of(model, ids, plan))
+                    whole_file(kept, json.dumps(made, indent=1).encode())
+                    print(
+                        f"{length} tokens, text {place}, {name}: {made[name][-1] - made['whole'][place]:+.4f}",
+                        flush=True,
+                    )
+        told[str(length)] = {name: _gained(made[name], made["whole"]) for name in plans}
+        for name, (mean, low, high) in told[str(length)].items():
+            print(f"{length} tokens, {name}: {mean:+.4f} ({low:+.4f} to {high:+.4f})", flush=True)
+    return told
 
 
-def mean_loss(model: Transformer, some: list[torch.Tensor], room: int) -> float:
-    total = 0.0
-    for ids in some:
+def _loss_of(model: Transformer, ids: torch.Tensor, plan: hw.Plan | None) -> float:
+    room = FIRST + LAST
+    with nullcontext() if plan is None else streaming_now(model, streams(plan), plan.cache[0].keeps):
         hidden = model(ids, hidden=True)[0]
-        assert model.output is not None
-        total += model.output.cross_entropy(hidden[room:-1], ids[0, room + 1 :]).item()
-    return total / len(some)
+    assert model.output is not None
+    return model.output.cross_entropy(hidden[room:-1], ids[0, room + 1 :]).item()
+
+
+def _gained(some: list[float], whole: list[float]) -> tuple[float, float, float]:
+    """The mean of what texts lose more, with Student's interval over them."""
+    made = Figure.over([one - other for one, other in zip(some, whole, strict=True)])
+    low, high = (float("nan") if end is None else end for end in (made.low, made.high))
+    return made.mean, low, high
 
 
 def resident() -> int:
@@ -191,7 +208,7 @@ def ratio_of(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 def passkeys(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
     """Of the cases the whole model answers, how many it still answers."""
-    made, plans = {}, {by: plan_by(model, by, options) for by in (*options.by, "random")}
+    made, plans = {}, {by: plan_by(model, by, options) for by in (*options.by, *("random",) * bool(options.seeds))}
     for length in options.lengths:
         cases = make_cases(model, DATA / "test.txt", length, options.cases)
         whole = ask_passkeys(model, cases)
@@ -246,6 +263,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of the key heads that stream")
     parser.add_argument("--choose", type=int, default=6, help="texts that heads are chosen on")
     parser.add_argument("--choose-length", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--seeds", type=int, default=2, help="random plans")
     parser.add_argument("--steps", type=int, default=60, help="of gates")
     parser.add_argument("--judge", type=int, default=4, help="texts of each length")
     parser.add_argument("--tokens", type=int, default=24, help="written on, for speed")

@@ -253,6 +253,11 @@ class Plan(Wire):
             )
 
     @property
+    def after(self) -> ModelSpec:
+        """What the changed model is; biases that folding adds are not told."""
+        return self._packed_spec(replace(self.spec, cache=self.cache, weights=()).without(self.addresses))
+
+    @property
     def addresses(self) -> tuple[Address, ...]:
         """The heads that are cut."""
         return tuple(map(Address.parse, self.cut))

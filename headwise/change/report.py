@@ -222,10 +222,10 @@ def cache_bytes(spec: ModelSpec, length: int, bytes_per_number: int = 4) -> int:
     """
     sites = [site for site in spec.sites if site.stack in ("", "dec") and spec.kind != "encoder"]
     layers = [spec.attention_at(site) for site in sites]
-    return sum(_held(layer, keeps, length, bytes_per_number) for layer in layers for keeps in layer.keeps)
+    return sum(held_bytes(layer, keeps, length, bytes_per_number) for layer in layers for keeps in layer.keeps)
 
 
-def _held(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number: int) -> int:
+def held_bytes(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number: int = 4) -> int:
     """Bytes that one key head holds of a text."""
     sizes = (layer.head_dim, layer.value_dim)
     return keeps.tokens(length) * sum(bytes_of_a_row(size, keeps.bits, bytes_per_number) for size in sizes)

@@ -23,7 +23,8 @@ ROWS = 64  # queries of a text whose attention is looked at
 
 @torch.no_grad()
 def mass_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
-    """The share of its heads' attention on keys the key head would have forgotten, over queries that have forgotten any."""
+    """The share of attention on keys the key head would have forgotten, over queries that have forgotten any: of that head
+    among its readers which looks there most. A mean would hide one that needs them behind two that do not."""
     total = {site.address: torch.zeros(len(site.head_ids), dtype=torch.float64) for site in model.all_sites()}
     first, last, seen_rows = ask.keeps.first, ask.room - ask.keeps.first, 0
 
@@ -41,7 +42,7 @@ def mass_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
             model(ids, hidden=True)
         _note(ask, "attention beyond the window", number + 1, len(texts))
     means = {site: sums / seen_rows for site, sums in total.items()}
-    return _by_key_head(model, means, torch.mean)
+    return _by_key_head(model, means, torch.amax)
 
 
 @torch.no_grad()

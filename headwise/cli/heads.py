@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwise.cli.shell import complete
-from headwise.cli.shell.words import Executor, Model, Texts, given
+from headwise.cli.shell.words import Costs, Executor, Model, Planned, Texts, given, prices
 
 if TYPE_CHECKING:
     from headwise.look.profile.result import Profile
@@ -49,6 +49,8 @@ def run(
     report: Annotated[
         Path | None, typer.Option(help="Write a page that shows every head, offline: heads.html.")
     ] = None,
+    costs: Costs = None,
+    plan: Planned = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, a record per head.")] = False,
 ) -> None:
@@ -62,7 +64,7 @@ def run(
     from headwise.weights import load
 
     if model.endswith(".npz") and Path(model).is_file():
-        if text or treebank or probe or control or length or save or report or out:
+        if text or treebank or probe or control or length or save or report or out or costs or plan:
             raise HeadwiseError(
                 f"{model} is a profile that was made before; it is shown as it is, with --layers and --role."
             )
@@ -72,6 +74,8 @@ def run(
         raise HeadwiseError("--shard, --workers and --executor are for work into a folder; give --out FOLDER too.")
     if out is not None and (control or not (text or treebank)):
         raise HeadwiseError("--out is for a corpus of your own, without --control; give files or a folder.")
+    if (costs or plan) and report is None:
+        raise HeadwiseError("--costs and --plan are shown on the page; say where it goes: --report heads.html.")
     loaded = load(model)
     corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
     relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
@@ -97,7 +101,7 @@ def run(
         from headwise.show.report import SENTENCES
 
         shown = () if loaded.spec.kind == "encoder-decoder" else SENTENCES  # the page shows one text at a time
-        made.report(report, loaded, name=Path(model).name, sentences=shown)
+        made.report(report, loaded, name=Path(model).name, sentences=shown, **prices(costs, plan))
     _tell(made, layers, role, as_csv, as_json)
 
 

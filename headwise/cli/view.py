@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Model, Texts
+from headwise.cli.shell.words import Costs, Model, Planned, Texts, prices
 
 if TYPE_CHECKING:
     from headwise.look.profile.result import Profile
@@ -24,6 +24,8 @@ def run(
     profile: Annotated[
         Path | None, typer.Option(help="What headwise heads --save wrote; left out: a quick one is made now.")
     ] = None,
+    costs: Costs = None,
+    plan: Planned = None,
     host: Annotated[str, typer.Option(help="Where to listen; elsewhere than on this machine a token is asked for.")] = (
         "127.0.0.1"
     ),
@@ -40,13 +42,14 @@ def run(
     from headwise.show.turns import Turns
     from headwise.weights import load
 
+    priced = prices(costs, plan)
     secret = make_token() if token or not is_loopback(host) else None
     with bind(host, port) as at:  # before the work begins
         loaded = load(model)
         live = Live(loaded)
         given: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
         made = _profile(loaded, given, profile)
-        book = make_book(made, loaded, name=Path(model).name, sentences=_sentences(loaded, given))
+        book = make_book(made, loaded, name=Path(model).name, sentences=_sentences(loaded, given), **priced)
         turns = Turns()
         app = make_app(live, book, files=page_files(), turns=turns, host=host, token=secret)
         address = address_of(host, at, secret)

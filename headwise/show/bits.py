@@ -71,7 +71,7 @@ def draw_grids(panels: Mapping[str, Mapping[Address, float]], name: str, form: s
     figure = make_figure(len(panels) * (0.42 * width + 1.1) + 0.8, 0.26 * len(sites) + 1.0)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     every = [value for shown in panels.values() for value in shown.values() if math.isfinite(value)]
-    low, high = min([0.0, *every]), max([0.0, *every]) or 1.0
+    low, high = 0.0, max([0.0, *every]) or 1.0  # what lies below 0 is noise, and drawn as nothing
     drawn = None
     for panel, (title, shown) in zip(axes, panels.items(), strict=True):
         cells = [[shown.get(site.head(n), math.nan) for n in range(width)] for site in sites]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headwise.change.plan import Plan
 from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.measure.cases import Example
@@ -17,9 +18,11 @@ from headwise.look.profile.best_heads import Best, best_heads
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import Support
 from headwise.look.record.buckets import REPORTING
+from headwise.look.worth.sensitivity import Sensitivity
 from headwise.look.writes.writes import copying, promoted
 from headwise.model import AnyModel, quiet
 from headwise.show.claims import VERSION, tell
+from headwise.show.price import tell_prices
 from headwise.show.sentence import make_sentence
 
 __all__ = ["make_book", "make_sentence", "page_files"]
@@ -33,16 +36,19 @@ SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 def make_book(
     profile: Profile, model: AnyModel | None = None, *, name: str = "", sentences: Iterable[Any] = (),
     importance: Any = None, history: Any = None, curve: Any = None, claims: Iterable[Any] = (),
+    sensitivity: Sensitivity | None = None, plan: Plan | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything the page shows of a profile, ready for JSON.
 
     With the model itself: its sizes, what its heads write, which look alike. `sentences` are texts, for which the model is
     run, or what `make_sentence` gave. `importance`, `history` and `curve` are what the functions of these names give;
     `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high]. `claims` are results of
-    `headwise.lab.run.claims`, or what `headwise.show.claims.tell` gave.
+    `headwise.lab.run.claims`, or what `headwise.show.claims.tell` gave. `sensitivity` tells what few bits cost each head, a
+    `plan` for this model what is to be done to them.
     """
     worth = {} if importance is None else {one["head"]: one for one in importance.to_dict()["heads"]}
     lives = {} if history is None else _lives(history)
+    prices, planned = tell_prices(profile.addresses, None if model is None else model.spec, sensitivity, plan)
     nearest = {} if model is None else _nearest(model)
     writes = {} if model is None else _writes(model, profile)
     heads = [
@@ -52,6 +58,7 @@ def make_book(
             "nearest": nearest.get(str(head.address), []),
             "importance": worth.get(str(head.address)),
             "history": lives.get(str(head.address)),
+            "price": prices.get(str(head.address)),
         }
         for head in profile
     ]
@@ -65,6 +72,7 @@ def make_book(
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
         "history": None if history is None else {"steps": list(history.steps), "measures": list(history.names)},
         "curves": _curves(curve),
+        "plan": planned,
         "claims": [dict(one) if isinstance(one, Mapping) else tell([one])[0] for one in claims],
         "sentences": [_sentence(model, one) for one in sentences],
     }

@@ -43,7 +43,7 @@ def show_cache_plan(plan: Plan, console: Console | None = None) -> None:
 def show_cache_report(report: CacheReport, console: Console | None = None) -> None:
     """Print bytes, then losses, then pass keys."""
     console = console or Console()
-    bytes_now = f"{report.bytes_before / MB:.1f} → {report.bytes_after / MB:.1f} MB"
+    bytes_now = f"{_size(report.bytes_before)} → {_size(report.bytes_after)}"
     told = f"A cache of {report.length} tokens: {bytes_now}, {report.times:.2f}× fewer bytes."
     console.print(told, highlight=False)
     behind = f", tokens behind the first {report.past}" if report.past else ""
@@ -64,6 +64,11 @@ def show_cache_curve(result: CacheResult, console: Console | None = None) -> Non
     ]
     columns = ["by", "streaming", "bits", "MB", "loss gained", "low", "high"]
     (console or Console()).print(make_table("Bytes of a cache against loss", columns, rows))
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / MB:.1f} MB" if count >= MB else f"{count / 1e3:.1f} kB"
 
 
 def draw_caches(result: CacheResult) -> Drawing:

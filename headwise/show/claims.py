@@ -33,6 +33,7 @@ def claims_book(results: Iterable["Result"]) -> dict[str, Any]:
         "importance": None,
         "history": None,
         "curves": [],
+        "plan": None,
         "claims": tell(results),
         "sentences": [],
     }

@@ -155,7 +155,7 @@ def test_mass_is_what_the_maps_say() -> None:
     for layer in maps:
         rows = [layer[:, i, 1 : i - 2].sum(-1) for i in range(4, ids.shape[1])]
         mass = torch.stack(rows).mean(0)  # (H,)
-        found += [mass[:2].mean(), mass[2:].mean()]
+        found += [mass[:2].max(), mass[2:].max()]  # one reader that looks far is enough
     assert plan.cache_scores == pytest.approx(torch.stack(found).tolist(), abs=1e-6)
 
 

@@ -52,6 +52,12 @@ def make_book(
                 "series": [_series("ablation", 0.05), _series("random", 0.2)],
             }
         ],
+        "plan": {
+            "given": True, "told": ["3 of 12 key heads keep less, chosen by writes.", "  <b>on</b> a text"],
+            "weights": [538_000_000, 151_000_000], "cache": [188_700_000, 97_400_000], "whole": 188_700_000, "length": 4096,
+            "score": "how far what its heads write moves, against the stream", "metric": "nats a token", "texts": 8,
+            "basis": "balanced",
+        },
         "claims": make_claims(),
         "sentences": sentences or [],
     }  # fmt: skip
@@ -80,6 +86,22 @@ def make_claims() -> list[dict[str, Any]]:
         }
         for place, (name, verdict, on, rows, picture) in enumerate(made, 1)
     ]  # fmt: skip
+
+
+def make_price(layer: int, head: int) -> dict[str, Any]:
+    """Heads share keys two by two; head 0 of a layer is cut, 2 and 3 stream, weights of layer 1 are at 4 and 3 bits."""
+    cut, streams = head == 0, head in (2, 3)
+    cost = {"bits": 4, "more": 0.001 * (head // 2) - 0.0005, "low": -0.002, "high": 0.012, "drift": 0.002 * (head // 2)}
+    costs = [{"part": part, **cost} for part in ("qk", "vo")]
+    return {
+        "cut": cut, "bits": None if cut else {"qk": 4, "vo": 3} if layer == 1 else {"qk": 32, "vo": 32},
+        "shares": [f"{layer}.{head ^ 1}"], "costs": costs,
+        "cache": {
+            "key": f"{layer}.{head // 2}", "keeps": "streaming 4 + 128" if streams else "everything", "less": streams,
+            "streams": streams, "bits": 32, "bytes": 67_584 if streams else 2_097_152, "whole": 2_097_152,
+            "score": 0.0123456 * (head // 2),
+        },
+    }  # fmt: skip
 
 
 def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]:
@@ -126,6 +148,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
                 {"token": " ship", "promotes": [[" harbour", 12.345678]] * 6, "suppresses": [[" paint", -9.87654321]] * 6}
             ] * 3,
         },
+        "price": make_price(layer, head),
         "nearest": [[addresses[(place + i) % len(addresses)], 0.0123456 * i] for i in range(1, 6)],
         "importance": {
             "head": address, "worth": place / 1024, "low": 0.001, "high": 0.9,

@@ -16,7 +16,7 @@ from tests.show import books
 from tests.show.browser import find_browser
 
 LAYERS, HEADS, TOKENS = 6, 12, 20
-VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "claims")
+VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "plan", "claims")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,28 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
             assert "Also: possessive > " in page.text_content('[data-fact="roles"]')
             assert cases.locator(".miss").first.text_content() == "✗ 0.71the old painter sees the <i>sea</i> ship"
     assert page.text_content("#model-name") == "a <i>made</i> book"
+
+
+def test_prices_show_what_the_book_holds(page, report, book):
+    show(page, report, "view=plan")
+    signs = {head: page.text_content(f'[data-head="{head}"]') for head in ("0.0", "0.1", "0.2", "1.1", "1.3")}
+    assert signs == {"0.0": "✕", "0.1": "·", "0.2": "≋", "1.1": "4·3", "1.3": "4·3 ≋"}
+    assert page.text_content('[data-fact="weights"]') == "538.0 MB → 151.0 MB"
+    assert page.text_content('[data-fact="a cache of 4,096 tokens"]') == "188.7 MB → 97.4 MB, 1.94× fewer"
+    assert "<b>on</b> a text" in page.text_content("pre.told")  # text stays text
+    page.select_option('[data-key="colour"]', "qk at 4 bits")
+    assert float(page.get_attribute('[data-head="3.5"]', "data-value")) == pytest.approx(0.0015)
+    assert page.text_content('[data-head="3.5"]') == ".002"
+    assert "price=qk" in page.url
+    page.click('[data-head="3.2"]')
+    assert page.get_attribute("main", "data-view") == "card"
+    assert page.text_content('[data-fact="its cache"]') == "key head 3.1: 68 kB of 2097 at 4,096 tokens"
+    assert page.text_content('[data-fact="now"]') == "its cache keeps streaming 4 + 128; shares keys with 3.3"
+    drifts = page.locator('[data-table="price"] td:last-child').evaluate_all(
+        "all => all.map(x => Number(x.dataset.value))"
+    )
+    assert drifts == [0.002, 0.002]
+    assert page.locator('main [aria-label="Its price"]').count() == 1
 
 
 def test_arrows_walk_enter_opens_escape_returns_and_links_lead_back(page, report):

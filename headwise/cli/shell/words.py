@@ -1,5 +1,6 @@
 """What verbs have in common: arguments that mean the same everywhere, and what a shell offers for them."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,9 +22,20 @@ Executor = Annotated[
         help="Who works: processes (the default), dask, dask:tcp://HOST:8786, slurm, slurm:partition=long,timeout_min=600."
     ),
 ]
+Costs = Annotated[Path | None, typer.Option("--costs", help="Show what headwise sensitivity --out kept of this model.")]
+Planned = Annotated[Path | None, typer.Option("--plan", help="Show what this plan would do to its heads.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def given(**asked: Any) -> dict[str, Any]:
     """Options that were said; the others stay as they are in what they would change."""
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def prices(costs: Path | None, plan: Path | None) -> dict[str, Any]:
+    """What a page is told of prices, read from files."""
+    from headwise.change.plan import Plan
+    from headwise.look.worth.sensitivity import Sensitivity
+
+    made = {"sensitivity": None if costs is None else Sensitivity.load(costs)}
+    return given(**made, plan=None if plan is None else Plan.load(plan))

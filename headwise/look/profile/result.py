@@ -308,8 +308,8 @@ class Profile:
     def report(self, path: str | Path, model: "AnyModel | None" = None, **more: Any) -> Path:
         """Write one file that shows every head in a browser, offline. With the model it can tell more of them.
 
-        `more`: `name`, `sentences` to show (texts), `importance`, `history`, `curve`, as `headwise.show.book.make_book`
-        takes them.
+        `more`: `name`, `sentences` to show (texts), `importance`, `history`, `curve`, `sensitivity`, `plan`, as
+        `headwise.show.book.make_book` takes them.
         """
         from headwise.show.book import make_book
         from headwise.show.report import write_report

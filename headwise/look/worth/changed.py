@@ -130,6 +130,6 @@ class Said:
             self.kept or self._log_odds(self.states), self._log_odds(states), self.targets, strict=True
         ):
             lost = (sure - now).gather(1, target[:, None])[:, 0]  # (n,)
-            both.append(torch.stack((lost, (sure.exp() * (sure - now)).sum(-1))))
+            both.append(torch.stack((lost, (sure.exp() * (sure - now)).sum(-1).clamp_min(0))))  # but for rounding
         made[:, self.wanted] = torch.cat(both, 1).double() if both else made.new_zeros(2, 0)
         return made.sum(2).cpu()

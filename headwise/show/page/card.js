@@ -7,6 +7,7 @@ import { roleColour } from "./colour.js";
 import { offsetChart, lineChart } from "./chart.js";
 import { heatMap } from "./heat.js";
 import { silenceButton } from "./live.js";
+import { price } from "./plan.js";
 
 export async function card(root) {
   const head = store.heads.get(state.head) ?? store.heads.get(bestHeads(1)[0]);
@@ -16,7 +17,7 @@ export async function card(root) {
       press("On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
       press("Compare", () => change({ view: "compare", head: head.address })),
       store.live && silenceButton(head.address)),
-    el("div", { class: "cards" }, [role(head), casesOf(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
+    el("div", { class: "cards" }, [role(head), casesOf(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), price(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
 }
 
 // An input that takes an address: shorter than a list of a thousand heads.

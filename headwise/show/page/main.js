@@ -11,10 +11,11 @@ import { flow } from "./flow.js";
 import { compare } from "./compare.js";
 import { relations } from "./relations.js";
 import { curves } from "./curves.js";
+import { plan } from "./plan.js";
 import { claims, counted } from "./claims.js";
 
-const VIEWS = { overview, sentence, card, flow, compare, relations, curves, claims };
-const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", claims: "Claims" };
+const VIEWS = { overview, sentence, card, flow, compare, relations, curves, plan, claims };
+const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Price", claims: "Claims" };
 let turn = 0;
 
 // Draw the view that is asked for; the focus stays where it was, if that is still there.
@@ -44,8 +45,8 @@ async function render() {
 
 // The views that have something to show; a book of claims alone has one.
 function views() {
-  const { heads, curves: cut, claims: tried } = store.book;
-  const filled = { curves: cut.length > 0, claims: tried.length > 0 };
+  const { heads, curves: cut, plan: priced, claims: tried } = store.book;
+  const filled = { curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0 };
   return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tried.length === 0));
 }
 

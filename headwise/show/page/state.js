@@ -2,7 +2,7 @@
 
 const START = {
   view: "overview", head: "", other: "", sentence: 0, level: "token", valued: false, token: -1, heads: "", role: "",
-  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", verdict: "", claim: "", theme: "",
+  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", verdict: "", claim: "", price: "", theme: "",
 };
 export const state = { ...START };
 const listeners = [];
