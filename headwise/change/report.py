@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 
 from headwise.change.cut import cut, fold
+from headwise.change.quantise import quantise
 from headwise.change.rank import rank, worst
 from headwise.change.timing import Timing, take_turns
 from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
+from headwise.heads.basis import Basis
 from headwise.kernels.rounding import bytes_of_a_row
 from headwise.look.worth.outputs import Means
 from headwise.look.worth.sweep import pass_cost
 from headwise.model import AnyModel
 from headwise.progress import Progress
-from headwise.spec import AttentionSpec, Keeps, ModelSpec
+from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec
+from headwise.spec.weights import BESIDE, FULL
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on
 TURNS = 9  # in which both models are timed
@@ -137,9 +140,9 @@ def report(
 ) -> Report:
     """Measure a smaller model beside the one it came from, on texts, best such that heads were not chosen on.
 
-    Random plans cut as many heads and let as many key heads keep as little, once for each of `seeds`; `means` of cut heads
-    are folded in, where they are given: `mean_activations` over the texts heads were chosen on. Plain text is asked about in
-    units of `longest` tokens (None: 256).
+    Random plans cut as many heads, let as many key heads keep as little and deal out the same bits, once for each of
+    `seeds`; `means` of cut heads are folded in, where they are given: `mean_activations` over the texts heads were chosen
+    on. Plain text is asked about in units of `longest` tokens (None: 256).
     `heal` trains a model further, in place. Then everything is told before and after it: of the smaller model (`healed`, if
     that was done already), of the random cuts, and of the whole model trained alike: by `train_whole`, where healing has a
     teacher, from which the whole model would learn nothing. The given models stay as they are.
@@ -156,10 +159,12 @@ def report(
             "with heal=…, the function that healed it."
         )
     trial = Trial.of(before, on, longest)
-    seeds = seeds if gone or after.spec.cache != before.spec.cache else 0
+    mixed = after.spec.weights != before.spec.weights and len(set(_bits_of_heads(after.spec))) > 1
+    seeds = seeds if gone or mixed or after.spec.cache != before.spec.cache else 0
     losses, random, random_healed = trial.losses(after), [], []
     for seed in range(seeds):
-        other = random_plan(before, after.spec, means, seed)
+        basis = after.plans[-1].basis if after.plans else "given"
+        other = random_plan(before, after.spec, means, seed, basis)
         random.append(trial.losses(other))
         if heal is not None:
             heal(other)
@@ -254,14 +259,56 @@ def random_cut(model: AnyModel, count: int, means: Means | None, seed: int) -> A
     return cut(model, gone, None if means is None else fold(model, gone, means))
 
 
-def random_plan(model: AnyModel, like: ModelSpec, means: Means | None, seed: int) -> AnyModel:
-    """The model with as many heads cut as in a spec, and as many key heads keeping as little, all drawn by chance."""
+def random_plan(model: AnyModel, like: ModelSpec, means: Means | None, seed: int, basis: Basis = "given") -> AnyModel:
+    """The model with as many heads cut as in a spec, as many key heads keeping as little and the same bits, all drawn by
+    chance. Bits go with all heads that share keys, as far as there are as many of them as in the spec."""
     made = random_cut(model, len(model.spec.addresses) - len(like.addresses), means, seed)
-    if like.cache == model.spec.cache:
+    if like.cache != model.spec.cache:
+        heads = [str(made.spec.key_heads[i]) for i in np.random.default_rng(seed).permutation(len(made.spec.key_heads))]
+        rules = []
+        for rule in like.cache:
+            some, heads = heads[: len(rule.heads)], heads[len(rule.heads) :]
+            rules.append(replace(rule, heads=tuple(some)))
+        made = cut(made, (), None, rules)
+    if like.weights == model.spec.weights:
         return made
-    heads = [str(made.spec.key_heads[i]) for i in np.random.default_rng(seed).permutation(len(made.spec.key_heads))]
-    rules = []
-    for rule in like.cache:
-        some, heads = heads[: len(rule.heads)], heads[len(rule.heads) :]
-        rules.append(replace(rule, heads=tuple(some)))
-    return cut(made, (), None, rules)
+    group = next(rule.group for rule in like.weights)
+    bits = dealt_bits(like, made.spec, seed)
+    return quantise(made, bits, group=group, activations=like.activations, basis=basis)  # pyright: ignore  # ours: it has bits
+
+
+def dealt_bits(like: ModelSpec, spec: ModelSpec, seed: int) -> dict[str, int]:
+    """The bits of a spec's heads, dealt anew among those of another spec: what `quantise` takes."""
+    dice = np.random.default_rng(seed)
+    given = [[_bits_of(like, head) for head in unit] for unit in _units(like)]
+    heads = _units(spec)
+    if sorted(map(len, given)) != sorted(map(len, heads)):  # other groups: head by head
+        given, heads = [[one] for unit in given for one in unit], [[head] for unit in heads for head in unit]
+    made = {part: bits for part in BESIDE if (bits := like.bits_of(part)[0]) != FULL}
+    for size in sorted({len(unit) for unit in heads}):
+        some = [unit for unit in given if len(unit) == size]
+        order = dice.permutation(len(some))
+        for place, unit in zip(order, (unit for unit in heads if len(unit) == size), strict=True):
+            for head, (qk, vo) in zip(unit, some[place], strict=True):
+                made |= {f"{head}:qk": qk, f"{head}:vo": vo}
+    return made
+
+
+def _units(spec: ModelSpec) -> list[list[Address]]:
+    """Heads that share keys, together."""
+    made: dict[tuple[str, int], list[Address]] = {}
+    for site in spec.sites:
+        layer = spec.attention_at(site)
+        for number, key in zip(layer.head_ids, layer.kv_of_head, strict=True):
+            made.setdefault((str(site), key), []).append(site.head(number))
+    return list(made.values())
+
+
+def _bits_of(spec: ModelSpec, head: Address) -> tuple[int, int]:
+    """Of W_Q and of W_O."""
+    few = spec.attention_at(head.site).weights
+    return (FULL, FULL) if few is None else (few.q[head.head], few.o[head.head])
+
+
+def _bits_of_heads(spec: ModelSpec) -> list[tuple[int, int]]:
+    return [_bits_of(spec, head) for head in spec.addresses]
