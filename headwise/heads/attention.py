@@ -114,7 +114,9 @@ class MultiHeadAttention(nn.Module):
         q, k, v, mask, bias = self._project(x, source, mask, bias, positions, cache)
         if isinstance(cache, HeadCache):
             return self._by_head(q, k, v, mask, bias, gate, cache, starts)
-        return self._through(q, k, v, self._terms(q, k, v, mask, bias, self._whole_spec.keeps, starts), gate)
+        spec = self._whole_spec
+        keeps = spec.keeps if spec.cache else ()  # () is for all heads that keep everything
+        return self._through(q, k, v, self._terms(q, k, v, mask, bias, keeps, starts), gate)
 
     def attention_weights(
         self,
@@ -228,15 +230,14 @@ class MultiHeadAttention(nn.Module):
         if source is not None:
             q, k, v = self._cross(x, source, cache)
         else:
-            q, k, v = self.read(x)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
-            if angles is not None:
-                q, k = angles.turn(q), angles.turn(k)
+            q, k, v = self.read(x, angles=angles)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
             if isinstance(cache, SourceCache):
                 raise HeadwiseError("a SourceCache is for cross-attention; self-attention takes one of the others.")
             if isinstance(cache, SlidingCache):
                 mask = both(mask, window(cache.size))  # what it will have forgotten is not seen in a long prompt either
             if cache is None:
-                k, v = as_kept(k, self.spec.keeps), as_kept(v, self.spec.keeps)
+                if self.spec.cache:
+                    k, v = as_kept(k, self.spec.keeps), as_kept(v, self.spec.keeps)
             elif isinstance(cache, WholeCache):
                 if self.spec.cache:
                     raise HeadwiseError("heads of this layer keep different things; give it a HeadCache.")
@@ -276,9 +277,10 @@ class MultiHeadAttention(nn.Module):
             z = gated(z, self.gate)
         if gate is not None:
             z = gated(z, gate if share is None else share.own_gate(gate))
-        dropped = self.head_dropout.gate(z.shape[0], len(self._whole_spec.head_ids), z)  # (B, H)
-        if dropped is not None:
-            z = gated(z, dropped if share is None else share.own_gate(dropped))
+        if self.head_dropout.training:
+            dropped = self.head_dropout.gate(z.shape[0], len(self._whole_spec.head_ids), z)  # (B, H)
+            if dropped is not None:
+                z = gated(z, dropped if share is None else share.own_gate(dropped))
         return self.site.passing(q, k, v, terms, z)
 
     def _terms(
@@ -327,6 +329,8 @@ class MultiHeadAttention(nn.Module):
 
     def _check_input(self, x: Tensor, source: Tensor | None) -> None:
         spec = self.spec
+        if source is None and x.ndim == 3 and x.shape[-1] == spec.width == spec.kv_width:
+            return
         for name, given, width in (("x", x, spec.width), ("source", source, spec.kv_width)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != width):
                 raise HeadwiseError(f"{name} must be (batch, tokens, {width}), got {tuple(given.shape)}.")

@@ -88,9 +88,9 @@ class WholeCache(Cache):
         """Write new tokens behind those already there."""
         kept_k, kept_v = self._room(k, v, room)
         start, self.length = self.length, self.length + k.shape[2]
-        kept_k[:, :, start : self.length] = k.detach()
-        kept_v[:, :, start : self.length] = v.detach()
-        return kept_k[:, :, : self.length], kept_v[:, :, : self.length]
+        kept_k.narrow(2, start, k.shape[2]).copy_(k.detach() if k.requires_grad else k)
+        kept_v.narrow(2, start, v.shape[2]).copy_(v.detach() if v.requires_grad else v)
+        return kept_k.narrow(2, 0, self.length), kept_v.narrow(2, 0, self.length)
 
 
 class GrowingCache(WholeCache):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.by_head import not_forgotten
-from headwise.kernels import POSITION_BIASES, Bias, Mask, Terms, make_terms, window
+from headwise.kernels import POSITION_BIASES, Bias, Causal, Mask, Terms, make_terms, plain_terms, window
 from headwise.spec import AttentionSpec, Keeps
 
 Asked = tuple[Mask | None, Bias | Tensor | None, tuple[Keeps, ...], Tensor | None, int | None]
@@ -20,10 +20,15 @@ def layer_terms(
 ) -> Terms:
     """The terms of a call with these q, k and v; `asked` is its mask, bias, what key heads keep, starts and keys."""
     (q, k, v), (mask, bias, keeps, starts, keys) = tensors, asked
+    bare = bias is None and keys is None and not keeps and (mask is None or isinstance(mask, Causal))
+    fits = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3]  # else refused below
+    if bare and fits and spec.is_plain and not (training and spec.dropout):
+        return plain_terms(spec.head_dim, spec.scale, spec.kv_of_head, mask, spec.softcap)
     if spec.window is not None:
         mask = both(mask, window(spec.window))
-    left = not_forgotten(keeps, spec.kv_of_head, k.shape[2] if keys is None else keys, starts)
-    mask = mask if left is None else both(mask, left)
+    if keeps:
+        left = not_forgotten(keeps, spec.kv_of_head, k.shape[2] if keys is None else keys, starts)
+        mask = mask if left is None else both(mask, left)
     if spec.position_bias is not None:
         if bias is not None:
             raise HeadwiseError("a layer with a bias by distance takes no other bias; leave one of them out.")

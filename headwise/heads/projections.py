@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.packed import Packed
+from headwise.kernels import Angles
 from headwise.kernels.linear import linear
 from headwise.kernels.together import Together
 from headwise.spec import AttentionSpec
@@ -56,28 +57,50 @@ class Read(nn.Module):
                 self.register_parameter(f"{slab}_weight", nn.Parameter(torch.empty(rows, self.inputs[slab[0]])))
             self.register_parameter(f"{slab}_bias", nn.Parameter(torch.empty(rows)) if spec.bias else None)
 
-    def forward(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D), (B, S, D) → q (B, H, T, d), k (B, K, S, d), v (B, K, S, e)"""
+    def forward(
+        self, x: Tensor, source: Tensor | None = None, angles: Angles | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D), (B, S, D) → q (B, H, T, d), k (B, K, S, d), v (B, K, S, e); q and k turned by their angles."""
         if source is not None:
             return (*self.project(x, "q"), *self.project(source, "kv"))  # pyright: ignore[reportReturnType]
-        return self.project(x, "qkv")  # pyright: ignore[reportReturnType]
+        return self.project(x, "qkv", angles)  # pyright: ignore[reportReturnType]
 
-    def project(self, x: Tensor, letters: str) -> tuple[Tensor, ...]:
-        """Some of q, k and v of one input, each (B, its heads, T, its channels), with as few products as storage allows."""
-        if self.spec.input == "slice":
-            return tuple(self._project_slices(x, letter) for letter in letters)
+    def project(self, x: Tensor, letters: str, angles: Angles | None = None) -> tuple[Tensor, ...]:
+        """Some of q, k and v of one input, each (B, its heads, T, its channels), with as few products as storage allows.
+
+        q and k that come of one product are turned together.
+        """
         out: list[Tensor] = []
         for slab in self.slabs:
-            some = "".join(letter for letter in slab if letter in letters)
-            if some:
+            some = slab if slab in letters else "".join(letter for letter in slab if letter in letters)
+            if not some:
+                continue
+            if self.spec.input == "slice":
+                made = [self._project_slices(x, letter) for letter in some]
+            else:
                 weight, bias = self._weight(some), self._bias(some)
                 if self.same_keys is not None:
                     weight = self.same_keys(weight, some)
                     bias = None if bias is None else self.same_keys(bias, some)
-                made = linear(self._as_read(x, slab), weight, bias)  # (B, T, rows)
-                pieces = made.split([self._rows(letter) for letter in some], -1)
-                out += [p.unflatten(-1, self.sizes[c]).transpose(1, 2) for p, c in zip(pieces, some, strict=True)]
+                product = linear(self._as_read(x, slab), weight, bias)  # (B, T, rows)
+                if angles is not None and some == "qkv":
+                    out += self._turned(product, angles)
+                    continue
+                made = [product] if len(some) == 1 else product.split([self._rows(letter) for letter in some], -1)
+                made = [self._by_head(piece, letter) for letter, piece in zip(some, made, strict=True)]
+            turned = () if angles is None else "qk"
+            out += [angles.turn(p) if c in turned else p for c, p in zip(some, made, strict=True)]  # pyright: ignore
         return tuple(out)
+
+    def _by_head(self, product: Tensor, letter: str) -> Tensor:
+        return product.reshape(*product.shape[:2], *self.sizes[letter]).transpose(1, 2)
+
+    def _turned(self, product: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k side by side are turned as heads of one: (B, T, rows) → (B, H, T, d) (B, K, T, d) (B, K, T, e)"""
+        (H, d), (K, _), rows = self.sizes["q"], self.sizes["k"], self._rows("v")
+        both, v = product.split([product.shape[-1] - rows, rows], -1)
+        q, k = angles.turn(both.unflatten(-1, (H + K, d)).transpose(1, 2)).split([H, K], 1)
+        return q, k, self._by_head(v, "v")
 
     def _project_slices(self, x: Tensor, letter: str) -> Tensor:
         """Each head reads its own slice of the embedding: a grouped 1×1 convolution."""
@@ -96,6 +119,21 @@ class Read(nn.Module):
         """A live view of one letter's bias: (heads, channels)."""
         bias = self._bias(letter)
         return None if bias is None else bias.unflatten(0, self.sizes[letter])
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Keep q, k and v in one weight from now on, a copy, where they may lie in one: one product instead of three."""
+        if self.slabs != ("q", "k", "v") or len(set(self.inputs.values())) > 1 or any(map(self._packed, self.slabs)):
+            return
+        for kind in ("weight", "bias") if self.spec.bias else ("weight",):
+            pieces = [self._parameters.pop(f"{letter}_{kind}") for letter in "qkv"]
+            grads = all(piece.requires_grad for piece in pieces if piece is not None)
+            self.register_parameter(f"qkv_{kind}", nn.Parameter(torch.cat(pieces), grads))  # pyright: ignore
+        if not self.spec.bias:
+            for letter in "qkv":
+                del self._parameters[f"{letter}_bias"]
+            self.register_parameter("qkv_bias", None)
+        self.storage, self.slabs = "qkv", ("qkv",)
 
     def _rows(self, letter: str) -> int:
         heads, channels = self.sizes[letter]
@@ -124,6 +162,8 @@ class Read(nn.Module):
 
     def _rows_in_slab(self, letters: str) -> tuple[str, slice]:
         """Where neighbouring letters are kept: the slab, and their rows in it."""
+        if letters in self.slabs:
+            return letters, slice(None)
         slab = next(slab for slab in self.slabs if letters in slab)
         start = sum(self._rows(letter) for letter in slab[: slab.index(letters)])
         return slab, slice(start, start + sum(self._rows(letter) for letter in letters))

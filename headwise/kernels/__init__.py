@@ -1,11 +1,11 @@
 """Pure functions on tensors. Four kernels with one signature, masks, positions, biases."""
 
-from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, run
+from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, plain_terms, run
 from headwise.kernels.batched import batched, maps
 from headwise.kernels.bias import POSITION_BIASES, Alibi, Bias, Buckets, Given, distances
 from headwise.kernels.blockwise import blockwise
 from headwise.kernels.fused import fused
-from headwise.kernels.masks import Mask, causal, document_mask, padding_mask, per_head, window
+from headwise.kernels.masks import Causal, Mask, causal, document_mask, padding_mask, per_head, window
 from headwise.kernels.positions import Angles, alibi_slopes, sinusoidal
 from headwise.kernels.reference import reference
 from headwise.kernels.terms import Terms
@@ -17,6 +17,7 @@ __all__ = [
     "Angles",
     "Bias",
     "Buckets",
+    "Causal",
     "Choice",
     "Given",
     "Mask",
@@ -34,6 +35,7 @@ __all__ = [
     "maps",
     "padding_mask",
     "per_head",
+    "plain_terms",
     "reference",
     "run",
     "sinusoidal",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def make_terms(
                 f"{H} heads cannot share {K} key/value heads evenly; say groups=(…), one number per head."
             )
         groups = tuple(head * K // H for head in range(H))
-    elif len(groups) != H or any(not 0 <= g < K for g in groups):
+    elif len(groups) != H or (H and not 0 <= min(groups) <= max(groups) < K):
         raise HeadwiseError(f"groups must give one of {K} key/value heads to each of {H} heads, got {groups}.")
     S = S if keys is None else keys
     if mask is not None:
@@ -125,6 +126,14 @@ def make_terms(
     if sink is not None and scale == 0:
         raise HeadwiseError("scale must not be 0 where there is a sink.")
     return Terms(scale, groups, mask, bias, softcap, sink, dropout)
+
+
+@lru_cache
+def plain_terms(
+    d: int, scale: float | None, groups: tuple[int, ...], mask: Mask | None, softcap: float | None
+) -> Terms:
+    """Terms of the commonest call, one for all layers and steps: a mask that fits any sizes, and nothing beside."""
+    return Terms(1 / math.sqrt(d) if scale is None else scale, groups, mask, softcap=softcap)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ anything. `&` and `|` combine them; an empty row is legal everywhere and yields 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -297,6 +298,7 @@ class Either(Both):
 # The makers: the words a caller uses.
 
 
+@lru_cache
 def causal(offset: int | None = None) -> Mask:
     """Look back, never ahead. `offset` is how many keys come before the first query; default S − T.
 

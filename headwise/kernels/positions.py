@@ -23,7 +23,11 @@ def sinusoidal(positions: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Angles:
-    """Rotary cosines and sines of a run of positions, (1 or B, 1, T, dims/2): made once, used by every layer."""
+    """Rotary angles of a run of positions: made once, used by every layer.
+
+    A pair of channels (a, b) becomes (a cos − b sin, b cos + a sin). `cos` holds each cosine twice, `sin` each sine with a
+    minus and without, where the channels stand, (1 or B, 1, T, dims): so turning is two products and a sum.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -35,18 +39,20 @@ class Angles:
         positions = positions if positions.ndim == 2 else positions[None]
         frequencies = rotary_frequencies(rotary, head_dim, positions.device)  # (dims/2,)
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, dims/2)
-        return Angles(angles.cos().to(dtype), angles.sin().to(dtype), rotary.layout)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        if rotary.layout == "half":
+            return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), rotary.layout)
+        pairs = torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)  # (B, 1, T, dims/2, 2)
+        return Angles(pairs[0].flatten(-2), pairs[1].flatten(-2), rotary.layout)
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate queries or keys, (B, H, T, d); channels beyond dims pass through."""
-        dims = 2 * self.cos.shape[-1]
+        dims = self.cos.shape[-1]
         if dims < x.shape[-1]:
             return torch.cat((self.turn(x[..., :dims]), x[..., dims:]), -1)
-        if self.layout == "half":
-            one, other = x.chunk(2, -1)  # (B, H, T, dims/2) each
-            return torch.cat((one * self.cos - other * self.sin, other * self.cos + one * self.sin), -1)
-        one, other = x[..., 0::2], x[..., 1::2]
-        return torch.stack((one * self.cos - other * self.sin, other * self.cos + one * self.sin), -1).flatten(-2)
+        half = self.layout == "half"
+        partners = x.roll(dims // 2, -1) if half else x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x * self.cos + partners * self.sin
 
 
 def rotary_frequencies(rotary: Rotary, head_dim: int, device: torch.device | str = "cpu") -> Tensor:

@@ -87,7 +87,7 @@ class Block(nn.Module):
         starts = beside.starts if isinstance(cache, HeadCache) or self.attention.spec.cache else None
         gate = beside.gates.get(here)
         out = self.attention(read, mask=mask, positions=beside.angles, gate=gate, cache=cache, starts=starts)
-        return self.dropout(out)
+        return self._dropped(out)
 
     def finish(self, x: Tensor, read: Tensor, wrote: Tensor, beside: Beside) -> Tensor:
         """The rest of the block, row by row, so that any rows can be asked for alone: (B, T, D) three times → (B, T, D)"""
@@ -110,10 +110,13 @@ class Block(nn.Module):
         cache = None if beside.cache is None else beside.cache.layers.get(here)
         mask = None if beside.memory_real is None else padding_mask(beside.memory_real)
         out = self.cross(x, beside.memory, mask=mask, gate=beside.gates.get(here), cache=cache)
-        return self.dropout(out)
+        return self._dropped(out)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return self.dropout(self.mlp(x))
+        return self._dropped(self.mlp(x))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return self.dropout(x) if self.dropout.training else x  # a call that does nothing is time too
 
 
 def _all(masks: list[Mask]) -> Mask | None:

@@ -241,10 +241,11 @@ def check_model(model: object) -> None:
 
 
 @contextmanager
-def quiet(model: AnyModel | nn.Module) -> Iterator[None]:
+def quiet(model: AnyModel | nn.Module, parts: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """While open nothing is dropped out; afterwards every part trains, or does not, as before, also after an error.
 
-    Part by part: whoever trains one block and keeps the others frozen finds them so again.
+    Part by part: whoever trains one block and keeps the others frozen finds them so again. `parts` are the model's modules,
+    where they are known already.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with quiet(model):
@@ -253,10 +254,12 @@ def quiet(model: AnyModel | nn.Module) -> Iterator[None]:
     >>> [part.training for part in model]
     [True, False]
     """
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
+    modes = [(part, part.training) for part in (model.modules() if parts is None else parts)]
+    if any(training for _, training in modes):
+        model.eval()
     try:
         yield
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for part, training in modes:
+            if part.training is not training:
+                part.training = training

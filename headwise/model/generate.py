@@ -124,11 +124,12 @@ def _steps(
 ) -> Generator[Tensor, None, None]:
     """One step after the other; `first` is what only the prompt needs, which is read a chunk at a time."""
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
-    tail = ids[:, :0]
+    tail, parts = ids[:, :0], tuple(model.modules())
     for _ in range(tokens):
-        with quiet(model), torch.no_grad():  # step by step: whoever reads the tokens finds the model as it was
+        with quiet(model, parts), torch.no_grad():  # step by step: whoever reads the tokens finds the model as it was
             last = _read(model, ids, cache, gates, first, chunk)  # (B, 1, D)
-            logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
+            with model._step(cache, len(ids)):
+                logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
             chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
         yield chosen.clone()
         tail = torch.cat((tail, chosen[:, None]), 1)

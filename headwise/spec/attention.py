@@ -245,6 +245,11 @@ class AttentionSpec(Wire):
         """The field that asks for a bias by distance, if one does."""
         return next((name for name in POSITION_BIASES if getattr(self, name)), None)
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether scores are q·k and the caller's mask alone: no window, no bias by distance, no sink."""
+        return self.window is None and self.position_bias is None and self.softmax == "plain"
+
     @property
     def position_numbers(self) -> int:
         """How many numbers each head learns for it."""

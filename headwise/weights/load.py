@@ -45,6 +45,7 @@ class Checkpoint:
     family: Family | None = None  # None: our own format
     lines: Sequence[Line] = ()
     storage: str = "qkv"
+    joined: bool = False  # its tensors are made anew when read, so q, k and v may as well be put together
 
 
 def load(
@@ -103,6 +104,9 @@ def load_own(
     if checkpoint.spec.tied and model.output is not None and "embed.tokens.weight" in state:
         state["output.vocabulary.weight"] = state["embed.tokens.weight"]
     model.load_state_dict(state, assign=True)
+    if checkpoint.joined:
+        for layer in model.attention_layers():
+            layer.read.join()
     if packed:
         model.to(dtype)  # what is unpacked comes out like all else
     return _named(model, checkpoint)
@@ -270,7 +274,7 @@ def _open_gguf(file: Path) -> Checkpoint:
         raise HeadwiseError(f"{file} holds a {family.name} model; GGUF is read for the Llama family only.")
     spec = _understood(partial(spec_from_gguf, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
-    return Checkpoint(file, spec, reader, tokenizer, family, family.other_names["gguf"], family.storage)
+    return Checkpoint(file, spec, reader, tokenizer, family, family.other_names["gguf"], family.storage, joined=True)
 
 
 def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:

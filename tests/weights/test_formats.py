@@ -223,7 +223,7 @@ def test_gguf(kind: str, tied: bool, tmp_path: Path) -> None:
     assert ours.family == "llama"
     assert ours.spec.tied == tied
     assert {tensor.dtype for tensor in ours.state_dict().values()} == {torch.float32}
-    queries = dict(ours.named_parameters())["blocks.1.attention.read.q_weight"]
+    queries = ours.state_dict()["blocks.1.attention.read.q.weight"].flatten(0, 1)
     assert torch.equal(queries, stored["blk.1.attn_q.weight"])
     assert isinstance(ours, hw.Transformer)
     assert torch.equal(ours.embed.tokens.weight, stored["token_embd.weight"])
