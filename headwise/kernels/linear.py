@@ -101,14 +101,15 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def step(model: nn.Module, weights: Callable[[], Iterable[Tensor]], rows: int) -> Iterator[None]:
+def step(model: nn.Module, rows: int) -> Iterator[None]:
     """While open, products of a model's weights with so many rows are the quickest; those of new shapes are timed first."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or rows > FEW_ROWS:  # tracing asks nothing of sizes
         yield
         return
     seen, now = _seen.setdefault(model, set()), (rows, torch.get_num_threads())
     if now not in seen:
-        choose(weights(), rows)
+        parts = [part for part in model.modules() if not isinstance(part, nn.Embedding)]  # tables are only looked up
+        choose((own for part in parts for own in part.parameters(recurse=False) if own.ndim == 2), rows)
         seen.add(now)
     token = _stepping.set(True)
     try:

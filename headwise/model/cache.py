@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads import Cache, FixedCache, GrowingCache, HeadCache, SlidingCache, SourceCache
+from headwise.kernels.linear import step
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 
 
@@ -47,12 +48,13 @@ class ModelCache:
         self.memory_real: Tensor | None = None  # (B, S): which of its tokens are not padding; None: all
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """A step that fails leaves the cache as it was."""
+    def all_or_nothing(self, model: nn.Module, rows: int) -> Iterator[None]:
+        """A step of so many rows: its products are the quickest there are, and if it fails the cache is as it was."""
         before = (self.length, self.real, self.memory, self.memory_real)
         layers = {cache: cache.state for cache in self.layers.values()}
         try:
-            yield
+            with step(model, rows):
+                yield
         except BaseException:
             self.length, self.real, self.memory, self.memory_real = before
             for cache, state in layers.items():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Gates, resolve_gates
+from headwise.kernels.linear import step
 from headwise.model.cache import ModelCache
 from headwise.model.contract import quiet
 from headwise.model.elsewhere import other_call
@@ -128,7 +129,7 @@ def _steps(
     for _ in range(tokens):
         with quiet(model, parts), torch.no_grad():  # step by step: whoever reads the tokens finds the model as it was
             last = _read(model, ids, cache, gates, first, chunk)  # (B, 1, D)
-            with model._step(cache, len(ids)):
+            with step(model, len(ids)):
                 logits = model.output(last)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
             chosen = torch.where(running, choose.pick(logits, dice), pad)  # (B,)
         yield chosen.clone()

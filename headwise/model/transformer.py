@@ -1,7 +1,7 @@
 """The whole network: a decoder, an encoder, or both, built from a spec."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -15,7 +15,6 @@ from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCa
 from headwise.heads.head import Gates, HasHeads, resolve_gates
 from headwise.heads.site import edits_now, repeated
 from headwise.kernels import Angles, Mask
-from headwise.kernels.linear import Linear, step
 from headwise.model.block import Beside, Block
 from headwise.model.cache import ModelCache, SaysCache
 from headwise.model.cut import without
@@ -117,7 +116,7 @@ class Transformer(nn.Module):
         ids = self._checked_ids(ids, padding)
         gate_at = resolve_gates(self.whole_layers(), gates)
         self._check_cache(cache)
-        with nullcontext() if cache is None else cache.all_or_nothing(), self._step(cache, ids.numel()):
+        with nullcontext() if cache is None else cache.all_or_nothing(self, ids.numel()):
             start, real = (0, padding) if cache is None else cache.note(ids, padding)
             self._check_sides(cache, real)
             memory = self._memory(source, source_padding, memory, cache, gate_at)
@@ -282,18 +281,6 @@ class Transformer(nn.Module):
         return ModelCache(spec, kind, size)
 
     # The small print.
-
-    def _step(self, cache: ModelCache | None, rows: int) -> AbstractContextManager[None]:
-        """A call with a cache, or what comes of one, is a step: its few rows are multiplied by the quickest product."""
-        return nullcontext() if cache is None else step(self, self._multiplied, rows)
-
-    def _multiplied(self) -> Iterator[Tensor]:
-        """The matrices a step multiplies by; tables are only looked up."""
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2 and not name.startswith("embed."):
-                yield weight
-        if self.spec.tied and self.output is not None and isinstance(self.output.vocabulary, Linear):
-            yield self.output.vocabulary.weight
 
     def _through(self, blocks: nn.ModuleList, x: Tensor, beside: Beside) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
