@@ -3,6 +3,7 @@
 python -m bench.spend cache --out F               everything below; the better part of two hours on one core
 python -m bench.spend cache --out F --only loss   past what is kept, whole and by each way to choose, at --lengths
   also: bytes (of a cache, and what the process grew by), speed (of writing on), passkeys, prompt (peak memory of a long one)
+Weights at few bits have a bench of their own, bench.bits; what is written a second, bench.generate.
 Reads $HEADWISE_DATA/wikitext-2: heads are chosen on the validation text, judged by the test text. In F: plans and figures;
 what is there already is not done again.
 """

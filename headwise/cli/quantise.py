@@ -21,6 +21,9 @@ def run(
     mean_bits: Annotated[
         float | None, typer.Option(help="Share out bits among heads, so many on average; needs --by.")
     ] = None,
+    megabytes: Annotated[
+        float | None, typer.Option(help="Or so many megabytes for all heads, scales counted; needs --by.")
+    ] = None,
     by: Annotated[Path | None, typer.Option(help="What headwise sensitivity --out has kept of this model.")] = None,
     choices: Annotated[str, typer.Option(help="Bits to share out, with commas between.")] = "8,4,3,2",
     seeds: Annotated[int, typer.Option(help="Random mixes of equal cost to show the shared out bits beside.")] = 3,
@@ -47,13 +50,15 @@ def run(
 
     if plot is not None:
         check_path(plot)
-    if (mean_bits is None) != (by is None):
-        raise HeadwiseError("--mean-bits shares out bits by what --by tells of each head; give both.")
+    if mean_bits is not None and megabytes is not None:
+        raise HeadwiseError("a budget is of --mean-bits or of --megabytes; give one of them.")
+    if (mean_bits is None and megabytes is None) != (by is None):
+        raise HeadwiseError("--mean-bits, or --megabytes, shares out bits by what --by tells of each head; give both.")
     loaded: Any = load(model)
     bits, made, shared = _bits(weights), None, None
-    if mean_bits is not None and by is not None:
+    if by is not None:
         found = Sensitivity.load(by)
-        made = allocate(loaded, found, mean_bits=mean_bits, choices=[int(one) for one in choices.split(",")])
+        made = allocate(loaded, found, mean_bits=mean_bits, megabytes=megabytes, choices=_choices(choices))
         beside = {part: bits if isinstance(bits, int) else bits.get(part, 32) for part in ("mlp", "vocabulary")}
         bits, group, basis = made.weights | beside, found.about["group"], found.about["basis"]
     small = quantise(loaded, bits, group=group, activations=activations, basis=basis)  # pyright: ignore
@@ -79,6 +84,16 @@ def run(
         show_allocation(shared)
     if out is not None:
         print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise info {out}")
+
+
+def _choices(told: str) -> list[int]:
+    """4,3 as numbers."""
+    from headwise.errors import HeadwiseError
+
+    try:
+        return [int(one) for one in told.split(",")]
+    except ValueError:
+        raise HeadwiseError(f"choices are bits with commas between, 4,3; got {told!r}.") from None
 
 
 def _bits(told: str) -> int | dict[str, int]:

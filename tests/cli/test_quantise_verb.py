@@ -61,5 +61,11 @@ def test_bits_are_shared_out_by_sensitivity(files: Path) -> None:
     told = json.loads(headwise("quantise", files / "model", files / "text.txt", *how[:-2], "--json").told)
     assert len(told["allocation"]["random"]) == 2
     assert "give both" in headwise("quantise", files / "model", "--mean-bits", 3.5).refused
+    small = ("--megabytes", 0.0019, *how[2:6])
+    shared = json.loads(headwise("quantise", files / "model", files / "text.txt", *small, "--limit", 0, "--json").told)
+    heads = next(one for one in shared["after"] if one["part"] == "heads")
+    assert heads["bytes"] <= 1900 < next(one for one in shared["before"] if one["part"] == "heads")["bytes"]
+    assert "one of them" in headwise("quantise", files / "model", "--megabytes", 1, *how[:4]).refused
+    assert "choices are bits" in headwise("quantise", files / "model", *how[:4], "--choices", "few").refused
     make(5).save(files / "other")
     assert "another model" in headwise("quantise", files / "other", *how[:4], "--limit", 0).refused
