@@ -50,7 +50,7 @@ def run(
     from headwise.show.train import show_run
     from headwise.teach import distil
     from headwise.train import Recipe
-    from headwise.train.little import LITTLE, little_texts
+    from headwise.train.little import LITTLE
     from headwise.weights import load
 
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,10 +62,9 @@ def run(
         raise HeadwiseError("--layers, --heads and --width are for a new student; leave them out, or --student.")
     numbers = given(steps=steps, batch=batch, context=context, rate=rate, warmup=warmup, precision=precision)
     recipe = replace(Recipe() if text else LITTLE, **numbers, seed=seed)
-    texts, held_out = (text, None) if text else little_texts(recipe)
     folder = out or Path("runs") / f"distil-{Path(teacher).name}"
     made = distil(
-        learner, loaded, texts, recipe, by=_weights(by), out=folder, valid=valid or held_out, keep=keep,
+        learner, loaded, text or None, recipe, by=_weights(by), out=folder, valid=valid, keep=keep,
         device=device, temperature=temperature, alpha=alpha, pairs=_pairs(pairs),
     )  # fmt: skip
     told = {**made.to_dict(), "by": by, "teacher": loaded.spec.parameters}

@@ -1,7 +1,7 @@
 """`distil`: training with another loss. What a teacher knows becomes what a student learns from."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from headwise.teach.lesson import By, Lesson
 from headwise.teach.loss import Distillation
 from headwise.teach.pairs import Pair, best_pairs, given_pairs, ordered_pairs, samples
 from headwise.text import Tokenizer
-from headwise.text.corpus import Corpus
-from headwise.train.loop import Call, Trained, train
+from headwise.train.loop import Call, Trained, start
 from headwise.train.loss import MakeLoss
 from headwise.train.prepare import weights_digest
 from headwise.train.recipe import Recipe
+from headwise.train.request import TrainRequest
 
 TOP = 64  # logits of each token that are kept, where any are
 
@@ -50,6 +50,7 @@ def distil(
     its `top` largest logits of each token: a second run over the same rows does not ask it again.
 
     >>> from headwise.spec import AttentionSpec
+    >>> from headwise.train import train
     >>> spec = ModelSpec(vocab=257, context=16, layers=2, attention=AttentionSpec(width=16, heads=2))
     >>> text, recipe = "to be or not to be " * 50, Recipe(steps=4, batch=4, warmup=1)
     >>> teacher = train(spec, text, recipe, progress=False).model
@@ -58,19 +59,13 @@ def distil(
     >>> made.step, len(made.model.spec.addresses)
     (4, 2)
     """
-    recipe = recipe or Recipe()
-    texts = Corpus.little() if corpus is None else Corpus.of(corpus)
-    if corpus is None and valid is None:
-        valid = Corpus.little("held-out", documents=1000)
     learn = Lesson(by, **_known(lesson))
     tokenizer = same_tokenizer(student, teacher)
-    if recipe.compile and learn.weights.keys() != {"logits"}:
+    request = TrainRequest(student, corpus, recipe, out=out, valid=valid, tokenizer=tokenizer)
+    if request.how.compile and learn.weights.keys() != {"logits"}:
         raise HeadwiseError("compile goes with by='logits' alone; other losses look inside the model.")
-    make = lesson_of(teacher, learn, texts, keep=keep, top=top)
-    return train(
-        student, texts, recipe, out=out, valid=valid, tokenizer=tokenizer, loss=make, device=device, call=call, every=every,
-        progress=progress,
-    )  # fmt: skip
+    taught = replace(request, loss=lesson_of(teacher, learn, request.texts, keep=keep, top=top))
+    return start(taught, device=device, call=call, every=every, progress=progress)
 
 
 def lesson_of(

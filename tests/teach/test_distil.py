@@ -17,6 +17,7 @@ from headwise.teach.glimpse import Watcher
 from headwise.teach.pairs import best_pairs, given_pairs, ordered_pairs
 from headwise.text.make import character_tokenizer
 from headwise.train import Recipe
+from headwise.train.little import LITTLE
 from tests.teach.tiny import make, rows
 
 TEXT = "to be or not to be that is the question " * 40
@@ -179,6 +180,14 @@ def test_the_best_pairs_find_a_teacher_whose_heads_changed_places() -> None:
 def test_what_cannot_be_is_refused(call, said: str) -> None:
     with pytest.raises(hw.HeadwiseError, match=said):
         call()
+
+
+def test_no_corpus_is_what_it_is_in_training() -> None:
+    """The little language, read by its own recipe; a part of it here."""
+    how = replace(LITTLE, steps=3, batch=2, warmup=1)
+    teacher = hw.train(hw.preset("little").resized(layers=1, width=16, heads=2), recipe=how, progress=False).model
+    alike = hw.distil(teacher.spec, teacher, recipe=how, text=1.0, alpha=0.0, progress=False)
+    assert torch.equal(weights(alike.model), weights(teacher)), "text alone, by the same recipe: the same model"
 
 
 def test_who_cannot_be_asked_for_tokens_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
