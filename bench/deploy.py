@@ -2,6 +2,7 @@
 
 python -m bench.deploy                 SmolLM2 whole, 30 % cut, uneven, with emptied layers, folded, healed; 50 prompts each
 python -m bench.deploy --prompts 8     the same with fewer
+python -m bench.deploy --no-speed      what they say alone
 python -m bench.deploy --out FOLDER    keeps what was found, model by model, and goes on from there
 
 Asked for, in float32: the five likeliest tokens of every step within 5e-3, and the same 32 tokens but where our two
@@ -71,19 +72,24 @@ def our_speed(model: Transformer, prompt: list[int]) -> float:
     return SOME / (time.process_time() - began)
 
 
-def look_at(one: Transformer, whole: Transformer, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
-    """One model: what the engine says beside what we say, and both beside the whole model."""
+def look_at(one: Transformer, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
+    """What the engine says of one model beside what we say."""
     path = folder / "one.gguf"
     made = hw.export(one, path, to="gguf")
     found = compare(one.eval(), prompts, write_on(path, prompts, TOKENS))
-    short = prompts[0][:4]
-    base, theirs = race([folder / "whole.gguf", path], short, SOME, ROUNDS)
-    ours = [(our_speed(whole, short), our_speed(one, short)) for _ in range(ROUNDS)]
     return {
         "heads": len(one.spec.addresses),
         "zeros": next((int(note.split()[0]) for note in made.notes if "of zeros" in note), 0),
         "MB": path.stat().st_size / 2**20,
         **vars(found),
+    }
+
+
+def speeds(one: Transformer, whole: Transformer, prompt: list[int], folder: Path) -> dict[str, float]:
+    """One model beside the whole one, there and here."""
+    base, theirs = race([folder / "whole.gguf", folder / "one.gguf"], prompt, SOME, ROUNDS)
+    ours = [(our_speed(whole, prompt), our_speed(one, prompt)) for _ in range(ROUNDS)]
+    return {
         "there": statistics.median(theirs),
         "there to whole": statistics.median(a / b for a, b in zip(theirs, base, strict=True)),
         "here": statistics.median(b for _, b in ours),
@@ -93,7 +99,7 @@ def look_at(one: Transformer, whole: Transformer, prompts: list[list[int]], fold
 
 def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     parted = f"{found['parted']} ({found['parted_close']})"
-    speeds = (f"{found[key]:.{digits}f}" for key, digits in SPEEDS)
+    quick = (f"{found[key]:.{digits}f}" if key in found else "" for key, digits in SPEEDS)
     return (
         name,
         str(found["heads"]),
@@ -101,7 +107,7 @@ def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         f"{found['MB']:.0f}",
         f"{found['largest']:.1e}",
         parted,
-        *speeds,
+        *quick,
     )
 
 
@@ -112,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--heal", type=int, default=10, help="steps")
+    parser.add_argument("--no-speed", dest="speed", action="store_false")
     parser.add_argument("--out", type=Path, help="a folder for what was found")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -127,7 +134,10 @@ def main() -> None:
             if kept is not None and kept.is_file():
                 found = json.loads(kept.read_text())
             else:
-                found = look_at(make(), model, prompts, Path(folder))
+                one = make()
+                found = look_at(one, prompts, Path(folder))
+                if options.speed:
+                    found |= speeds(one, model, prompts[0][:4], Path(folder))
                 if kept is not None:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     kept.write_text(json.dumps(found))

@@ -93,7 +93,7 @@ def _read(spec: ModelSpec, state: State, prefix: str, letter: str) -> tuple[Tens
     """Rows of q, k or v and their bias, zeros where there is none."""
     weight = state[f"{prefix}read.{letter}.weight"].flatten(0, 1)  # (heads · d, D)
     bias = state.get(f"{prefix}read.{letter}.bias")
-    rows = torch.zeros(len(weight)) if bias is None else bias.flatten()
+    rows = weight.new_zeros(len(weight)) if bias is None else bias.flatten()
     factor = q_factor(spec) if letter == "q" else 1.0
     return weight * factor, rows * factor
 

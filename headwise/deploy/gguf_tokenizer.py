@@ -61,6 +61,8 @@ def _byte_level(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[
     name = _name_of(patterns, whole_first)
     tokens, types = _tokens(tokenizer, told, vocab)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if not merges:
+        raise HeadwiseError(f"llama.cpp's byte-level tokenizer needs merges, this one has none; {INSTEAD}.")
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types, "merges": merges}
 
 
@@ -91,11 +93,16 @@ def _name_of(patterns: tuple[str, ...], whole_first: bool) -> str:
     for name, cut in CUTS.items():
         if cut.patterns == patterns and cut.whole_first == whole_first and name != "default":
             return name
-    raise HeadwiseError(f"llama.cpp knows no cut by these patterns: {' then '.join(patterns)[:200]}; {INSTEAD}.")
+    how = f"by these patterns: {' then '.join(patterns)[:200]}" if patterns else "that leaves a text in one piece"
+    raise HeadwiseError(f"llama.cpp knows no cut {how}; {INSTEAD}.")
 
 
 def _tokens(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> tuple[list[str], list[int]]:
     """Every token in its place, and of what type it is."""
+    if (most := max(tokenizer.backend.get_vocab().values(), default=0)) >= vocab:
+        raise HeadwiseError(
+            f"the tokenizer has a token {most}, the model only {vocab} rows; is it the model's own? Or {INSTEAD}."
+        )
     tokens, types = [f"[PAD{i}]" for i in range(vocab)], [CONTROL] * vocab
     for token, i in tokenizer.backend.get_vocab().items():
         tokens[i], types[i] = token, NORMAL
