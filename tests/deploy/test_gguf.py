@@ -87,12 +87,12 @@ def test_sentencepiece_cuts_as_ours(tmp_path: Path) -> None:
     texts += ["Crème brûlée costs 3,14 €…", "  two  spaces\n\nnew", "日本語 🙂", "a </s> b <|user|> c", "<|user|>x"]
     assert cut_texts(tmp_path / "m.gguf", texts) == [words.encode(text) for text in texts]
     merges = json.loads(words.backend.to_str())
-    merges["model"]["merges"].reverse()  # an order that no score can say
-    model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), words.special)
-    model.tokenizer.backend.normalizer = normalizers.Replace(" ", "▁")
+    merges["model"]["merges"].reverse()  # another order, which scores can say
+    others = model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), words.special)
+    others.backend.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
     hw.export(model, tmp_path / "m.gguf", to="gguf")
-    assert cut_texts(tmp_path / "m.gguf", texts) == [model.tokenizer.encode(text) for text in texts]
-    merges["model"]["merges"].pop()
+    assert cut_texts(tmp_path / "m.gguf", texts) == [others.encode(text) for text in texts]
+    merges["model"]["merges"].pop()  # a pair that is not joined though its token is there
     model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), words.special)
     with pytest.raises(hw.HeadwiseError, match="in an order no score can say"):
         hw.export(model, tmp_path / "m.gguf", to="gguf")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_functions_of_tensors_say_what_the_model_says(family: str, cut: str) -> 
 
 
 OTHERS = [(family, cut) for family in FAMILIES for cut in CUTS if (family, cut) != ("gpt-neo", "emptied")]
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
+close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 
 
 @needs_onnx
@@ -90,7 +91,7 @@ def any_shape_of_encoder(model: Transformer, folder: Path) -> None:
         ids, real = torch.randint(0, 40, (batch, length)), torch.ones(batch, length, dtype=torch.bool)
         real[batch // 2, (length + 1) // 2 :] = False
         (states,) = session.run(None, {"ids": ids.numpy(), "padding": real.numpy()})
-        torch.testing.assert_close(torch.from_numpy(states)[real], model(ids, padding=real).detach()[real], **CLOSE)
+        close(torch.from_numpy(states)[real], model(ids, padding=real).detach()[real])
 
 
 def any_shape_of_decoder(model: Transformer, folder: Path) -> None:
@@ -98,10 +99,10 @@ def any_shape_of_decoder(model: Transformer, folder: Path) -> None:
     for batch, length in ((3, 7), (1, 1), (2, 30)):
         ids = torch.randint(0, 40, (batch, length + 1))
         logits, *held = prefill.run(None, {"ids": ids[:, :length].numpy()})
-        torch.testing.assert_close(torch.from_numpy(logits), model(ids[:, :length]).detach(), **CLOSE)
+        close(torch.from_numpy(logits), model(ids[:, :length]).detach())
         names = [given.name for given in step.get_inputs()][1:]
         logits, *_ = step.run(None, {"ids": ids[:, length:].numpy(), **dict(zip(names, held, strict=True))})
-        torch.testing.assert_close(torch.from_numpy(logits), model(ids).detach()[:, -1:], **CLOSE)
+        close(torch.from_numpy(logits), model(ids).detach()[:, -1:])
 
 
 @needs_onnx
