@@ -7,7 +7,6 @@ python -m bench.attach --rounds 10  quicker
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from bench.look import HEADS, VOCAB, make_batch, make_flags
 from bench.measure import machine, peak_memory, take_turns
 from headwise.lab.engine.memory import rise
 from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.listening import listening
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.usual import usual_measures
 from headwise.show.tables import make_table
 
 LENGTHS = (512, 2048)
@@ -44,7 +45,7 @@ def make_way(way: str, T: int) -> Callable[[], object]:
     model = make_model(T, "eager" if way == "eager maps" else "sdpa")
     theirs = hw.attach(model) if way in ("attached", "profile") else None
 
-    surface = Surface(Tally(HEADS), Evidence(HEADS), usual_measures(make_flags()), 1, "full")  # one for a whole corpus
+    runner = Runner(Tally(HEADS), [Evidence(HEADS), *usual_measures(make_flags())])  # one for a whole corpus
 
     @torch.no_grad()
     def run() -> object:
@@ -52,10 +53,8 @@ def make_way(way: str, T: int) -> Callable[[], object]:
             return model(batch.ids, use_cache=False, output_attentions=True)
         if way != "profile" or theirs is None:
             return model(batch.ids, use_cache=False)
-        surface.forget()  # every text is new
-        with ExitStack() as stack:
-            for number, site in enumerate(theirs.sites()):
-                stack.enter_context(site.listen(lambda seen, first=12 * number: surface.see(seen, batch, first)))
+        runner.forget()  # every text is new
+        with listening(theirs.sites(), runner.see, batch):
             return model(batch.ids, use_cache=False)
 
     return run

@@ -22,8 +22,9 @@ from headwise.heads.site import Seen
 from headwise.lab.engine.memory import rise
 from headwise.look.measure.classes import CLASSES
 from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.usual import usual_measures
 from headwise.look.record.units import Batch, Unit
 from headwise.show.tables import make_table
 
@@ -62,13 +63,12 @@ def make_flags() -> Tensor:
 
 def full(model: hw.Transformer, batch: Batch, every: int = 1, detail: str = "full") -> Callable[[], None]:
     """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
-    surface = Surface(
-        Tally(HEADS), Evidence(HEADS), usual_measures(make_flags()), every, detail
-    )  # one for a whole corpus
+    measures = [Evidence(HEADS), *usual_measures(make_flags())]
+    runner = Runner(Tally(HEADS), measures, every, detail)  # one for a whole corpus
 
     def work() -> None:
-        surface.forget()  # every text is new
-        listening(model, batch, lambda seen, first: surface.see(seen, batch, first))
+        runner.forget()  # every text is new
+        listening(model, batch, lambda seen, first: runner.see(seen, batch, first))
 
     return work
 

@@ -15,8 +15,9 @@ from headwise.heads.site import Seen
 from headwise.kernels import Mask, Terms, causal, maps
 from headwise.look.measure.classes import CLASSES
 from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.usual import usual_measures
 from headwise.look.record.units import Batch, Unit, make_batch, run
 from headwise.model import Transformer
 from headwise.spec import SiteAddress
@@ -59,7 +60,8 @@ def measured(seen: Seen, batch: Batch, flags: Tensor | None = None, **options: A
     """What the streaming measures make of one call."""
     tally = Tally(seen.q.shape[1])
     flags = torch.zeros(int(batch.ids.max()) + 1, len(CLASSES)) if flags is None else flags
-    Surface(tally, options.pop("evidence", None), usual_measures(flags), **options).see(seen, batch, 0)
+    evidence = [one for one in (options.pop("evidence", None),) if one is not None]
+    Runner(tally, [*evidence, *usual_measures(flags)], **options).see(seen, batch, 0)
     return tally
 
 
@@ -74,13 +76,13 @@ def watch(
     """The streaming measures of a model and the dense ones, of the same passes; `block`: rows of a block, with `every`."""
     heads = sum(len(site.head_ids) for site in model.sites())
     tally = Tally(heads)
-    surface = Surface(tally, Evidence(heads) if evidence else None, usual_measures(flags), **options)
+    runner = Runner(tally, [*[Evidence(heads)] * evidence, *usual_measures(flags)], **options)
     dense: Rows = {}
     for batch in batches:
         with ExitStack() as stack:
             first = 0
             for site in model.sites():
-                stack.enter_context(site.listen(partial(_both, surface, dense, batch, first, heads, flags, block)))
+                stack.enter_context(site.listen(partial(_both, runner, dense, batch, first, heads, flags, block)))
                 first += len(site.head_ids)
             with torch.no_grad():
                 run(model, batch)
@@ -88,10 +90,10 @@ def watch(
 
 
 def _both(
-    surface: Surface, dense: Rows, batch: Batch, first: int, heads: int, flags: Tensor, block: int, seen: Seen
+    runner: Runner, dense: Rows, batch: Batch, first: int, heads: int, flags: Tensor, block: int, seen: Seen
 ) -> None:
-    surface.see(seen, batch, first)
-    T, every = seen.q.shape[2], surface.every
+    runner.see(seen, batch, first)
+    T, every = seen.q.shape[2], runner.every
     rows = np.array([not block or i // block % every == _middle(i // block, every, -(-T // block)) for i in range(T)])
     for name, (sums, counts) in dense_measures(seen, batch, flags, rows).items():
         old = dense.setdefault(name, (np.zeros(heads), np.zeros(heads)))

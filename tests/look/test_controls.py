@@ -8,6 +8,7 @@ import torch
 
 from headwise.kernels import causal
 from headwise.look.measure.relations import Relations
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import judge, make_cases
 from headwise.look.record.buckets import bucket_of
@@ -66,9 +67,8 @@ def roles(documents: list[Document], heads: list[tuple[str, ...]]) -> list[dict[
     for unit in units:
         assert unit.document is not None
         batch = make_batch([unit])
-        relations.begin(batch)
         scores = torch.stack([looks(unit.document, *kinds) for kinds in heads])[None].double()
-        relations.see(by_scores(scores, causal()), batch, 0)
+        Runner(relations.tally, [relations]).see(by_scores(scores, causal()), batch, 0)
     found, _ = judge(make_cases(relations.tally, relations), len(heads))
     return [{one.role: (one.score, one.null) for one in some if one.stands} for some in found]
 

@@ -8,6 +8,7 @@ import torch
 import headwise as hw
 from headwise.kernels import causal
 from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.merge import merge_relations
 from headwise.look.record.attend import Parts
@@ -35,9 +36,8 @@ def asked(document: Document, alignment: Alignment, p: list[list[float]], is_cau
     unit = Unit(3, 3, alignment.ids, document, partial(lambda: alignment))
     relations = Relations.of(Tally(1), documents_of([unit]), is_causal)
     batch = make_batch([unit])
-    relations.begin(batch)
     scores = torch.tensor(p).double().clamp(min=1e-30).log()[None, None]  # (1, 1, T, T)
-    relations.see(by_scores(scores, causal() if is_causal else None), batch, 0)
+    Runner(relations.tally, [relations]).see(by_scores(scores, causal() if is_causal else None), batch, 0)
     return relations
 
 

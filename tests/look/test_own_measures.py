@@ -10,10 +10,9 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import causal
-from headwise.look.measure.listening import read_texts
 from headwise.look.measure.measure import Measure, Number, WeightAt, WeightOn
 from headwise.look.measure.retrieval import CUE, NEEDLE, Retrieval, make_needles
-from headwise.look.measure.surface import Surface
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.trials import run_trial
 from headwise.look.profile.make import profile
@@ -40,7 +39,7 @@ def two_back(text: Unit) -> list[int]:
 def looked(measure: Measure, scores: torch.Tensor, norms: torch.Tensor | None = None, **options: Any) -> Tally:
     tally = Tally(1)
     seen = by_scores(scores.double()[None, None], causal(), norms=norms)
-    Surface(tally, None, [measure], **options).see(seen, distinct(len(scores)), 0)
+    Runner(tally, [measure], **options).see(seen, distinct(len(scores)), 0)
     return tally
 
 
@@ -94,7 +93,7 @@ def test_padding_makes_no_difference(side: str) -> None:
     for batches in (make_batches(texts, 4096, side), (one for text in texts for one in make_batches([text]))):
         tally = Tally(12)
         with torch.no_grad():
-            read_texts(model, batches, Surface(tally, None, measures))
+            Runner(tally, measures).read(model, batches)
         found.append(tally)
     for name in found[0].fields:
         assert found[0].mean(name) == pytest.approx(found[1].mean(name), abs=1e-6, nan_ok=True)

@@ -10,13 +10,14 @@ import torch
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.look.measure.classes import class_flags
-from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.usual import usual_measures
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import SHOWN, Profile
 from headwise.look.profile.roles import RUNGS
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import make_batches, run
+from headwise.look.record.units import make_batches
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document
@@ -82,15 +83,8 @@ def test_two_halves_make_a_whole() -> None:
 
     def passed(some: list) -> Tally:
         tally = Tally(8)
-        surface = Surface(tally, None, usual_measures(flags))
-        for batch in make_batches(some, 700):
-            first, second = model.sites()[:2]
-            with (
-                torch.no_grad(),
-                first.listen(lambda seen, b=batch: surface.see(seen, b, 0)),
-                second.listen(lambda seen, b=batch: surface.see(seen, b, 4)),
-            ):
-                run(model, batch)
+        with torch.no_grad():
+            Runner(tally, usual_measures(flags)).read(model, make_batches(some, 700))
         return tally
 
     whole, merged = passed(units), passed(units[:23]).merge(passed(units[23:]))

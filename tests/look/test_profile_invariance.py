@@ -1,9 +1,7 @@
 """Profiles: the same numbers whatever the batches, blocks, sides and shards; files, tables, controls and refusals."""
 
 import json
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Seen
 from headwise.look.measure import rows
 from headwise.look.measure.classes import class_flags
 from headwise.look.measure.evidence import Evidence
 from headwise.look.measure.relations import Relations
-from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.usual import usual_measures
 from headwise.look.profile.make import _shuffled, profile
 from headwise.look.profile.result import Profile
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import Batch, Unit, make_batches, run
+from headwise.look.record.units import Unit, make_batches
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.corpus import Corpus
@@ -52,22 +50,10 @@ def gather(
 ) -> tuple[Tally, Relations, list]:
     """One pass over some units of a corpus, as a profile makes it."""
     tally, evidence = Tally(len(model.heads)), Evidence(len(model.heads))
-    surface = Surface(tally, evidence, usual_measures(class_flags(model.tokenizer, model.spec.vocab)))  # pyright: ignore
+    usual = usual_measures(class_flags(model.tokenizer, model.spec.vocab))  # pyright: ignore
     relations = Relations.of(tally, Reading.of(model, LITTLE).documents(), model.spec.kind == "decoder")
-    for batch in make_batches(units, tokens, side):
-        relations.begin(batch)
-        with ExitStack() as stack:
-            first = 0
-            for site in model.sites():
-                for see in (surface.see, relations.see):
-                    stack.enter_context(site.listen(partial(_tell, see, batch, first)))
-                first += len(site.head_ids)
-            run(model, batch)
+    Runner(tally, [evidence, *usual, relations]).read(model, make_batches(units, tokens, side))
     return tally, relations, evidence.contexts()
-
-
-def _tell(see: Any, batch: Batch, first: int, seen: Seen) -> None:
-    see(seen, batch, first)
 
 
 def assert_same(one: Tally, other: Tally) -> None:

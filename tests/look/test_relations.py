@@ -12,7 +12,10 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.kernels import Mask, causal, padding_mask
 from headwise.look.measure import rows
+from headwise.look.measure.call import Call
 from headwise.look.measure.relations import Relations
+from headwise.look.measure.rows import walk
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import make_cases
 from headwise.look.record.buckets import BUCKETS
@@ -82,8 +85,7 @@ def listened(batches: list[Batch], is_causal: bool, heads: int = 3) -> tuple[Rel
     relations = Relations.of(Tally(heads), documents_of(units), is_causal)
     seen = [call(batch, is_causal, heads) for batch in batches]
     for batch, one in zip(batches, seen, strict=True):
-        relations.begin(batch)
-        relations.see(one, batch, 0)
+        Runner(relations.tally, [relations]).see(one, batch, 0)
     return relations, seen
 
 
@@ -161,9 +163,12 @@ def test_split_words_of_a_uniform_encoder() -> None:
     unit = make_units(framed=False, count=1, seed=4, longest=13)[0]
     batch = make_batch([unit])
     relations = Relations.of(Tally(1), documents_of([unit]), causal=False)
-    relations.begin(batch)
-    n = len(unit.ids)
-    plain, _ = relations._word_maps(by_scores(torch.zeros(1, 1, n, n).double()), batch)
+    n, runner = len(unit.ids), Runner(relations.tally, [relations])
+    one = Call(by_scores(torch.zeros(1, 1, n, n).double()), runner.scene(batch), 0, runner._gram)
+    found = relations.at(one)
+    for block in walk(one.seen, one.inputs):
+        found.see(block)
+    plain = found.plain
     sizes = np.array([len(places) for places in unit.alignment.tokens_of_word])
     np.testing.assert_allclose(plain[0][0], np.tile(sizes / n, (len(sizes), 1)), atol=1e-6)
     assert max(sizes) > 1
@@ -226,10 +231,9 @@ def previous_word(units: list[Unit], is_causal: bool) -> Relations:
     relations = Relations.of(Tally(1), documents_of(units), is_causal)
     for unit in units:
         batch, n = make_batch([unit]), len(unit.ids)
-        relations.begin(batch)
         scores = 200.0 * torch.eye(n).roll(-1, 1).tril().double()
         scores[0, 0] = 200.0  # it has nobody before it
-        relations.see(call(batch, is_causal, 1, scores[None, None]), batch, 0)
+        Runner(relations.tally, [relations]).see(call(batch, is_causal, 1, scores[None, None]), batch, 0)
     return relations
 
 
@@ -271,10 +275,9 @@ def test_what_cannot_be_compared_is_left_out_and_does_not_dilute() -> None:
     relations = Relations.of(Tally(1), documents_of(units := single_tokens([arcs] * 12)), causal=False)
     for unit in units:
         batch, n = make_batch([unit]), len(unit.ids)
-        relations.begin(batch)
         scores = torch.zeros(n, n).double()
         scores[1, 5] = 200.0
-        relations.see(call(batch, False, 1, scores[None, None]), batch, 0)
+        Runner(relations.tally, [relations]).see(call(batch, False, 1, scores[None, None]), batch, 0)
     matched, others = (relations.tally.mean(f"det > {kind}")[0] for kind in ("matched", "others"))
     assert matched == pytest.approx(1)
     assert others == pytest.approx(1 / 9), "0 → 4, 2 → 6, 3 → 7 and 4 → 8 look everywhere alike"
@@ -289,10 +292,9 @@ def test_a_perfect_head_scores_one_however_many_targets(targets: int) -> None:
         relations = Relations.of(Tally(1), documents_of(units := single_tokens([arcs] * 12)), causal=True)
         for unit in units:
             batch, n = make_batch([unit]), len(unit.ids)
-            relations.begin(batch)
             scores = torch.zeros(n, n).double()
             scores[8, [t for _, t in arcs][: None if spread_out else 1]] = 200.0
-            relations.see(call(batch, True, 1, scores[None, None]), batch, 0)
+            Runner(relations.tally, [relations]).see(call(batch, True, 1, scores[None, None]), batch, 0)
         for kind in ("hits", "mass", "valued hits", "valued mass"):
             assert relations.tally.mean(f"det > {kind}") == pytest.approx([1]), kind
 
@@ -330,9 +332,8 @@ def test_a_head_that_looks_at_no_word_hits_none(is_causal: bool) -> None:
     units = [unit_of(i, Document.of("abcd", [Relation("det", 2, 0), Relation("det", 3, 0)]), True) for i in range(3)]
     batch = make_batch(units)
     relations = Relations.of(Tally(1), documents_of(units), is_causal)
-    relations.begin(batch)
     scores = torch.zeros(3, 1, 6, 6).double()
     scores[..., 0] = 2000.0
-    relations.see(call(batch, is_causal, 1, scores), batch, 0)
+    Runner(relations.tally, [relations]).see(call(batch, is_causal, 1, scores), batch, 0)
     assert relations.tally.mean("det > mass") == pytest.approx([0])
     assert relations.tally.mean("det > hits") == pytest.approx([0])

@@ -12,6 +12,7 @@ from headwise.kernels import causal
 from headwise.look.measure import rows
 from headwise.look.measure.questions import Question
 from headwise.look.measure.relations import Relations
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import make_cases
 from headwise.look.record.reading import Reading
@@ -53,12 +54,11 @@ def test_words_of_several_tokens(kind: str, side: str, monkeypatch: pytest.Monke
     assert [len(unit.ids) for unit in units] == [len(d.text) for d in DOCUMENTS], "a token is a letter"
     batch, tally = make_batch(units, side), Tally(4)
     relations = Relations.of(tally, documents_of(units), is_causal)
-    relations.begin(batch)
     want = {f"{question} {what}": np.zeros(4) for question in relations.questions for what in KINDS}
     arcs = dict.fromkeys(relations.questions, 0)
 
     def both(seen: Seen) -> None:
-        relations.see(seen, batch, 0)
+        Runner(relations.tally, [relations]).see(seen, batch, 0)
         p = seen.maps().double()
         lengths = torch.einsum("bhse,hed->bhsd", seen.v[:, list(seen.terms.groups)], seen.site.W_O).norm(dim=-1)
         heavy = p * lengths[:, :, None]
@@ -109,8 +109,9 @@ def listened(documents: list[Document], scores: Tensor, is_causal: bool = True) 
     relations = Relations.of(Tally(1), documents_of(units), is_causal)
     for unit in units:
         batch = make_batch([unit])
-        relations.begin(batch)
-        relations.see(by_scores(scores[None, None], causal() if is_causal else None), batch, 0)
+        Runner(relations.tally, [relations]).see(
+            by_scores(scores[None, None], causal() if is_causal else None), batch, 0
+        )
     return relations
 
 
@@ -159,8 +160,10 @@ def test_models_of_double_precision() -> None:
     batch, made = make_batch(units), []
     for precision in (torch.float32, torch.float64):
         relations = Relations.of(Tally(4), documents_of(units), True)
-        relations.begin(batch)
-        with torch.no_grad(), model.to(precision).sites()[0].listen(lambda seen, r=relations: r.see(seen, batch, 0)):
+        with (
+            torch.no_grad(),
+            model.to(precision).sites()[0].listen(lambda seen, r=relations: Runner(r.tally, [r]).see(seen, batch, 0)),
+        ):
             run(model, batch)
         made.append(relations.tally.mean("nsubj < mass"))
     assert made[0] == pytest.approx(made[1], abs=1e-5)

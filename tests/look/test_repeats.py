@@ -1,5 +1,7 @@
 """Random tokens said twice: heads built by hand score what their closed forms say, whatever the length."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.heads.site import Seen
 from headwise.kernels import causal, maps
 from headwise.look.measure import rows
 from headwise.look.measure.repeats import Echo, Repeats, make_repeats
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.trials import run_trial
 from headwise.look.record.units import make_batch
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.make import word_tokenizer
@@ -34,10 +38,34 @@ def repeats_of(m: int, start: int) -> Repeats:
 def echo(scores: Tensor, m: int, start: int, plain: Tensor | None = None, **options: Tensor) -> Tally:
     """A causal head with these scores on R R, and with others, or none, on R R′."""
     tally = Tally(1)
-    listener = Echo(tally, repeats_of(m, start))
-    for repeated, given in ((True, scores), (False, torch.zeros_like(scores) if plain is None else plain)):
-        listener.see(by_scores(given.double()[None, None], causal(), **options), slice(0, 1), repeated, 0)
+    given = {True: scores, False: torch.zeros_like(scores) if plain is None else plain}
+    calls = {twice: by_scores(some.double()[None, None], causal(), **options) for twice, some in given.items()}
+    run_trial(Recited(calls), Echo(repeats_of(m, start)), tally)  # pyright: ignore[reportArgumentType]
     return tally
+
+
+class Recited:
+    """A model of one site that gives these calls: for R R, in which a token comes twice, and for R R′."""
+
+    tokenizer = word_tokenizer([f"w{i}" for i in range(200)])
+    spec, device = SimpleNamespace(kind="decoder"), "cpu"
+
+    def __init__(self, calls: dict[bool, Seen]) -> None:
+        self.calls, self.heard = calls, []
+        self.site = SimpleNamespace(head_ids=(0,), listen=self._listen)
+
+    def all_sites(self) -> list[SimpleNamespace]:
+        return [self.site]
+
+    @contextmanager
+    def _listen(self, listener: Callable[[Seen], None]) -> Iterator[None]:
+        self.heard = [listener]
+        yield
+
+    def __call__(self, ids: Tensor, **_: object) -> None:
+        twice = len(set(ids[0].tolist())) < ids.shape[1]
+        for listener in self.heard:
+            listener(self.calls[twice])
 
 
 def back(n: int, offset: int, beta: float) -> Tensor:
@@ -134,15 +162,12 @@ def test_against_whole_maps() -> None:
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(17)])
     repeats = make_repeats(model, sequences=5, length=8)
     m, tally = repeats.length, Tally(4)
-    listener, kept = Echo(tally, repeats), []
-    for some, ids, repeated in repeats.batches(2):
-        with (
-            model.sites()[0].listen(lambda seen, r=repeated: kept.append((r, maps(seen.q, seen.k, seen.terms)))),
-            model.sites()[0].listen(lambda seen, s=some, r=repeated: listener.see(seen, s, r, 0)),
-        ):
+    run_trial(model, Echo(repeats), tally)
+    for kind, ids in (("", repeats.twice), (" null", repeats.once)):
+        kept = []
+        with model.sites()[0].listen(lambda seen, kept=kept: kept.append(maps(seen.q, seen.k, seen.terms))):
             model(ids, hidden=True)
-    for kind, repeated in (("", True), (" null", False)):
-        p = torch.cat([some for r, some in kept if r == repeated])
+        (p,) = kept
         for name, offset in (("induction", m - 1), ("duplicate", m)):
             first = m if name == "induction" else m + 1
             want = torch.stack([p[:, :, i, i - offset] for i in range(first, 2 * m)]).mean((0, 1))
@@ -168,7 +193,8 @@ def test_no_room_to_repeat() -> None:
     spec = ModelSpec(vocab=17, context=3, layers=1, attention=AttentionSpec(width=12, heads=2))
     model = SimpleNamespace(spec=spec, tokenizer=word_tokenizer(["a", "b", "c"]), device="cpu")
     made = make_repeats(model)  # pyright: ignore[reportArgumentType]
-    assert (len(made.twice), list(made.batches())) == (0, [])
+    assert len(made.twice) == 0
     tally = Tally(2)
-    Echo(tally, made)
+    model.sites = list
+    run_trial(model, Echo(made), tally)  # pyright: ignore[reportArgumentType]
     assert np.isnan([tally.mean(name) for name in ("induction", "duplicate valued")]).all(), "not asked, so not told"

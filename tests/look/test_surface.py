@@ -13,8 +13,9 @@ from headwise.kernels import Mask, causal, padding_mask
 from headwise.look.measure import rows
 from headwise.look.measure.classes import CLASSES
 from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.surface import Surface, usual_measures
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.usual import usual_measures
 from headwise.look.profile.roles import TABLE, make_cases
 from headwise.look.record.units import make_batch, make_batches, run
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
@@ -269,8 +270,8 @@ def test_looking_leaves_every_bit(variant: str) -> None:
         tally, _ = watch(model, [batch], FLAGS, evidence=True)
         again.append(run(model, batch))
         heads = sum(len(site.head_ids) for site in model.sites())
-        surface = Surface(Tally(heads), Evidence(heads), usual_measures(FLAGS))
-        with model.sites()[0].listen(lambda seen, b=batch, s=surface: s.see(seen, b, 0)):
+        runner = Runner(Tally(heads), [Evidence(heads), *usual_measures(FLAGS)])
+        with model.sites()[0].listen(lambda seen, b=batch, r=runner: r.see(seen, b, 0)):
             again.append(run(model, batch))
         assert all(torch.equal(plain, other) for other in again)
         assert tally.heads == heads

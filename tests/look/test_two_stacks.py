@@ -11,7 +11,7 @@ import torch
 
 from headwise.heads import Head
 from headwise.look.measure.classes import class_flags
-from headwise.look.measure.surface import usual_measures
+from headwise.look.measure.usual import usual_measures
 from headwise.look.measure.variability import variability
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile

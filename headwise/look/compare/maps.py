@@ -4,7 +4,6 @@ Only the sampled rows of a map are ever made, and only a group of texts is held 
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,8 +15,12 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
 from headwise.look.compare.weights import product_norms, square_norms
+from headwise.look.measure.call import Call
+from headwise.look.measure.measure import Measure
+from headwise.look.measure.runner import Runner
+from headwise.look.measure.tally import Tally
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import Unit, make_batch, run
+from headwise.look.record.units import Unit, make_batch
 from headwise.model import AnyModel
 from headwise.spec import Address
 
@@ -63,30 +66,38 @@ class SampledRows(NamedTuple):
     texts: int  # B
 
 
-def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> SampledRows:
-    """One pass over a group of texts, these rows alone kept. Listeners see it as it is; nothing is changed."""
-    batch = make_batch(units, device=model.device)
-    maps, v, z = [], [], []
-    called: set[Site] = set()
+class Sampling(Measure):
+    """Keeps some rows of some heads while a group of texts is read: it has no numbers of its own, for it is pairs of heads
+    that are compared."""
 
-    def listener(seen: Seen) -> None:
-        here = [i for i, address in enumerate(seen.site.addresses) if address in wanted]
-        if here and seen.site in called:
+    def __init__(self, places: list[int], wanted: set[Address]) -> None:
+        self.places, self.wanted = places, wanted
+        self.maps: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self.z: list[Tensor] = []
+        self._called: set[Site] = set()
+
+    def at(self, call: Call) -> None:
+        """One call at one site."""
+        seen, places = call.seen, self.places
+        here = [i for i, address in enumerate(seen.site.addresses) if address in self.wanted]
+        if here and seen.site in self._called:
             raise HeadwiseError(
                 f"layer {seen.site.address} is called several times in one pass, so its heads have no one map to compare; "
                 f"record them, and take a call: hw.record(model), recording[…].call(0)."
             )
-        called.add(seen.site)
+        self._called.add(seen.site)
         if here:
-            maps.append(_by_head(rows_of(seen, places)[:, here]))
-            v.append(_by_head(spread(seen.v, seen.terms.groups)[:, here][:, :, places]))
-            z.append(_by_head(seen.z[:, here][:, :, places]))
+            self.maps.append(_by_head(rows_of(seen, places)[:, here]))
+            self.v.append(_by_head(spread(seen.v, seen.terms.groups)[:, here][:, :, places]))
+            self.z.append(_by_head(seen.z[:, here][:, :, places]))
 
-    with ExitStack() as stack:
-        for site in model.all_sites():
-            stack.enter_context(site.listen(listener))
-        run(model, batch)
-    return SampledRows(torch.cat(maps), torch.cat(v), torch.cat(z), len(units))
+
+def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> SampledRows:
+    """One pass over a group of texts, these rows alone kept."""
+    kept = Sampling(places, wanted)
+    Runner(Tally(len(wanted)), [kept]).read(model, [make_batch(units, device=model.device)])
+    return SampledRows(torch.cat(kept.maps), torch.cat(kept.v), torch.cat(kept.z), len(units))
 
 
 def _by_head(x: Tensor) -> Tensor:

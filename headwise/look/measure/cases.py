@@ -76,17 +76,6 @@ class Cases:
             "aims": (R, len(self.aims)),  # the place in the text, counted from 1; 0: none
         }  # fmt: skip
 
-    # While repeated tokens are read.
-
-    def see_echoes(self, seen: Seen, some: slice, first_head: int) -> None:
-        """One call at one site, for repeated tokens."""
-        for number, place in enumerate(self.rows):
-            if place.question == ECHO and some.start <= place.unit < some.stop:
-                weights = weights_at(place, seen, place.unit - some.start, 0)  # (H, S)
-                heads = slice(first_head, first_head + len(weights))
-                self.arrays["maps"][number, heads, : weights.shape[1]] = weights
-                self.arrays["met"][len(self.arcs) + number] = 1
-
     def gather(self, team: Team) -> None:
         """What all processes met, each its own."""
         for name in sorted(self.arrays):

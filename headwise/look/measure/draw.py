@@ -13,9 +13,10 @@ from heapq import heappop, heappush
 import numpy as np
 from torch import Tensor
 
-from headwise.heads.site import Seen
-from headwise.look.measure.cases import ARCS, NAMES, ROW, ROWS, Cases, Place, weights_at
-from headwise.look.measure.scene import Layout, Scene
+from headwise.look.measure.call import Call
+from headwise.look.measure.cases import ARCS, ECHO, NAMES, ROW, ROWS, Cases, Place, weights_at
+from headwise.look.measure.measure import Measure
+from headwise.look.measure.scene import Layout
 from headwise.look.record.units import Unit
 
 REACH = 128  # tokens are drawn among the first so many of a text
@@ -58,12 +59,12 @@ class Smallest:
         return self.drawn.pop(-heappop(self._heap)) if len(self._heap) > self.most else None
 
 
-class Draw:
+class Draw(Measure):
     """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases."""
 
     def __init__(self, heads: int, echoes: Iterable[Place], layout: Layout) -> None:
         self.heads, self.echoes, self.marks = heads, tuple(echoes), layout.marks
-        self.aims = tuple(aim.name for aim in layout.aims)
+        self.rules = tuple(aim.name for aim in layout.aims)  # that say where a row should look
         self._words: dict[str, Smallest] = {}
         self._tokens = Smallest(ROWS)
         self._words_of: dict[int, list[Drawn]] = {}  # by the number of their text
@@ -78,7 +79,7 @@ class Draw:
             if self._tokens.takes(keys[row]):
                 place = Place(ROW, keys[row], unit.bucket, unit.number, row, unit.pieces)
                 n = len(place.names)
-                sizes = {"maps": (self.heads, n), "marks": (n, len(self.marks)), "aims": (len(self.aims),)}
+                sizes = {"maps": (self.heads, n), "marks": (n, len(self.marks)), "aims": (len(self.rules),)}
                 self._take(self._tokens, self._tokens_of, place, sizes)
 
     def words(self, asked: Iterable[Ask]) -> None:
@@ -110,11 +111,16 @@ class Draw:
     # While it is read.
 
     def see_words(
-        self, unit: Unit, find: Callable[[str, int], int | None], made: Tensor, maps: Tensor, heads: slice
+        self,
+        unit: Unit,
+        find: Callable[[str, int], int | None],
+        hit: Tensor,
+        weight: Tensor,
+        maps: Tensor,
+        heads: slice,
     ) -> None:
-        """One unit at one site: hits and weight of every row asked about, (H, R, 2…), and the map of its words, (H, W, W).
-
-        `find` gives the row of a question and a word, if it was asked.
+        """One unit at one site: what every row asked about hits, and the weight on its targets, (H, R) each; and the map of
+        its words, (H, W, W). `find` gives the row of a question and a word, if it was asked.
         """
         for drawn in self._words_of.get(unit.number, ()):
             place = drawn.place
@@ -124,20 +130,20 @@ class Draw:
             looks = maps[:, place.source].clone()  # (H, W)
             looks[:, place.source] = -1.0
             most, best = looks.max(-1)
-            for name, value in (("hit", made[:, row, 0]), ("weight", made[:, row, 1]), ("best", best), ("most", most)):
+            for name, value in (("hit", hit[:, row]), ("weight", weight[:, row]), ("best", best), ("most", most)):
                 drawn.arrays[name][heads] = value.cpu().numpy()
             drawn.met = True
 
-    def see_tokens(self, seen: Seen, scene: Scene, first_head: int) -> None:
+    def at(self, call: Call) -> None:
         """One call at one site, for the tokens drawn that are in this batch."""
-        batch = scene.batch
+        scene, batch = call.scene, call.scene.batch
         for example, unit in enumerate(batch.units):
             for drawn in self._tokens_of.get(unit.number, ()):
                 place, start = drawn.place, int(batch.first[example])
-                weights = weights_at(place, seen, example, start)  # (H, S)
-                drawn.arrays["maps"][first_head : first_head + len(weights), : weights.shape[1]] = weights
+                weights = weights_at(place, call.seen, example, start)  # (H, S)
+                drawn.arrays["maps"][call.heads, : weights.shape[1]] = weights
                 drawn.arrays["marks"][:] = scene.marks[example, start : start + len(place.names)].cpu().numpy()
-                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.aims]
+                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.rules]
                 drawn.arrays["aims"][:] = np.maximum(aims, 0)
                 drawn.met = True
 
@@ -150,7 +156,7 @@ class Draw:
             for several in ([self._words[question] for question in sorted(self._words)], [self._tokens])
         )
         places = tuple(drawn.place for drawn in arcs), (*(drawn.place for drawn in rows), *self.echoes)
-        made = Cases(self.heads, *places, self.marks, self.aims)
+        made = Cases(self.heads, *places, self.marks, self.rules)
         for number, drawn in enumerate([*arcs, *rows]):
             made.arrays["met"][number] = drawn.met
             own = number if number < len(arcs) else number - len(arcs)
@@ -162,6 +168,28 @@ class Draw:
                 else:
                     made.arrays[name][own] = array
         return made
+
+
+class Echoes(Measure):
+    """Takes down what heads do at the places that are shown of repeated tokens."""
+
+    @property
+    def across(self) -> bool:
+        """It is not asked of cross-attention."""
+        return False
+
+    def __init__(self, cases: Cases) -> None:
+        self.cases = cases
+        self.places = [(row, place) for row, place in enumerate(cases.rows) if place.question == ECHO]
+
+    def at(self, call: Call) -> None:
+        """One call at one site."""
+        numbers, cases = [unit.number for unit in call.scene.batch.units], self.cases
+        for row, place in self.places:
+            if place.unit in numbers:
+                weights = weights_at(place, call.seen, numbers.index(place.unit), 0)  # (H, S)
+                cases.arrays["maps"][row, call.heads, : weights.shape[1]] = weights
+                cases.arrays["met"][len(cases.arcs) + row] = 1
 
 
 def _hashed(text: str) -> int:

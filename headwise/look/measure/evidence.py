@@ -8,8 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwise.look.measure.call import Call
 from headwise.look.measure.cases import marked, written
+from headwise.look.measure.measure import Measure, Taker
 from headwise.look.measure.rows import Block
+from headwise.look.measure.scene import FIRST
 from headwise.look.record.units import Unit
 from headwise.team.team import Team
 
@@ -29,14 +32,20 @@ class Context:
     text: str
 
 
-class Evidence:
+class Evidence(Measure):
     """The strongest contexts of every head. Rows that rest, on the first token or on themselves, are passed over."""
+
+    full = True
 
     def __init__(self, heads: int, kept: int = KEPT) -> None:
         self.weights = np.zeros((heads, kept))
         self.places = np.full((heads, kept, 3), -1, dtype=np.int64)  # unit, row, column
         self.units: dict[int, Unit] = {}
         self._named: dict[tuple[int, int, int], list[str]] = {}  # what other processes found, in words
+
+    def at(self, call: Call) -> "Strongest":
+        """One call at one site."""
+        return Strongest(self, call)
 
     def add(self, heads: slice, block: Block, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
         """Take the best rows of a block. `resting` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
@@ -119,3 +128,22 @@ class Evidence:
         """Who looked, at what, and the text around."""
         names = self.units[number].pieces
         return [names[row], names[column], written(marked(names, {column: "attended", row: "token"}))]
+
+
+class Strongest(Taker):
+    """Shows evidence the rows of each block that do not rest, on the first token or on themselves."""
+
+    def __init__(self, evidence: Evidence, call: Call) -> None:
+        self.evidence, self.call, self.first = evidence, call, call.scene.layout.place[FIRST]
+
+    def see(self, block: Block) -> None:
+        """One block."""
+        call, batch = self.call, self.call.scene.batch
+        itself = (block.at(0, 1)[..., 0] == 1) & (not call.across)
+        real = batch.real[:, block.rows.start : block.rows.stop]
+        resting = itself | (block.features[..., self.first] == 1) | ~real[:, None]
+        heads = slice(call.first_head + block.heads.start, call.first_head + block.heads.stop)
+        self.evidence.add(heads, block, resting, batch.units, batch.first)
+
+    def take(self) -> None:
+        """It has no numbers."""

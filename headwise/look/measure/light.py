@@ -10,20 +10,21 @@ from torch import Tensor
 from headwise.heads.site import Seen
 from headwise.kernels.masks import Causal
 from headwise.kernels.terms import Terms, spread
+from headwise.look.measure.call import Call
 from headwise.look.measure.row_numbers import Rows, fill_rows, join, looks_ahead
-from headwise.look.measure.scene import WINDOW, Scene
+from headwise.look.measure.scene import WINDOW
 
 MASK = 1 << 24  # entries of a mask that is handed over whole
 _STEP = 64  # rows that meet the keys around them at once
 
 
-def glance(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor) -> Rows:
+def glance(call: Call) -> Rows:
     """Every row of a call, from a few calls of the fused kernel; where that kernel cannot do it, by walking."""
-    inputs = scene.inputs(norms)
+    seen, scene, inputs = call.seen, call.scene, call.inputs
     q, k, terms = seen.q, spread(seen.k, seen.terms.groups), seen.terms
     (_, _, T, d), S = q.shape, k.shape[2]
     if not _fits(seen):
-        return fill_rows(seen, scene, norms, gram)
+        return fill_rows(call)
     mask, empty, is_causal = _mask(terms, q, S)
     scale = terms.scale
 
@@ -47,8 +48,8 @@ def glance(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor) -> Rows:
     known = join([scene.known(sight) for sight in scene.sights(terms, T, S)], scene.batch.real)
     aimed = {name: _at(q, k, lse, scale, known["sees"][name], target) for name, target in scene.aims.items()}
     return Rows(
-        seen, scene, gram, norms, **known, aimed=aimed, ahead=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse,
-        features=features, square=(twice.to(q) - 2 * lse).exp(),
+        seen, scene, call.gram, call.norms, **known, aimed=aimed, ahead=ahead, total=total,
+        energy=scale * (q * keys).sum(-1) - lse, features=features, square=(twice.to(q) - 2 * lse).exp(),
         near=_window(q, k, lse, scale, mask, ahead), beyond=_beyond(q, k, lse, scale, mask) if ahead else None,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ number stand its null (what a head that looks at nothing in particular would hav
 (the same with attention weighted by the length of what it fetches). What rows give is summed, so halves of a corpus add up.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,9 @@ from headwise.errors import HeadwiseError
 from headwise.look.record.units import Batch, Unit
 
 if TYPE_CHECKING:
+    from headwise.look.measure.call import Call
     from headwise.look.measure.row_numbers import Rows
+    from headwise.look.measure.rows import Block
 
 # How two become one: sums add up; both are the same, for they do not come from the corpus; the larger sample stays.
 ADD, ALIKE, LARGER = "add", "alike", "larger"
@@ -108,8 +111,21 @@ class Aim:
         return torch.where((made > 0) & batch.real, made + batch.first[:, None], -1)
 
 
+class Taker(ABC):
+    """What a measure of blocks takes from one call at one site."""
+
+    @abstractmethod
+    def see(self, block: "Block") -> None:
+        """One block of rows, as it goes by."""
+
+    @abstractmethod
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Sums and counts, as `Measure.take` gives them, when all blocks were seen; None: nothing is counted."""
+
+
 class Measure:
-    """Numbers that are taken from rows. Make one by `WeightOn` or `WeightAt`, or give `numbers` and `take`."""
+    """Numbers of every head. Make one by `WeightOn` or `WeightAt`, or give `numbers` and either `take`, from rows, or `at`,
+    from blocks of rows. One without numbers keeps something else, such as examples."""
 
     numbers: tuple[Number, ...] = ()
     columns: tuple[Column, ...] = ()
@@ -125,6 +141,17 @@ class Measure:
     def names(self) -> tuple[str, ...]:
         """What its numbers are called."""
         return tuple(number.name for number in self.numbers)
+
+    @property
+    def across(self) -> bool:
+        """Whether it can be asked of cross-attention, where there are no distances."""
+        return not self.numbers or not all(number.placed for number in self.numbers)
+
+    def begin(self, batch: Batch) -> None:
+        """A batch that will be read: what does not depend on heads is worked out here."""
+
+    def at(self, call: "Call") -> Taker | None:
+        """One call at one site. What it gives is shown every block of rows; None: the measure takes rows, or nothing more."""
 
     def take(self, rows: "Rows") -> tuple[Tensor, Tensor]:
         """Sums over the rows of one call, (B, H, numbers), and how many rows they are sums over, which broadcast to that."""
@@ -175,7 +202,8 @@ class WeightAt(Measure):
     """The weight on one token of each row's own, over the rows that have and see it. Its null is one token in all visible.
 
     `places` gives for each token of a text the place of the one it should look at; -1: none. `hits`: not the weight but
-    whether it is the largest of the row; of equals each gets its share.
+    whether it is the largest of the row; of equals each gets its share. `everywhere`: rows that have such a token and do not
+    see it count too.
 
     >>> WeightAt("back two", lambda text: [row - 2 for row in range(len(text.ids))]).numbers[0].unit
     'share'
@@ -190,9 +218,11 @@ class WeightAt(Measure):
         more: str = "",
         hue: int | None = None,
         hits: bool = False,
+        everywhere: bool = False,
         merge: str = ADD,
         on: str = "",
     ) -> None:
+        self.everywhere = everywhere
         self.aims, self.full = (Aim(name, places, hits),), hits
         label = label or (f"largest weight on {name}" if hits else f"weight on {name}")
         told = Number(
@@ -203,7 +233,9 @@ class WeightAt(Measure):
     def take(self, rows: "Rows") -> tuple[Tensor, Tensor]:
         """The weight, a uniform head's, and the weight of what is fetched."""
         (aim,) = self.aims
-        there = rows.sees[aim.name] & rows.counted[:, None]  # (B, 1 or H, n)
+        there = (rows.has(aim.name) if self.everywhere else rows.sees[aim.name]) & rows.counted[
+            :, None
+        ]  # (B, 1 or H, n)
         null = (there / rows.visible.to(rows.total).clamp(min=1)).sum(2)
         weight, heavy = rows.hits[aim.name] if aim.hits else rows.at(aim.name)  # (B, H, n)
         sums = [(one * there).sum(2) for one in (weight, heavy)]

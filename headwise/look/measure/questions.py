@@ -18,6 +18,7 @@ SHAPES = {
 # Of all rows; and, of those that can be compared, the weight on the targets, on other pairs like them, and the valued weight.
 HITS, MASS, VALUED_HITS, VALUED_MASS = ASKED = ("hits", "mass", "valued hits", "valued mass")
 MATCHED, OTHERS, VALUED_MATCHED = COMPARED = ("matched", "others", "valued matched")
+VALUED = (VALUED_HITS, VALUED_MASS, VALUED_MATCHED)
 KINDS = (*ASKED, *COMPARED)
 _TOLD = {
     HITS: "words that look hardest at the right one", MASS: "weight on the right words",

@@ -22,22 +22,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.heads.site import Seen
+from headwise.look.measure.call import Call
 from headwise.look.measure.draw import Ask, Draw
-from headwise.look.measure.measure import Number
+from headwise.look.measure.measure import Measure, Number, Taker
 from headwise.look.measure.questions import (
     ASKED,
     COMPARED,
     CONTROLS,
     HITS,
     KINDS,
+    MASS,
     MATCHED,
+    OTHERS,
     SETS,
     SHAPES,
+    VALUED,
     Question,
     questions_of,
 )
-from headwise.look.measure.rows import fetched, walk
+from headwise.look.measure.rows import Block
+from headwise.look.measure.scene import NORM
 from headwise.look.measure.tally import Tally
 from headwise.look.record.buckets import BUCKETS
 from headwise.look.record.units import Batch, Unit
@@ -93,17 +97,18 @@ class Asked:
         np.logical_or.at(made, self.row, hits)
         return made
 
-    def measured(self, plain: Tensor, valued: Tensor) -> Tensor:
-        """What two maps, (H, W, W) each, give every row: (H, R, kinds)."""
+    def measured(self, plain: Tensor, valued: Tensor) -> dict[str, Tensor]:
+        """What two maps, (H, W, W) each, give every row, by kind: (H, R) each. NaN where a map is."""
         row, fit = torch.from_numpy(self.row), torch.from_numpy(self.fit)
-        made = torch.zeros(len(KINDS), len(plain), len(self.asks))
-        for words, hits, mass, matched in ((plain, 0, 1, 4), (valued, 2, 3, 6)):
+        made = {kind: torch.zeros(len(plain), len(self.asks)) for kind in KINDS}
+        for words, hits, mass, matched in ((plain, HITS, MASS, MATCHED), (valued, *VALUED)):
             hit, weight = self.followed(words)  # (H, A)
-            made[hits].index_add_(1, row, hit.float()).clamp_(max=1)  # of targets that share a token both are hit
+            hit = hit.float().masked_fill(weight.isnan(), torch.nan)
+            made[hits].index_add_(1, row, hit).clamp_(max=1)  # of targets that share a token both are hit
             made[mass].index_add_(1, row, weight)
             made[matched] = made[mass] * fit
-        made[5] = torch.zeros_like(made[5]).index_add_(1, row, self.expected(plain)) * fit
-        return made.permute(1, 2, 0)
+        made[OTHERS] = made[OTHERS].index_add_(1, row, self.expected(plain)) * fit
+        return made
 
     def expected(self, words: Tensor) -> Tensor:
         """The mean weight of the pairs an arc is compared with: (H, W, W) → (H, A); 0 where there are none."""
@@ -139,8 +144,8 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Relations:
-    """Listens at the sites and counts, per question: `det >` looks from dependent to head, `det <` from head to dependent."""
+class Relations(Measure):
+    """Numbers of every question: `det >` looks from dependent to head, `det <` from head to dependent."""
 
     tally: Tally
     questions: tuple[Question, ...]
@@ -158,7 +163,6 @@ class Relations:
         self.offsets = np.zeros((BUCKETS, Q, len(NEAREST)))
         self.arcs, self.left_out = np.zeros((2, BUCKETS, Q))
         self.numbers: tuple[Number, ...] = tuple(q.numbers[kind] for q in self.questions for kind in KINDS)
-        self.fields = tuple(number.name for number in self.numbers)
 
     @staticmethod
     def of(tally: Tally, documents: Iterable[Document], causal: bool) -> "Relations":
@@ -196,57 +200,9 @@ class Relations:
             self.left_out[bucket] += asked.left_out
             np.add.at(self.offsets[bucket], asked.asks, asked.near())
 
-    def see(self, seen: Seen, batch: Batch, first_head: int) -> None:
+    def at(self, call: Call) -> "WordMaps":
         """One call at one site."""
-        B, H = seen.q.shape[:2]
-        sums, counts = torch.zeros(B, H, len(self.fields)), torch.zeros(B, 1, len(self.fields))
-        plain, valued = self._word_maps(seen, batch)
-        for row, unit in enumerate(batch.units):
-            asked = self._prepared.get(unit.number)
-            if asked is None or not len(asked.question):
-                continue
-            asks, Q = torch.from_numpy(asked.asks), len(self.questions)
-            made = asked.measured(plain[row], valued[row])  # (H, R, kinds)
-            sums[row] = torch.zeros(H, Q, len(KINDS)).index_add_(1, asks, made).flatten(1)
-            rows, fit = (
-                torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
-            )
-            counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(COMPARED))), 1).flatten()
-            if valued[row].isnan().any():  # W_O is not known: what is weighed by it was not measured
-                told = torch.tensor([not kind.startswith("valued") for kind in KINDS]).repeat(Q)
-                sums[row], counts[row] = sums[row].nan_to_num(0.0) * told, counts[row] * told
-            if self.draw is not None:
-                find = partial(asked.find, self.questions)
-                self.draw.see_words(unit, find, made, plain[row], slice(first_head, first_head + H))
-        self.tally.add(self.fields, slice(first_head, first_head + H), [u.bucket for u in batch.units], sums, counts)
-
-    def _word_maps(self, seen: Seen, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """Word-by-word attention of each unit, plain and weighted by what is fetched: (H, W, W) each."""
-        H, norms = seen.q.shape[1], fetched(seen)  # (B, H, S)
-        inputs = torch.stack((torch.ones_like(norms), norms), -1)
-        asked = [self._prepared.get(unit.number) for unit in batch.units]
-        plain = [torch.zeros(H, *(0, 0) if a is None else (len(a.from_word), a.to_word.shape[1])) for a in asked]
-        valued = [torch.zeros_like(one) for one in plain]
-        starts = batch.first.tolist()
-        for block in walk(seen, inputs):
-            p = block.share(block.e)
-            weighted = block.e * norms[:, block.heads, None, block.cols.start : block.cols.stop]
-            weighted = weighted / block.features[..., 1].clamp(min=1e-30)[..., None]
-            for row, (one, start) in enumerate(zip(asked, starts, strict=True)):
-                if one is None:
-                    continue
-                rows, cols = (
-                    range(max(r.start - start, 0), min(r.stop - start, len(one.to_word)))
-                    for r in (block.rows, block.cols)
-                )
-                if not len(rows) or not len(cols):
-                    continue
-                low, left = rows.start + start - block.rows.start, cols.start + start - block.cols.start
-                part = (row, slice(None), slice(low, low + len(rows)), slice(left, left + len(cols)))
-                into, out = one.from_word[:, rows.start : rows.stop], one.to_word[cols.start : cols.stop]
-                plain[row][block.heads] += into @ (p[part].float().cpu() @ out)
-                valued[row][block.heads] += into @ (weighted[part].float().cpu() @ out)
-        return _without_self(plain, asked), _without_self(valued, asked)
+        return WordMaps(self, call, [self._prepared.get(unit.number) for unit in call.scene.batch.units])
 
     def _ask(self, unit: Unit) -> Asked:
         document, aligned = unit.document, unit.alignment
@@ -332,8 +288,59 @@ class Relations:
         return np.array(made)
 
 
-def _without_self(maps: list[Tensor], asked: list[Asked | None]) -> list[Tensor]:
-    return [words if one is None else one.without_self(words) for words, one in zip(maps, asked, strict=True)]
+class WordMaps(Taker):
+    """Word-by-word attention of each unit of a call, plain and weighted by what is fetched, put together from blocks."""
+
+    def __init__(self, relations: Relations, call: Call, asked: list[Asked | None]) -> None:
+        self.relations, self.call, self.asked = relations, call, asked
+        self.H, self.norm = call.seen.q.shape[1], call.scene.layout.place[NORM]
+        sizes = [(0, 0) if one is None else (len(one.from_word), one.to_word.shape[1]) for one in asked]
+        self.plain = [torch.zeros(self.H, *size) for size in sizes]  # (H, W, W + shared) each
+        self.valued = [torch.zeros(self.H, *size) for size in sizes]
+
+    def see(self, block: Block) -> None:
+        """One block of rows."""
+        p = block.share(block.e)
+        weighted = block.e * self.call.norms[:, block.heads, None, block.cols.start : block.cols.stop]
+        weighted = weighted / block.features[..., self.norm].clamp(min=1e-30)[..., None]
+        for row, (one, start) in enumerate(zip(self.asked, self.call.scene.batch.first.tolist(), strict=True)):
+            if one is None:
+                continue
+            rows, cols = (
+                range(max(r.start - start, 0), min(r.stop - start, len(one.to_word))) for r in (block.rows, block.cols)
+            )
+            if not len(rows) or not len(cols):
+                continue
+            low, left = rows.start + start - block.rows.start, cols.start + start - block.cols.start
+            part = (row, slice(None), slice(low, low + len(rows)), slice(left, left + len(cols)))
+            into, out = one.from_word[:, rows.start : rows.stop], one.to_word[cols.start : cols.stop]
+            self.plain[row][block.heads] += into @ (p[part].float().cpu() @ out)
+            self.valued[row][block.heads] += into @ (weighted[part].float().cpu() @ out)
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Sums over rows, by question and kind, (B, H, numbers), and how many rows there are, (B, 1, numbers)."""
+        relations, units = self.relations, self.call.scene.batch.units
+        if not relations.numbers:
+            return None
+        Q = len(relations.questions)
+        sums = torch.zeros(len(units), self.H, len(relations.numbers))
+        counts = torch.zeros(len(units), 1, len(relations.numbers))
+        for row, (unit, asked) in enumerate(zip(units, self.asked, strict=True)):
+            if asked is None or not len(asked.question):
+                continue
+            asks = torch.from_numpy(asked.asks)
+            plain, valued = (asked.without_self(maps[row]) for maps in (self.plain, self.valued))
+            made = asked.measured(plain, valued)
+            stacked = torch.stack([made[kind] for kind in KINDS], -1)  # (H, R, kinds)
+            sums[row] = torch.zeros(self.H, Q, len(KINDS)).index_add_(1, asks, stacked).flatten(1)
+            rows, fit = (
+                torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
+            )
+            counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(COMPARED))), 1).flatten()
+            if relations.draw is not None:
+                find = partial(asked.find, relations.questions)
+                relations.draw.see_words(unit, find, made[HITS], made[MASS], plain, self.call.heads)
+        return sums, counts
 
 
 def _wrong_pairs(document: Document, control: str) -> list[tuple[int, int]]:

@@ -4,21 +4,19 @@ R R is compared with R R′, where the second half is other tokens: the same off
 (induction: https://arxiv.org/abs/2209.11895).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.heads.site import Seen
-from headwise.look.measure.cases import Cases
 from headwise.look.measure.classes import CLASSES, class_flags
-from headwise.look.measure.measure import ALIKE, Number, Target
-from headwise.look.measure.rows import fetched, walk
+from headwise.look.measure.measure import ALIKE, Number, Target, WeightAt
+from headwise.look.measure.row_numbers import Rows
 from headwise.look.measure.scene import SPECIAL
-from headwise.look.measure.tally import Tally
-from headwise.look.record.units import tokenizer_of
+from headwise.look.measure.trials import Trial, bare_unit
+from headwise.look.record.units import Unit, tokenizer_of
 from headwise.model import AnyModel
 
 _TOLD = Number("", placed=True, merge=ALIKE, on="random tokens said twice", hue=305)
@@ -27,7 +25,7 @@ INDUCTION = replace(
 ).three()
 DUPLICATE = replace(_TOLD, name="duplicate", label="weight on the first copy", target=Target("echo", 1)).three()
 NUMBERS = (*INDUCTION, *DUPLICATE)
-NAMES = tuple(number.name for number in NUMBERS)
+TOGETHER = 16  # sequences read side by side
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +36,6 @@ class Repeats:
     once: Tensor
     start: int
     length: int
-
-    def batches(self, size: int = 16) -> Iterator[tuple[slice, Tensor, bool]]:
-        """Which sequences, their ids, and whether they repeat."""
-        for first in range(0, len(self.twice), size):
-            some = slice(first, min(first + size, len(self.twice)))
-            yield some, self.twice[some], True
-            yield some, self.once[some], False
 
     @property
     def second(self) -> slice:
@@ -74,44 +65,34 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
     return Repeats(twice, once, len(before), length)
 
 
-class Echo:
-    """Listens while repeats are read: the weight on the token behind the first copy (induction) and on it (duplicate)."""
+class Echo(Trial):
+    """The weight on the token behind the first copy (induction), and on the first copy (duplicate), from the second one."""
 
-    def __init__(self, tally: Tally, repeats: Repeats, cases: Cases | None = None) -> None:
-        self.tally, self.repeats, self.cases = tally, repeats, cases
-        tally.expect(NAMES)
+    numbers = NUMBERS
 
-    def see(self, seen: Seen, some: slice, repeated: bool, first_head: int) -> None:
-        """One call at one site."""
-        start, m = self.repeats.start, self.repeats.length
-        B, H = seen.q.shape[:2]
-        if repeated and self.cases is not None:
-            self.cases.see_echoes(seen, some, first_head)
-        norms = fetched(seen)  # (B, H, S)
-        inputs = torch.stack((torch.ones_like(norms), norms), -1)  # (B, H, S, 2)
-        sums = torch.zeros(B, H, len(NAMES), dtype=torch.float64)
-        counts = torch.zeros(len(NAMES), dtype=torch.float64)
-        for block in walk(seen, inputs):
-            rows = torch.arange(block.rows.start, block.rows.stop) + block.past
-            for number, offset in enumerate((m - 1, m)):
-                target = rows - offset
-                asked = (rows >= start + m) & (rows < start + 2 * m) & (target > 0)  # never the first token
-                if not bool(asked.any()):
-                    continue
-                e = block.at(offset, offset + 1)[..., 0]  # (B, h, R)
-                p = block.share(e)[..., asked].sum(-1)
-                if repeated:
-                    valued = (
-                        e * norms[:, block.heads][..., target.clamp(min=0)] / block.features[..., 1].clamp(min=1e-30)
-                    )
-                    sums[:, block.heads, 3 * number] += p.double().cpu()
-                    sums[:, block.heads, 3 * number + 2] += valued[..., asked].sum(-1).double().cpu()
-                else:
-                    sums[:, block.heads, 3 * number + 1] += p.double().cpu()
-                if block.heads.start == 0:
-                    places = [3 * number, 3 * number + 2] if repeated else [3 * number + 1]
-                    counts[places] += int(asked.sum())
-        told = ~sums.isnan()  # what is weighed by W_O was not measured where that is not known
-        counts = counts if bool(told.all()) or not bool(norms.isnan().any()) else counts * told
-        sums = sums.nan_to_num(0.0) if bool(norms.isnan().any()) else sums
-        self.tally.add(NAMES, slice(first_head, first_head + H), range(some.start, some.stop), sums, counts)
+    def __init__(self, repeats: Repeats) -> None:
+        self.repeats, self.tokens = repeats, TOGETHER * max(1, repeats.twice.shape[1])
+        behind, first = repeats.length - 1, repeats.length
+        self.parts = [
+            WeightAt(name, partial(self._places, offset=offset), everywhere=True)
+            for name, offset in (("induction", behind), ("duplicate", first))
+        ]
+        self.aims = tuple(aim for part in self.parts for aim in part.aims)
+
+    def texts(self, model: AnyModel, seed: int = 0) -> tuple[list[Unit], list[Unit]]:
+        """R R, and R R′."""
+        tokenizer, both = tokenizer_of(model), (self.repeats.twice, self.repeats.once)
+        twice, once = (
+            [bare_unit(number, tuple(ids), tokenizer) for number, ids in enumerate(some.tolist())] for some in both
+        )
+        return twice, once
+
+    def take(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Three numbers for each."""
+        sums, counts = zip(*(part.take(rows) for part in self.parts), strict=True)
+        return torch.cat(sums, -1), torch.cat([count.expand(*count.shape[:2], 3) for count in counts], -1)
+
+    def _places(self, text: Unit, offset: int) -> list[int]:
+        """For each token of the second copy the one so far back; never the first token of the text."""
+        second = range(self.repeats.second.start, self.repeats.second.stop)
+        return [row - offset if row in second else -1 for row in range(len(text.ids))]

@@ -7,18 +7,15 @@ largest weight is on the same place when another needle stands there.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from headwise.look.measure.measure import ALIKE, WeightAt
-from headwise.look.measure.trials import TOKENS, Trial
+from headwise.look.measure.trials import TOKENS, Trial, bare_unit
 from headwise.look.record.reading import documents_for
 from headwise.look.record.units import Unit, make_batches, run, tokenizer_of
 from headwise.model import AnyModel
-from headwise.text import Tokenizer
-from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
 TEXTS, NEEDLE, CUE, HAY = 32, 10, 3, 48  # haystacks; tokens of a needle, of its beginning that is given, and around it
@@ -62,8 +59,8 @@ class Retrieval(Trial, WeightAt):
         if model.spec.kind != "decoder" or model.output is None:
             return [], []
         needles, tokenizer = make_needles(model, self.corpus, seed), tokenizer_of(model)
-        units = [_unit(number, needle.ids, tokenizer) for number, needle in enumerate(needles)]
-        others = [_unit(number, needle.other, tokenizer) for number, needle in enumerate(needles)]
+        units = [bare_unit(number, needle.ids, tokenizer) for number, needle in enumerate(needles)]
+        others = [bare_unit(number, needle.other, tokenizer) for number, needle in enumerate(needles)]
         copied = _copied(model, units)
         for needle in needles:  # the same rows of both
             right = [place if place in copied[needle.ids] else -1 for place in needle.places]
@@ -110,8 +107,3 @@ def _copied(model: AnyModel, units: list[Unit]) -> dict[tuple[int, ...], set[int
             start = next(i for i in range(again) if unit.ids[i : i + NEEDLE] == unit.ids[again:])
             made[unit.ids] = {start + i - again + 1 for i in asked if bool(right[row, i])}
     return made
-
-
-def _unit(number: int, ids: tuple[int, ...], tokenizer: Tokenizer) -> Unit:
-    pieces = [tokenizer.token(i) for i in ids]
-    return Unit(number, number, ids, None, partial(Alignment.of, "", ids, pieces, [(0, 0)] * len(ids)))

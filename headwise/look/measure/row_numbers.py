@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.terms import Terms
+from headwise.look.measure.call import Call
 from headwise.look.measure.rows import Block, count_rows, sights, walk
 from headwise.look.measure.scene import NORM, WINDOW, Known, Pairs, Scene
 
@@ -62,6 +63,10 @@ class Rows:
     def marked(self, column: str) -> Tensor:
         """What the visible keys have of a mark, (B, 1 or H, n)."""
         return self.marks[..., self.scene.layout.marks.index(column)]
+
+    def has(self, aim: str) -> Tensor:
+        """Which rows have a key to look at, seen or not, (B, 1, n)."""
+        return (self.scene.aims[aim][:, self.places] >= 0)[:, None]
 
     def at(self, aim: str) -> tuple[Tensor, Tensor]:
         """The weight where an aim leads, and the share of what is fetched that comes from there, (B, H, n) each."""
@@ -125,10 +130,9 @@ class Full(Rows):
 See = Callable[[Block], None]
 
 
-def fill_rows(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor, every: int = 1, see: Sequence[See] = ()) -> Full:
-    """Walk over a call, or over one block of rows in so many. `norms` (B, H, S) is the length of what each key writes; `see`
-    are shown each block as it goes by."""
-    inputs, batch = scene.inputs(norms), scene.batch
+def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
+    """Walk over a call, or over one block of rows in so many; `see` are shown each block as it goes by."""
+    seen, scene, norms, inputs, batch = call.seen, call.scene, call.norms, call.inputs, call.scene.batch
     (B, H, T, _), S, device = seen.q.shape, seen.k.shape[2], inputs.device
     n, ahead = count_rows(T, every), looks_ahead(seen.terms, T, S, inputs.device)
     new, hits = inputs.new_zeros, any(aim.hits for aim in scene.layout.aims)
@@ -164,7 +168,7 @@ def fill_rows(seen: Seen, scene: Scene, norms: Tensor, gram: Tensor, every: int 
         for one in see:
             one(block)
     return Full(
-        seen, scene, gram, norms, **join(known, batch.real), ahead=ahead, total=total, energy=energy, features=features,
+        seen, scene, call.gram, norms, **join(known, batch.real), ahead=ahead, total=total, energy=energy, features=features,
         square=square.square_(), near=near, beyond=beyond, aimed=aimed, top=top, far=far, last=last,
         repeats=torch.cat([one.repeats for one in pairs], 2).to(inputs), repeated=repeated, equals=equals,
         heaviest=heaviest,

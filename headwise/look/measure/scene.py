@@ -20,7 +20,7 @@ ALL, PLACE, FIRST, NORM = "all", "place", "first", "norm"
 PAIRS = 1 << 20  # repeated tokens that are kept from layer to layer; more are found again
 SPECIAL = "special"  # the column of special tokens, which are neither confident nor meant to be looked at
 
-Rows = tuple[Mask | None, range, int]  # some rows of any layer that sees as much
+RowKey = tuple[Mask | None, range, int]  # some rows of any layer that sees as much
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,8 @@ class Scene:
     batch: Batch
     layout: Layout
     seen: Sights = field(default_factory=dict)
-    _known: dict[Rows, Known] = field(default_factory=dict)
-    _pairs: dict[Rows, Pairs] = field(default_factory=dict)
+    _known: dict[RowKey, Known] = field(default_factory=dict)
+    _pairs: dict[RowKey, Pairs] = field(default_factory=dict)
     _paired: int = 0  # how many of them are kept
     _targets: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 

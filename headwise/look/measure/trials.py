@@ -1,40 +1,77 @@
 """Trials: measures on texts of their own, whatever the corpus is."""
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from headwise.look.measure.listening import read_texts
 from headwise.look.measure.measure import Measure
-from headwise.look.measure.surface import Surface
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
-from headwise.look.record.units import Unit, make_batches
+from headwise.look.record.units import Batch, Unit, make_batches
 from headwise.model import AnyModel
+from headwise.progress import Progress
+from headwise.text import Tokenizer
+from headwise.text.align import Alignment
 
 TOKENS = 2048  # in a batch
+SCORE, NULL, VALUED = range(3)  # where they stand in a trial's numbers, three by three
 
 
 class Trial(Measure):
-    """A measure of three numbers, the score, its null and its twin, on texts of its own.
+    """A measure on texts of its own: three numbers, the score, its null and its valued twin, or several times three.
 
     The score and the twin are taken from some texts; the null is the score at the same places of others, which have
     everything but what is looked for. Each pair of texts is a unit of the statistics.
     """
+
+    tokens = TOKENS
 
     @abstractmethod
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
         """The texts, and the others, one for each. None at all where the model cannot be asked."""
 
 
-def run_trial(model: AnyModel, trial: Trial, tally: Tally, seed: int = 0) -> None:
-    """Read the texts of a trial and add up what it takes."""
+def run_trial(
+    model: AnyModel,
+    trial: Trial,
+    tally: Tally,
+    seed: int = 0,
+    *,
+    null: bool = True,
+    beside: Sequence[Measure] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Read the texts of a trial and add up what it takes. `null`: and the others. `beside`: measures without numbers that see
+    the texts too."""
     tally.expect(trial.names)
-    group, found = trial.names[0], []
-    for units in trial.texts(model, seed):
-        counted = Tally(tally.heads)
-        read_texts(model, make_batches(units, TOKENS, device=model.device), Surface(counted, None, [trial]))
-        found.append(counted)
-    score, valued = 0, 2  # of the three numbers
+    group, (texts, others) = trial.names[0], trial.texts(model, seed)
+    of, counted = len(texts) + len(others) * null, [Tally(tally.heads), Tally(tally.heads)]
+    told, asks = trial.score.on or trial.score.name, [(texts, beside), (others if null else [], ())]
+    done = 0
+
+    def batches(units: list[Unit]) -> Iterator[Batch]:
+        nonlocal done
+        for batch in make_batches(units, trial.tokens, device=model.device):
+            if progress is not None:
+                progress(told, done, of)
+            yield batch
+            done += len(batch.units)
+
+    for made, (units, more) in zip(counted, asks, strict=True):
+        Runner(made, [trial, *more]).read(model, batches(units))
+    if progress is not None:
+        progress(told, of, of)
     for kind in ("sums", "counts"):
-        here, there = (getattr(made, kind)[group] for made in found)  # (buckets, heads, 3)
-        getattr(tally, kind)[group] += np.stack((here[..., score], there[..., score], here[..., valued]), -1)
+        here, there = (getattr(made, kind)[group] for made in counted)  # (buckets, heads, numbers)
+        taken = np.empty_like(here)
+        for place, source in ((SCORE, here), (NULL, there), (VALUED, here)):
+            taken[..., place::3] = source[..., SCORE if place == NULL else place :: 3]
+        getattr(tally, kind)[group] += taken
+
+
+def bare_unit(number: int, ids: tuple[int, ...], tokenizer: Tokenizer) -> Unit:
+    """Ids as a text of their own, each in its own bucket; it is no text that anybody wrote."""
+    pieces = [tokenizer.token(i) for i in ids]
+    return Unit(number, number, ids, None, partial(Alignment.of, "", ids, pieces, [(0, 0)] * len(ids)))

@@ -6,27 +6,27 @@ that each send it to a place of its own give 1 − 1/N.
 """
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
-from headwise.heads.site import Seen
-from headwise.kernels.batched import maps_of_rows
-from headwise.look.measure.measure import LARGER, Number
+from headwise.look.measure.call import Call
+from headwise.look.measure.measure import LARGER, Measure, Number, Taker
+from headwise.look.measure.rows import Block
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
-from headwise.look.record.units import Unit, read
+from headwise.look.record.units import Unit, make_batch
 from headwise.model import AnyModel, quiet
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
-CELLS = 1 << 21  # weights held at once
 VARIABILITY = Number("variability", "how far weights depend on the text", more="depends on what is read", merge=LARGER)
-NAMES = (VARIABILITY.name,)
 
 
 @torch.no_grad()
@@ -51,15 +51,10 @@ def variability(
         raise HeadwiseError(
             f"{len(chosen)} texts have {length} tokens, and two are needed; give more texts, or a shorter length."
         )
-    tally, first = Tally(len(addresses)), 0
-    varying = Varying(tally, chosen, length)
-    with quiet(model), ExitStack() as stack:
-        for site in model.all_sites():
-            if wanted & set(site.addresses):
-                stack.enter_context(site.listen(lambda seen, first=first: varying.see(seen, first)))
-            first += len(site.head_ids)
-        read(model, varying.ids.to(model.device))
-    found = zip(addresses, tally.mean(NAMES[0]).tolist(), strict=True)
+    tally = Tally(len(addresses))
+    with quiet(model):
+        read_alike(model, chosen, tally, length)
+    found = zip(addresses, tally.mean(VARIABILITY.name).tolist(), strict=True)
     return {str(address): value for address, value in found if address in wanted}
 
 
@@ -68,22 +63,37 @@ def sample(units: Iterable[Unit], length: int = LENGTH, texts: int = TEXTS) -> l
     return list(islice((unit for unit in units if len(unit.ids) >= length), texts))
 
 
-class Varying:
-    """Listens while the sample is read as one batch; what each text adds goes into its own bucket."""
+def read_alike(model: AnyModel, units: list[Unit], tally: Tally, length: int = LENGTH) -> None:
+    """Read texts side by side, cut to one length, and count; of fewer than two nothing can be said."""
+    runner = Runner(tally, [Variability()])
+    if len(units) > 1:
+        cut = [replace(unit, ids=unit.ids[:length], source=()) for unit in units]
+        runner.read(model, [make_batch(cut, device=model.device)])
 
-    def __init__(self, tally: Tally, units: list[Unit], length: int = LENGTH) -> None:
-        self.tally, self.buckets = tally, [unit.bucket for unit in units]
-        self.ids = torch.tensor([unit.ids[:length] for unit in units], dtype=torch.long)  # (B, T)
-        tally.expect(NAMES)
 
-    def see(self, seen: Seen, first_head: int) -> None:
+class Variability(Measure):
+    """For texts of one length, read as one batch; what each text adds goes into its own bucket."""
+
+    numbers = (VARIABILITY,)
+
+    def at(self, call: Call) -> "Moved":
         """One call at one site."""
-        B, H, T = seen.q.shape[:3]
-        moved, weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
-        step = max(1, CELLS // max(1, B * H * seen.k.shape[2]))
-        for start in range(0, T, step):
-            p = maps_of_rows(seen.q, seen.k, seen.terms, range(start, min(start + step, T))).float()  # (B, H, R, S)
-            weight += p.sum((2, 3)).double().cpu()
-            moved += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
-        heads = slice(first_head, first_head + H)
-        self.tally.add(NAMES, heads, self.buckets, moved[..., None], 2 * weight[..., None])
+        return Moved(call)
+
+
+class Moved(Taker):
+    """Σ|p − p̄| and 2Σp of each text and head, over the blocks of a call."""
+
+    def __init__(self, call: Call) -> None:
+        B, H = call.seen.q.shape[:2]
+        self.moved, self.weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
+
+    def see(self, block: Block) -> None:
+        """One block of rows, the same places of every text."""
+        p = block.share(block.e)  # (B, h, R, C)
+        self.weight[:, block.heads] += p.sum((2, 3)).double().cpu()
+        self.moved[:, block.heads] += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """(B, H, 1) each."""
+        return self.moved[..., None], 2 * self.weight[..., None]

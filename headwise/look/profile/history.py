@@ -7,7 +7,6 @@ import hashlib
 import json
 from bisect import bisect_left
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,14 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.files.whole import whole_file
 from headwise.look.measure.classes import class_flags
 from headwise.look.measure.diagonals import OFFSET
-from headwise.look.measure.listening import read_repeats, read_texts
 from headwise.look.measure.questions import HITS
 from headwise.look.measure.relations import Relations
 from headwise.look.measure.repeats import DUPLICATE, INDUCTION, Echo, Repeats, make_repeats
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
-from headwise.look.measure.surface import Surface, usual_measures
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.trials import run_trial
+from headwise.look.measure.usual import usual_measures
 from headwise.look.record.reading import Reading, fitting
 from headwise.look.record.units import Unit, make_batches, tokenizer_of
 from headwise.model import Transformer, quiet
@@ -223,13 +223,13 @@ def _look(
 ) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
     """One look: the names of the measures, what they are means over, and (heads, measures)."""
     tally = Tally(heads)
-    surface = Surface(tally, None, usual_measures(class_flags(tokenizer_of(model), model.spec.vocab)))
+    usual = usual_measures(class_flags(tokenizer_of(model), model.spec.vocab))
     documents = [unit.document for unit in units if unit.document is not None]
     asked = ask and documents
     relations = Relations.of(tally, documents, model.spec.kind == "decoder") if asked else None
-    read_texts(model, make_batches(units, 2048, device=model.device), surface, relations)
-    twice = islice(repeats.batches(), 0, None, 2)  # of R R and R R′ the first alone: no null is kept
-    read_repeats(model, twice, Echo(tally, repeats))
+    runner = Runner(tally, [*usual, *([] if relations is None else [relations])])
+    runner.read(model, make_batches(units, 2048, device=model.device))
+    run_trial(model, Echo(repeats), tally, null=False)
     names = MEASURES
     if relations is not None:
         there = relations.arcs.sum(0) > 0  # a decoder is never asked about words to come

@@ -15,24 +15,23 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.look.measure.cases import Cases, Place, echo_places
 from headwise.look.measure.classes import class_flags
-from headwise.look.measure.draw import Draw
+from headwise.look.measure.draw import Draw, Echoes
 from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.listening import listening, read_repeats, read_texts
 from headwise.look.measure.measure import Measure, Number
 from headwise.look.measure.relations import Relations
-from headwise.look.measure.repeats import NUMBERS as ECHOED
 from headwise.look.measure.repeats import Echo, Repeats, make_repeats
+from headwise.look.measure.runner import Runner
 from headwise.look.measure.scene import Layout
-from headwise.look.measure.surface import Surface, usual_measures
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.trials import Trial, run_trial
-from headwise.look.measure.variability import LENGTH, TEXTS, VARIABILITY, Varying
+from headwise.look.measure.usual import usual_measures
+from headwise.look.measure.variability import LENGTH, TEXTS, Variability, read_alike
 from headwise.look.profile.causal import Few, climb
 from headwise.look.profile.merge import OWN
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import Batch, Unit, make_batches, read, tokenizer_of
+from headwise.look.record.units import Batch, Unit, make_batches, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
@@ -112,7 +111,8 @@ class _Pass:
         usual = usual_measures(class_flags(tokenizer_of(model), model.spec.vocab))
         taken = [*usual, *(measure for measure in measures if not isinstance(measure, Trial))]
         self.measures = [measure for measure in taken if detail == "full" or not measure.full]
-        told = [*_numbers([*self.measures, *self.trials]), *ECHOED, VARIABILITY]
+        self.echo = Echo(make_repeats(model, SEQUENCES, REPEATED, seed))
+        told = _numbers([*self.measures, *self.trials, self.echo, Variability()])
         self.numbers = {number.name: number for number in told}
         self.roles = tuple(roles)
         check_roles(self.roles, told)
@@ -125,20 +125,19 @@ class _Pass:
         )  # where words have moved arcs
         first = next(iter(documents), None)  # mean nothing
         related = None if first is None else asked
-        repeats = make_repeats(self.model, SEQUENCES, REPEATED, self.seed)
         relations = None
         if related is not None:
             relations = Relations.of(self.tally, related.documents(), self.model.spec.kind != "encoder")
         asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
         kept = Kept(asks)
-        draw = Draw(len(self.addresses), self._echoes(repeats), Layout.of(self.measures))
+        draw = Draw(len(self.addresses), self._echoes(self.echo.repeats), Layout.of(self.measures))
         self._read(texts, related, relations, draw, kept)
         cases = draw.finish()
         self._share(texts, relations, cases)
-        self._repeats(repeats, cases)
-        self._vary(kept.long)
+        run_trial(self.model, self.echo, self.tally, self.seed, beside=[Echoes(cases)], progress=self.progress)
+        read_alike(self.model, kept.long, self.tally)
         for trial in self.trials:
-            run_trial(self.model, trial, self.tally, self.seed)
+            run_trial(self.model, trial, self.tally, self.seed, progress=self.progress)
         about = {
             "texts": texts.texts, "tokens": texts.tokens, "documents": kept.documents,
             "relations": OWN if related is texts else kept.digest(), "layers": [str(s.address) for s in self.sites],
@@ -193,8 +192,9 @@ class _Pass:
     ) -> None:
         """The texts, and the documents with relations: in one pass where they are the same. What is shown and what is asked
         later is drawn and kept while they stream by."""
-        surface = Surface(self.tally, self.evidence, self.measures, self.every, self.detail, draw)
         together = relations if related is texts else None
+        asked = [draw, self.evidence, *self.measures, *([] if together is None else [together])]
+        runner = Runner(self.tally, asked, self.every, self.detail)
         if relations is not None:
             relations.draw = draw
 
@@ -215,10 +215,10 @@ class _Pass:
                     kept.see_document(unit)
                     yield unit
 
-        read_texts(self.model, self._batches(units(), texts.count_ahead(), "texts"), surface, together)
+        runner.read(self.model, self._batches(units(), texts.count_ahead(), "texts"))
         if relations is not None and related is not None and together is None:
             batches = self._batches(documents(related, relations), None, "documents with relations")
-            read_texts(self.model, batches, None, relations)
+            Runner(self.tally, [relations]).read(self.model, batches)
 
     def _share(self, texts: Reading, relations: Relations | None, cases: Cases) -> None:
         """What every process counted, added up; the evidence of all."""
@@ -238,22 +238,6 @@ class _Pass:
         self.team.add_up(digests)
         if (digests != digests[0]).any():
             raise HeadwiseError("the processes do not read the same texts; give every machine the same files.")
-
-    def _repeats(self, repeats: Repeats, cases: Cases) -> None:
-        def batches() -> Iterator[tuple[slice, torch.Tensor, bool]]:
-            for some, ids, repeated in repeats.batches():
-                self.progress("repeats", some.start, len(repeats.twice))
-                yield some, ids, repeated
-            self.progress("repeats", len(repeats.twice), len(repeats.twice))
-
-        read_repeats(self.model, batches(), Echo(self.tally, repeats, cases))
-
-    def _vary(self, some: list[Unit]) -> None:
-        """The same places in several texts; of fewer than two nothing can be said."""
-        varying = Varying(self.tally, some)
-        if len(some) > 1:
-            with listening(self.sites, varying.see):
-                read(self.model, varying.ids.to(self.model.device))
 
     def _climb(self, texts: Reading, kept: "Kept", found: Supports) -> Supports:
         """The last rung."""
@@ -303,9 +287,8 @@ def _numbers(measures: Iterable[Measure]) -> list[Number]:
     """All numbers; two of one name would be added up as one."""
     made = [number for measure in measures for number in measure.numbers]
     twice = [name for name, often in Counter(number.name for number in made).items() if often > 1]
-    taken = {*twice, *({number.name for number in made} & {number.name for number in (*ECHOED, VARIABILITY)})}
-    if taken:
-        raise HeadwiseError(f"there is a measure {sorted(taken)[0]!r} already; give yours another name.")
+    if twice:
+        raise HeadwiseError(f"there is a measure {sorted(twice)[0]!r} already; give yours another name.")
     return made
 
 

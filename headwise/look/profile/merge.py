@@ -38,20 +38,20 @@ def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> R
         return None
     questions = _ordered({question for _, relations in parts for question in relations.questions})
     merged = Relations(tally, questions, parts[0][1].causal)
-    shape = (BUCKETS, tally.heads, len(merged.fields))
+    shape = (BUCKETS, tally.heads, len(merged.names))
     sums, counts = np.zeros(shape), np.zeros(shape)  # (buckets, heads, fields)
     for counted, part in parts:
         at = [questions.index(question) for question in part.questions]
         merged.offsets[:, at] += part.offsets
         merged.arcs[:, at] += part.arcs
         merged.left_out[:, at] += part.left_out
-        for name in part.fields:
+        for name in part.names:
             made, rows = counted.per_bucket(name)  # (buckets, heads)
-            sums[..., merged.fields.index(name)] += made
-            counts[..., merged.fields.index(name)] += rows
-    if merged.fields:
-        tally.sums[merged.fields[0]], tally.counts[merged.fields[0]] = sums, counts
-        tally.fields |= {name: (merged.fields[0], place) for place, name in enumerate(merged.fields)}
+            sums[..., merged.names.index(name)] += made
+            counts[..., merged.names.index(name)] += rows
+    if merged.names:
+        tally.sums[merged.names[0]], tally.counts[merged.names[0]] = sums, counts
+        tally.fields |= {name: (merged.names[0], place) for place, name in enumerate(merged.names)}
     return merged
 
 

@@ -235,7 +235,7 @@ class Profile:
         texts, (asked, same) = self.about["texts"], merge_asked(self.about, other.about)
         parts = [(made.tally, made.relations) for made in (self, other) if made.relations is not None]
         numbers = {**self.numbers, **other.numbers}
-        tally = merge_tallies(self.tally, other.tally, numbers, [part.fields[0] for _, part in parts if part.fields])
+        tally = merge_tallies(self.tally, other.tally, numbers, [part.names[0] for _, part in parts if part.names])
         relations = merge_relations(tally, parts[:1] if same else parts)
         about = {
             **self.about, "texts": texts + other.about["texts"], "tokens": self.about["tokens"] + other.about["tokens"],
