@@ -195,6 +195,6 @@ def test_no_room_to_repeat() -> None:
     made = make_repeats(model)  # pyright: ignore[reportArgumentType]
     assert len(made.twice) == 0
     tally = Tally(2)
-    model.sites = list
+    model.all_sites = list
     run_trial(model, Echo(made), tally)  # pyright: ignore[reportArgumentType]
     assert np.isnan([tally.mean(name) for name in ("induction", "duplicate valued")]).all(), "not asked, so not told"
