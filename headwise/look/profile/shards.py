@@ -16,15 +16,13 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_file
-from headwise.look.measure.listening import listening
 from headwise.look.measure.repeats import make_repeats
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.variability import VARIABILITY, Varying
+from headwise.look.measure.variability import VARIABILITY, read_alike
 from headwise.look.profile.causal import climb
 from headwise.look.profile.make import Kept, profile
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import read
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
@@ -228,9 +226,8 @@ def _finish(
     tally = merged.tally
     if len(kept.long) > 1:
         fresh = Tally(len(merged.addresses))
-        varying = Varying(fresh, kept.long)
-        with quiet(model), torch.no_grad(), listening(model.all_sites(), varying.see):
-            read(model, varying.ids.to(model.device))
+        with quiet(model), torch.no_grad():
+            read_alike(model, kept.long, fresh)
         for mine, new in ((tally.sums, fresh.sums), (tally.counts, fresh.counts)):
             mine[VARIABILITY.name] = new[VARIABILITY.name]
 
