@@ -26,7 +26,7 @@ from tests.contract.layers import MODELS
 from tests.look.built import decoder, documents
 from tests.look.readers import TEXTS
 from tests.look.readers import reading as model_of
-from tests.look.stream_script import WORDS, make, write
+from tests.look.stream_script import WORDS, make, write, write_treebank
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,4 +231,23 @@ def test_two_million_tokens_within_a_limit(tmp_path: Path) -> None:
     small, large = (str(write(tmp_path / f"{n}.txt", n)) for n in (8_000, 2_000_000))
     tokens, megabytes = streamed(small, large, timeout=1800)
     assert tokens == 2_000_000
+    assert megabytes < 40
+
+
+@pytest.mark.skipif(not STATUS.is_file(), reason="the limit is Linux's")
+def test_a_larger_treebank_takes_no_more_memory(tmp_path: Path) -> None:
+    """Documents with relations stream too: their arcs are counted as they go by."""
+    small, some, more = (str(write_treebank(tmp_path / f"{n}.conllu", n)) for n in (100, 600, 1800))
+    (first, low), (second, high) = (streamed(small, one, timeout=300) for one in (some, more))
+    assert second > 2.5 * first > 10_000
+    assert high < low + 6, f"{first} tokens: {low} MB; {second}: {high} MB"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.is_file(), reason="the limit is Linux's")
+def test_a_treebank_of_half_a_million_tokens_within_a_limit(tmp_path: Path) -> None:
+    """Kept as documents they would take more than the limit leaves."""
+    small, large = (str(write_treebank(tmp_path / f"{n}.conllu", n)) for n in (600, 45_000))
+    tokens, megabytes = streamed(small, large, timeout=3000)
+    assert tokens > 500_000
     assert megabytes < 40
