@@ -41,6 +41,9 @@ def run(
     rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="What processes share: ddp (rows), fsdp (weights too), heads, fsdp+heads.")
+    ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile: slow to start, then quicker.")] = False,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Recompute activations: less memory, more time.")
@@ -56,7 +59,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
+    from headwise.errors import HeadwiseError
     from headwise.look.profile.history import HeadHistory
+    from headwise.model import Transformer
     from headwise.show.train import show_run
     from headwise.spec import preset as named
     from headwise.team.team import is_first
@@ -74,7 +79,7 @@ def run(
     spec = replace(spec, attention=replace(spec.attention, **silent), **kind)
     numbers = given(
         steps=steps, batch=batch, accumulate=accumulate, rate=rate, warmup=warmup, precision=precision,
-        evaluate_every=evaluate_every, patience=patience, save_every=save_every,
+        parallel=parallel, evaluate_every=evaluate_every, patience=patience, save_every=save_every,
     )  # fmt: skip
     switches = {"compile": compile, "checkpointing": checkpointing, "seed": seed}
     out = resume or out or Path("runs") / (text[0].stem if text else "little")
@@ -86,6 +91,10 @@ def run(
         valid=valid if valid_source is None else Corpus.named([valid] if valid else None, valid_source),
         tokenizer=tokenizer,
     )
+    if watch_heads and parallel not in (None, "ddp"):
+        raise HeadwiseError(
+            "--watch-heads looks at the whole model in one process; leave it out, or use --parallel ddp."
+        )
     leads = is_first()
     history = HeadHistory.kept_in(out / HEADS) if watch_heads and leads else None
     if resume is not None:
@@ -95,7 +104,9 @@ def run(
     if not leads:
         return
     examined = not text and can_sit(made.model) and made.stopped != "interrupted"
-    marks, lives = exam(made.model) if examined else (), [] if history is None else history.lives()
+    parts = made.recipe.parallel != "ddp"  # a part alone sits no exam
+    model = Transformer.reopen(out / "model") if examined and parts else made.model
+    marks, lives = exam(model) if examined else (), [] if history is None else history.lives()
     if as_json:
         told = {**made.to_dict(), "recipe": asdict(made.recipe), "exam": [mark._asdict() for mark in marks]}
         print(json.dumps(told if history is None else told | {"heads": [life._asdict() for life in lives]}, indent=2))

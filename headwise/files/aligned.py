@@ -9,7 +9,7 @@ at a multiple of 64, tensors whose size is one come first, and the few that are 
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -37,8 +37,16 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that can be mapped and used as it lies."""
+def write_tensors(
+    tensors: Mapping[str, Tensor],
+    file: Path,
+    metadata: Mapping[str, str] | None = None,
+    get: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write a safetensors file that can be mapped and used as it lies.
+
+    With `get` the tensors tell names, types and shapes alone; their numbers are asked for one after the other.
+    """
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].element_size()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -57,9 +65,12 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[s
     with open(file, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            words = (
-                tensors[name].detach().cpu().contiguous().flatten().view(WORDS[tensors[name].element_size()]).numpy()
-            )
+            like = tensors[name]
+            tensor = like if get is None else get(name) if like.numel() else torch.empty(like.shape)
+            if tensor.shape != like.shape:
+                raise HeadwiseError(f"{name} is {tuple(tensor.shape)}, expected {tuple(like.shape)}.")
+            flat = tensor.detach().to("cpu", like.dtype).contiguous().flatten()
+            words = flat.view(WORDS[like.element_size()]).numpy()
             out.write((words if sys.byteorder == "little" else words.byteswap()).data)
 
 

@@ -1,7 +1,7 @@
 """Several processes, one training: who I am, and how numbers are shared. Started by torchrun; alone, nothing happens."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,16 +17,23 @@ from headwise.kernels.together import PATIENCE, reached
 
 @dataclass(frozen=True)
 class Team:
-    """The processes that train together."""
+    """The processes that share out the rows of a batch, or texts. Where others read the same, `world` are all."""
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # None: all that there are
+    world: "Team | None" = None
+
+    @property
+    def everyone(self) -> "Team":
+        """All processes, those too that read the same rows."""
+        return self if self.world is None else self.world
 
     @property
     def leads(self) -> bool:
         """Whether this process is the one that writes and speaks."""
-        return self.rank == 0
+        return self.everyone.rank == 0
 
     def wrap(self, module: nn.Module, unused: bool) -> nn.Module:
         """Let gradients be averaged over the team (https://arxiv.org/abs/2006.15704)."""
@@ -40,19 +47,34 @@ class Team:
         if self.size == 1:
             return list(numbers)
         shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        reached(lambda: dist.all_reduce(shared))
+        reached(lambda: dist.all_reduce(shared, group=self.group))
         return shared.tolist()
 
     def add_up(self, numbers: np.ndarray) -> None:
         """Sums over the team, in place."""
         if self.size > 1:
             shared = torch.from_numpy(numbers).to(self.device)
-            reached(lambda: dist.all_reduce(shared))
+            reached(lambda: dist.all_reduce(shared, group=self.group))
             numbers[...] = shared.cpu().numpy()
+
+    def first_alone(self, work: Callable[[], object]) -> None:
+        """What the first process does for all, while the others wait; what is refused there is refused everywhere."""
+        wrong: HeadwiseError | None = None
+        if self.leads:
+            try:
+                work()
+            except HeadwiseError as error:
+                wrong = error
+        if self.everyone.size > 1:
+            told = [None if wrong is None else str(wrong)]
+            reached(lambda: dist.broadcast_object_list(told, 0))
+            wrong = HeadwiseError(told[0]) if wrong is None and told[0] is not None else wrong
+        if wrong is not None:
+            raise wrong
 
     def wait(self) -> None:
         """Until all are here."""
-        if self.size > 1:
+        if self.everyone.size > 1:
             reached(dist.barrier)
 
 

@@ -28,6 +28,8 @@ CHECKSUMS = "checksums.json"
 class Checkpoints:
     """The checkpoints of a run, one folder per step."""
 
+    together = False  # whether all processes write them, or one for all
+
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
         self.folder, self.keep, self.say = folder, keep, say
 
@@ -48,8 +50,11 @@ class Checkpoints:
             if own := _own(learning):
                 write_tensors(own, new / "loss.safetensors")
             (new / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-            sums = {path.name: _digest(path) for path in sorted(new.iterdir())}
-            (new / CHECKSUMS).write_text(json.dumps(sums, indent=2), encoding="utf-8")
+            (new / CHECKSUMS).write_text(json.dumps(sums_of(new), indent=2), encoding="utf-8")
+        self.drop_old(best)
+
+    def drop_old(self, best: int) -> None:
+        """Keep the newest, and the best."""
         for old in self.steps()[: -self.keep]:
             if old != best:
                 _remove(self.path(old))
@@ -76,6 +81,8 @@ class Checkpoints:
     def restore(self, step: int, loss: Loss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Put a model, its loss and its optimizer back to where they were; returns what the loop knew."""
         folder, model, learning = self.path(step), loss.model, loss.learning()
+        if not (folder / "model.safetensors").is_file():
+            raise HeadwiseError(f"the checkpoint {folder} is of another layout; go on with the recipe it was made by.")
         unknown = model.restore(load_file(folder / "model.safetensors"))
         if unknown:
             raise HeadwiseError(
@@ -107,6 +114,11 @@ def check(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
     return None if "training.json" in sums else f"{CHECKSUMS} is not complete"
+
+
+def sums_of(folder: Path) -> dict[str, str]:
+    """The checksum of every file of a folder."""
+    return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def _digest(path: Path) -> str:

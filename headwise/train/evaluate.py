@@ -19,19 +19,23 @@ def evaluate(
     batch: int,
     hide: Hide | None,
     team: Team,
+    in_step: bool = False,
 ) -> float:
     """Mean loss per token in nats, over texts with one token more than is read; shared out over the team.
 
-    `sources` are what an encoder-decoder reads, one for each text, or none.
+    `sources` are what an encoder-decoder reads, one for each text, or none. `in_step`: processes hold parts of the model, so
+    all of them must run as many batches; one that has none left reads the first once more, for nothing.
     """
     loss, total, asked = LanguageLoss(model), 0.0, 0
     with quiet(model):
-        for first in range(0, len(texts), batch):
-            if first // batch % team.size != team.rank:
-                continue
+        batches = -(-len(texts) // batch)
+        for number in range(team.rank, -(-batches // team.size) * team.size if in_step else batches, team.size):
+            first = number * batch if number < batches else 0
             some = slice(first, first + batch)
             rows = make_rows(stack(texts[some]), stack(sources[some]) if sources else None, hide, first)
-            total += float(loss(*rows.part(slice(None), team.device))) * rows.asked
-            asked += rows.asked
+            found = float(loss(*rows.part(slice(None), team.device)))
+            if number < batches:
+                total += found * rows.asked
+                asked += rows.asked
     total, asked = team.total(total, asked)
     return total / asked

@@ -17,13 +17,15 @@ from headwise.heads.dropout import tell_progress
 from headwise.model import Transformer, quiet
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
-from headwise.team.team import Team, join_team
+from headwise.team.layout import Layout, clip, counted_rows, settle
+from headwise.team.team import join_team
 from headwise.text import Tokenizer
 from headwise.train.batches import Hide, TokenRows, in_order, make_rows, masked
 from headwise.train.checkpoint import Checkpoints, check
 from headwise.train.evaluate import evaluate
 from headwise.train.loss import LanguageLoss, Losses, MakeLoss
 from headwise.train.optimise import make_optimizer
+from headwise.train.pieces import PieceCheckpoints
 from headwise.train.prepare import Prepared, cutter, prepare, recall
 from headwise.train.progress import Clock, Watch
 from headwise.train.recipe import Recipe
@@ -31,6 +33,7 @@ from headwise.train.request import TrainRequest
 from headwise.train.result import Trained, finite
 from headwise.train.run import Metrics, note
 from headwise.train.stop import interruptible
+from headwise.weights.load import save_as_whole
 
 Call = Callable[[Transformer, int], object]
 
@@ -92,10 +95,11 @@ def start(
         raise HeadwiseError(f"every must be at least 1, got {every}.")
     out = request.out
     with join_team(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
-        folder = Path(scratch) if out is None else Path(out)
+        folder, how = Path(scratch) if out is None else Path(out), request.how
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
-        return _run(prepare(request, folder, team), request.how, team, folder, out is not None, call, every, progress)
+        layout = Layout.of(how.parallel, team, how.head_processes)
+        return _run(prepare(request, folder, layout), how, folder, out is not None, call, every, progress)
 
 
 def resume(
@@ -119,13 +123,12 @@ def resume(
     folder = Path(folder)
     with join_team(device) as team, torch.random.fork_rng():
         start, recipe = recall(folder, loss, team)
-        return _run(start, recipe, team, folder, True, call, every, progress)
+        return _run(start, recipe, folder, True, call, every, progress)
 
 
 def _run(
     start: Prepared,
     recipe: Recipe,
-    team: Team,
     folder: Path,
     kept: bool,
     call: Call | None,
@@ -133,8 +136,8 @@ def _run(
     progress: Progress | bool,
 ) -> Trained:
     threads = torch.get_num_threads()
-    loop = Loop(start, recipe, team, folder if kept else None, progress)
-    if team.leads:
+    loop = Loop(start, recipe, folder if kept else None, progress)
+    if loop.team.leads:
         note(folder, start.asked)  # from here on the folder is this run's
         if recipe.warmup >= recipe.steps:
             loop.watch.say(
@@ -150,18 +153,19 @@ def _run(
 class Loop:
     """One run: `run` goes from wherever the last checkpoint is to the end."""
 
-    def __init__(
-        self, start: Prepared, recipe: Recipe, team: Team, folder: Path | None, progress: Progress | bool
-    ) -> None:
-        self.recipe, self.team, self.folder = recipe, team, folder
+    def __init__(self, start: Prepared, recipe: Recipe, folder: Path | None, progress: Progress | bool) -> None:
+        self.layout, self.recipe, self.folder = start.layout, recipe, folder
+        self.team = team = start.layout.team
         self.model, self.tokens, self.context = start.model, start.tokens, start.context
         self.mask = start.tokenizer.mask if start.objective == "masked" else None
         self.cut = cutter(start, recipe)
         self.windows = self.cut(self.tokens.train)
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
             raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
+        self.layout.cut(self.model)
         self.learns_from, learning = start.loss, start.loss.learning()
         self.optimizer, self.trained = make_optimizer(learning, recipe), list(learning.values())
+        self.counted = counted_rows(self.model, self.trained)
         self.step, self.seen, self.loss, self.valid_loss = 0, 0, float("nan"), None  # seen: tokens
         self.parts: dict[str, float] = {}  # of the loss, where it has several
         self.best, self.best_step, self.worse = float("inf"), 0, 0
@@ -170,7 +174,9 @@ class Loop:
         self.scaler = torch.amp.GradScaler(team.device.type, enabled=self.precision == torch.float16)
         self.watch = Watch(recipe.steps, 0, progress if team.leads else False)
         say = self.watch.say if team.leads else (lambda text: None)
-        self.checkpoints = None if folder is None else Checkpoints(folder / "checkpoints", recipe.keep, say)
+        kept = None if folder is None else (folder / "checkpoints", recipe.keep, say)
+        in_pieces = recipe.parallel != "ddp"  # whatever the number of processes, so that another can go on
+        self.checkpoints = None if kept is None else PieceCheckpoints(*kept, team) if in_pieces else Checkpoints(*kept)
         self.best_weights: dict[str, Tensor] | None = None  # kept in memory where there is no folder
         self._resume(say)
         self.metrics = Metrics(folder if team.leads else None, self.step)
@@ -182,7 +188,7 @@ class Loop:
         self.model.checkpointing, before = recipe.checkpointing, self.model.checkpointing
         if recipe.compile:
             self.learns_from.compile()
-        module = self.team.wrap(self.learns_from, unused=self.model.spec.pooler)
+        module = self.layout.wrap(self.learns_from, unused=self.model.spec.pooler)
         try:
             with interruptible() as interrupted:
                 if call is not None and self.step == 0:
@@ -226,13 +232,16 @@ class Loop:
         rows, asked = recipe.batch // parts // team.size, read.asked
         for part in range(parts):
             mine = slice((part * team.size + team.rank) * rows, (part * team.size + team.rank + 1) * rows)
-            alone = part < parts - 1 and team.size > 1
+            alone = part < parts - 1 and team.size > 1 and not self.layout.cuts
             with module.no_sync() if alone else nullcontext():  # pyright: ignore[reportCallIssue]
                 with torch.autocast(team.device.type, self.precision, enabled=self.precision != torch.float32):
                     made = losses.add(module(*read.part(mine, team.device), total=asked))
                 self.scaler.scale(made).backward()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([value.grad for value in self.trained if value.grad is not None])
+        if self.layout.cuts:
+            norm = torch.tensor(self.layout.length(self.trained, self.counted))
+        else:
+            norm = nn.utils.get_total_norm([value.grad for value in self.trained if value.grad is not None])
         length = float(norm)
         if not length < float("inf") and self.precision != torch.float16:  # there the scaler leaves such a step out
             raise Diverged(
@@ -240,7 +249,7 @@ class Loop:
                 f"The last checkpoint is as it was."
             )
         if recipe.clip and not length <= recipe.clip:
-            nn.utils.clip_grads_with_norm_(self.trained, recipe.clip, norm)
+            clip(self.trained, recipe.clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
@@ -300,28 +309,34 @@ class Loop:
         else:
             read = list(self.cut(tokens).in_order(most))
             texts, sources = zip(*read, strict=True) if isinstance(read[0], tuple) else (read, [])
-        return evaluate(self.model, texts, sources, self.recipe.batch, self._hiding([self.recipe.seed, 1]), self.team)
+        hide = self._hiding([self.recipe.seed, 1])
+        found = evaluate(self.model, texts, sources, self.recipe.batch, hide, self.team, self.layout.cuts)
+        settle(self.model)
+        return found
 
     def _call(self, call: Call) -> None:
         """Let the caller look at the model as it is; what is drawn or switched there changes nothing here."""
         with quiet(self.model), torch.random.fork_rng():
             call(self.model, self.step)
+        settle(self.model)
 
     def _asked_to_stop(self, interrupted: list[int]) -> bool:
-        if self.team.size == 1:
+        everyone = self.team.everyone
+        if everyone.size == 1:
             return bool(interrupted)
         if self.step % self.recipe.log_every:  # all must agree, and agreeing takes time
             return False
-        return self.team.total(float(bool(interrupted)))[0] > 0
+        return everyone.total(float(bool(interrupted)))[0] > 0
 
     # Checkpoints.
 
     def _save(self) -> None:
-        if self.checkpoints is not None and self.team.leads:
+        if self.checkpoints is not None and (self.team.leads or self.checkpoints.together):
             state = {
                 "step": self.step, "seen": self.seen, "loss": finite(self.loss), "valid_loss": self.valid_loss,
                 "best": finite(self.best), "best_step": self.best_step, "worse": self.worse,
                 "scaler": self.scaler.state_dict(), "threads": torch.get_num_threads(),
+                "processes": self.team.everyone.size,
             }  # fmt: skip
             self.checkpoints.save(self.learns_from, self.optimizer, state, self.step, self.best_step)
         self.team.wait()
@@ -330,7 +345,7 @@ class Loop:
         if self.checkpoints is None:
             return
         newest = self.checkpoints.newest() if self.team.leads else None
-        found = int(self.team.total(float(newest or 0))[0])
+        found = int(self.team.everyone.total(float(newest or 0))[0])
         if not found:
             return
         state = self.checkpoints.restore(found, self.learns_from, self.optimizer)
@@ -345,7 +360,9 @@ class Loop:
         if state["threads"] != torch.get_num_threads():  # sums are shared out over threads: other threads, other bits
             say(f"using {state['threads']} threads, as before")
             torch.set_num_threads(state["threads"])
-        say(f"going on from step {self.step} of {self.recipe.steps}")
+        now, before = self.team.everyone.size, state.get("processes", self.team.everyone.size)
+        how = f", with {now} processes instead of {before}" if now != before else ""
+        say(f"going on from step {self.step} of {self.recipe.steps}{how}")
 
     def _finish(self) -> None:
         """The end: the best weights if it stopped early, and the model in its folder."""
@@ -361,7 +378,11 @@ class Loop:
             elif self.best_weights is not None:
                 self.model.load_state_dict(self.best_weights)
         if self.folder is not None and self.stopped != "interrupted" and self.team.leads:
-            self.model.save(self.folder / "model")
+            if self.checkpoints is not None and self.layout.cuts:
+                last = self.best_step if self.stopped == "early" and self.best_step else self.step
+                save_as_whole(self.checkpoints.path(last), self.folder / "model")
+            else:
+                self.model.save(self.folder / "model")
         self.team.wait()
 
 

@@ -11,7 +11,7 @@ from headwise.train.recipe import Recipe
 
 def make_optimizer(learning: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
     """Matrices and tables decay, biases, norms and gates do not."""
-    trained = list(learning.values())
+    trained = [value for value in learning.values() if value.numel()]  # a layer without heads has weights of no size
     if not trained:
         raise HeadwiseError("no parameter of this model is to be trained; set requires_grad on some.")
     groups = [

@@ -15,6 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.aligned import aligned
 from headwise.model import AnyModel, Transformer
 from headwise.spec import ModelSpec
+from headwise.team.layout import Layout
 from headwise.team.team import Team
 from headwise.text import Tokenizer
 from headwise.text.make import add_frame, add_mask, make_tokenizer
@@ -36,6 +37,7 @@ class Prepared:
     context: int
     objective: str
     asked: dict[str, Any]  # what was asked for, as it is noted in the folder
+    layout: Layout  # who shares what
 
     @property
     def model(self) -> Transformer:
@@ -43,9 +45,9 @@ class Prepared:
         return self.loss.model  # pyright: ignore[reportReturnType]
 
 
-def prepare(request: TrainRequest, folder: Path, team: Team) -> Prepared:
+def prepare(request: TrainRequest, folder: Path, layout: Layout) -> Prepared:
     """Check what was asked, claim the folder, and make or find everything in it."""
-    given, recipe, tokenizer = request.model, request.how, request.tokenizer
+    given, recipe, tokenizer, team = request.model, request.how, request.tokenizer, layout.team
     corpus, valid = request.texts, request.held_out
     spec = given if isinstance(given, ModelSpec) else getattr(given, "spec", given)
     if not isinstance(spec, ModelSpec):
@@ -84,7 +86,8 @@ def prepare(request: TrainRequest, folder: Path, team: Team) -> Prepared:
         "framed": framed,
         "weights": None if isinstance(given, ModelSpec) else weights_digest(given),
     }
-    if team.leads:
+
+    def claim() -> None:
         known = is_same(folder, asked)
         if not known or not (folder / "tokens" / "tokens.json").is_file():
             made = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, corpus)
@@ -93,19 +96,20 @@ def prepare(request: TrainRequest, folder: Path, team: Team) -> Prepared:
             if framed and made.end is not None:
                 made = add_frame(made, behind=spec.kind == "encoder")
             write_tokens(folder / "tokens", corpus, valid, made, recipe.holdout)
-    team.wait()
+
+    team.first_alone(claim)
     made = Tokenizer.load(folder / "tokens")
-    loss = _loss(request.loss, _model(given, made, recipe.seed), recipe, team)
+    loss = _loss(request.loss, _model(given, made, recipe.seed), recipe, layout)
     asked["loss"] = loss.name or None
-    if team.leads:
-        is_same(folder, asked)
-    return Prepared(loss, made, read_tokens(folder / "tokens"), context, objective, asked)
+    team.first_alone(lambda: is_same(folder, asked))
+    return Prepared(loss, made, read_tokens(folder / "tokens"), context, objective, asked, layout)
 
 
-def recall(folder: Path, make_loss: MakeLoss, team: Team) -> tuple[Prepared, Recipe]:
+def recall(folder: Path, make_loss: MakeLoss, everyone: Team) -> tuple[Prepared, Recipe]:
     """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
     asked = asked_before(folder)
     spec, recipe = ModelSpec.from_json(json.dumps(asked["spec"])), Recipe.from_json(json.dumps(asked["recipe"]))
+    layout = Layout.of(recipe.parallel, everyone, recipe.head_processes)
     tokenizer = Tokenizer.load(folder / "tokens")
     if asked["weights"] is None:
         model = _model(spec, tokenizer, recipe.seed)
@@ -114,9 +118,9 @@ def recall(folder: Path, make_loss: MakeLoss, team: Team) -> tuple[Prepared, Rec
     else:
         raise HeadwiseError(f"{folder} went on from a model that was given and has no checkpoint yet; start it again.")
     context, objective = recipe.context or spec.context, _objective(spec, recipe)
-    tokens, loss = read_tokens(folder / "tokens"), _loss(make_loss, model, recipe, team)
+    tokens, loss = read_tokens(folder / "tokens"), _loss(make_loss, model, recipe, layout)
     is_same(folder, {**asked, "loss": loss.name or None})
-    return Prepared(loss, tokenizer, tokens, context, objective, asked), recipe
+    return Prepared(loss, tokenizer, tokens, context, objective, asked, layout), recipe
 
 
 def cutter(start: Prepared, recipe: Recipe) -> Callable[[np.ndarray], Any]:
@@ -165,14 +169,17 @@ def _model(given: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> T
     return given
 
 
-def _loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, team: Team) -> Loss:
+def _loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: Layout) -> Loss:
     """The model with what it learns from; what the loss draws for itself follows from the seed."""
+    model = layout.arranged(model)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         loss = make_loss(model)
     if not isinstance(loss, Loss) or loss.model is not model:
         raise HeadwiseError(f"loss takes a model and gives a Loss of it, as LanguageLoss does; got {loss!r}.")
-    return loss.to(team.device)
+    if "fsdp" in layout.kind and any(name.startswith("loss.") for name in loss.learning()):
+        raise HeadwiseError("this loss has parameters of its own; they are trained with parallel='ddp' or 'heads'.")
+    return loss.to(layout.team.device)
 
 
 def weights_digest(model: AnyModel) -> str:

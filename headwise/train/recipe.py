@@ -12,6 +12,7 @@ CHOICES = {
     "rows": ("windows", "random", "texts"),
     "objective": ("auto", "causal", "masked"),
     "precision": ("auto", "float32", "bfloat16", "float16"),
+    "parallel": ("ddp", "fsdp", "heads", "fsdp+heads"),
 }
 
 
@@ -43,6 +44,8 @@ class Recipe(Wire):
     clip: float = 1.0  # longest gradient; 0: any
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU that has it
     compile: bool = False
+    parallel: Literal["ddp", "fsdp", "heads", "fsdp+heads"] = "ddp"  # what processes share, see docs/team.md
+    head_processes: int = 2  # how many share heads, with fsdp+heads
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     holdout: float = 0.1  # the share of the text kept for evaluation when no other is given; 0: none
     evaluate_every: int = 250
@@ -56,7 +59,17 @@ class Recipe(Wire):
     def __post_init__(self) -> None:
         check_kind(self, float, "mask_share", "rate", "floor", "weight_decay", "beta1", "beta2", "clip", "holdout")
         check_kind(self, bool, "compile", "checkpointing")
-        whole = ("steps", "batch", "accumulate", "keep", "evaluate_every", "evaluate_tokens", "save_every", "log_every")
+        whole = (
+            "steps",
+            "batch",
+            "accumulate",
+            "head_processes",
+            "keep",
+            "evaluate_every",
+            "evaluate_tokens",
+            "save_every",
+            "log_every",
+        )
         check_whole(self, *whole, "context", "warmup", "patience")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise HeadwiseError(f"seed must be a whole number from 0 to 2³¹ − 1, got {self.seed!r}.")
@@ -84,6 +97,10 @@ class Recipe(Wire):
             raise HeadwiseError(
                 f"a batch of {self.batch} rows cannot be cut into {self.accumulate} equal parts; change accumulate."
             )
+
+        if self.parallel != "ddp" and (self.compile or self.precision == "float16"):
+            what = "compile=True" if self.compile else "precision='float16'"
+            raise HeadwiseError(f"{what} goes with parallel='ddp' alone; leave it out, or use bfloat16.")
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step: up in a line, down in a cosine (https://arxiv.org/abs/1608.03983)."""

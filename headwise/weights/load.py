@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.attach import Attached
 from headwise.attach.store import NOTE, can_attach
 from headwise.errors import HeadwiseError
-from headwise.files.aligned import aligned
+from headwise.files.aligned import aligned, write_tensors
+from headwise.files.pieces import PiecesReader
 from headwise.files.places import find, inside, read_json, read_text, weight_files
 from headwise.files.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
+from headwise.files.whole import whole_folder
 from headwise.heads.packed import Packed
 from headwise.model import Transformer
 from headwise.model.axes import cut
@@ -29,7 +31,7 @@ from headwise.weights.families import FAMILIES, Family, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import Found, Line, check_names, find_prefix, lines_for
-from headwise.weights.save import PLANS
+from headwise.weights.save import PLANS, write_about
 
 T = TypeVar("T", bound=Transformer)
 
@@ -172,6 +174,19 @@ def _plans(checkpoint: Checkpoint) -> tuple[Any, ...]:
     return read_plans(read_json(file).get("plans"), checkpoint.spec.addresses, file)
 
 
+def save_as_whole(source: Path, folder: Path) -> None:
+    """Write a model that lies there in pieces as one; of its tensors no more than one is held."""
+    checkpoint = open_checkpoint(source)
+    empty = Transformer(checkpoint.spec, device="meta")
+    state = empty.state_dict()
+    if checkpoint.spec.tied:
+        state.pop("output.vocabulary.weight", None)
+    told = {"format": "headwise-1", "storage": checkpoint.storage}
+    with whole_folder(folder, ("spec.json",)) as new:
+        write_tensors(state, new / "model.safetensors", told, checkpoint.reader.get)
+        write_about(_named(empty, checkpoint), new)
+
+
 def is_theirs(path: Path) -> bool:
     """Whether a place holds a model that is reached through transformers: of a family not mapped here, or cut there."""
     if not path.is_dir() or inside(path, "spec.json").is_file() or not inside(path, "config.json").is_file():
@@ -230,6 +245,8 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_own(folder: Path) -> Checkpoint:
     spec = ModelSpec.from_json(read_text(inside(folder, "spec.json")))
+    if inside(folder, "pieces").is_dir():  # a checkpoint that several processes wrote
+        return Checkpoint(folder, spec, PiecesReader(folder / "pieces"), _tokenizer(folder))
     reader = SafetensorsReader([inside(folder, "model.safetensors")])
     return Checkpoint(folder, spec, reader, _tokenizer(folder), storage=reader.metadata.get("storage", "qkv"))
 
@@ -328,10 +345,12 @@ def _own_state(checkpoint: Checkpoint, model: Transformer) -> Iterator[tuple[str
     empty = model.state_dict()
     if checkpoint.spec.tied:
         empty.pop("output.vocabulary.weight", None)
-    check_names(checkpoint.reader, {name: tuple(tensor.shape) for name, tensor in empty.items()}, checkpoint.source)
+    there = checkpoint.reader.shapes
+    wanted = {name: tuple(tensor.shape) for name, tensor in empty.items() if tensor.numel() or name in there}
+    check_names(checkpoint.reader, wanted, checkpoint.source)
     packed = _packed_names(model)
     for name in empty:
-        tensor = checkpoint.reader.get(name)
+        tensor = checkpoint.reader.get(name) if name in there else torch.empty(empty[name].shape)
         if name not in packed:
             _floats(tensor, checkpoint.source, name)
         elif tensor.dtype != empty[name].dtype:

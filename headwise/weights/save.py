@@ -24,12 +24,17 @@ def save(model: "Transformer", folder: str | Path) -> Path:
 
 def write_model(model: "Transformer", folder: Path) -> None:
     """Write a model's files into a folder that is there."""
-    (folder / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
     state = model.state_dict()
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
     storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
     write_tensors(state, folder / "model.safetensors", {"format": "headwise-1", "storage": storage})
+    write_about(model, folder)
+
+
+def write_about(model: "Transformer", folder: Path) -> None:
+    """All that is known of a model besides its weights."""
+    (folder / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
     if model.plans:
         told = {"plans": [json.loads(plan.to_json()) for plan in model.plans]}
         (folder / PLANS).write_text(json.dumps(told, indent=2), encoding="utf-8")

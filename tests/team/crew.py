@@ -18,7 +18,7 @@ from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60  # seconds for a check
+PATIENCE = 180  # seconds for a check; a busy machine takes long
 
 
 class Crew:
@@ -92,7 +92,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(size), timeout=timedelta(seconds=45)
+        "gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(size), timeout=timedelta(seconds=120)
     )
     for line in sys.stdin:
         asked = json.loads(line)

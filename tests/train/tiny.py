@@ -74,7 +74,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     """The largest difference between two models' weights."""
     a, b = one.state_dict(), other.state_dict()
     assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return max(float((a[name] - b[name]).abs().max()) for name in a if a[name].numel())
 
 
 def same_file(one: Path, other: Path) -> bool:
