@@ -11,7 +11,8 @@ gradient, or each has a part of it. Four functions lead from one kind to the oth
 All processes must call them in the same order. A peer that is gone is an error, told as such.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -95,10 +96,25 @@ def reached(ask: Callable[[], X]) -> X:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, HeadwiseError):
             raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HeadwiseError(
-            f"another process of the team is gone or does not answer ({first}); look at what it said, and start all again."
-        ) from None
+        raise _gone(error) from None
+
+
+@contextmanager
+def told_of_peers() -> Iterator[None]:
+    """Around work in which torch itself asks other processes: where that fails it is told in the same words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise _gone(error) from None
+        raise
+
+
+def _gone(error: Exception) -> HeadwiseError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return HeadwiseError(
+        f"another process of the team is gone or does not answer ({first}); look at what it said, and start all again."
+    )
 
 
 class _Copy(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.dropout import tell_progress
+from headwise.kernels.together import told_of_peers
 from headwise.model import Transformer, quiet
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
@@ -145,7 +146,8 @@ def _run(
                 f"{recipe.rate:g}. A tenth of the steps is usual."
             )
     try:
-        return loop.run(call, recipe.evaluate_every if every is None else every)
+        with told_of_peers():
+            return loop.run(call, recipe.evaluate_every if every is None else every)
     finally:
         torch.set_num_threads(threads)
 
@@ -291,6 +293,7 @@ class Loop:
             loss = self.valid_loss = self._loss_on(valid, most)
             if self.step == self.recipe.steps and len(valid) > most:  # the last word is on all of it
                 self.valid_loss = self._loss_on(valid, None)
+        settle(self.model)
         if self.team.leads:
             self.metrics.add({"step": self.step, "valid_loss": self.valid_loss})
             self.watch.evaluation(self.step, self.loss, self.valid_loss, clock.seconds)
@@ -309,10 +312,8 @@ class Loop:
         else:
             read = list(self.cut(tokens).in_order(most))
             texts, sources = zip(*read, strict=True) if isinstance(read[0], tuple) else (read, [])
-        hide = self._hiding([self.recipe.seed, 1])
-        found = evaluate(self.model, texts, sources, self.recipe.batch, hide, self.team, self.layout.cuts)
-        settle(self.model)
-        return found
+        hide, cuts = self._hiding([self.recipe.seed, 1]), self.layout.cuts
+        return evaluate(self.model, texts, sources, self.recipe.batch, hide, self.team, cuts)
 
     def _call(self, call: Call) -> None:
         """Let the caller look at the model as it is; what is drawn or switched there changes nothing here."""
@@ -360,8 +361,8 @@ class Loop:
         if state["threads"] != torch.get_num_threads():  # sums are shared out over threads: other threads, other bits
             say(f"using {state['threads']} threads, as before")
             torch.set_num_threads(state["threads"])
-        now, before = self.team.everyone.size, state.get("processes", self.team.everyone.size)
-        how = f", with {now} processes instead of {before}" if now != before else ""
+        now, before = self.team.everyone.size, state.get("processes")
+        how = f", with {now} processes, not {before}" if before not in (None, now) else ""
         say(f"going on from step {self.step} of {self.recipe.steps}{how}")
 
     def _finish(self) -> None:
