@@ -31,6 +31,7 @@ from headwise.files.whole import whole_file
 from headwise.heads import HeadCache
 from headwise.heads.cache import WholeCache
 from headwise.lab.engine.figure import Figure
+from headwise.lab.engine.memory import rise
 from headwise.model import ModelCache, Transformer
 from headwise.show.progress import show_progress
 from headwise.spec import Address, ModelSpec
@@ -247,10 +248,10 @@ def peak(options: argparse.Namespace) -> None:
     ids = torch.arange(options.lengths[0])[None] % 1000
     cache = model.cache()
     model.generate(ids[:, :64], 1, prompt_chunk=options.peak)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    model.generate(ids, 1, cache=cache, prompt_chunk=options.peak)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print((after - before - cache.bytes) / 1e6)
+    risen = rise(
+        lambda: model.generate(ids, 1, cache=cache, prompt_chunk=options.peak)
+    )  # a child's own peak begins with ours
+    print(risen - cache.bytes / (1 << 20))
 
 
 def main() -> None:
