@@ -10,7 +10,17 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "errors": ("HeadwiseError",),
-    "spec": ("Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
+    "spec": (
+        "Address",
+        "AttentionSpec",
+        "Keeps",
+        "ModelSpec",
+        "Rotary",
+        "RotaryScaling",
+        "layout",
+        "preset",
+        "presets",
+    ),
     "kernels": ("Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window"),
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
@@ -49,7 +59,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [  # noqa: RUF022 (in the order of the rooms)
     "HeadwiseError",
-    "Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets",
+    "Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "layout", "preset", "presets",
     "Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
@@ -95,7 +105,7 @@ if TYPE_CHECKING:
     from headwise.look.worth.importance import importance
     from headwise.look.worth.sensitivity import sensitivity
     from headwise.model import Transformer
-    from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec, Rotary, RotaryScaling, preset, presets
+    from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec, Rotary, RotaryScaling, layout, preset, presets
     from headwise.teach import distil
     from headwise.team.spread import shard
     from headwise.text import Corpus, Tokenizer, embed

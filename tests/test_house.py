@@ -41,7 +41,7 @@ SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
 
 PUBLIC_NAMES = [
     "HeadwiseError",
-    *("Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "preset", "presets"),
+    *("Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "layout", "preset", "presets"),
     *("Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window"),
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",
@@ -58,7 +58,7 @@ PUBLIC_NAMES = [
 ]
 VERBS = [
     *("ablate", "attend", "cache", "claims", "corpus", "demo", "diff", "distil", "export", "generate", "head", "heads"),
-    *("info", "plot", "presets", "prune", "quantise", "sensitivity", "sweep", "train", "view", "why"),
+    *("info", "layout", "plot", "presets", "prune", "quantise", "sensitivity", "sweep", "train", "view", "why"),
 ]
 
 

@@ -23,6 +23,7 @@ from headwise.cli import (
     head,
     heads,
     info,
+    layout,
     plot,
     presets,
     prune,
@@ -37,7 +38,7 @@ from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.errors import HeadwiseError
 
 VERBS = (
-    demo, info, generate, export, presets, corpus, train, distil, heads, head, attend, why, ablate, prune, quantise,
+    demo, info, layout, generate, export, presets, corpus, train, distil, heads, head, attend, why, ablate, prune, quantise,
     sensitivity, cache, diff, sweep, claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(

@@ -3,6 +3,7 @@
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
 from headwise.spec.cache import CacheRule, Keeps
+from headwise.spec.layout import layout
 from headwise.spec.model import ModelSpec
 from headwise.spec.presets import preset, presets
 from headwise.spec.weights import LayerBits, WeightRule
@@ -18,6 +19,7 @@ __all__ = [
     "RotaryScaling",
     "SiteAddress",
     "WeightRule",
+    "layout",
     "preset",
     "presets",
     "select",

@@ -54,6 +54,18 @@ def info(source: str | Path) -> Info:
     return _told(str(source), checkpoint.spec, family, tokens)
 
 
+def spec_of(source: str | Path) -> ModelSpec:
+    """The spec of anything `load` takes, or of a preset, without its weights.
+
+    >>> spec_of("llama2-70b").layers
+    80
+    """
+    if str(source) in ROWS and not Path(source).exists():
+        return preset(str(source))
+    path = find(source)
+    return describe(*skeleton(path)) if is_theirs(path) else open_checkpoint(path).spec
+
+
 def _told_of_theirs(source: str, folder: Path) -> Info:
     """What transformers would build from a folder, without its weights."""
     model, layers = skeleton(folder)

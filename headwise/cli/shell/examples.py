@@ -8,6 +8,7 @@ from typer.core import TyperCommand
 EXAMPLES = {
     "demo": "headwise demo",
     "info": "headwise info smollm2",
+    "layout": "headwise layout llama2-70b --processes 8 --context 32768",
     "generate": 'headwise generate smollm2 "The capital of France is" --tokens 8',
     "export": "headwise export smollm2 smollm2-folder",
     "presets": "headwise presets",
