@@ -77,6 +77,8 @@ def _add(state: dict[str, Tensor], prefix: str, none: Tensor, more: Tensor | Non
 
 def built(spec: ModelSpec, state: dict[str, Tensor], like: "Transformer") -> "Transformer":
     """A model of these tensors, copied; all else is as it was in the one it came from."""
+    if like.is_shared:
+        raise HeadwiseError("this process holds a part of the model; change the whole one, then use hw.shard.")
     storage = next((layer.read.storage for layer in like.attention_layers()), "qkv")
     small = type(like)(spec, storage=storage, device="meta")
     if spec.tied:

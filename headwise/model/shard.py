@@ -6,6 +6,7 @@ biases every process has. So each computes the same stream, bit by bit, and to a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -91,6 +92,10 @@ class Shard(Transformer):
     ) -> Self:
         """Not of a part: heads are cut from a whole model, which is then shared out."""
         raise HeadwiseError("this process holds a part of the model; cut heads from the whole, then use hw.shard.")
+
+    def export(self, folder: str | Path, family: str | None = None) -> Path:
+        """Not of a part."""
+        raise HeadwiseError("this process holds a part of the model; save it, load the whole one and export that.")
 
     def wiring(self) -> Any:
         """Not of a part: who follows a logit through the model reads all of the vocabulary."""

@@ -34,9 +34,9 @@ def shard(model: Transformer, mesh: DeviceMesh) -> Shard:
     >>> dist.destroy_process_group()
     """
     check_model(model)
-    model.check_own("be spread over processes")
     if model.is_shared:
         raise HeadwiseError("this is a part of a model already; shard the whole one.")
+    model.check_own("be spread over processes")
     shares, together = shares_on(mesh, model.spec)
     return part_of(model, shares, together)
 

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
 from headwise.files.aligned import write_tensors
 from headwise.files.whole import whole_folder
+from headwise.model.shard import Shard
 
 if TYPE_CHECKING:
     from headwise.model import Transformer
@@ -17,14 +22,32 @@ PLANS = "plans.json"  # by which heads were cut
 
 def save(model: "Transformer", folder: str | Path) -> Path:
     """Write a model, pruned or not; `load(folder)` brings it back bit by bit. A model that was there is replaced."""
+    if isinstance(model, Shard):
+        return _save_parts(model, Path(folder))
     with whole_folder(folder, ("spec.json",)) as new:
         write_model(model, new)
     return Path(folder)
 
 
-def write_model(model: "Transformer", folder: Path) -> None:
-    """Write a model's files into a folder that is there."""
-    state = model.state_dict()
+def _save_parts(model: Shard, folder: Path) -> Path:
+    """A model that is spread over processes: the first of them is sent all parts and writes; all must call this."""
+    first, wrong = model.together.rank == 0, None
+    state = {name: tensor for name, tensor in model.gathered() if first}
+    try:
+        if first:
+            with whole_folder(folder, ("spec.json",)) as new:
+                write_model(model, new, state)
+    except HeadwiseError as error:
+        wrong = error
+    failed = int(model.together.largest(torch.tensor([int(wrong is not None)])))
+    if failed:
+        raise wrong or HeadwiseError(f"{folder} could not be written by the first process; it says why.")
+    return folder
+
+
+def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | None = None) -> None:
+    """Write a model's files into a folder that is there; `state` are its tensors, if not those it has."""
+    state = model.state_dict() if state is None else state
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
     storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")

@@ -3,7 +3,7 @@
 python -m tests.team.kill_script FOLDER NAME PARALLEL STEPS KILLS SEED
 
 Each time the process that is killed, the step and the moment in it are drawn; the other must notice by itself. The last time
-they are let finish. Prints what happened as JSON.
+they are let finish. Then a run that nobody disturbs, in FOLDER-whole. Prints what happened as JSON.
 """
 
 import json
@@ -73,13 +73,13 @@ def main() -> None:
     recipe = replace(RECIPE, steps=steps, save_every=1, evaluate_every=4, parallel=parallel)  # pyright: ignore
     dice, ends, longest = random.Random(seed), list[Any](), 0.0
 
-    def attempt(victim: int, step: int, moment: float) -> list[int | None]:
+    def attempt(victim: int, step: int, moment: float, out: str = folder) -> list[int | None]:
         def look(model: hw.Transformer, now: int) -> None:
             if now == step and dist.get_rank() == victim:
                 threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
         def work() -> None:
-            train(SPECS[name], TEXT, recipe, out=folder, call=look, every=1, progress=False)
+            train(SPECS[name], TEXT, recipe, out=out, call=look, every=1, progress=False)
 
         meeting = tempfile.mktemp(prefix="kill-")
         children = [member(rank, meeting, work) for rank in range(2)]
@@ -93,8 +93,9 @@ def main() -> None:
     for kill in range(kills):
         step = 1 + kill * (steps - 2) // max(1, kills)
         ends.append(attempt(dice.randrange(2), step, dice.uniform(0.0, 0.4)))
-    last = attempt(-1, 0, 0.0)
-    sys.stdout.write(json.dumps({"ends": ends, "last": last, "longest": longest}) + "\n")
+    last, noticed = attempt(-1, 0, 0.0), longest
+    whole = attempt(-1, 0, 0.0, f"{folder}-whole")
+    sys.stdout.write(json.dumps({"ends": ends, "last": last, "whole": whole, "longest": noticed}) + "\n")
 
 
 if __name__ == "__main__":

@@ -195,8 +195,13 @@ def loaded(folder: str) -> dict[str, Any]:
     ids = torch.randint(0, whole.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(1))
     held = [sum(p.nbytes for p in m.parameters()) for m in (whole, part)]
     kept = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in part.parameters()}.values())
+    same = True
+    if not whole.spec.weights:
+        part.save(f"{folder}-again")
+        again = hw.load(f"{folder}-again")
+        same = all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
     with torch.no_grad():
-        return {"off": apart(whole(ids), part(ids)), "held": held, "kept": kept}
+        return {"off": apart(whole(ids), part(ids)), "held": held, "kept": kept, "saved": same}
 
 
 def smollm2() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.train.tiny import same_weights
 ROOT = Path(__file__).parents[2]
 
 
-def script(folder: Path, name: str, parallel: str, steps: int, kills: int, seed: int = 0) -> dict[str, Any]:
+def script(folder: Path, name: str, parallel: str, steps: int, kills: int, seed: int) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.team.kill_script", str(folder), name, parallel, *map(str, (steps, kills, seed))],
         capture_output=True,
@@ -37,9 +37,9 @@ def killed(tmp_path: Path, name: str, parallel: str, steps: int, kills: int, see
     assert [end[0] for end in told["ends"]] == [-signal.SIGKILL] * kills
     assert {end[1] for end in told["ends"]} <= {NOTICED}, told["said"]  # the other was told, and ended by itself
     assert told["longest"] < 60
-    assert script(tmp_path / "whole", name, parallel, steps, 0)["last"] == [0, 0]
-    assert same_weights(*(hw.load(tmp_path / run / "model") for run in ("killed", "whole")))  # pyright: ignore
-    pieces = [tmp_path / run / "checkpoints" / f"step-{steps:08d}" / "pieces" for run in ("killed", "whole")]
+    assert told["whole"] == [0, 0], told["said"]
+    assert same_weights(*(hw.load(tmp_path / run / "model") for run in ("killed", "killed-whole")))  # pyright: ignore
+    pieces = [tmp_path / run / "checkpoints" / f"step-{steps:08d}" / "pieces" for run in ("killed", "killed-whole")]
     for one, other in zip(*(sorted(folder.iterdir()) for folder in pieces), strict=True):
         a, b = load_file(one), load_file(other)
         assert a.keys() == b.keys()

@@ -97,6 +97,7 @@ def test_a_folder_is_read_in_parts(two: Crew, tmp_path: Path, storage: str) -> N
     for found in two.run(f"{CHECKS}:loaded", str(tmp_path / "model")):
         assert found["off"] < 1e-6
         assert found["held"][1] < 0.55 * found["held"][0]
+        assert found["saved"]  # by both, and whole again bit by bit
         assert found["kept"] < 0.56 * found["held"][0]  # nothing of the others' parts is kept alive
 
 

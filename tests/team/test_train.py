@@ -14,7 +14,7 @@ from tests.team.train_checks import SPECS, recipe_of, trained
 from tests.train.tiny import TEXT, distance, same_weights
 
 CHECKS = "tests.team.train_checks"
-CASES = [("grouped", "heads"), ("one key", "fsdp")]
+CASES = [pytest.param("grouped", "heads", marks=pytest.mark.slow), ("one key", "fsdp")]
 
 
 def one_process(name: str) -> hw.Transformer:
