@@ -17,7 +17,7 @@ from headwise.spec.weights import FULL, GROUP, Bits
 def quantise(
     model: Transformer, weights: Bits, *, group: int = GROUP, activations: int = FULL, basis: Basis = "given"
 ) -> Transformer:
-    """A new model whose weights are stored at 8, 4, 3 or 2 bits; the given one stays as it is.
+    """A new model whose weights are stored at 16, 8, 4, 3 or 2 bits; the given one stays as it is.
 
     One number is for heads, MLPs and vocabulary; `{"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8, "vocabulary": 8}` goes by head
     and part, the later of two that name the same counts, and what is not named stays as it is. Rounding is symmetric, in

@@ -13,7 +13,7 @@ def run(
     model: Model,
     text: Texts = None,
     weights: Annotated[
-        str, typer.Option(help="Bits: 8, 4, 3 or 2; or by head and part: '*=8,5.1=4,5.2:qk=3,mlp=8,vocabulary=8'.")
+        str, typer.Option(help="Bits: 16, 8, 4, 3 or 2; or by head and part: '*=8,5.1=4,5.2:qk=3,mlp=8,vocabulary=8'.")
     ] = "8",
     group: Annotated[int, typer.Option(help="Numbers along the input that share a scale.")] = 32,
     activations: Annotated[int, typer.Option(help="8: round what weights are multiplied by as well.")] = 32,

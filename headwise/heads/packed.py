@@ -7,13 +7,15 @@ trained is unpacked first.
 
 import re
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.linear import linear
+from headwise.kernels.forms import Form, half_form
+from headwise.kernels.linear import forms_wanted, linear
 from headwise.kernels.rounding import from_codes, rounded, to_codes
 from headwise.spec.weights import FULL, GROUP
 
@@ -31,10 +33,13 @@ class Packed(nn.Module):
             )
         self.bits, self.rows, self.inputs, self.group = tuple(bits), rows, inputs, group
         self.activations, self.dtype = activations, torch.get_default_dtype()
+        self.inputs_are_split = False  # True: the matrices stand side by side along what is read, as W_O's heads do
         for count in self._kinds():
             units = len(self._units(count))
             if count == FULL:
                 self.register_buffer("rows32", torch.empty(units, rows, inputs))
+            elif count == 16:
+                self.register_buffer("rows16", torch.empty(units, rows, inputs, dtype=torch.float16))
             else:
                 codes, kind = (inputs, torch.int8) if count == 8 else (-(-inputs * count // 8), torch.uint8)
                 scales = -(-inputs // max(1, min(group, inputs)))
@@ -54,6 +59,13 @@ class Packed(nn.Module):
             some = weight[self._units(count)]
             if count == FULL:
                 held["rows32"] = some.clone()
+            elif count == 16:
+                held["rows16"] = some.to(torch.float16)
+                if not held["rows16"].isfinite().all():
+                    raise HeadwiseError(
+                        f"weights of up to {some.abs().max():.3g} are too large for 16-bit floats, which end at 65504; "
+                        f"store these at 8 bits."
+                    )
             else:
                 codes, scales = to_codes(some, count, self.group)
                 held |= {f"codes{count}": codes.contiguous(), f"scales{count}": scales.contiguous()}
@@ -65,7 +77,7 @@ class Packed(nn.Module):
         for count in self._kinds():
             there = self._units(count)
             places = [there.index(unit) for unit in chosen if unit in there]
-            names = ("rows32",) if count == FULL else (f"codes{count}", f"scales{count}")
+            names = (f"rows{count}",) if count in (FULL, 16) else (f"codes{count}", f"scales{count}")
             held |= {name: getattr(self, name)[places] for name in names if places}
         return held
 
@@ -80,18 +92,23 @@ class Packed(nn.Module):
         return made
 
     def _of(self, count: int) -> Tensor:
-        if count == FULL:
-            rows = self.get_buffer("rows32")
-            return rows.to(self.dtype)
+        if count in (FULL, 16):
+            return self.get_buffer(f"rows{count}").to(self.dtype)
         codes, scales = getattr(self, f"codes{count}"), getattr(self, f"scales{count}")
         return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
 
     def some_rows(self, rows: Tensor) -> Tensor:
         """Some rows of the only matrix: (…) → (…, inputs)."""
         (count,) = self.bits
+        if count == 16:
+            return F.embedding(rows, self.get_buffer("rows16")[0]).to(self.dtype)
         codes, scales = getattr(self, f"codes{count}")[0], getattr(self, f"scales{count}")[0]
         codes, scales = F.embedding(rows, codes), F.embedding(rows, scales)  # which refuses rows that are not there
         return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Side by side what all matrices make of an input: (…, inputs) → (…, units · rows)"""
+        return multiplied(self, x, bias, lambda: self.unpacked().flatten(0, 1))
 
     def as_read(self, x: Tensor) -> Tensor:
         """What is multiplied by these weights: as it is, or rounded to few bits, row by row."""
@@ -109,7 +126,7 @@ class Packed(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Packed":
         """Another dtype is that of the numbers as they are looked at; codes and scales stay what they are."""
-        before = {name: held for name, held in self._buffers.items() if name.startswith("scales")}
+        before = {name: held for name, held in self._buffers.items() if name.startswith("scales") or name == "rows16"}
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         for name, held in before.items():
@@ -122,6 +139,22 @@ class Packed(nn.Module):
         """Sizes, for print(model)."""
         told = ", ".join(f"{len(self._units(count))} at {count}" for count in self._kinds())
         return f"{self.rows} × {self.inputs}, bits: {told}"
+
+
+_forms: WeakKeyDictionary[Packed, tuple[object, Form | None]] = WeakKeyDictionary()  # made at a first step
+
+
+def multiplied(packed: Packed, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]) -> Tensor:
+    """x Wᵀ + b; in a generation step through a form of the weight, if one can be made, else by its plain numbers."""
+    read = x if packed.inputs_are_split else packed.as_read(x)  # what is split was rounded head by head
+    if not forms_wanted(x):
+        return linear(read, weight(), bias)
+    held = [(buffer.data_ptr(), buffer._version) for buffer in packed.buffers(recurse=False)]
+    key, form = _forms.get(packed, (None, None))
+    if key != held:
+        form = half_form(weight())
+        _forms[packed] = held, form
+    return linear(read, weight(), bias) if form is None else form(read, bias)
 
 
 def is_held(name: str) -> bool:
@@ -145,7 +178,7 @@ class PackedLinear(Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)"""
-        return linear(self.as_read(x), self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class PackedTable(Packed):
@@ -180,4 +213,4 @@ class PackedTied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)"""
-        return linear(rounded(x, self.activations, x.shape[-1]), self.weight, self.bias)
+        return self._table[0].product(rounded(x, self.activations, x.shape[-1]), self.bias)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads.packed import Packed
+from headwise.heads.packed import Packed, multiplied
 from headwise.kernels import Angles
 from headwise.kernels.linear import linear
 from headwise.kernels.together import Together
@@ -78,11 +78,7 @@ class Read(nn.Module):
             if self.spec.input == "slice":
                 made = [self._project_slices(x, letter) for letter in some]
             else:
-                weight, bias = self._weight(some), self._bias(some)
-                if self.same_keys is not None:
-                    weight = self.same_keys(weight, some)
-                    bias = None if bias is None else self.same_keys(bias, some)
-                product = linear(self._as_read(x, slab), weight, bias)  # (B, T, rows)
+                product = self._product(x, slab, some)  # (B, T, rows)
                 if angles is not None and some == "qkv":
                     out += self._turned(product, angles)
                     continue
@@ -91,6 +87,16 @@ class Read(nn.Module):
             turned = () if angles is None else "qk"
             out += [angles.turn(p) if c in turned else p for c, p in zip(some, made, strict=True)]  # pyright: ignore
         return tuple(out)
+
+    def _product(self, x: Tensor, slab: str, some: str) -> Tensor:
+        packed, bias = self._packed(slab), self._bias(some)
+        if packed is not None and self.same_keys is None:
+            return packed.product(x, bias)
+        weight = self._weight(some)
+        if self.same_keys is not None:
+            weight = self.same_keys(weight, some)
+            bias = None if bias is None else self.same_keys(bias, some)
+        return linear(self._as_read(x, slab), weight, bias)
 
     def _by_head(self, product: Tensor, letter: str) -> Tensor:
         return product.reshape(*product.shape[:2], *self.sizes[letter]).transpose(1, 2)
@@ -267,11 +273,15 @@ class PackedWrite(Write):
         self.heads, self.value_dim = len(spec.head_ids), spec.value_dim
         sizes = (spec.width, spec.value_dim, spec.weights.group, spec.weights.activations)
         self.packed = Packed(bits_here(spec, "o"), *sizes)  # (H, D, e)
+        self.packed.inputs_are_split = True
         self.bias = nn.Parameter(torch.empty(spec.width)) if spec.out_bias else None
 
     def forward(self, z: Tensor) -> Tensor:
         """(B, H, T, e) → (B, T, D)"""
-        return super().forward(self.packed.as_read(z))
+        z = self.packed.as_read(z)
+        if self.together is not None:
+            return super().forward(z)
+        return multiplied(self.packed, z.transpose(1, 2).flatten(2), self.bias, lambda: self.weight)
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -130,6 +130,13 @@ def choose(weights: Iterable[Tensor], rows: int) -> None:
                 _chosen[shape] = _fixed(shape) or _quickest(shape, several)
 
 
+def forms_wanted(x: Tensor) -> bool:
+    """Whether a product with weights at few bits may be made by a form of them (`headwise.kernels.forms`): as above."""
+    few = 0 < x.numel() // max(1, x.shape[-1]) <= FEW_ROWS
+    ours = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
+    return _stepping.get() and not torch.is_grad_enabled() and few and ours and os.environ.get(SETTING) != "torch"
+
+
 def chosen() -> dict[Shape, str]:
     """What has been chosen in this process so far, by shape."""
     return dict(_chosen)

@@ -16,7 +16,7 @@ from headwise.spec.address import Address, SiteAddress, select
 if TYPE_CHECKING:
     from headwise.spec.attention import AttentionSpec
 
-WEIGHT_BITS = (8, 4, 3, 2)
+WEIGHT_BITS = (16, 8, 4, 3, 2)  # at 16 a number is a 16-bit float and needs no scale
 FULL = 32  # numbers as the model computes them
 GROUP = 32  # numbers along the input that share a scale
 PAIRS = ("qk", "vo")
@@ -86,8 +86,8 @@ def row_bytes(numbers: int, bits: int, group: int = GROUP, element: int = 4) -> 
     >>> row_bytes(576, 4), row_bytes(576, 3), row_bytes(576, 32)  # 288 + 72, 216 + 72, 2304
     (360, 288, 2304)
     """
-    if bits == FULL:
-        return numbers * element
+    if bits in (FULL, 16):
+        return numbers * (element if bits == FULL else 2)
     return math.ceil(numbers * bits / 8) + 4 * math.ceil(numbers / max(1, min(group, numbers)))
 
 
