@@ -149,7 +149,7 @@ def multiplied(packed: Packed, x: Tensor, bias: Tensor | None, weight: Callable[
     read = x if packed.inputs_are_split else packed.as_read(x)  # what is split was rounded head by head
     if not forms_wanted(x):
         return linear(read, weight(), bias)
-    held = [(buffer.data_ptr(), buffer._version) for buffer in packed.buffers(recurse=False)]
+    held = [(b.data_ptr(), b._version) for b in packed._buffers.values() if b is not None]  # written over: made anew
     key, form = _forms.get(packed, (None, None))
     if key != held:
         form = half_form(weight())

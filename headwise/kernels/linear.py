@@ -95,6 +95,7 @@ def can(name: str, outputs: int, lies: str) -> bool:
 # The choice.
 
 _stepping: ContextVar[bool] = ContextVar("stepping", default=False)
+_forming: ContextVar[bool] = ContextVar("forming", default=False)
 _chosen: dict[Shape, str] = {}
 _seen: WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = WeakKeyDictionary()  # whose weights have been timed
 _lock = threading.Lock()
@@ -111,11 +112,12 @@ def step(model: nn.Module, rows: int) -> Iterator[None]:
         parts = [part for part in model.modules() if not isinstance(part, nn.Embedding)]  # tables are only looked up
         choose((own for part in parts for own in part.parameters(recurse=False) if own.ndim == 2), rows)
         seen.add(now)
-    token = _stepping.set(True)
+    token, other = _stepping.set(True), _forming.set(os.environ.get(SETTING) != "torch")
     try:
         yield
     finally:
         _stepping.reset(token)
+        _forming.reset(other)
 
 
 def choose(weights: Iterable[Tensor], rows: int) -> None:
@@ -132,9 +134,10 @@ def choose(weights: Iterable[Tensor], rows: int) -> None:
 
 def forms_wanted(x: Tensor) -> bool:
     """Whether a product with weights at few bits may be made by a form of them (`headwise.kernels.forms`): as above."""
+    if not _forming.get() or torch.is_grad_enabled():
+        return False
     few = 0 < x.numel() // max(1, x.shape[-1]) <= FEW_ROWS
-    ours = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
-    return _stepping.get() and not torch.is_grad_enabled() and few and ours and os.environ.get(SETTING) != "torch"
+    return few and type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def chosen() -> dict[Shape, str]:
