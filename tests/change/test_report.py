@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.change.curve import curve
 from headwise.change.heal import heal
-from headwise.change.plan import Plan
 from headwise.change.prune import prune
-from headwise.change.quantise import quantise
 from headwise.change.rank import rank
-from headwise.change.report import Footprint, _bits_of_heads, random_plan, report
+from headwise.change.report import Footprint, report
 from headwise.change.timing import Timing
 from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
@@ -35,7 +32,6 @@ from headwise.spec import preset
 from headwise.text.vectors import embed
 from tests.contract.layers import MODELS, make_model, token_ids
 from tests.look.readers import TEXTS, encoded, reading, surprise
-from tests.teach import tiny
 
 MORE = [*TEXTS, "that mat was there", "a cat sat at it"]
 
@@ -380,26 +376,3 @@ def test_a_curve_is_measured_on_other_texts_and_takes_rankings_that_are_there() 
         curve(model, TEXTS, keeps=())
     with pytest.raises(HeadwiseError, match="above 0 and at most 1"):
         curve(model, TEXTS, keeps=(0.5, 0.0))
-
-
-@pytest.mark.parametrize("kv_heads", [0, 2])
-def test_bits_are_dealt_out_anew_at_equal_cost(kv_heads: int) -> None:
-    model = tiny.make(kv_heads=kv_heads)
-    weights = {"0.0,0.1": 3, "1.2,1.3:qk": 2, "mlp": 8}
-    packed = Plan.make(model, weights=weights).apply(model)
-    drawn = [random_plan(model, packed.spec, None, seed).spec for seed in range(6)]
-    assert all(spec.weight_bytes() == packed.spec.weight_bytes() for spec in drawn)
-    assert len({spec.weights for spec in drawn}) > 1
-    assert all(spec.bits_of("mlp")[0] == 8 for spec in drawn)
-    told = report(model, packed, ["to be or not to be", "that is the question"], seeds=2, turns=1)
-    assert len(told.random) == 2
-    assert report(model, quantise(model, 4), ["to be or not", "to be at all"], seeds=2, turns=1).random == ()
-
-
-def test_heads_are_cut_and_bits_dealt_out_in_one_random_plan() -> None:
-    model = tiny.make(kv_heads=2)
-    both = Plan.make(model, cut="0.0,1.3", weights={"0.*": 4, "1.1": 2}, cache={"1.*": 8}, fold=False).apply(model)
-    other = random_plan(model, both.spec, None, 1)
-    assert len(other.spec.addresses) == len(both.spec.addresses) == 6
-    counts = [Counter(_bits_of_heads(one.spec)) for one in (both, other)]
-    assert counts[0] == counts[1]

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from headwise.show.book import page_files
 from headwise.show.claims import claims_book
 from headwise.show.report import write_report
 from tests.show import books
-from tests.show.browser import find_browser
+from tests.show.browser import find_browser, opened
 
 LAYERS, HEADS, TOKENS = 6, 12, 20
 VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "plan", "claims")
@@ -54,24 +53,6 @@ def report(book, tmp_path_factory):
 def page(browser):
     with opened(browser) as made:
         yield made
-
-
-@contextmanager
-def opened(browser, **options):
-    """A page that fails the test on any error, and on any call to another host."""
-    made = browser.new_page(viewport={"width": 1280, "height": 860}, **options)
-    troubles = []
-    made.on("pageerror", lambda error: troubles.append(str(error)))
-    made.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
-    made.on(
-        "request",
-        lambda asked: (
-            troubles.append(asked.url) if asked.url.startswith("http") and "127.0.0.1" not in asked.url else None
-        ),
-    )
-    yield made
-    made.close()
-    assert troubles == []
 
 
 def show(page, report, hash=""):
