@@ -180,7 +180,13 @@ def test_it_generates_with_a_cache_as_without(name: str, pattern: str) -> None:
 # Real models.
 
 
-@pytest.mark.parametrize(("name", "pattern"), [("smollm2", "0.0-2,3.*,17.1,29.4-8"), ("minilm", "0.*,1.3,5.1-11")])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        pytest.param("smollm2", "0.0-2,3.*,17.1,29.4-8", marks=pytest.mark.slow),
+        ("minilm", "0.*,1.3,5.1-11"),
+    ],
+)
 @torch.no_grad()
 def test_real_models(name: str, pattern: str) -> None:
     model = hw.load(smollm2_folder() if name == "smollm2" else name)

@@ -162,7 +162,13 @@ def test_a_damaged_note_is_named(tmp_path):
         lab.made(lab.point(0))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow, id="interrupted"),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number):
     """Stopped in the middle of its second point: the first is not trained again, the second goes on."""
     code = (
