@@ -2,13 +2,13 @@
 
 python -m bench.deploy                 SmolLM2 whole, 30 % cut, uneven, with emptied layers, folded, healed; 50 prompts each
 python -m bench.deploy --prompts 8     the same with fewer
-python -m bench.deploy --no-speed      what they say alone
+python -m bench.deploy --speed         how quick they are, and nothing else
 python -m bench.deploy --out FOLDER    keeps what was found, model by model, and goes on from there
 
 Asked for, in float32: the five likeliest tokens of every step within 5e-3, and the same 32 tokens but where our two
-candidates lie within 1e-2. Speeds are tokens per second of processor time, one thread, one text; models take turns, and the
-ratio to the whole model is the median over rounds. Prompts and texts come from $HEADWISE_DATA/wikitext-2. Needs
-`pip install 'headwise[deploy]'`.
+candidates lie within 1e-2. Speeds are tokens per second of processor time, one thread, one text; models take turns, and what
+is told is the ratio to the whole model in each round: its median and quartiles. The whole model runs twice, which shows the noise.
+Prompts and texts come from $HEADWISE_DATA/wikitext-2. Needs `pip install 'headwise[deploy]'`.
 """
 
 import argparse
@@ -33,11 +33,9 @@ from headwise.model import Transformer
 from headwise.show.tables import make_table
 
 TOKENS = 32  # written behind each prompt
-ROUNDS, SOME = 5, 16  # of a race, and the tokens of each
-COLUMNS = [
-    "model", "heads", "zeros", "MB", "top 5 within", "texts part (close)", "llama.cpp tok/CPU s", "× whole",
-    "ours tok/CPU s", "× whole",
-]  # fmt: skip
+ROUNDS, SOME = 9, 16  # of a race, and the tokens of each
+COLUMNS = ["model", "heads", "zeros", "MB", "top 5 within", "texts part (close)"]
+SPEEDS = ["model", "llama.cpp", "× whole", "ours", "× whole"]
 
 
 def makers(model: Transformer, steps: int) -> dict[str, Callable[[], Transformer]]:
@@ -85,59 +83,64 @@ def look_at(one: Transformer, prompts: list[list[int]], folder: Path) -> dict[st
     }
 
 
-def speeds(one: Transformer, whole: Transformer, prompt: list[int], folder: Path) -> dict[str, float]:
-    """One model beside the whole one, there and here."""
-    base, theirs = race([folder / "whole.gguf", folder / "one.gguf"], prompt, SOME, ROUNDS)
-    ours = [(our_speed(whole, prompt), our_speed(one, prompt)) for _ in range(ROUNDS)]
-    return {
-        "there": statistics.median(theirs),
-        "there to whole": statistics.median(a / b for a, b in zip(theirs, base, strict=True)),
-        "here": statistics.median(b for _, b in ours),
-        "here to whole": statistics.median(b / a for a, b in ours),
+def speeds(model: Transformer, folder: Path) -> list[tuple[str, ...]]:
+    """Whole and cut models, there and here."""
+    assert model.tokenizer is not None
+    prompt = model.tokenizer.encode("The teacher gave the")
+    models = {
+        "whole": model,
+        "30 % cut": hw.prune(model, keep=0.7, by="random", fold=False),
+        "half of the layers emptied": hw.prune(model, heads="15-29.*", fold=False),
+        "whole, again": model,
     }
+    files = [folder / f"{number}.gguf" for number in range(len(models))]
+    for file, one in zip(files, models.values(), strict=True):
+        hw.export(one, file, to="gguf")
+    theirs = race(files, prompt, SOME, ROUNDS)
+    rounds = [[our_speed(one, prompt) for one in models.values()] for _ in range(ROUNDS)]
+    ours = [list(speed) for speed in zip(*rounds, strict=True)]
+    return [
+        (name, *beside(there, theirs[0]), *beside(here, ours[0]))
+        for name, there, here in zip(models, theirs, ours, strict=True)
+    ]
+
+
+def beside(own: list[float], base: list[float]) -> tuple[str, str]:
+    """The median, and the ratio round by round."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(own, base, strict=True)], n=4)
+    return f"{statistics.median(own):.1f}", f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
 def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
-    parted = f"{found['parted']} ({found['parted_close']})"
-    quick = (f"{found[key]:.{digits}f}" if key in found else "" for key, digits in SPEEDS)
-    return (
-        name,
-        str(found["heads"]),
-        str(found["zeros"]),
-        f"{found['MB']:.0f}",
-        f"{found['largest']:.1e}",
-        parted,
-        *quick,
-    )
-
-
-SPEEDS = (("there", 1), ("there to whole", 2), ("here", 1), ("here to whole", 2))
+    sizes = (str(found["heads"]), str(found["zeros"]), f"{found['MB']:.0f}")
+    return name, *sizes, f"{found['largest']:.1e}", f"{found['parted']} ({found['parted_close']})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--heal", type=int, default=10, help="steps")
-    parser.add_argument("--no-speed", dest="speed", action="store_false")
+    parser.add_argument("--speed", action="store_true", help="how quick they are, and nothing else")
     parser.add_argument("--out", type=Path, help="a folder for what was found")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = cast(Transformer, hw.load("smollm2"))
+    if options.speed:
+        with tempfile.TemporaryDirectory() as folder:
+            told = speeds(model, Path(folder))
+        Console(width=150).print(make_table("SmolLM2, float32, tokens per processor second", SPEEDS, told))
+        return
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(text)[:24] for text in paragraphs("test.txt", options.prompts, 32, model)]
     print(f"{len(prompts)} prompts of 24 tokens, {TOKENS} written behind each; {machine()}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        hw.export(model, Path(folder) / "whole.gguf", to="gguf")
         for name, make in makers(model, options.heal).items():
             kept = None if options.out is None else options.out / f"{name}.json"
             if kept is not None and kept.is_file():
                 found = json.loads(kept.read_text())
             else:
-                one = make()
-                found = look_at(one, prompts, Path(folder))
-                if options.speed:
-                    found |= speeds(one, model, prompts[0][:4], Path(folder))
+                found = look_at(make(), prompts, Path(folder))
                 if kept is not None:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     kept.write_text(json.dumps(found))
