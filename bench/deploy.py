@@ -7,7 +7,7 @@ python -m bench.deploy --out FOLDER    keeps what was found, model by model, and
 
 Asked for, in float32: the five likeliest tokens of every step within 5e-3, and the same 32 tokens but where our two
 candidates lie within 1e-2. Speeds are tokens per second of processor time, one thread, one text; models take turns, and what
-is told is the ratio to the whole model in each round: its median and quartiles. The whole model runs twice, which shows the noise.
+is told is the ratio to the whole model in each round: its median and quartiles. It runs twice: that is the noise.
 Prompts and texts come from $HEADWISE_DATA/wikitext-2. Needs `pip install 'headwise[deploy]'`.
 """
 
