@@ -139,3 +139,15 @@ def test_texts_are_named_in_words(tmp_path) -> None:
     for name, told in (("gap-development.tsv", "names in GAP"), ("en_ewt-ud-test.conllu", "en_ewt-ud-test.conllu")):
         (tmp_path / name).write_text("x", encoding="utf-8")
         assert in_words(Corpus.of(tmp_path / name)) == told
+
+
+def test_merging_forgets_a_long_text_that_was_driven_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place is kept of two: the shorter text has the smaller key, beside a longer one whose array was wider."""
+    monkeypatch.setitem(module.MOST, "rows", 1)
+    short, long, other = (Place("", key, 0, key, 1, ("w",) * length) for key, length in ((1, 3), (9, 5), (4, 4)))
+    one, two = Cases(1, (), (short, long)), Cases(1, (), (other,))
+    one.arrays["maps"][0, 0, :3], one.arrays["met"][0] = (0.5, 0.25, 0.25), 1
+    for merged in (one.merge(two), two.merge(one)):
+        assert merged.rows == (short,)
+        assert merged.arrays["maps"].tolist() == [[[0.5, 0.25, 0.25]]]
+        assert merged.arrays["met"].tolist() == [1]

@@ -100,8 +100,9 @@ class Cases:
             at, kind = (new, "arcs") if new < len(arcs) else (new - len(arcs), "rows")
             merged.arrays["met"][new] = made.arrays["met"][old + (0 if kind == "arcs" else len(made.arcs))]
             for name in NAMES[kind]:
-                value = made.arrays[name][old]
-                merged.arrays[name][(at, *(slice(size) for size in value.shape))] = value
+                value, into = made.arrays[name][old], merged.arrays[name][at]
+                both = tuple(slice(min(sizes)) for sizes in zip(value.shape, into.shape, strict=True))
+                into[both] = value[both]  # a longer text that was driven out left room behind
         return merged
 
     def examples(self, target: Target | None, half: np.ndarray, head: int, share: float | None) -> tuple[Example, ...]:
