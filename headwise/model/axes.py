@@ -95,7 +95,9 @@ def _in_mlp(part: str, rest: str, spec: ModelSpec, hidden: list[range]) -> Axis 
     bits, group = spec.bits_of("mlp")
     group = min(group, spec.hidden)
     borders = [(-(-some.start // group), -(-some.stop // group)) for some in hidden]
-    if held[1] == "codes":
+    if held[1] == "rows":
+        borders = [(some.start, some.stop) for some in hidden]
+    elif held[1] == "codes":
         borders = [(some.start * bits // 8, -(-some.stop * bits // 8)) for some in hidden]
     return Axis(2, tuple(range(*some) for some in borders))
 

@@ -102,7 +102,7 @@ def test_a_folder_is_read_in_parts(two: Crew, tmp_path: Path, storage: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
 def test_weights_at_few_bits_too(two: Crew, tmp_path: Path, bits: int) -> None:
     hw.quantise(model_of(SPEAKS), {"*": bits, "0.1": 32, "1.4": 8, "mlp": bits, "vocabulary": bits}).save(
         tmp_path / "few"
