@@ -20,9 +20,12 @@ from bench.tried_with import (
     build,
     calm_down,
     check_alike,
+    check_folder,
     check_same,
+    cuts_of,
     is_reached,
     make_tokenizer,
+    next_tokens,
     other_inputs,
     outputs,
     reads_text,
@@ -31,6 +34,10 @@ from bench.tried_with import (
     some_heads,
     state_of,
 )  # fmt: skip
+
+
+class HalfRefused(Exception):  # noqa: N818 (a finding, not an error)
+    """Heads can be cut, but no whole layer."""
 
 
 @dataclass
@@ -108,6 +115,8 @@ def _check_all(made: Tried, model: Any, part: Any, given: dict[str, Tensor]) -> 
         except Wrong as error:
             made.told[name] = f"wrong: {error}"
             made.verdict = "wrong" if made.verdict != "crash" else "crash"
+        except HalfRefused as error:
+            made.told["cut layers"] = f"refused: {_short(error)}"
         except hw.HeadwiseError as error:
             made.told[name] = f"refused: {_short(error)}"
             if name in ("silence", "writes") and made.verdict == "right":
@@ -370,8 +379,36 @@ def _copying(model: Any, part: Any, given: dict[str, Tensor]) -> None:
         twin.detach()
 
 
+def _cut(model: Any, part: Any, given: dict[str, Tensor]) -> None:
+    """Without heads, attached, detached and from a folder, it is what it was with them silenced."""
+    if part is not model:
+        return
+    refused: hw.HeadwiseError | None = None
+    with hw.attach(model) as theirs:
+        for which in cuts_of(theirs):
+            with theirs.heads.select(which).silenced():
+                silent, written = outputs(model, given), next_tokens(model, given)
+            try:
+                small = theirs.without(which)
+            except hw.HeadwiseError as error:
+                if len({address.site for address in which}) > 1:
+                    raise  # not even single heads
+                refused = error  # whole layers
+                continue
+            for state in ("cut", "detached"):
+                inner = small.model if state == "cut" else small.detach()
+                told = f"{state} {', '.join(map(str, which))}, beside silence"
+                for a, b in zip(outputs(inner, given), silent, strict=True):
+                    check_same(a, b, told)
+                for a, b in zip(next_tokens(inner, given), written, strict=True):
+                    check_same(a, b, f"{told}, writing on")
+            check_folder(small, outputs(small.model, given), given)
+    if refused is not None:
+        raise HalfRefused(str(refused))
+
+
 CHECKS: dict[str, Callable[[Any, Any, dict[str, Tensor]], None]] = {
     "bitwise": _bitwise, "maps": _maps, "silence": _silence, "writes": _writes, "reads": _reads, "gradients": _gradients,
     "checkpointing": _checkpointing, "importance": _importance, "between": _between, "switching": _switching,
-    "copying": _copying,
+    "copying": _copying, "cut": _cut,
 }  # fmt: skip

@@ -11,159 +11,170 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.families import family_of
-from headwise.attach.find import CUT, Found, is_turned
-from headwise.attach.layer import Layer, matrix
+from headwise.attach.counts import Slice, slices, stands, tell
+from headwise.attach.find import CUT, Found, is_turned, out_size
+from headwise.attach.layer import Layer
+from headwise.attach.standing import BIAS, TABLE, shares_bias, stand_at, stand_behind
 from headwise.errors import HeadwiseError
 from headwise.spec import Address, AttentionSpec, SiteAddress
 
 
 @torch.no_grad()
-def cut_layers(
-    layers: list[Layer], gone: Iterable[Address], folded: Mapping[SiteAddress, Tensor] | None = None
-) -> list[Layer]:
-    """Take heads out of these layers; what is folded, (D,) each, goes into output biases. Gives the layers there are now."""
-    by_site: dict[SiteAddress, set[int]] = {}
-    for address in gone:
-        by_site.setdefault(address.site, set()).add(address.head)
-    for layer in layers:  # all is checked before anything is touched
-        if layer.site.address in by_site:
-            check_cut(layer)
-    made = []
+def cut_layers(layers: list[Layer], gone: Iterable[Address]) -> list[Layer]:
+    """Take heads out of these layers; gives the layers there are now."""
+    by_site = _by_site(gone)
+    numbers = [by_site.get(layer.site.address) for layer in layers]
+    return [
+        _cut_layer(layer, layer.without(some)) if some else layer for layer, some in zip(layers, numbers, strict=True)
+    ]
+
+
+@torch.no_grad()
+def fold_in(layers: Iterable[Layer], folded: Mapping[SiteAddress, Tensor]) -> None:
+    """Add to output biases, (D,) each."""
     for layer in layers:
-        more = (folded or {}).get(layer.site.address)
+        more = folded.get(layer.site.address)
         if more is not None:
             _add_bias(layer, more)
+
+
+def check_cut(layers: Iterable[Layer], gone: Iterable[Address]) -> None:
+    """Refuse to cut what cannot be, before anything is touched."""
+    by_site = _by_site(gone)
+    for layer in layers:
         numbers = by_site.get(layer.site.address)
-        made.append(layer if not numbers else _cut_layer(layer, layer.without(numbers)))
-    return made
+        if numbers and not isinstance(layer.found.module, Emptied):
+            _check_layer(layer)
+            if (
+                hasattr(layer.found.module, TABLE)
+                and shares_bias(layer.found.module)
+                and not layer.without(numbers).head_ids
+            ):
+                raise HeadwiseError(
+                    f"{layer.found.name} makes the position bias of all layers of its stack, so not all of its heads can be "
+                    f"cut; keep one, or silence them: theirs.heads[…].silenced()."
+                )
 
 
-def check_cut(layer: Layer) -> None:
-    """Refuse to cut what is not known to stay right when it is cut."""
-    found, family = layer.found, family_of(layer.found)
-    name = type(found.module).__name__
+def _check_layer(layer: Layer) -> None:
+    found, name = layer.found, type(layer.found.module).__name__
     instead = "silence them instead: theirs.heads[…].silenced()."
-    if isinstance(found.module, Emptied):
-        return
-    if family is None or not family.cut or found.reads is None or found.writes is None:
-        raise HeadwiseError(f"heads of {name} cannot be cut: how it counts its heads is not known here; {instead}")
     if layer.site.is_open:
         raise HeadwiseError(
             f"somebody looks at {layer.site.address} or silences its heads now; end that before cutting."
         )
-    for part in (*(found.read(i) for i in range(len(found.reads[1]))), found.writes):
-        if type(part) is not nn.Linear and not is_turned(part):
+    if found.writes is None or layer.passes not in ("plain", "gated"):
+        raise HeadwiseError(f"heads of {name} cannot be cut: z is not seen to enter W_O as heads gave it; {instead}")
+    places = list(range(len(layer.spec.head_ids))), list(range(len(layer.spec.kv_ids)))
+    try:
+        parts = {kept.holder for kept in slices(layer, *places)}
+    except HeadwiseError as error:
+        raise HeadwiseError(f"heads of {name} cannot be cut: {str(error).rstrip('.')}; {instead}") from None
+    for part in parts:
+        if hasattr(part, "in_features") and type(part) is not nn.Linear:
             raise HeadwiseError(
                 f"{found.name} projects with {type(part).__name__}, which cannot be cut here; {instead}"
             )
+
+
+def _by_site(gone: Iterable[Address]) -> dict[SiteAddress, set[int]]:
+    by_site: dict[SiteAddress, set[int]] = {}
+    for address in gone:
+        by_site.setdefault(address.site, set()).add(address.head)
+    return by_site
 
 
 def _cut_layer(layer: Layer, after: AttentionSpec) -> Layer:
     found, before = layer.found, layer.spec
     heads = [before.head_ids.index(number) for number in after.head_ids]
     keys = [before.kv_ids.index(number) for number in after.kv_ids]
-    d, e = before.head_dim, before.value_dim
-    rows = {"q": _rows(heads, d), "k": _rows(keys, d), "v": _rows(keys, e)}
-    assert found.reads is not None
-    assert found.writes is not None
-    if found.reads[0] == "apart":
-        for place, chosen in enumerate(rows.values()):
-            _keep_rows(found.read(place), chosen)
-    else:
-        starts = (0, len(before.head_ids) * d, (len(before.head_ids) + len(before.kv_ids)) * d)
-        joined = [row + start for start, chosen in zip(starts, rows.values(), strict=True) for row in chosen]
-        _keep_rows(found.read(0), joined)
-    _keep_columns(found.writes, _rows(heads, e))
-    found = replace(found if after.head_ids else _emptied(found), kept=after.head_ids)
-    found.module.__dict__[CUT] = found  # whoever attaches to it again finds its numbers
-    made = Layer(found, layer.masks)
-    if after.head_ids:
-        tell_sizes(made)
-    return made
-
-
-def tell_sizes(layer: Layer) -> None:
-    """Set what a module keeps about its number of heads."""
-    module, family, spec = layer.module, family_of(layer.found), layer.spec
-    assert family is not None
-    for name in family.heads:
-        setattr(module, name, len(spec.head_ids))
-    for name in family.channels:
-        setattr(module, name, len(spec.head_ids) * spec.head_dim)
-    if hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = 1 if layer.uneven else len(spec.head_ids) // len(spec.kv_ids)  # pyright: ignore
+    _keep_all(layer, heads, keys)
+    found = replace(found if after.head_ids else _emptied(layer), kept=after.head_ids)
+    return _made_anew(layer, found)
 
 
 @torch.no_grad()
 def even_out(layer: Layer) -> Layer:
     """Give every head a key and a value of its own, so that plain transformers can run a layer of uneven groups."""
-    spec, found = layer.spec, layer.found
-    for place, channels in ((1, spec.head_dim), (2, spec.value_dim)):
-        _keep_rows(found.read(place), _rows(list(spec.kv_of_head), channels))
-    found = found.module.__dict__[CUT] = replace(found, kv_heads=found.heads, apart=True)
+    spec = layer.spec
+    _keep_all(layer, list(range(len(spec.head_ids))), list(spec.kv_of_head))
+    return _made_anew(layer, replace(layer.found, kv_heads=layer.found.heads, apart=True))
+
+
+def _keep_all(layer: Layer, heads: list[int], keys: list[int]) -> None:
+    for stand in stands(layer, heads, keys):
+        (stand_at if stand.at is layer.found.module else stand_behind)(stand.at, stand.chosen, stand.count)
+    for kept in slices(layer, heads, keys):
+        keep(kept)
+
+
+def _made_anew(layer: Layer, found: Found) -> Layer:
+    """The layer that a module is now."""
+    found = replace(found, layouts=tuple(layer.layouts[letter] for letter in "qkv"), gives=layer.gives)
+    found.module.__dict__[CUT] = found  # whoever attaches to it again finds its numbers
     made = Layer(found, layer.masks)
-    tell_sizes(made)
+    made.learned_of(layer)
+    for stand in stands(layer, [], []):
+        if stand.at is not layer.found.module:
+            made.withheld |= dict.fromkeys("qk", "a norm over all heads goes on to see those that were cut")
+    if made.spec.head_ids:
+        tell(made, (len(layer.spec.head_ids), len(layer.spec.kv_ids)))
     return made
 
 
 class Emptied(nn.Module):
     """An attention layer without heads: it writes its bias, and tells a cache how many tokens have passed."""
 
-    def __init__(self, name: str | None, writes: nn.Module, layer_idx: int | None) -> None:
+    def __init__(self, name: str | None, writes: nn.Module, layer_idx: int | None, gives: int, config: Any) -> None:
         super().__init__()
-        self.layer_idx, self._name = layer_idx, name
+        self.layer_idx, self._name, self._gives = layer_idx, name, gives
+        self.config: Any = config  # which attention runs is asked of it
         if name is not None:  # what writes was inside, and keeps its name there
             self.add_module(name, writes)
 
-    def forward(
-        self, hidden_states: Tensor, *_: Any, key_value_states: Any = None, past_key_values: Any = None, **__: Any
-    ) -> tuple[Tensor, None]:
-        """(B, T, D) → (B, T, D), or (B, T, 0) where what writes comes behind."""
-        if past_key_values is not None and key_value_states is None:
-            past_key_values = getattr(past_key_values, "self_attention_cache", past_key_values)
+    def forward(self, hidden_states: Tensor, *given: Any, key_value_states: Any = None, **named: Any) -> Any:
+        """(B, T, D) → (B, T, D), or (B, T, 0) where what writes comes behind; and nothing besides, as often as was given.
+
+        A position bias is handed on.
+        """
+        from transformers import Cache
+
+        cache: Any = next((x for x in (*given, *named.values()) if isinstance(x, Cache)), None)
+        if cache is not None and key_value_states is None:
+            cache = getattr(cache, "self_attention_cache", cache)
             nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)  # (B, 1, T, 1)
-            past_key_values.update(nothing, nothing, self.layer_idx)
+            cache.update(nothing, nothing, self.layer_idx)
         if self._name is None:
-            return hidden_states[..., :0], None
-        writes: Any = getattr(self, self._name)
-        out = torch.zeros_like(hidden_states)
-        return (out if writes.bias is None else out + writes.bias), None
+            out = hidden_states[..., :0]
+        else:
+            writes: Any = getattr(self, self._name)
+            out = hidden_states.new_zeros(*hidden_states.shape[:-1], out_size(writes))
+            out = out if writes.bias is None else out + writes.bias
+        besides = [named.get(BIAS), *(None,) * (self._gives - 2)] if self._gives > 1 else []
+        return (out, *besides) if self._gives else out
 
 
-def _emptied(found: Found) -> Found:
+def _emptied(layer: Layer) -> Found:
     """Put a layer without heads in a module's place."""
+    found = layer.found
     assert found.writes is not None
     inside = {id(part): name for name, part in found.module.named_children()}
-    new = Emptied(inside.get(id(found.writes)), found.writes, getattr(found.module, "layer_idx", None))
+    told = [getattr(found.module, name, None) for name in ("layer_idx", "config")]
+    new = Emptied(inside.get(id(found.writes)), found.writes, told[0], layer.gives, told[1])
     setattr(found.parent, found.name.rpartition(".")[2], new.train(found.module.training))
     return replace(found, module=new, reads=None)
 
 
-def _rows(heads: list[int], channels: int) -> list[int]:
-    return [head * channels + channel for head in heads for channel in range(channels)]
-
-
-def _keep_rows(module: nn.Module, rows: list[int]) -> None:
-    weight: Any = module.weight
-    index = torch.tensor(rows, dtype=torch.long, device=weight.device)
-    _set(module, matrix(module).index_select(0, index))
-    if module.bias is not None:
-        module.bias = _like(module.bias, module.bias.index_select(0, index))  # pyright: ignore
-
-
-def _keep_columns(module: nn.Module, columns: list[int]) -> None:
-    weight: Any = module.weight
-    _set(module, matrix(module).index_select(1, torch.tensor(columns, dtype=torch.long, device=weight.device)))
-
-
-def _set(module: nn.Module, weight: Tensor) -> None:
-    """A new weight, (out, in), in the way the module keeps it."""
-    turned = is_turned(module)
-    module.weight = _like(module.weight, weight.mT if turned else weight)  # pyright: ignore
-    names = ("nf", "nx") if turned else ("out_features", "in_features")
-    for name, size in zip(names, weight.shape, strict=True):
-        setattr(module, name, size)
+def keep(kept: Slice) -> None:
+    """Leave of a tensor what stays, and tell its module how large it is."""
+    holder, value = kept.holder, getattr(kept.holder, kept.name)
+    index = torch.tensor(kept.places, dtype=torch.long, device=value.device)
+    setattr(holder, kept.name, _like(value, value.index_select(kept.axis, index)))
+    if kept.name != "weight" or value.ndim != 2:
+        return
+    names = ("nx", "nf") if is_turned(holder) else ("out_features", "in_features")
+    if hasattr(holder, names[kept.axis]):
+        setattr(holder, names[kept.axis], len(kept.places))
 
 
 def _like(before: Any, value: Tensor) -> nn.Parameter:

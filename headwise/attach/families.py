@@ -1,7 +1,6 @@
-"""What is known of attention modules by their class: the norm before them, and what cutting heads must keep true in them.
+"""What is known of attention modules by their class: the norm before them.
 
-A class that is not here can be looked at and silenced like any other. Its heads cannot be cut, and weights of different
-layers are not compared.
+A class that is not here can be looked at, silenced and cut like any other; weights of different layers are not compared.
 """
 
 from dataclasses import dataclass
@@ -16,24 +15,17 @@ class Family:
     """One class of attention modules, or several that are alike."""
 
     norm: str | None  # the norm that heads read through, in the parent; None: they read the stream as it is
-    heads: tuple[str, ...] = ()  # attributes that count heads
-    channels: tuple[str, ...] = ()  # attributes that count heads times channels
-    cut: bool = False  # whether heads can be cut: forward takes the number of heads from the shape of what is projected
     one_more_norm: bool = False  # whether what is written passes another norm before it reaches the stream
 
 
-_LLAMA = Family("input_layernorm", cut=True)
-_BERT = Family(None, heads=("num_attention_heads",), channels=("all_head_size",), cut=True)
-
+_LLAMA = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention", "GPTNeoXAttention")
+_NONE = ("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention", "DistilBertSelfAttention", "BartAttention",
+         "MarianAttention")  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"), _LLAMA),
-    "Gemma3Attention": Family("input_layernorm", cut=True, one_more_norm=True),
-    **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"), _BERT),
-    "DistilBertSelfAttention": Family(None, heads=("n_heads",), channels=("dim",), cut=True),
-    **dict.fromkeys(("BartAttention", "MarianAttention"), Family(None, heads=("num_heads",), cut=True)),
-    "GPT2Attention": Family("ln_1", heads=("num_heads",), channels=("split_size",), cut=True),
-    "Phi3Attention": Family("input_layernorm"),
-    "GPTNeoXAttention": Family("input_layernorm"),
+    **dict.fromkeys(_LLAMA, Family("input_layernorm")),
+    "Gemma3Attention": Family("input_layernorm", one_more_norm=True),
+    **dict.fromkeys(_NONE, Family(None)),
+    "GPT2Attention": Family("ln_1"),
 }
 
 

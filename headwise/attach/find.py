@@ -60,6 +60,8 @@ class Found:
     window: int | None = None  # a query sees keys fewer than so many positions away
     kept: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
     apart: bool = False  # whether heads that shared keys have been given keys of their own
+    layouts: tuple[str, ...] = ()  # of q, k and v, once found out, where heads were cut
+    gives: int = 2  # how many things the module gives, None but for the first; 0: what it writes, as it is
 
     def read(self, number: int) -> nn.Module:
         """One of the modules that read."""

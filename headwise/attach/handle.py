@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from headwise.attach.body import Output, hidden_states, own_output, takes_ids
 from headwise.attach.check import Guard, check_theirs, own_config
-from headwise.attach.cut import cut_layers, even_out
+from headwise.attach.cut import check_cut, cut_layers, even_out, fold_in
 from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
 from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
+from headwise.attach.prove import Proof, Undo, undone
 from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
 from headwise.attach.store import PLANS, is_cut, keep_note, make_layers, read, write
 from headwise.attach.trial import try_layers
@@ -106,19 +107,36 @@ class Attached(nn.Module):
     def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
         """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
         self._check_attached()
-        gone = heads_to_cut(self.spec, heads)
-        self._unmark()
-        try:
-            self._layers = cut_layers(self._layers, gone, folded)
-        finally:
-            self._mark()
-            for hook in self._hooks:
-                hook.remove()
-            self._watch()
+        gone, before = heads_to_cut(self.spec, heads), self._layers
         if gone:
+            check_cut(before, gone)
+            proof = Proof(self.model, before, gone)
+            with undone(before, gone, self._restart):
+                self._restart(cut_layers(before, gone))
+                proof.check(self._layers)
+                self._check_detached(proof)
             keep_note(self.model)
+        fold_in(self._layers, folded or {})
         self._spec = self._wiring = self._whole_passes = None
         return self
+
+    def _check_detached(self, proof: Proof) -> None:
+        """Hold what plain transformers would compute against the proof; nothing stays of it."""
+        now = self._layers
+        heads = [address for layer in now for address in layer.site.addresses if layer.uneven]
+        with suppress(Undo), undone(now, heads, self._restart):
+            self._unmark()
+            proof.check([even_out(layer) if layer.uneven and layer.spec.head_ids else layer for layer in now])
+            raise Undo
+
+    def _restart(self, layers: list[Layer]) -> None:
+        """Look at other layers from now on."""
+        self._unmark()
+        self._layers = layers
+        self._mark()
+        for hook in self._hooks:
+            hook.remove()
+        self._watch()
 
     def without(
         self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None, cache: Treatments | None = None

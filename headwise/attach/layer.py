@@ -54,7 +54,9 @@ class Layer:
         self.uneven = self.spec.kv_of_head != even  # whether groups differ in size, as cutting may leave them
         self.passes: Passes = "plain"
         self.withheld: dict[str, str] = {}  # by letter, q, k, v or o: why its weights are not shown
-        self.layouts: dict[str, str] = dict.fromkeys("qkv", "" if found.reads is None else found.reads[0])
+        named = ("" if found.reads is None else found.reads[0],) * 3
+        self.layouts = dict(zip("qkv", found.layouts or named, strict=True))
+        self.gives = found.gives
         self.trial: Trial | None = None  # while it is found out how the layer is put together
         self._waiting: tuple[Tensor, Tensor, Tensor, Terms, Tensor] | None = None
         self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
@@ -68,7 +70,7 @@ class Layer:
     def learned_of(self, other: "Layer") -> None:
         """Take over what was found out about another layer that is built alike."""
         self.passes, self.withheld, self.layouts = other.passes, dict(other.withheld), dict(other.layouts)
-        self.site.window = other.site.window
+        self.site.window, self.gives = other.site.window, other.gives
 
     def _projections(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
         """What reads and writes here now, each with the names of its adapters."""

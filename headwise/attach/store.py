@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from headwise.attach.check import own_config
+from headwise.attach.counts import slices
 from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.find import find
 from headwise.attach.layer import Layer
@@ -24,6 +25,7 @@ from headwise.spec import SiteAddress
 
 NOTE = "headwise.json"
 FORMAT = "headwise-attached-1"
+LAYOUTS = {"apart", "wide", "first", "joined", "by head", ""}  # ways in which rows are shared out among heads
 PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
 
 
@@ -72,6 +74,8 @@ def _save_noted(model: Any, save_directory: str | Path, *arguments: Any, **named
         raise HeadwiseError(
             "heads were cut from this model, and what is pushed would lack the note of that; save it, then upload the folder."
         )
+    if "save_original_format" not in given:
+        named["save_original_format"] = False  # tensors by the names they have here: nobody else reads them
     save(model, save_directory, *arguments, **named)
     if given.get("is_main_process", True):
         whole_file(Path(save_directory) / NOTE, json.dumps(_note(model, make_layers(model)), indent=2).encode())
@@ -164,6 +168,9 @@ def cut_to(layers: list[Layer], note: dict[str, Any]) -> list[Layer]:
     there = {layer.site.address for layer in layers}
     if not set(kept) | apart <= there:
         raise HeadwiseError(f"{NOTE} names layers that the model has not; the folder is damaged.")
+    for layer in layers:
+        layer.layouts |= note["layouts"].get(str(layer.site.address), {})
+        layer.gives = note["gives"].get(str(layer.site.address), layer.gives)
     gone = [
         address
         for layer in layers
@@ -180,8 +187,16 @@ def _note(model: Any, layers: Sequence[Layer]) -> dict[str, Any]:
         "class": type(model).__name__,
         "kept": {str(layer.site.address): layer.found.kept for layer in layers if layer.found.kept is not None},
         "apart": [str(layer.site.address) for layer in layers if layer.found.apart and layer.spec.head_ids],
+        "layouts": {str(layer.site.address): layer.layouts for layer in layers if _is_unnamed(layer)},
+        "gives": {str(layer.site.address): layer.gives for layer in layers if layer.gives != 2},
         "plans": [json.loads(plan.to_json()) for plan in model.__dict__.get(PLANS, ())],
     }
+
+
+def _is_unnamed(layer: Layer) -> bool:
+    """Whether rows are shared out otherwise than the names of projections say."""
+    named = None if layer.found.reads is None else layer.found.reads[0]
+    return named is not None and set(layer.layouts.values()) != {named}
 
 
 def _plans(note: dict[str, Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
@@ -199,13 +214,18 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
     file = inside(folder, NOTE)
     if not file.is_file():
         return None
-    note = {"apart": [], "plans": []} | read_json(file)  # notes of old tell the heads only
+    note = {"apart": [], "plans": [], "layouts": {}, "gives": {}} | read_json(file)  # notes of old tell the heads only
     kept = note.get("kept")
     fits = isinstance(kept, dict) and all(
         isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept.values()
     )
     fits = fits and all(isinstance(note[name], list) for name in ("apart", "plans"))
     fits = fits and all(isinstance(site, str) for site in note["apart"])
+    fits = fits and all(isinstance(note[name], dict) for name in ("layouts", "gives"))
+    fits = fits and all(
+        isinstance(x, dict) and set(x) <= set("qkv") and set(x.values()) <= LAYOUTS for x in note["layouts"].values()
+    )
+    fits = fits and all(type(count) is int and 0 <= count < 9 for count in note["gives"].values())
     if note.get("format") != FORMAT or not isinstance(note.get("class"), str) or not fits:
         raise HeadwiseError(f"{file} is not a note of this version ({FORMAT}); write the model again.")
     return note
@@ -263,23 +283,20 @@ def _filled_up(model: Any, layers: Sequence[Layer]) -> Any:
 @torch.no_grad()
 def _spread_out(layer: Layer, first: Layer) -> None:
     """Put what is left of a layer where it was, and zeros elsewhere."""
-    spec = layer.spec
-    keys = [first.spec.kv_of_head[head] for head in spec.head_ids] if layer.found.apart else list(spec.kv_ids)
-    for letter, places in (("q", list(spec.head_ids)), ("k", keys), ("v", keys)):
-        for kind in ("weight", "bias"):
-            target = getattr(first.read, kind)(letter)
-            if target is None:
-                continue
-            target.zero_()
-            if not places:
-                continue
-            target[places] = own = getattr(layer.read, kind)(letter)
-            if not torch.equal(target[places], own):  # several heads stand in one place
-                raise HeadwiseError(
-                    f"the heads of {layer.found.name} got keys of their own when the model was detached, and these have "
-                    f"learned different things since: they cannot be shared again. Save it without whole=True."
-                )
-    slices = first.write.slices
-    slices.zero_()
-    if spec.head_ids:
-        slices[list(spec.head_ids)] = layer.write.slices
+    spec, heads = layer.spec, list(layer.spec.head_ids)
+    first.learned_of(layer)
+    keys = [first.spec.kv_of_head[head] for head in heads] if layer.found.apart else list(spec.kv_ids)
+    own = slices(layer, list(range(len(heads))), list(range(len(spec.kv_ids)))) if heads else []
+    for number, kept in enumerate(slices(first, heads, keys)):
+        target = getattr(kept.holder, kept.name)
+        target.zero_()
+        if not heads:
+            continue
+        value = getattr(own[number].holder, own[number].name)
+        index = torch.tensor(kept.places, device=target.device)
+        target.index_copy_(kept.axis, index, value)
+        if not torch.equal(target.index_select(kept.axis, index), value):  # several heads stand in one place
+            raise HeadwiseError(
+                f"the heads of {layer.found.name} got keys of their own when the model was detached, and these have "
+                f"learned different things since: they cannot be shared again. Save it without whole=True."
+            )

@@ -75,6 +75,7 @@ class Trial:
 
     def leaves(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
         """Behind the whole layer."""
+        self.layer.gives = len(made) if isinstance(made, list | tuple) else 0
         made = made[0] if isinstance(made, list | tuple) and made else made
         if self.left is None and self.z is not None and isinstance(made, Tensor):
             self.left = made

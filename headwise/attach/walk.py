@@ -44,7 +44,10 @@ def why_whole(theirs: AnyModel, model: Any, layers: Sequence[Layer]) -> str:
     blocks = _blocks(model, layers)
     if not blocks:
         return "it has no heads"
-    table = model.get_input_embeddings().weight
+    try:
+        table = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return "it has no table of tokens"
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(len(table), (TEXTS, TOKENS), generator=dice).to(table.device)
     real = torch.ones_like(ids, dtype=torch.bool)

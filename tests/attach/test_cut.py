@@ -1,3 +1,4 @@
+# ruff: noqa: C408 (sizes read better as keywords)
 """Heads cut out of other people's models: what is left computes what silence did, in memory, in a folder, and whole again."""
 
 from pathlib import Path
@@ -10,9 +11,24 @@ import headwise as hw
 from headwise.attach.layer import matrix
 from tests.attach.models import BY_NAME, CASES, Case, first, real, transformers
 
+MORE = (
+    "phi3",
+    "opt",
+    "gpt_neox",
+    "modernbert",
+    "qwen2_windows",
+    "electra",
+)  # cut as others are; the quick tests leave them out
+
+
+def marked(cases: list[Case]) -> list[Any]:
+    """Cases, those that are like others marked as slow."""
+    return [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in MORE else ()) for case in cases]
+
+
 CUT = [case for case in CASES if case.cut]
-each_cut = pytest.mark.parametrize("case", CUT, ids=lambda case: case.name)
-GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+each_cut = pytest.mark.parametrize("case", marked(CUT))
+GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
 # One head; a whole layer, the first, whose keys a cache counts by; a key/value group and an uneven rest.
 WHICH = {"one": "1.2", "layer": "0.*", "many": "0.1,1.0-2,2.3"}
 TWO = {"one": "cross.1.2", "layer": "dec.0.*,cross.1.*", "many": "enc.0.1,enc.1.*,dec.1.0-2,cross.2.3"}
@@ -97,7 +113,7 @@ def test_pruning_makes_another_model_and_leaves_this_one(case: Case) -> None:
     assert len(theirs.heads) - len(small.heads) == 2
 
 
-@pytest.mark.parametrize("case", [case for case in CUT if case.kind != "encoder"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", marked([case for case in CUT if case.kind != "encoder"]))
 @pytest.mark.parametrize(
     ("which", "cache"),
     [
@@ -127,9 +143,13 @@ def test_groups_of_different_sizes(name: str) -> None:
     theirs.cut("1.4")
     layer = theirs.attention_layers()[1]
     assert layer.spec.kv_of_head == (0, 0, 0, 1, 1)
-    assert matrix(layer.found.read(1)).shape[0] == 2 * 4
+    joined = layer.found.reads is not None and len(layer.found.reads[1]) == 1
+    keys, other = (
+        (0, 5 * 4) if joined else (1, 0)
+    )  # where keys are, and how many rows there are of queries; twice with values
+    assert matrix(layer.found.read(keys)).shape[0] == other + 2 * 4 * (1 + joined)
     theirs.detach()
-    assert matrix(layer.found.read(1)).shape[0] == 5 * 4
+    assert matrix(layer.found.read(keys)).shape[0] == other + 5 * 4 * (1 + joined)
     with torch.no_grad():
         assert (first(model(**given)) - want)[real(given)].abs().max() <= 1e-9  # plain transformers now
         again = hw.attach(model)
@@ -161,13 +181,87 @@ def test_what_is_folded_stands_in_the_bias(case: Case, tmp_path: Path) -> None:
         assert (first(again.model(**given)) - want).abs().max() <= 1e-9
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.cut], ids=lambda case: case.name)
-def test_what_cannot_be_cut_is_refused_and_silence_is_offered(case: Case) -> None:
-    theirs = hw.attach(case.build())
-    kept = {name: value.clone() for name, value in theirs.model.state_dict().items()}
-    with pytest.raises(hw.HeadwiseError, match=r"cannot be cut.*silenced\(\)"):
-        theirs.cut([theirs.heads.addresses[0]])
-    assert all(torch.equal(value, kept[name]) for name, value in theirs.model.state_dict().items())
+SMALL = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=6, vocab_size=61, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+T5 = "makes the position bias of all layers"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "which", "why"),
+    [
+        ("Doge", SMALL, "0.0", "cannot be called without them"),  # masks that values of all heads make
+        ("BitNet", SMALL, "0.0", "z is not seen to enter W_O"),
+        ("T5", BY_NAME["t5"].sizes, "enc.0.*", T5),
+        ("T5", BY_NAME["t5"].sizes, "dec.0.*,cross.1.0", T5),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_and_stays_as_it_is(
+    name: str, sizes: dict[str, Any], which: str, why: str
+) -> None:
+    case = BY_NAME["t5" if name == "T5" else "llama"]
+    kind = "T5ForConditionalGeneration" if name == "T5" else f"{name}ForCausalLM"
+    torch.manual_seed(1)
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**sizes)).eval()
+    given = case.inputs("right")
+    theirs = hw.attach(model)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        before = first(model(**given))
+        with pytest.raises(hw.HeadwiseError, match=rf"{why}.*silenced\(\)"):
+            theirs.cut(which)
+        assert torch.equal(first(model(**given)), before)
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+        with hw.record(theirs, what=("z",)) as recording:
+            assert torch.equal(first(model(**given)), before)
+        assert all(one.calls for one in recording)
+        assert torch.equal(first(theirs.detach()(**given)), before)
+
+
+def test_a_shared_bias_is_cut_and_handed_on(tmp_path: Path) -> None:
+    """T5's first layer makes the bias of all: each sees its heads' part, whichever were cut, and again when more go."""
+    case = BY_NAME["t5"]
+    model, given = case.build().double(), case.inputs("right")
+    theirs = hw.attach(model)
+    which, more = "enc.0.1,enc.1.*,dec.0.0-2,cross.0.3,cross.2.0", "enc.0.3,dec.2.1,cross.0.0"
+    want, further = silenced(model, theirs, which, given), silenced(model, theirs, f"{which},{more}", given)
+    theirs.cut(which)
+    with torch.no_grad():
+        assert (first(model(**given)) - want).abs().max() <= 1e-9
+        theirs.cut(more)
+        assert (first(model(**given)) - further).abs().max() <= 1e-9
+        theirs.save_pretrained(tmp_path / "small")
+        theirs.save_pretrained(tmp_path / "whole", whole=True)
+        again: Any = hw.load(tmp_path / "small", dtype=None)
+        assert torch.equal(first(again.model(**given)), first(model(**given)))
+        plain = type(model).from_pretrained(tmp_path / "whole", dtype=torch.float64).eval()
+        assert (first(plain(**given)) - further).abs().max() <= 1e-9
+        assert (first(theirs.detach()(**given)) - further).abs().max() <= 1e-9
+
+
+def test_a_norm_over_all_heads_goes_on_to_see_those_that_were_cut(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL)).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.4)
+    theirs, given = hw.attach(model), BY_NAME["llama"].inputs("right")
+    want, further = silenced(model, theirs, "0.1,1.0-1", given), silenced(model, theirs, "0.1,0.3,1.0-1", given)
+    for which, goal in (("0.1,1.0-1", want), ("0.3", further)):
+        theirs.cut(which)
+        with torch.no_grad():
+            assert (first(model(**given)) - goal)[real(given)].abs().max() <= 1e-9
+    assert theirs.heads["0.0"].W_O.shape == (6, 24)
+    assert theirs.heads["0.0"].W_V.shape == (24, 6)
+    with pytest.raises(hw.HeadwiseError, match="norm over all heads"):
+        _ = theirs.heads["0.0"].W_Q
+    theirs.save_pretrained(tmp_path / "small")
+    theirs.save_pretrained(tmp_path / "whole", whole=True)
+    again: Any = hw.load(tmp_path / "small", dtype=None)
+    with torch.no_grad():
+        assert torch.equal(first(again.model(**given)), first(model(**given)))
+        plain = type(model).from_pretrained(tmp_path / "whole", dtype=torch.float64).eval()
+        assert (first(plain(**given)) - further)[real(given)].abs().max() <= 1e-9
+        assert (first(theirs.detach()(**given)) - further)[real(given)].abs().max() <= 1e-9
 
 
 def test_misuse_of_cutting() -> None:
