@@ -125,6 +125,9 @@ def table(results: list[dict[str, Any]]) -> str:
         "|---|---|",
     ]
     rows += [f"| {verdict} | {count} |" for verdict, count in counts(results).items()]
+    cut = [one for one in results if one["verdict"] == "right" and "cut" not in one["told"]]
+    whole = sum("cut layers" not in one["told"] for one in cut)
+    rows += [f"| right, and heads can be cut | {len(cut)}, whole layers of {whole} |"]
     for verdict in ("right", "looking only", "wrong", "crash"):
         there = sorted(one["name"] for one in results if one["verdict"] == verdict)
         if there:
@@ -133,6 +136,8 @@ def table(results: list[dict[str, Any]]) -> str:
     for one in results:
         if one["verdict"] == "refused":
             refused.setdefault(reason(one["why"]), []).append(one["name"])
+    left = sorted(one["name"] for one in results if one["verdict"] == "right" and "cut" in one["told"])
+    rows += ["", f"**Right, but not cut:** {', '.join(left)}."] if left else []
     rows += ["", "| refused because | architectures |", "|---|---|"]
     rows += [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(refused.items())]
     return "\n".join(rows)

@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from bench.tried_cut import HalfRefused, check_cut
 from bench.tried_with import (
     CLOSE,
     Wrong,
     build,
     calm_down,
     check_alike,
-    check_folder,
     check_same,
-    cuts_of,
     is_reached,
     make_tokenizer,
-    next_tokens,
     other_inputs,
     outputs,
     reads_text,
@@ -34,10 +32,6 @@ from bench.tried_with import (
     some_heads,
     state_of,
 )  # fmt: skip
-
-
-class HalfRefused(Exception):  # noqa: N818 (a finding, not an error)
-    """Heads can be cut, but no whole layer."""
 
 
 @dataclass
@@ -348,13 +342,14 @@ def _switching(model: Any, part: Any, given: dict[str, Tensor]) -> None:
             except Exception:
                 return  # it has no other
             try:
-                outputs(model, given)
+                plain = outputs(copy.deepcopy(model), given)  # a copy is not attached
+                unheard = all(torch.equal(a, b) for a, b in zip(plain, outputs(model, given), strict=True))
             except hw.HeadwiseError:
-                pass
-            else:
-                raise Wrong('after set_attn_implementation("eager") silence does nothing, and nobody says so')
+                unheard = False
             finally:
                 part.set_attn_implementation("sdpa")
+            if unheard:
+                raise Wrong('after set_attn_implementation("eager") silence does nothing, and nobody says so')
 
 
 def _copying(model: Any, part: Any, given: dict[str, Tensor]) -> None:
@@ -379,36 +374,8 @@ def _copying(model: Any, part: Any, given: dict[str, Tensor]) -> None:
         twin.detach()
 
 
-def _cut(model: Any, part: Any, given: dict[str, Tensor]) -> None:
-    """Without heads, attached, detached and from a folder, it is what it was with them silenced."""
-    if part is not model:
-        return
-    refused: hw.HeadwiseError | None = None
-    with hw.attach(model) as theirs:
-        for which in cuts_of(theirs):
-            with theirs.heads.select(which).silenced():
-                silent, written = outputs(model, given), next_tokens(model, given)
-            try:
-                small = theirs.without(which)
-            except hw.HeadwiseError as error:
-                if len({address.site for address in which}) > 1:
-                    raise  # not even single heads
-                refused = error  # whole layers
-                continue
-            for state in ("cut", "detached"):
-                inner = small.model if state == "cut" else small.detach()
-                told = f"{state} {', '.join(map(str, which))}, beside silence"
-                for a, b in zip(outputs(inner, given), silent, strict=True):
-                    check_same(a, b, told)
-                for a, b in zip(next_tokens(inner, given), written, strict=True):
-                    check_same(a, b, f"{told}, writing on")
-            check_folder(small, outputs(small.model, given), given)
-    if refused is not None:
-        raise HalfRefused(str(refused))
-
-
 CHECKS: dict[str, Callable[[Any, Any, dict[str, Tensor]], None]] = {
     "bitwise": _bitwise, "maps": _maps, "silence": _silence, "writes": _writes, "reads": _reads, "gradients": _gradients,
     "checkpointing": _checkpointing, "importance": _importance, "between": _between, "switching": _switching,
-    "copying": _copying, "cut": _cut,
+    "copying": _copying, "cut": check_cut,
 }  # fmt: skip

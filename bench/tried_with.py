@@ -1,9 +1,6 @@
 """What checks of an architecture stand on: calls, heads to ask, numbers beside numbers."""
 
-import contextlib
 import copy
-import io
-import tempfile
 from contextlib import ExitStack
 from typing import Any
 
@@ -112,37 +109,6 @@ def some_heads(theirs: Any) -> list[hw.Head]:
     for there in by_stack.values():
         chosen += [there[min(1, len(there) - 1)], there[-1]]
     return [theirs.heads[address] for address in dict.fromkeys(chosen)]
-
-
-def cuts_of(theirs: Any) -> list[tuple[Any, ...]]:
-    """What is cut: single heads here and there, so that groups differ in size; and a whole layer, the first of a stack."""
-    there = theirs.heads.addresses
-    single = tuple(head.address for head in some_heads(theirs))
-    layer = tuple(address for address in there if address.site == there[0].site)
-    return [single, layer] if len(layer) < len(there) else [single]
-
-
-def next_tokens(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
-    """What a decoder says to a next token, keys and values of those before it in a cache; nothing of other models."""
-    ids = given.get("input_ids")
-    if ids is None or set(given) != {"input_ids"} or not getattr(model, "can_generate", lambda: False)():
-        return []
-    with torch.no_grad():
-        try:
-            first = model(input_ids=ids[:, :-1], use_cache=True)
-            return tensors(model(input_ids=ids[:, -1:], past_key_values=first.past_key_values)[0])
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-            return []  # it keeps no such cache
-
-
-def check_folder(theirs: Any, want: list[Tensor], given: dict[str, Tensor]) -> None:
-    """Saved and loaded again it gives the same bits."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        theirs.save_pretrained(f"{folder}/small")
-        again = type(theirs).reopen(f"{folder}/small", dtype=None)
-        for a, b in zip(outputs(again.model, given), want, strict=True):
-            check_same(a, b, "cut, saved and loaded again")
-        again.detach()
 
 
 def check_same(one: Tensor, other: Tensor, what: str) -> None:

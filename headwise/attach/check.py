@@ -1,7 +1,7 @@
 """What can be attached to, and what is refused with its reason; and the guards that stand at the model's door meanwhile."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.attach.find import check_sums, find
+from headwise.attach.around import brings_eager
+from headwise.attach.find import Found, check_sums, config_of, find
 from headwise.attach.hooks import Hook
 from headwise.attach.interface import MARKED, NAME, is_replaced
 from headwise.attach.layer import Layer
@@ -43,11 +44,12 @@ def check_theirs(model: Any) -> None:
         raise HeadwiseError(
             f"{name} is not on transformers' attention interface: its attention cannot be reached from outside.{instead}"
         )
-    modules = [one.module for one in find(model)]
-    for part in modules:
-        check_sums(name, part)
-    for config in configs_of(model, modules):
-        _check_backend(name, config._attn_implementation)
+    for one in find(model):
+        check_sums(name, one)
+        if one.kept == ():
+            continue  # it has no heads, and runs no attention
+        if one.way == "sdpa" or (one.way == "eager" and _could_be_fused(model, one)):
+            _check_backend(name, config_of(model, one.module)._attn_implementation)
     if is_replaced():
         raise HeadwiseError(
             f"somebody has registered a function of their own as {NAME!r}; attaching keeps a model's numbers, and ours are "
@@ -55,11 +57,14 @@ def check_theirs(model: Any) -> None:
         )
 
 
-def configs_of(model: Any, modules: Iterable[nn.Module]) -> list[Any]:
-    """Every configuration that says which attention these modules run."""
-    found = [getattr(module, "config", None) for module in modules]
-    found = [one if hasattr(one, "_attn_implementation_internal") else model.config for one in found] or [model.config]
-    return list({id(config): config for config in found}.values())
+def _could_be_fused(model: Any, found: Found) -> bool:
+    """Whether a module on the eager path could run on SDPA, or brings no eager function of its own."""
+    from transformers import PreTrainedModel
+
+    names = found.name.split(".")
+    holders = [model.get_submodule(".".join(names[:end])) for end in range(len(names))]
+    holder = next(part for part in reversed(holders) if isinstance(part, PreTrainedModel))
+    return bool(holder._supports_sdpa) or not brings_eager(type(found.module))
 
 
 def inside_config(config: Any) -> list[Any]:
@@ -71,10 +76,10 @@ def inside_config(config: Any) -> list[Any]:
 
 
 def own_config(model: Any) -> Any:
-    """A copy of a model's configuration, to build another one that runs on SDPA."""
+    """A copy of a model's configuration, to build another one that runs on the same attention."""
     config = copy.deepcopy(model.config)
-    for inner in inside_config(config):
-        inner._attn_implementation_internal = "sdpa"
+    for inner, was in zip(inside_config(config), inside_config(model.config), strict=True):
+        inner._attn_implementation_internal = was._attn_implementation
     return config
 
 
@@ -96,7 +101,9 @@ class Guard:
 
     def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
         self._model, self._layers = model, layers
-        self._configs = configs_of(model, [layer.module for layer in layers])
+        run = [layer for layer in layers if layer.spec.head_ids and layer.found.way != "watched"]
+        there = [(config_of(model, layer.module), layer.found.way) for layer in run]
+        self._configs = list({id(config): (config, way) for config, way in there}.values())
         self._wrapped: list[tuple[Any, Any]] = []  # blocks, and how they are checkpointed when we are not there
         self._outermost: nn.Module | None = None
 
@@ -115,12 +122,12 @@ class Guard:
                 "output_attentions=True asks for every map at once, which the fused path never makes; look at heads with "
                 "hw.attend or hw.record, or detach first."
             )
-        for one in self._configs:
-            if one._attn_implementation != NAME:
+        for one, way in self._configs:
+            if one._attn_implementation != way:
                 raise HeadwiseError(
-                    f"{type(self._model).__name__} was attached while it ran on SDPA and runs on "
+                    f"{type(self._model).__name__} was attached while it ran on {way!r} and runs on "
                     f"{one._attn_implementation!r} now, where heads can be neither seen nor silenced; detach it first, or "
-                    f'call model.set_attn_implementation("{NAME}").'
+                    f'call model.set_attn_implementation("{way}").'
                 )
         if door.training and torch.is_grad_enabled() and any(layer.site.is_open for layer in self._layers):
             self._wrap(door)

@@ -159,8 +159,9 @@ def _emptied(layer: Layer) -> Found:
     found = layer.found
     assert found.writes is not None
     inside = {id(part): name for name, part in found.module.named_children()}
-    told = [getattr(found.module, name, None) for name in ("layer_idx", "config")]
-    new = Emptied(inside.get(id(found.writes)), found.writes, told[0], layer.gives, told[1])
+    number, other, config = (getattr(found.module, name, None) for name in ("layer_idx", "layer_id", "config"))
+    number = other if number is None else number
+    new = Emptied(inside.get(id(found.writes)), found.writes, number, layer.gives, config)
     setattr(found.parent, found.name.rpartition(".")[2], new.train(found.module.training))
     return replace(found, module=new, reads=None)
 

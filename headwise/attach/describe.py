@@ -21,7 +21,7 @@ LONG = 1 << 20  # tokens, where a model does not say how many it can read
 def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
     """Kind, layers, heads and sizes. Heads that layers do not have, but others do, count as cut."""
     stacks = {layer.site.address.stack for layer in layers}
-    kind = "encoder-decoder" if "enc" in stacks else "decoder" if is_causal(layers[0].module) else "encoder"
+    kind = "encoder-decoder" if "enc" in stacks else "decoder" if is_causal(layers[0]) else "encoder"
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     count = {
         stack: 1 + max(layer.site.address.layer for layer in layers if layer.site.address.stack == stack)
@@ -70,9 +70,11 @@ def has_learned_positions(model: nn.Module) -> bool:
     return any(name in ("wpe", "embed_positions", "position_embedding", "position_embeddings") for name in names)
 
 
-def is_causal(module: nn.Module) -> bool:
-    """Whether an attention module looks back only; SDPA takes that for granted where it does not say."""
-    return bool(getattr(module, "is_causal", True))
+def is_causal(layer: Layer) -> bool:
+    """Whether a layer looks back only; SDPA takes that for granted where a module does not say."""
+    if layer.looks_ahead is not None:
+        return not layer.looks_ahead
+    return bool(getattr(layer.module, "is_causal", True))
 
 
 def _windows(layers: Sequence[Layer], count: dict[str, int]) -> tuple[int | None, ...]:

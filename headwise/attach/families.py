@@ -18,14 +18,16 @@ class Family:
     one_more_norm: bool = False  # whether what is written passes another norm before it reaches the stream
 
 
-_LLAMA = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention", "GPTNeoXAttention")
+_LLAMA = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention", "GPTNeoXAttention",
+          "GptOssAttention")  # fmt: skip
 _NONE = ("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention", "DistilBertSelfAttention", "BartAttention",
          "MarianAttention")  # fmt: skip
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_LLAMA, Family("input_layernorm")),
     "Gemma3Attention": Family("input_layernorm", one_more_norm=True),
     **dict.fromkeys(_NONE, Family(None)),
-    "GPT2Attention": Family("ln_1"),
+    **dict.fromkeys(("GPT2Attention", "GPTJAttention"), Family("ln_1")),
+    "XGLMAttention": Family("self_attn_layer_norm"),
 }
 
 

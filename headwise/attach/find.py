@@ -8,9 +8,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ READS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("apart", ("q", "k", "v")),
     ("apart", ("linear_q", "linear_k", "linear_v")),
     ("apart", ("Wq", "Wk", "Wv")),
+    ("apart", ("query_proj", "key_proj", "value_proj")),
     ("joined", ("c_attn",)),
     ("joined", ("qkv",)),
     ("joined", ("qkv_proj",)),
@@ -38,6 +39,20 @@ BESIDE = ("output.dense",)
 CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
 CUT = "_headwise_cut"  # where a module keeps what it was found to be when heads were cut from it
 WINDOWS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "masks_for_generate")
+# Classes of attention that are not on the interface, but whose softmax and products can be watched; each was walked over.
+WATCHED = {
+    "bloom": "BloomAttention", "bros": "BrosSelfAttention", "codegen": "CodeGenAttention",
+    "deberta": "DisentangledSelfAttention", "deberta_v2": "DisentangledSelfAttention", "falcon": "FalconAttention",
+    "flaubert": "MultiHeadAttention", "gpt_neo": "GPTNeoSelfAttention", "gpt_neox_japanese": "GPTNeoXJapaneseAttention",
+    "gptj": "GPTJAttention", "imagegpt": "ImageGPTAttention", "layoutlmv3": "LayoutLMv3SelfAttention",
+    "luke": "LukeSelfAttention", "megatron_bert": "MegatronBertSelfAttention", "mgp_str": "MgpstrAttention",
+    "mpnet": "MPNetSelfAttention", "mpt": "MptAttention", "mvp": "MvpAttention",
+    "openai": "Attention", "rembert": "RemBertSelfAttention", "roformer": "RoFormerSelfAttention",
+    "speecht5": "SpeechT5Attention", "tapas": "TapasSelfAttention",
+    "visual_bert": "VisualBertSelfAttention", "xglm": "XGLMAttention",
+    "xlm": "MultiHeadAttention",
+}  # fmt: skip
+Way = Literal["sdpa", "eager", "watched"]  # how a module's attention runs, and is reached
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
@@ -61,6 +76,7 @@ class Found:
     kept: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
     apart: bool = False  # whether heads that shared keys have been given keys of their own
     layouts: tuple[str, ...] = ()  # of q, k and v, once found out, where heads were cut
+    way: Way = "sdpa"
     gives: int = 2  # how many things the module gives, None but for the first; 0: what it writes, as it is
 
     def read(self, number: int) -> nn.Module:
@@ -74,7 +90,7 @@ def find(model: nn.Module) -> list[Found]:
     there = [
         (name, module)
         for name, module in model.named_modules()
-        if CUT in module.__dict__ or _calls_interface(type(module))
+        if CUT in module.__dict__ or _calls_interface(type(module)) or is_watched(type(module))
     ]
     stacks = {_stack(name) for name, _ in there}
     two = _two_stacks(stacks)
@@ -84,7 +100,9 @@ def find(model: nn.Module) -> list[Found]:
         raise HeadwiseError(f"{type(model).__name__} has {len(stacks)} towers ({', '.join(sorted(stacks))}); {instead}")
     found: dict[SiteAddress, Found] = {}
     for name, module in there:
-        one = module.__dict__.get(CUT) or _found(model, name, module, _address(model, name, module, two))
+        one = module.__dict__.get(CUT)
+        one = _found(model, name, module, _address(model, name, module, two)) if one is None else one
+        one = replace(one, way=_way(model, module))
         if one.address in found:
             raise HeadwiseError(
                 f"{name} and {found[one.address].name} both are attention of layer {one.address}; "
@@ -105,8 +123,29 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
         return False
 
 
-def check_sums(name: str, module: nn.Module) -> None:
-    """Refuse what a module adds to its scores that SDPA knows nothing of."""
+def is_watched(kind: type[nn.Module]) -> bool:
+    """Whether attention of this class is reached by watching it."""
+    house, _, family = kind.__module__.rpartition(".")[0].rpartition(".")
+    return house == "transformers.models" and WATCHED.get(family) == kind.__name__
+
+
+def _way(model: Any, module: nn.Module) -> Way:
+    if is_watched(type(module)):
+        return "watched"
+    return "eager" if config_of(model, module)._attn_implementation == "eager" else "sdpa"
+
+
+def config_of(model: Any, module: nn.Module) -> Any:
+    """The configuration that says which attention a module runs."""
+    own = getattr(module, "config", None)
+    return own if hasattr(own, "_attn_implementation_internal") else model.config
+
+
+def check_sums(name: str, found: Found) -> None:
+    """Refuse what a module adds to its scores that SDPA, where it runs on that, knows nothing of."""
+    module = found.module
+    if found.way != "sdpa":
+        return
     if isinstance(getattr(module, "sinks", None), Tensor):
         raise HeadwiseError(
             f"{name} has learned sinks, which plain scaled-dot-product attention would drop; it was refused."
@@ -132,7 +171,7 @@ def _part_of(model: nn.Module, stack: str) -> list[str]:
             try:
                 there = find(part)
                 for one in there:
-                    check_sums(type(part).__name__, one.module)
+                    check_sums(type(part).__name__, one)
                 if there:
                     return [path]
             except HeadwiseError:
@@ -167,6 +206,8 @@ def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress)
     writes = next(_writes(module, parent, heads), None)
     value_dim = head_dim if writes is None else in_size(writes) // heads
     keys, head_dim = heads // max(1, groups), head_dim or value_dim
+    if is_watched(type(module)) and getattr(module, "multi_query", False) and not module.new_decoder_architecture:
+        keys = 1
     turned = has_rotary(model) and address.stack != "cross"
     sizes = (heads, keys, head_dim, value_dim or head_dim)
     return Found(name, module, parent, address, *sizes, reads, writes, turned, _window(module, address))

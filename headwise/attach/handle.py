@@ -3,24 +3,25 @@
 import copy
 import sys
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from headwise.attach.around import hooks_around
 from headwise.attach.body import Output, hidden_states, own_output, takes_ids
 from headwise.attach.check import Guard, check_theirs, own_config
-from headwise.attach.cut import check_cut, cut_layers, even_out, fold_in
+from headwise.attach.cut import even_out, fold_in
 from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
 from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
-from headwise.attach.prove import Proof, Undo, undone
+from headwise.attach.prove import cut_proved
 from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
 from headwise.attach.store import PLANS, is_cut, keep_note, make_layers, read, write
-from headwise.attach.trial import try_layers
+from headwise.attach.trial import check_rebuilt, try_layers
 from headwise.attach.walk import make_walk, why_whole
 from headwise.attach.wiring import find_wiring
 from headwise.errors import HeadwiseError
@@ -60,6 +61,7 @@ class Attached(nn.Module):
             hook.remove()
         try_layers(self.model, self._layers)
         self._watch()
+        check_rebuilt(self._layers, self.detach)
         return self
 
     def forward(
@@ -107,27 +109,13 @@ class Attached(nn.Module):
     def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
         """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
         self._check_attached()
-        gone, before = heads_to_cut(self.spec, heads), self._layers
+        gone = heads_to_cut(self.spec, heads)
         if gone:
-            check_cut(before, gone)
-            proof = Proof(self.model, before, gone)
-            with undone(before, gone, self._restart):
-                self._restart(cut_layers(before, gone))
-                proof.check(self._layers)
-                self._check_detached(proof)
+            cut_proved(self.model, self._layers, gone, self._restart, self._unmark)
             keep_note(self.model)
         fold_in(self._layers, folded or {})
         self._spec = self._wiring = self._whole_passes = None
         return self
-
-    def _check_detached(self, proof: Proof) -> None:
-        """Hold what plain transformers would compute against the proof; nothing stays of it."""
-        now = self._layers
-        heads = [address for layer in now for address in layer.site.addresses if layer.uneven]
-        with suppress(Undo), undone(now, heads, self._restart):
-            self._unmark()
-            proof.check([even_out(layer) if layer.uneven and layer.spec.head_ids else layer for layer in now])
-            raise Undo
 
     def _restart(self, layers: list[Layer]) -> None:
         """Look at other layers from now on."""
@@ -367,8 +355,6 @@ class Attached(nn.Module):
         if self.attached:
             self.detach()
 
-    # The small print.
-
     def _mark(self) -> None:
         for layer in self._layers:
             MARKED[layer.module] = layer
@@ -379,7 +365,9 @@ class Attached(nn.Module):
 
     def _watch(self) -> None:
         """Stand at the model's doors, and where z enters W_O if it is another there than attention gave."""
-        doors = Guard(self.model, self._layers).hooks()
+        doors = Guard(self.model, self._layers).hooks() + [
+            hook for layer in self._layers for hook in hooks_around(layer)
+        ]
         self._hooks = [*doors, *(hook for layer in self._layers for hook in layer.watch_entry())]
 
     def _alike(self, model: Any) -> "Attached":

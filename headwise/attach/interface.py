@@ -6,13 +6,18 @@ somebody does, what the call was made of is told as `Terms`; whatever it carries
 number is ever wrong.
 """
 
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from headwise.attach.around import own_eager
 from headwise.attach.layer import Layer
 from headwise.attach.masks import lowest
 from headwise.errors import HeadwiseError
@@ -25,13 +30,8 @@ NAME = "sdpa"
 # The layer that looks at a module: beside the module, so that copies of it, and what is saved of it, know nothing of it.
 MARKED: "WeakKeyDictionary[nn.Module, Layer]" = WeakKeyDictionary()
 _handles: "WeakSet[Any]" = WeakSet()  # whoever is attached now
-# What may come with a call: SDPA heeds it, or it changes nothing about which key is weighed how.
+# What may come with a call: it is heeded here as there. Whatever else the function that runs never mentions changes nothing.
 HEEDED = {"dropout", "scaling", "is_causal", "position_bias"}
-HARMLESS = {
-    *("sliding_window", "position_ids", "cache_position", "use_cache", "position_embeddings", "deterministic"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx", "num_items_in_batch"),
-    *("input_ids", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
-}
 REFUSED = {
     "s_aux": "learned sinks",
     "softcap": "capped scores",
@@ -78,21 +78,44 @@ def attend(
     layer = MARKED.get(module)
     if layer is None:  # a model that is not attached
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
-    _refuse(layer, kwargs)
+    _refuse(layer, kwargs, _sdpa())
     own = _own_keys(layer, query, key)
     keys, values = (key, value) if own is None else (spread(key, own), spread(value, own))
     out, maps = _sdpa()(module, query, keys, values, attention_mask, **kwargs)  # (B, T, H, e)
+    return pass_site(layer, query, key, value, lambda: _terms(layer, query, key, attention_mask, kwargs), out), maps
+
+
+def attend_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The eager function that a module brings, and then the site: (B, H, T, d) … → (B, T, H, e), and its maps."""
+    layer, run = MARKED.get(module), own_eager(module)
+    if layer is None:
+        return run(module, query, key, value, attention_mask, **kwargs)
+    _refuse(layer, kwargs, run, HEEDED | {"softcap", "s_aux"})
+    own = _own_keys(layer, query, key)
+    keys, values = (key, value) if own is None else (spread(key, own), spread(value, own))
+    out, maps = run(module, query, keys, values, attention_mask, **kwargs)
+
+    def terms() -> Terms:
+        told = _terms(layer, query, key, attention_mask, kwargs | {"is_causal": False})  # its mask says all
+        sink = getattr(module, "sinks", kwargs.get("s_aux"))
+        sink = sink.detach().flatten() if isinstance(sink, Tensor) else None
+        return replace(told, softcap=kwargs.get("softcap"), sink=sink)
+
+    return pass_site(layer, query, key, value, terms, out), maps
+
+
+def pass_site(layer: Layer, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], out: Tensor) -> Tensor:
+    """Show a call to whoever asks: the trial of a layer, or its site. (B, T, H, e) → (B, T, H, e)"""
     if layer.trial is not None:
-        return layer.trial.attention(
-            query, key, value, out, lambda: _terms(layer, query, key, attention_mask, kwargs)
-        ), maps
+        return layer.trial.attention(q, k, v, out, terms)
     if in_backward() and not is_repeated():
-        layer.check_repeated(query)  # a checkpoint of somebody's own is run again: unheard, and as it was
-        return out, maps
+        layer.check_repeated(q)  # a checkpoint of somebody's own is run again: unheard, and as it was
+        return out
     if not layer.site.is_open:
-        return out, maps
-    terms = _terms(layer, query, key, attention_mask, kwargs)
-    return layer.passing(query, key, value, terms, out), maps
+        return out
+    return layer.passing(q, k, v, terms(), out)
 
 
 def in_backward() -> bool:
@@ -100,14 +123,26 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _refuse(layer: Layer, kwargs: dict[str, Any]) -> None:
+def _refuse(layer: Layer, kwargs: dict[str, Any], run: Callable[..., Any], heeded: Collection[str] = HEEDED) -> None:
+    """Refuse an argument that decides about scores and is not heeded here; `run` is the function it is for."""
     for name, given in kwargs.items():
-        if name in HEEDED or name in HARMLESS or given is None or given is False:
+        if name in heeded or given is None or given is False:
             continue
-        what = REFUSED.get(name, f"an argument {name!r} that plain scaled-dot-product attention does not know")
+        if name not in REFUSED and not _mentions(run, name):
+            continue
+        what = REFUSED.get(name, f"an argument {name!r} of {run.__name__} that is not known here")
         raise HeadwiseError(
             f"the call at {layer.found.name} carries {what}; it was refused rather than computed wrongly."
         )
+
+
+@cache
+def _mentions(run: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a word in it."""
+    try:
+        return re.search(rf"\b{re.escape(name)}\b", inspect.getsource(run)) is not None
+    except (OSError, TypeError):
+        return True
 
 
 def _own_keys(layer: Layer, query: Tensor, key: Tensor) -> tuple[int, ...] | None:

@@ -57,6 +57,8 @@ class Layer:
         named = ("" if found.reads is None else found.reads[0],) * 3
         self.layouts = dict(zip("qkv", found.layouts or named, strict=True))
         self.gives = found.gives
+        self.looks_ahead: bool | None = None  # whether a query was seen to look ahead, where that was asked
+        self.unlike = ""  # why what is rebuilt of attention that is not SDPA's is not what it computed
         self.trial: Trial | None = None  # while it is found out how the layer is put together
         self._waiting: tuple[Tensor, Tensor, Tensor, Terms, Tensor] | None = None
         self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
@@ -71,6 +73,7 @@ class Layer:
         """Take over what was found out about another layer that is built alike."""
         self.passes, self.withheld, self.layouts = other.passes, dict(other.withheld), dict(other.layouts)
         self.site.window, self.gives = other.site.window, other.gives
+        self.looks_ahead = other.looks_ahead
 
     def _projections(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
         """What reads and writes here now, each with the names of its adapters."""

@@ -1,12 +1,13 @@
 """Whether a model from which heads were cut computes what it did with them silenced: tried on a few tokens, undone if not."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.attach.cut import check_cut, cut_layers, even_out
 from headwise.attach.layer import Layer
 from headwise.attach.sample import samples
 from headwise.attach.standing import stand_again, standing
@@ -14,6 +15,31 @@ from headwise.errors import HeadwiseError
 from headwise.model import quiet
 
 Numbers = tuple[list[Tensor], dict[str, list[Tensor]]]  # what the model gives, and what W_O of layers does, by path
+
+
+def cut_proved(
+    model: Any,
+    layers: list[Layer],
+    gone: Iterable[Any],
+    restart: Callable[[list[Layer]], None],
+    unmark: Callable[[], None],
+) -> None:
+    """Cut heads, and see that the model is what it was with them silenced, attached and as plain transformers would run it.
+
+    `restart` looks at other layers from then on, `unmark` at none. Where the cut is refused, all is as it was.
+    """
+    gone = list(gone)
+    check_cut(layers, gone)
+    proof = Proof(model, layers, gone)
+    with undone(layers, gone, restart):
+        cut = cut_layers(layers, gone)
+        restart(cut)
+        proof.check(cut)
+        heads = [address for layer in cut for address in layer.site.addresses if layer.uneven]
+        with suppress(Undo), undone(cut, heads, restart):
+            unmark()
+            proof.check([even_out(layer) if layer.uneven and layer.spec.head_ids else layer for layer in cut])
+            raise Undo
 
 
 class Undo(Exception):  # noqa: N818 (a wish, not an error)

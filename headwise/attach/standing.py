@@ -34,8 +34,10 @@ class PartOfBias:
 
     def enter(self, module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
         """Before the module: the bias it is given."""
+        names = list(inspect.signature(module.forward).parameters)
+        named = dict(zip(names, given, strict=False)) | named
         self._whole = named.get(BIAS)
-        return None if self._whole is None else (given, named | {BIAS: self._part(self._whole)})
+        return None if self._whole is None else ((), named | {BIAS: self._part(self._whole)})
 
     def look_up(self, module: nn.Module, given: Any, made: Tensor) -> Tensor:
         """Behind its own table of biases, (T, S, heads)."""
@@ -44,7 +46,9 @@ class PartOfBias:
 
     def leave(self, module: nn.Module, given: Any, made: Any) -> Any:
         """Behind the module: what it hands on, zeros where it has no bias."""
-        own = made[1]
+        if not isinstance(made, tuple) or len(made) < 2 or not isinstance(own := made[1], Tensor):
+            self._whole = None
+            return None  # it hands nothing on
         whole, self._whole = own[:, :1].expand(-1, self.count, -1, -1) if self._whole is None else self._whole, None
         return (made[0], whole, *made[2:])
 

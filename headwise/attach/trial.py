@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.attach.around import hooks_around
 from headwise.attach.find import named_writers
 from headwise.attach.layer import Layer, bias_of, matrix
 from headwise.attach.sample import samples
 from headwise.errors import HeadwiseError
 from headwise.kernels import maps
-from headwise.kernels.terms import Terms
+from headwise.kernels.terms import Terms, spread
 
 # Ways in which rows of a projection may be shared out among heads, by how many letters it projects.
 LAYOUTS = {3: ("apart", "wide", "first"), 1: ("joined", "by head")}
@@ -89,6 +90,8 @@ class Trial:
             _unseen(layer, "it was not reached by the call that was tried")
             return
         layer.passes = self._passes(self.z)
+        if layer.found.way != "sdpa" and not self._is_rebuilt(self.z):
+            layer.unlike = "maps rebuilt from its queries and keys, times values, are not what it found"
         if layer.found.writes is not None and layer.passes != "coupled":
             layer.withheld |= _said("o", self._unlike(layer.found.writes))
         if layer.found.reads is not None:
@@ -210,6 +213,19 @@ class Trial:
                 return False
         return True
 
+    def _is_rebuilt(self, z: Tensor) -> bool:
+        """Whether maps made of what was seen, times values, are what attention found."""
+        if self.terms is None or self.qkv is None:
+            return False
+        q, k, v = (x.detach() for x in self.qkv)
+        weights = maps(q, k, self.terms)  # (B, H, T, S)
+        self.layer.looks_ahead = bool((weights.triu(1) > 0).any())
+        found = (weights.to(v.dtype) @ spread(v, self.terms.groups)).transpose(1, 2)  # (B, T, H, e)
+        half = z.dtype in (torch.float16, torch.bfloat16)
+        return (
+            _close(found, z.detach()) if half else _close(found.float(), z.detach().float())
+        )  # softmax may be in float32
+
     def _sees_farther(self) -> bool:
         """Whether a query was seen to look farther than the window says."""
         window = self.layer.site.window
@@ -227,6 +243,7 @@ def try_layers(model: Any, layers: Sequence[Layer]) -> None:
     was = [(module, module.training) for module in model.modules()]
     trials = [Trial(layer) for layer in layers if layer.spec.head_ids]
     why = "what it reads is not known here"
+    around = [hook for layer in layers for hook in hooks_around(layer)]
     try:
         for module, _ in was:
             module.training = False
@@ -238,11 +255,23 @@ def try_layers(model: Any, layers: Sequence[Layer]) -> None:
     finally:
         for module, training in was:
             module.training = training
+        for hook in around:
+            hook.remove()
     for trial in trials:
         if why:
             _unseen(trial.layer, f"no call could be tried to check it ({why})")
         else:
             trial.conclude()
+
+
+def check_rebuilt(layers: Sequence[Layer], detach: Callable[[], Any]) -> None:
+    """Refuse attention that is not SDPA's where what is rebuilt of it is not what it computed."""
+    for layer in layers:
+        if layer.unlike:
+            detach()
+            raise HeadwiseError(
+                f"{layer.found.name} is not on SDPA, and {layer.unlike}; it was refused rather than shown wrongly."
+            )
 
 
 def _call(model: Any, given: dict[str, Tensor], trials: list[Trial]) -> str:
@@ -271,6 +300,7 @@ def _call(model: Any, given: dict[str, Tensor], trials: list[Trial]) -> str:
 def _unseen(layer: Layer, why: str) -> None:
     layer.passes = "unseen" if layer.found.writes is not None else "untold"
     layer.withheld = dict.fromkeys("qkvo", why)
+    layer.unlike = "" if layer.found.way == "sdpa" else why
 
 
 def _said(letter: str, why: str) -> dict[str, str]:

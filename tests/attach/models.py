@@ -32,6 +32,7 @@ class Case:
     sizes: dict[str, Any]
     kind: str = "decoder"
     cut: bool = False
+    slow: bool = False  # like another case, and left to the slow tests
 
     def build(self, **more: Any) -> Any:
         """A model with random weights, large enough to matter, ready to be called."""
@@ -94,10 +95,33 @@ CASES = [
     Case("qwen2_windows", "Qwen2ForCausalLM", "Qwen2Config",
          GROUPED | dict(sliding_window=5, use_sliding_window=True, max_window_layers=1), cut=True),
     Case("electra", "ElectraForMaskedLM", "ElectraConfig", PLAIN | dict(embedding_size=10), "encoder", cut=True),
+    # On transformers' eager functions: learned sinks, capped scores.
+    Case("gpt_oss", "GptOssForCausalLM", "GptOssConfig",
+         GROUPED | dict(num_local_experts=2, num_experts_per_tok=1, sliding_window=5, experts_implementation="eager")),
+    Case("gemma2", "Gemma2ForCausalLM", "Gemma2Config",
+         GROUPED | dict(sliding_window=5, attn_logit_softcapping=2.0, query_pre_attn_scalar=4), cut=True, slow=True),
+    # Off the interface.
+    Case("falcon", "FalconForCausalLM", "FalconConfig",
+         dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2,
+              pad_token_id=0)),
+    Case("bloom", "BloomForCausalLM", "BloomConfig",
+         dict(hidden_size=24, n_layer=3, n_head=4, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
+    Case("gptj", "GPTJForCausalLM", "GPTJConfig",
+         dict(n_embd=24, n_layer=3, n_head=4, vocab_size=VOCAB, n_positions=64, rotary_dim=4, bos_token_id=1, eos_token_id=2),
+         cut=True, slow=True),
+    Case("gpt_neo", "GPTNeoForCausalLM", "GPTNeoConfig",
+         dict(hidden_size=24, num_layers=3, num_heads=4, attention_types=[[["global", "local", "global"], 1]], window_size=5,
+              vocab_size=VOCAB, max_position_embeddings=64, bos_token_id=1, eos_token_id=2), cut=True, slow=True),
+    Case("deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config",
+         PLAIN | dict(relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False, pad_token_id=0,
+                      type_vocab_size=0), "encoder", cut=True),
+    Case("mpnet", "MPNetForMaskedLM", "MPNetConfig", PLAIN | dict(pad_token_id=0), "encoder", slow=True),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 SIDES = ("none", "left", "right")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ()) for case in CASES]
+)
 
 
 def results(made: Any) -> list[Tensor]:

@@ -13,19 +13,24 @@ QUICK = {
 MORE = {
     "afmoe": "right", "bart": "right", "beit": "right", "cohere_asr": "right", "ctrl": "right",
     "deepseek_v3": "right", "diffllama": "looking only", "dinov3_vit": "right", "doge": "right", "dpr": "right",
-    "esmc": "right", "gemma2": "refused", "gemma3_text": "right", "gemma4": "right", "glm5_next_text": "right",
-    "gpt_neox": "right", "gpt_oss": "refused", "gte": "right", "inkling_text": "right", "internvl_vision": "right",
+    "esmc": "right", "gemma2": "right", "gemma3_text": "right", "gemma4": "right", "glm5_next_text": "right",
+    "gpt_neox": "right", "gpt_oss": "right", "gte": "right", "inkling_text": "right", "internvl_vision": "right",
     "jetmoe": "looking only", "llava": "refused", "mistral": "right", "mllama": "right", "mobilebert": "right",
     "modernbert": "right", "nemotron_h": "right", "olmo2": "right",
-    "bridgetower": "refused", "videoprism": "refused", "qwen3_5": "right", "codegen": "refused", "siglip": "refused",
-    "deepseek_v2": "right", "nemotron": "right",
+    "bridgetower": "refused", "videoprism": "refused", "qwen3_5": "right", "codegen": "right", "siglip": "refused",
+    "deepseek_v2": "right", "nemotron": "right", "falcon": "right", "bloom": "right", "gptj": "right", "deberta-v2": "right",
+    "mpnet": "right", "phi3": "right", "whisper": "right", "longformer": "refused", "zaya": "right",
 }  # fmt: skip
+
+
+NOT_CUT = ("codegen", "falcon", "bloom", "mpnet", "zaya", "inkling_text")
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_quick(name: str) -> None:
     told = run_one(name)
     assert told["verdict"] == QUICK[name], told
+    assert "cut" not in told["told"] or told["verdict"] != "right", told
 
 
 @pytest.mark.slow
@@ -33,3 +38,5 @@ def test_quick(name: str) -> None:
 def test_more(name: str) -> None:
     told = run_one(name)
     assert told["verdict"] == MORE[name], told
+    if told["verdict"] == "right":
+        assert ("cut" in told["told"]) == (name in NOT_CUT), told

@@ -64,22 +64,15 @@ def test_maps_all_at_once_are_refused_while_attached() -> None:
 
 def test_models_that_cannot_be_attached_say_why() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
-    neo = transformers.GPTNeoForCausalLM(
-        transformers.GPTNeoConfig(
-            hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=31
-        )
-    )
-    with pytest.raises(hw.HeadwiseError, match=r"not on transformers' attention interface.*hw\.load"):
-        hw.attach(neo)
+    canine = transformers.ConvBertModel(transformers.ConvBertConfig(**sizes, intermediate_size=24, embedding_size=8))
+    with pytest.raises(hw.HeadwiseError, match=r"ConvBertModel is not on transformers' attention interface"):
+        hw.attach(canine)
     grouped = sizes | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "pad_token_id": 0}
-    oss = transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**grouped, num_local_experts=2, num_experts_per_tok=1)
-    )
-    with pytest.raises(hw.HeadwiseError, match="learned sinks"):
-        hw.attach(oss)
-    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**grouped))
-    with pytest.raises(hw.HeadwiseError, match="caps its scores"):
-        hw.attach(gemma)
+    for name, why in (("GptOss", "learned sinks"), ("Gemma2", "caps its scores")):
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**grouped))
+        model.config._attn_implementation_internal = "sdpa"  # which would drop them
+        with pytest.raises(hw.HeadwiseError, match=why):
+            hw.attach(model)
     with pytest.raises(hw.HeadwiseError, match="takes a transformers model; got Linear"):
         hw.attach(torch.nn.Linear(2, 2))
     with pytest.raises(hw.HeadwiseError, match="Our own models have"):
@@ -110,9 +103,11 @@ def test_a_call_that_carries_what_sdpa_would_drop_is_refused() -> None:
     module = theirs.attention_layers()[0].module
     q, k, v = torch.randn(1, 6, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
     attend(module, q, k, v, None, scaling=0.5, sliding_window=7, softcap=None)
-    for wrong in ({"s_aux": torch.zeros(6)}, {"softcap": 30.0}, {"output_attentions": True}, {"strange": 1}):
+    for wrong in ({"s_aux": torch.zeros(6)}, {"softcap": 30.0}, {"output_attentions": True}, {"cache": 1}):
         with pytest.raises(hw.HeadwiseError, match="carries"):
             attend(module, q, k, v, None, scaling=0.5, **wrong)
+    plain = attend(module, q, k, v, None, scaling=0.5)[0]
+    assert torch.equal(attend(module, q, k, v, None, scaling=0.5, labels=q, strange=1)[0], plain)  # SDPA knows neither
 
 
 def test_two_models_that_share_a_configuration() -> None:

@@ -250,10 +250,11 @@ def test_a_norm_over_all_heads_goes_on_to_see_those_that_were_cut(tmp_path: Path
         theirs.cut(which)
         with torch.no_grad():
             assert (first(model(**given)) - goal)[real(given)].abs().max() <= 1e-9
-    assert theirs.heads["0.0"].W_O.shape == (6, 24)
-    assert theirs.heads["0.0"].W_V.shape == (24, 6)
+    head: Any = theirs.heads["0.0"]
+    assert head.W_O.shape == (6, 24)
+    assert head.W_V.shape == (24, 6)
     with pytest.raises(hw.HeadwiseError, match="norm over all heads"):
-        _ = theirs.heads["0.0"].W_Q
+        _ = head.W_Q
     theirs.save_pretrained(tmp_path / "small")
     theirs.save_pretrained(tmp_path / "whole", whole=True)
     again: Any = hw.load(tmp_path / "small", dtype=None)
