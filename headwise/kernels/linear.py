@@ -29,7 +29,7 @@ FEW_ROWS = 16
 TRIED = 6  # weights of a shape that are read to time a product
 LARGE = 2**22  # entries of a weight that is read twice, not three times
 BETTER = 0.95  # who is chosen takes less than this share of what torch's usual product takes
-PARTS = (2, 3, 5, 7, 11, 13)  # into how many a weight is cut, whichever divides its rows
+PARTS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)  # into how many a weight is cut, whichever divides its rows
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
