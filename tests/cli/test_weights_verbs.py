@@ -193,7 +193,7 @@ def test_generate_without_a_tokenizer(folder: Path) -> None:
 def test_export_of_a_folder(folder: Path, tmp_path: Path) -> None:
     done = headwise("export", str(folder), str(tmp_path / "out"))
     assert done.code == 0, done.err
-    assert done.out == f"{tmp_path / 'out'}: config.json, model.safetensors\n"
+    assert done.out == f"{tmp_path / 'out'}: config.json, headwise-export.json, model.safetensors\n"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
@@ -204,7 +204,13 @@ def test_export_as_json_of_a_bundle(tmp_path: Path) -> None:
     done = headwise("export", "minilm", str(tmp_path / "out"), "--family", "bert", "--json")
     told = json.loads(done.out)
     assert told["folder"] == str(tmp_path / "out")
-    assert told["files"] == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert told["files"] == [
+        "config.json",
+        "headwise-export.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("Hello").input_ids == [101, 7592, 102]
 
 

@@ -68,6 +68,8 @@ def verbs(place: Path, lab: Path = Path("lab")) -> dict[str, tuple[tuple[str, ..
         "heads": ((seen,),),
         "head": ((seen, "0.1"),),
         "attend": ((model, TEXT), (model, TEXT, "--head", "0.1"), (model, TEXT, "--from", "sees", "--to", "dog")),
+        "why": ((model, TEXT, "--head", "1.1", "--at", "sees"),),
+        "layout": (("llama2-70b", "--processes", "8"),),
         "ablate": ((model, texts, "--by", "gradient", "--limit", "2"),),
         "prune": ((model, texts, "--keep", "0.7", "--by", "gradient", "--limit", "4", "--seeds", "1", "--heal", "1",
                    "--curve", "--shares", "0.5"),),

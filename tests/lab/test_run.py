@@ -43,7 +43,9 @@ def test_what_was_found_is_not_done_again(tmp_path, monkeypatch):
     assert [result.claim.number for result in first] == [1, 3]
     assert all(result.indicative for result in first)
     assert first[0].again == "headwise claims same-numbers"
-    monkeypatch.setattr(run, "work", lambda function, jobs, *more: iter([]) if not jobs else pytest.fail("done again"))
+    monkeypatch.setattr(
+        run, "work", lambda function, jobs, *more, **named: iter([]) if not jobs else pytest.fail("done again")
+    )
     again = hw.claims(asked, size=TINY, cache=tmp_path)
     assert [result.to_dict() for result in again] == [result.to_dict() for result in first]
 

@@ -76,6 +76,7 @@ def test_a_claim_s_own_version_changes_its_key_alone(lab: Lab) -> None:
 
 OTHER: dict[str, Any] = {
     "rows": "random", "objective": "causal", "precision": "bfloat16", "compile": True, "checkpointing": True,
+    "parallel": "fsdp",
 }  # fmt: skip
 
 

@@ -255,11 +255,11 @@ def test_the_larger_baseline_is_chosen_once(unrelated: float, null: float) -> No
     tally = Tally(1)
     relations = Relations(tally, (Question("related", ">"), Question("unrelated", ">")), causal=False)
     there = np.arange(40)
-    made = np.zeros((40, 1, len(relations.fields)))
+    made = np.zeros((40, 1, len(relations.names)))
     for field, value in (("related > hits", 1.0), ("related > matched", 0.9), ("unrelated > hits", 10 * unrelated)):
-        made[:, 0, relations.fields.index(field)] = value
-    counts = np.repeat([1.0, 10.0], len(relations.fields) // 2) * np.ones((40, 1, 1))
-    tally.add(relations.fields, slice(0, 1), there, torch.from_numpy(made), torch.from_numpy(counts))
+        made[:, 0, relations.names.index(field)] = value
+    counts = np.repeat([1.0, 10.0], len(relations.names) // 2) * np.ones((40, 1, 1))
+    tally.add(relations.names, slice(0, 1), there, torch.from_numpy(made), torch.from_numpy(counts))
     relations.arcs[there] = 1, 10
     relations.offsets[there[there % 4 < 2], 0, NEAREST.index(-1)] = 1  # in both halves alike
     (case,) = make_cases(tally, relations, "semantic")
@@ -272,11 +272,11 @@ def test_excess_weight_is_asked_of_the_half_for_choosing(half: int) -> None:
     """Weight above other pairs in one half alone: if it is where heads are chosen they may pass, else not."""
     tally = Tally(1)
     relations = Relations(tally, (Question("det", ">"),), causal=False)
-    made = torch.zeros(40, 1, len(relations.fields))
-    made[..., relations.fields.index("det > hits")] = 1
-    made[half::2, :, relations.fields.index("det > matched")] = 0.9
-    made[..., relations.fields.index("det > others")] = 0.1
-    tally.add(relations.fields, slice(0, 1), range(40), made, torch.ones(1))
+    made = torch.zeros(40, 1, len(relations.names))
+    made[..., relations.names.index("det > hits")] = 1
+    made[half::2, :, relations.names.index("det > matched")] = 0.9
+    made[..., relations.names.index("det > others")] = 0.1
+    tally.add(relations.names, slice(0, 1), range(40), made, torch.ones(1))
     relations.arcs[:40] = 1
     (case,) = make_cases(tally, relations, "det")
     assert case.mean(1) == pytest.approx([1.0 - half])

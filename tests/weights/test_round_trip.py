@@ -299,7 +299,11 @@ def test_an_export_may_replace_an_export(tmp_path: Path) -> None:
         theirs.save_pretrained(tmp_path / str(number))
         hw.export(hw.load(tmp_path / str(number)), tmp_path / "out")
         assert_same_logits(hw.load(tmp_path / "out"), theirs)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "headwise-export.json",  # by which we know our own again
+        "model.safetensors",
+    ]
 
 
 def test_an_export_keeps_the_type(tmp_path: Path) -> None:

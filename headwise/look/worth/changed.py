@@ -120,7 +120,7 @@ class Said:
         """log p of every token, a few places at a time: (n, V)."""
         assert self.model.output is not None
         for some in states[self.wanted].split(self.rows):
-            yield self.model.output(some).float().log_softmax(-1)
+            yield self.model.output(some).double().log_softmax(-1)  # small drifts are differences of near-equal numbers
 
     def apart(self, states: Tensor) -> Tensor:
         """What each text loses by these states (B, R, D), and KL(untouched ‖ these), summed over its places: (2, B)."""
