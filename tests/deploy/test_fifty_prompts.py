@@ -1,5 +1,9 @@
-"""SmolLM2 in stock llama.cpp, whole and cut in every way: fifty prompts each, 32 tokens behind them."""
+"""SmolLM2 in stock llama.cpp, whole and cut in every way: fifty prompts each, 32 tokens behind them.
 
+Beside our model in float64: where a model was damaged at random, our own float32 is up to 2.7e-3 from it.
+"""
+
+import copy
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -41,7 +45,7 @@ def test_llama_cpp_says_what_we_say(shape: str, tmp_path: Path) -> None:
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(text)[:24] for text in islice(TEXTS, PROMPTS)]
     hw.export(model, tmp_path / "m.gguf", to="gguf")
-    found = compare(model, prompts, write_on(tmp_path / "m.gguf", prompts, TOKENS))
+    found = compare(copy.deepcopy(model).double(), prompts, write_on(tmp_path / "m.gguf", prompts, TOKENS))
     assert found.prompts == PROMPTS
     assert found.numbers > 0.9 * 5 * TOKENS * PROMPTS, "of a token inside a character it tells nothing"
     assert found.largest < WITHIN
