@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import set_seed
 
 import headwise as hw
 from bench.shrink import VOCAB, tiny
@@ -131,6 +132,7 @@ def slopes_of(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     chosen = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.ndim == 1}
     if not chosen:
         chosen = dict(list(model.named_parameters())[:1])
+    set_seed(0)  # in training some mask their inputs, or leave out layers, by chance
     out = tensors(model(**given))
     loss = sum((x.float() * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).sum() for x in out if x.requires_grad)
     if not isinstance(loss, Tensor):
