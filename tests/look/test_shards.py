@@ -17,6 +17,7 @@ import pytest
 
 import headwise as hw
 from headwise.errors import HeadwiseError
+from headwise.look.profile.result import HeadProfile
 from headwise.look.profile.shards import profile_shards
 from headwise.look.record.reading import Reading
 from headwise.model import Transformer
@@ -60,6 +61,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
+def surely(head: HeadProfile) -> set[tuple[int, int, int]]:
+    """Where it looked hardest; which of those that are as hard as the last is kept depends on the last bits."""
+    least = min((c.weight for c in head.hardest), default=0.0)
+    return {(c.unit, c.row, c.column) for c in head.hardest if c.weight > least + 1e-5}
+
+
 def assert_same(one: hw.Profile, other: hw.Profile) -> None:
     assert one.about == other.about
     assert one.tally.fields.keys() == other.tally.fields.keys()
@@ -67,7 +74,8 @@ def assert_same(one: hw.Profile, other: hw.Profile) -> None:
         np.testing.assert_allclose(one.measure(name), other.measure(name), rtol=1e-5, atol=1e-5, err_msg=name)
     for mine, theirs in zip(one, other, strict=True):
         assert (mine.role, mine.rung, mine.rest) == (theirs.role, theirs.rung, theirs.rest)
-        assert [(c.unit, c.row, c.column) for c in mine.hardest] == [(c.unit, c.row, c.column) for c in theirs.hardest]
+        assert [c.weight for c in mine.hardest] == pytest.approx([c.weight for c in theirs.hardest], abs=1e-5)
+        assert surely(mine) == surely(theirs)
         for a, b in zip(mine.supports, theirs.supports, strict=True):
             assert (a.role, a.rung, a.on) == (b.role, b.rung, b.on)
             assert (a.score, a.effect) == (pytest.approx(b.score, abs=1e-5), pytest.approx(b.effect, abs=1e-5))
@@ -153,13 +161,13 @@ def test_workers_give_the_same(executor: str, model: Transformer, folder: Path, 
 def test_killed_ten_times(model: Transformer, tmp_path: Path) -> None:
     """By the system, at moments spread over the work; each time the same is started again."""
     model.save(tmp_path / "model")
-    corpus, out = write(tmp_path / "a.jsonl", little(1500), True), tmp_path / "out"
+    corpus, out = write(tmp_path / "a.jsonl", little(600), True), tmp_path / "out"
     command = [sys.executable, "-m", "headwise", "heads", str(tmp_path / "model"), str(corpus), "--out", str(out)]
     command += ["--shard", str(SIZE), "--no-causal", "--json"]
     kills, before = 0, set[Path]()
     while kills < 10:
         begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wanted = len(before) + 2 + kills % 3
+        wanted = len(before) + 1 + kills % 3
         while begun.poll() is None and len(set(out.glob("shard-*.npz"))) < wanted:
             time.sleep(0.01)
         assert begun.poll() is None, "the corpus is too small to kill it ten times"
