@@ -214,7 +214,10 @@ def _positions(body: nn.Module, spec: ModelSpec, padding: Tensor | None) -> Tens
 
 def counts_positions(model: nn.Module) -> bool:
     """Whether a model counts positions by its padding token, as RoBERTa does, and begins behind that token's number."""
-    return any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
+    return any(
+        hasattr(part, "create_position_ids_from_input_ids") or type(part).__name__ == "MPNetEmbeddings"
+        for part in model.modules()
+    )
 
 
 def _said(given: dict[str, Any]) -> dict[str, Any]:

@@ -216,6 +216,8 @@ def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress)
 def _window(module: nn.Module, address: SiteAddress) -> int | None:
     """How far a module sees: as it says, or where it does not, as its configuration does, for all layers or for this one."""
     config: Any = getattr(module, "config", None)
+    if type(module).__name__ == "GPTNeoSelfAttention":
+        return config.window_size if getattr(module, "attention_type", "") == "local" else None
     kinds = getattr(config, "layer_types", None) or ()
     far = len(kinds) > address.layer and kinds[address.layer] != "sliding_attention"
     size = None if far else getattr(config, "sliding_window", None)

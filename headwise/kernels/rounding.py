@@ -71,7 +71,8 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 def bytes_of_a_row(d: int, bits: int, element: int = 4) -> int:
     """What d channels take, their scales among it; at 32 bits they are kept as they are, `element` bytes each."""
-    return row_bytes(d, bits, GROUP, element)
+    scales = 4 * -(-d // min(GROUP, d)) if bits == 16 else 0  # those of weights have none at 16 bits
+    return row_bytes(d, bits, GROUP, element) + scales
 
 
 def rounded(x: Tensor, bits: int, group: int = GROUP) -> Tensor:

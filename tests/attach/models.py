@@ -114,7 +114,7 @@ CASES = [
               vocab_size=VOCAB, max_position_embeddings=64, bos_token_id=1, eos_token_id=2), cut=True, slow=True),
     Case("deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config",
          PLAIN | dict(relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False, pad_token_id=0,
-                      type_vocab_size=0), "encoder", cut=True),
+                      type_vocab_size=0), "encoder"),
     Case("mpnet", "MPNetForMaskedLM", "MPNetConfig", PLAIN | dict(pad_token_id=0), "encoder", slow=True),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -18,6 +18,9 @@ KNOWN = {
     "gemma3": (5, 5, 5),  # every sixth layer sees all
     "qwen2_windows": (None, 5, 5),
     "modernbert": (None, 4, 4),
+    "gpt_oss": (5, None, 5),
+    "gemma2": (5, None, 5),
+    "gpt_neo": (None, 5, None),
 }
 
 

@@ -13,6 +13,7 @@ from headwise.change.curve import curve
 from headwise.change.gates import learn_gates
 from headwise.change.report import report
 from headwise.change.trial import Trial
+from headwise.errors import HeadwiseError
 from headwise.look.measure.variability import variability
 from headwise.look.profile.best_heads import coreference
 from headwise.look.worth.outputs import mean_activations, record_z
@@ -127,7 +128,9 @@ def test_every_part_is_in_its_mode_again(whose: str, verb: str) -> None:
         raise ZeroDivisionError("half-way")
 
     blocks(model)[2].register_forward_hook(fail)
-    with pytest.raises(ZeroDivisionError, match="half-way"):
+    with pytest.raises(
+        (ZeroDivisionError, HeadwiseError), match=r"half-way|no call could be tried"
+    ):  # a cut tries calls
         VERBS[verb](model)
     assert {name: part.training for name, part in model.named_modules()} == modes
     assert torch.is_grad_enabled()

@@ -40,7 +40,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "logit_attribution": dict.fromkeys((*ENCODERS, "bart"), "logits cannot be shared out")
     | {"encoder-decoder": "logits are shared out in decoders"},
     "vocabulary": dict.fromkeys((*ENCODERS, *PAIRED), "promotes cannot be read off"),
-    **{verb: {"gpt_neox": "cannot be cut"} for verb in ("prune", "report", "curve", "prune_study")},
     "quantise": dict.fromkeys(OTHERS, "packed by head in headwise's own models"),
     "Plan.streaming": dict.fromkeys(NAMES[1:], OWN_DECODERS),
 }
@@ -174,8 +173,6 @@ def test_a_recording_sees_the_same_rows_with_a_cache(name: str) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_heads_taken_away_are_gone_with_a_cache_too(name: str, how: str) -> None:
     model, ids, head = kept(name), batch(name)["ids"][:1], str(some_heads(kept(name))[0])
-    if how == "cut" and name == "gpt_neox":
-        return  # it refuses, as told above
     changed = hw.prune(model, heads=head, on=corpus(name)) if how == "cut" else model
     gone = {
         "silenced": model.heads[head].silenced, "cut": nullcontext, "zero": partial(hw.ablated, model, head, "zero"),
