@@ -240,12 +240,7 @@ def test_called_as_our_own_models_are() -> None:
             hidden = theirs(ids, padding=real, hidden=True)
             assert theirs.output is not None
             assert torch.equal(theirs.output(hidden), logits)
-            pad = (
-                1 if case.name == "mpnet" else 0
-            )  # by which it knows where a text begins, whatever its configuration says
-            left = torch.cat(
-                (torch.full_like(ids[1:, :4], pad), ids[1:, :-4]), 1
-            )  # the padded text, moved to the right
+            left = torch.cat((torch.zeros_like(ids[1:, :4]), ids[1:, :-4]), 1)  # the padded text, moved to the right
             moved = theirs(left, padding=torch.arange(ids.shape[1])[None] >= 4)
             assert (moved[0, 4:] - logits[1, :-4]).abs().max() <= 1e-5
 
