@@ -1,6 +1,7 @@
 """In a step, weights at few bits are multiplied by through another layout of them: the same as by their plain numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ MIXED = {"*": 8, "0.1": 4, "0.2:qk": 16, "1.3:vo": 2, "mlp": 3, "vocabulary": 16
 IDS = torch.tensor([[3, 30, 0, 7], [1, 2, 5, 9]])
 
 
-def decoder(**more: object) -> Transformer:
+def decoder(**more: Any) -> Transformer:
     """Odd sizes, a key head for two heads, biases."""
     heads = AttentionSpec(width=72, heads=4, kv_heads=2, head_dim=34, rotary=Rotary(), bias=True, out_bias=True)
     spec = ModelSpec(
         vocab=31, context=19, layers=2, attention=heads, hidden=50, positions="none", mlp_bias=True, **more
-    )  # pyright: ignore
+    )
     model = Transformer(spec).eval()
     fill(model)
     return model
