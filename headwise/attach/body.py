@@ -80,7 +80,12 @@ def _needs_no_more(model: nn.Module) -> Iterator[None]:
         yield
     except (HeadwiseError, torch.OutOfMemoryError):
         raise
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # shapes that do not fit; None where more is needed
         words = " ".join(str(error).split())
         raise HeadwiseError(
             f"{type(model).__name__} cannot be called with token ids alone ({words}); call the model itself, inside "
