@@ -49,6 +49,7 @@ class CacheStudy:
     length: int | None = None  # None: 1024, or the model's context
     seed: int = 0
     steps: int = 60  # in which gates learn
+    rounds: int = 1  # in which key heads are chosen, a few at a time
     seeds: int = 3  # random plans to compare with
     shares: tuple[float, ...] = ()  # also with each of these shares streaming: a curve
     passkeys: int = 0  # numbers hidden in texts of that length and asked for
@@ -190,7 +191,7 @@ def _plan(model: Transformer, study: CacheStudy, choosing: Reading, length: int,
     if study.share is not None:
         return Plan.streaming(
             model, study.share, first=study.first, last=study.last, bits=study.bits, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, progress=progress,
+            seed=study.seed, steps=study.steps, rounds=study.rounds, progress=progress,
         )  # fmt: skip
     rest = {} if study.bits == ALL.bits else {"*": study.bits}
     named = {} if study.heads is None else {study.heads: Keeps(study.bits, study.first, study.last)}
@@ -248,7 +249,7 @@ def _curve(
     if ranked is None or not ranked.cache_scores:
         ranked = Plan.streaming(
             model, max(study.shares), first=study.first, last=study.last, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, progress=progress,
+            seed=study.seed, steps=study.steps, rounds=study.rounds, progress=progress,
         )  # fmt: skip
     heads = model.spec.key_heads
     order = [heads[i] for i in np.argsort(ranked.cache_scores, kind="stable")]

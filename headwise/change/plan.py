@@ -196,17 +196,19 @@ class Plan(Wire):
         longest: int | None = None,
         seed: int = 0,
         steps: int = 60,
+        rounds: int = 1,
         progress: Progress | None = None,
     ) -> "Plan":
         """A plan in which the share of key heads that need it least keep the `first` tokens and the `last` alone.
 
         `by` ranks key heads on texts of `longest` tokens of the corpus `on`: mass (how much they look beyond), writes (how
         far what they write moves), loss (what is lost when one streams), gates that learn (`steps`), role (those that find
-        what is repeated stay whole), random (`seed`). With `bits`, all key heads keep keys and values at so many.
+        what is repeated stay whole), random (`seed`). In several `rounds` a few are chosen at a time, and the others asked
+        about again with those streaming. With `bits`, all key heads keep keys and values at so many.
         """
         check_model(model)
         keeps, rest = Keeps(first=first, last=last), {} if bits == 32 else {"*": Keeps(bits)}
-        chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, progress)
+        chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, rounds, progress)
         return Plan(
             spec=model.spec,
             digest=digest(model),

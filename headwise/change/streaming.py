@@ -3,6 +3,7 @@
 Those with the least score stream first. What is heavy is in `stream_ways`, imported by the way that needs it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ class StreamWay:
     rank: Callable[[Transformer, StreamQuestion], Scores]
     score: str = ""  # what a key head's score is; nothing where it says nothing
     reads: bool = True  # asks the model about texts of a corpus
+    again: bool = False  # may be asked in rounds, with those chosen so far streaming
 
 
 def _mass(model: Transformer, ask: StreamQuestion) -> Scores:
@@ -87,9 +89,9 @@ def _random(model: Transformer, ask: StreamQuestion) -> Scores:
 
 
 STREAM_WAYS = {
-    "mass": StreamWay(_mass, "share of attention on what it would forget"),
-    "writes": StreamWay(_writes, "how far what its heads write moves, against the stream"),
-    "loss": StreamWay(_loss, "what the loss gains when it alone streams, nats a token"),
+    "mass": StreamWay(_mass, "share of attention on what it would forget", again=True),
+    "writes": StreamWay(_writes, "how far what its heads write moves, against the stream", again=True),
+    "loss": StreamWay(_loss, "what the loss gains when it alone streams, nats a token", again=True),
     "gates": StreamWay(_gates, "how far its gate was left open"),
     "role": StreamWay(_role, "how much it looks at what is repeated or to be copied", reads=False),
     "random": StreamWay(_random, reads=False),
@@ -116,6 +118,7 @@ def choose_streaming(
     longest: int | None,
     seed: int,
     steps: int,
+    rounds: int,
     progress: "Progress | None",
 ) -> tuple[tuple[Address, ...], Scores, str]:
     """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
@@ -138,12 +141,32 @@ def choose_streaming(
             f"texts of {longest} tokens are all within {keeps.first} + {keeps.last}, so nothing is forgotten; give a larger "
             f"longest=…, or a smaller last=…."
         )
+    if type(rounds) is not int or rounds < 1:
+        raise HeadwiseError(f"key heads are chosen in rounds, 1 or more; got {rounds!r}.")
+    if rounds > 1 and not way.again:
+        several = " | ".join(name for name, other in STREAM_WAYS.items() if other.again)
+        raise HeadwiseError(f"{by} ranks all key heads at once, so rounds say nothing; choose by {several}.")
     corpus = Corpus.of(on) if way.reads else None
-    scores = way.rank(model, StreamQuestion(corpus, share, keeps, longest, seed, steps, progress))
-    heads = model.spec.key_heads
-    chosen = set(sorted(heads, key=lambda head: scores[head])[: round(share * len(heads))])
+    ask = StreamQuestion(corpus, share, keeps, longest, seed, steps, progress)
+    chosen, scores = _in_rounds(model, way, ask, rounds)
     told = "" if corpus is None else f"{corpus.name} ({corpus.fingerprint[:12]})"
-    return tuple(head for head in heads if head in chosen), scores, told
+    return tuple(head for head in model.spec.key_heads if head in chosen), scores, told
+
+
+def _in_rounds(model: Transformer, way: StreamWay, ask: StreamQuestion, rounds: int) -> tuple[set[Address], Scores]:
+    """A few key heads at a time; the others are then asked about again, with those streaming.
+
+    Nobody's score is told as less than that of a head chosen in an earlier round, so scores stay in the order of the choice.
+    """
+    heads, chosen, scores, least = model.spec.key_heads, set[Address](), Scores(), -math.inf
+    for number in range(rounds):
+        with streaming_now(model, tuple(chosen), ask.keeps):
+            found = way.rank(model, ask)
+        scores |= {head: max(found[head], least) for head in heads if head not in chosen}
+        rest = sorted((head for head in heads if head not in chosen), key=lambda head: found[head])
+        chosen |= set(rest[: round(ask.share * len(heads) * (number + 1) / rounds) - len(chosen)])
+        least = math.nextafter(max((scores[head] for head in chosen), default=-math.inf), math.inf)
+    return chosen, scores
 
 
 @contextmanager

@@ -179,6 +179,34 @@ def test_writes_move_as_far_as_the_layer_s_output_does() -> None:
 
 
 @torch.no_grad()
+def test_a_second_round_asks_with_the_first_s_choice_streaming() -> None:
+    """Scores of the second round, beside layers of models in which those of the first and one more stream."""
+    model, text = make_reader(), LONG[0]
+    once, twice = (
+        Plan.streaming(model, share, **SHORT, by="writes", on=[text], rounds=rounds)
+        for share, rounds in ((0.5, 1), (1.0, 2))
+    )
+    begun = once.cache[0].heads  # half of the heads is what the first of two rounds chooses of all
+    scores = dict(zip(map(str, model.spec.key_heads), twice.cache_scores, strict=True))
+    first = dict(zip(map(str, model.spec.key_heads), once.cache_scores, strict=True))
+    assert {head: scores[head] for head in begun} == {head: first[head] for head in begun}
+    assert max(scores[head] for head in begun) < min(scores[head] for head in scores if head not in begun)
+    assert model.tokenizer is not None
+    base = Plan.make(model, cache={",".join(begun): FEW}).apply(model)
+    x, beside = base.begin(torch.tensor([model.tokenizer.encode(text)]))
+    streams = []
+    for block in base.blocks:
+        streams.append(x)
+        x = block(x, beside)
+    for head in (head for head in model.spec.key_heads if str(head) not in begun):
+        x, other = streams[head.layer], Plan.make(model, cache={",".join((*begun, str(head))): FEW}).apply(model)
+        one, two = (asked.blocks[head.layer] for asked in (base, other))
+        moved = one.attend(one.reads(x), beside) - two.attend(two.reads(x), beside)  # pyright: ignore
+        share = (moved.square().sum(-1) / x.square().sum(-1))[0, 4:].mean().item()
+        assert scores[str(head)] == pytest.approx(max(share, max(first[head] for head in begun)), abs=1e-6)
+
+
+@torch.no_grad()
 def test_loss_is_what_each_model_loses() -> None:
     """From plans of one head each, applied; before the fifth token nothing can differ."""
     model, text = make_reader(), LONG[0]
@@ -216,6 +244,8 @@ def test_choosing_needs_what_it_needs() -> None:
         ({"longest": 4}, "so nothing is forgotten; give a larger"),
         ({"on": ["at"]}, "no text is longer than the 4 tokens"),
         ({"by": "gates", "steps": 0}, "1 or more; got 0"),
+        ({"rounds": 0}, "in rounds, 1 or more; got 0"),
+        ({"by": "role", "rounds": 2}, r"rounds say nothing; choose by mass \| writes \| loss"),
     ):
         with pytest.raises(HeadwiseError, match=told):
             Plan.streaming(model, **({"on": LONG, **SHORT} | options))  # pyright: ignore
