@@ -20,8 +20,8 @@ import headwise as hw
 from bench.measure import machine
 from bench.prune import DATA, paragraphs
 from headwise.change.allocate import allocate, report_allocation
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.quantise import quantise
-from headwise.change.trial import Trial
 from headwise.files.whole import whole_file
 from headwise.heads.basis import BASES
 from headwise.look.worth.sensitivity import sensitivity
@@ -53,7 +53,7 @@ def weights(name: str, out: Path, choose: int, judge: int, tokens: int, seeds: i
         choosing, judging = paragraphs(part, choose, tokens, model), paragraphs("test.txt", judge, tokens, model)
     print(f"{name}: chosen on {choose}, judged by {judge} paragraphs of {tokens} tokens; {machine()}", flush=True)
     told: dict[str, Any] = {"choose": choose, "judge": judge, "tokens": tokens, "machine": machine()}
-    trial = Trial.of(model, choosing)
+    trial = PairedEvaluation.of(model, choosing)
     told["basis"] = {}
     for basis in BASES:
         for bits in (4, 3):

@@ -27,8 +27,8 @@ from rich.console import Console
 import headwise as hw
 from bench.measure import machine
 from bench.prune import paragraphs
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.heal import heal
-from headwise.change.trial import Trial
 from headwise.files.whole import whole_file
 from headwise.show.progress import show_progress
 from headwise.show.tables import make_table
@@ -70,7 +70,7 @@ class Bench:
         self.plan = hw.Plan.load(saved)
         self.text = (DATA / "wikitext-2" / part).read_text(encoding="utf-8")
         texts = {BESIDE: paragraphs("test.txt", judge // 2, TOKENS, model), JUDGE: other_text(judge, model)}
-        self.trials = {name: Trial.of(model, some) for name, some in texts.items()}
+        self.trials = {name: PairedEvaluation.of(model, some) for name, some in texts.items()}
 
     def place(self, way: str, seed: int | None) -> Path:
         """Where the losses of a model are kept."""

@@ -17,7 +17,7 @@ import headwise as hw
 from bench.measure import machine, take_turns
 from headwise.look.worth.ablate import ablated, stand_in
 from headwise.look.worth.sweep import sweep, sweep_cost
-from headwise.look.worth.targets import Asked
+from headwise.look.worth.targets import TargetBatch
 from headwise.model.loss import IGNORE
 from headwise.show.tables import make_table
 
@@ -26,20 +26,20 @@ SPEC = hw.ModelSpec(vocab=2000, context=T, layers=6, attention=hw.AttentionSpec(
 NAIVE = "a forward pass per head"
 
 
-def make_asked(ids: Tensor, metric: str) -> Asked:
+def make_asked(ids: Tensor, metric: str) -> TargetBatch:
     """The next token everywhere, or the last one alone."""
     targets = ids[:, 1:].clone()
     if metric == "last":
         targets[:, :-1] = IGNORE
-    return Asked(ids[:, :-1], torch.ones_like(ids[:, 1:], dtype=torch.bool), targets, None)
+    return TargetBatch(ids[:, :-1], torch.ones_like(ids[:, 1:], dtype=torch.bool), targets, None)
 
 
-def quick(model: hw.Transformer, asked: Asked) -> Callable[[], Tensor]:
+def quick(model: hw.Transformer, asked: TargetBatch) -> Callable[[], Tensor]:
     """What each text loses by each head, (heads, B)."""
     return lambda: sweep(model, asked, model.spec.addresses, lambda site, some: stand_in(site, some, "zero"))[0]
 
 
-def naive(model: hw.Transformer, asked: Asked) -> Callable[[], Tensor]:
+def naive(model: hw.Transformer, asked: TargetBatch) -> Callable[[], Tensor]:
     """The same as one would write it: silence a head, run the model, read off the loss at the rows asked about."""
     assert asked.targets is not None
     output, targets = model.output, asked.targets[:, -1:] if asked.rows is not None else asked.targets

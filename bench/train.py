@@ -30,7 +30,7 @@ import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
 from headwise.lab.engine.memory import rise
 from headwise.show.tables import make_table
-from headwise.team.layout import Layout
+from headwise.team.layout import TeamLayout
 from headwise.team.team import Team
 from headwise.text.corpus import Corpus
 from headwise.text.make import make_tokenizer
@@ -122,7 +122,7 @@ def ours(size: Size, compiled: bool) -> Contestant:
         model.load_state_dict(hw.load(folder).state_dict())
     tokens = Tokens(some_tokens(size), np.empty(0, np.uint16), "random")
     tokenizer = make_tokenizer("byte", Corpus.of("not read"))
-    layout = Layout("ddp", Team(0, 1, torch.device("cpu")))
+    layout = TeamLayout("ddp", Team(0, 1, torch.device("cpu")))
     start = Prepared(LanguageLoss(model), tokenizer, tokens, size.context, "causal", {}, layout)
     recipe = replace(RECIPE, batch=size.batch, compile=compiled)
     loop = Loop(start, recipe, None, progress=False)

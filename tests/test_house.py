@@ -135,6 +135,15 @@ def test_nobody_asks_whose_model_it_is(path: Path) -> None:
             assert not kinds & {"Transformer", "Attached"}, f"line {node.lineno}"
 
 
+def test_a_class_has_its_name_for_itself() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def test_every_room_is_known() -> None:
     assert {room_of(path) for path in SOURCES} - {"__init__", "__main__"} <= set(ROOMS)
 

@@ -85,11 +85,11 @@ class Watching:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
-        self._modes: list[Watch] = []
+        self._modes: list[CallTrace] = []
 
     def enter(self, *_: Any) -> None:
         """Before the module."""
-        mode = Watch(self._layer)
+        mode = CallTrace(self._layer)
         mode.__enter__()
         self._modes.append(mode)
 
@@ -99,7 +99,7 @@ class Watching:
             self._modes.pop().__exit__(None, None, None)
 
 
-class Watch(TorchFunctionMode):
+class CallTrace(TorchFunctionMode):
     """One call of a module: queries and keys, the scores that enter softmax, weights times values."""
 
     def __init__(self, layer: Layer) -> None:

@@ -119,7 +119,7 @@ def own_output(
     return model(**ours, **theirs)
 
 
-class Output:
+class OutputHead:
     """From final hidden states to logits by the model's own head, whatever it does besides multiplying."""
 
     def __init__(self, model: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwise.attach.around import brings_eager
-from headwise.attach.find import Found, check_sums, config_of, find
+from headwise.attach.find import FoundAttention, check_sums, config_of, find
 from headwise.attach.hooks import Hook
 from headwise.attach.interface import MARKED, NAME, is_replaced
 from headwise.attach.layer import Layer
@@ -57,7 +57,7 @@ def check_theirs(model: Any) -> None:
         )
 
 
-def _could_be_fused(model: Any, found: Found) -> bool:
+def _could_be_fused(model: Any, found: FoundAttention) -> bool:
     """Whether a module on the eager path could run on SDPA, or brings no eager function of its own."""
     from transformers import PreTrainedModel
 
@@ -96,7 +96,7 @@ def _check_backend(name: str, backend: str | None) -> None:
     )
 
 
-class Guard:
+class CallGuard:
     """Stands at the doors of an attached model: the model itself, and those parts of it that can be called alone."""
 
     def __init__(self, model: Any, layers: Sequence[Layer]) -> None:

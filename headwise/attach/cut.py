@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attach.counts import Slice, slices, stands, tell
-from headwise.attach.find import CUT, Found, is_turned, out_size
+from headwise.attach.find import CUT, FoundAttention, is_turned, out_size
 from headwise.attach.layer import Layer
 from headwise.attach.standing import BIAS, TABLE, shares_bias, stand_at, stand_behind
 from headwise.errors import HeadwiseError
@@ -108,7 +108,7 @@ def _keep_all(layer: Layer, heads: list[int], keys: list[int]) -> None:
         keep(kept)
 
 
-def _made_anew(layer: Layer, found: Found) -> Layer:
+def _made_anew(layer: Layer, found: FoundAttention) -> Layer:
     """The layer that a module is now."""
     found = replace(found, layouts=tuple(layer.layouts[letter] for letter in "qkv"), gives=layer.gives)
     found.module.__dict__[CUT] = found  # whoever attaches to it again finds its numbers
@@ -154,7 +154,7 @@ class Emptied(nn.Module):
         return (out, *besides) if self._gives else out
 
 
-def _emptied(layer: Layer) -> Found:
+def _emptied(layer: Layer) -> FoundAttention:
     """Put a layer without heads in a module's place."""
     found = layer.found
     assert found.writes is not None

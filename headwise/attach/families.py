@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headwise.attach.find import Found
+from headwise.attach.find import FoundAttention
 
 
 @dataclass(frozen=True)
-class Family:
+class AttentionFamily:
     """One class of attention modules, or several that are alike."""
 
     norm: str | None  # the norm that heads read through, in the parent; None: they read the stream as it is
@@ -22,21 +22,21 @@ _LLAMA = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attentio
           "GptOssAttention")  # fmt: skip
 _NONE = ("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention", "DistilBertSelfAttention", "BartAttention",
          "MarianAttention")  # fmt: skip
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(_LLAMA, Family("input_layernorm")),
-    "Gemma3Attention": Family("input_layernorm", one_more_norm=True),
-    **dict.fromkeys(_NONE, Family(None)),
-    **dict.fromkeys(("GPT2Attention", "GPTJAttention"), Family("ln_1")),
-    "XGLMAttention": Family("self_attn_layer_norm"),
+FAMILIES: dict[str, AttentionFamily] = {
+    **dict.fromkeys(_LLAMA, AttentionFamily("input_layernorm")),
+    "Gemma3Attention": AttentionFamily("input_layernorm", one_more_norm=True),
+    **dict.fromkeys(_NONE, AttentionFamily(None)),
+    **dict.fromkeys(("GPT2Attention", "GPTJAttention"), AttentionFamily("ln_1")),
+    "XGLMAttention": AttentionFamily("self_attn_layer_norm"),
 }
 
 
-def family_of(found: Found) -> Family | None:
+def family_of(found: FoundAttention) -> AttentionFamily | None:
     """What is known of one attention module."""
     return FAMILIES.get(type(found.module).__name__)
 
 
-def norm_before(found: Found) -> tuple[bool, nn.Module | None]:
+def norm_before(found: FoundAttention) -> tuple[bool, nn.Module | None]:
     """Whether it is known what stands between the stream and what heads read; and it, if anything does."""
     family = family_of(found)
     if family is None or family.one_more_norm:

@@ -58,7 +58,7 @@ HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FoundAttention:
     """One attention module as it stands in a model."""
 
     name: str  # its path
@@ -85,7 +85,7 @@ class Found:
         return getattr(self.module, self.reads[1][number])
 
 
-def find(model: nn.Module) -> list[Found]:
+def find(model: nn.Module) -> list[FoundAttention]:
     """The attention modules of a model that are on the interface, encoder first, a block's own before its cross-attention."""
     there = [
         (name, module)
@@ -98,7 +98,7 @@ def find(model: nn.Module) -> list[Found]:
         parts = " or ".join(f"hw.attach(model.{part})" for stack in sorted(stacks) for part in _part_of(model, stack))
         instead = f"attach one of them: {parts}." if parts else "none of them can be attached by itself."
         raise HeadwiseError(f"{type(model).__name__} has {len(stacks)} towers ({', '.join(sorted(stacks))}); {instead}")
-    found: dict[SiteAddress, Found] = {}
+    found: dict[SiteAddress, FoundAttention] = {}
     for name, module in there:
         one = module.__dict__.get(CUT)
         one = _found(model, name, module, _address(model, name, module, two)) if one is None else one
@@ -141,7 +141,7 @@ def config_of(model: Any, module: nn.Module) -> Any:
     return own if hasattr(own, "_attn_implementation_internal") else model.config
 
 
-def check_sums(name: str, found: Found) -> None:
+def check_sums(name: str, found: FoundAttention) -> None:
     """Refuse what a module adds to its scores that SDPA, where it runs on that, knows nothing of."""
     module = found.module
     if found.way != "sdpa":
@@ -198,7 +198,7 @@ def _address(model: nn.Module, name: str, module: nn.Module, two: bool) -> SiteA
     return SiteAddress("cross" if crosses else "enc" if "encoder" in _stack(name).split(".") else "dec", layer)
 
 
-def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress) -> Found:
+def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress) -> FoundAttention:
     parent = model.get_submodule(name.rpartition(".")[0])
     heads, head_dim = _size(module, HEADS), _size(module, HEAD_DIMS, needed=False)
     groups = getattr(module, "num_key_value_groups", 1)
@@ -210,7 +210,7 @@ def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress)
         keys = 1
     turned = has_rotary(model) and address.stack != "cross"
     sizes = (heads, keys, head_dim, value_dim or head_dim)
-    return Found(name, module, parent, address, *sizes, reads, writes, turned, _window(module, address))
+    return FoundAttention(name, module, parent, address, *sizes, reads, writes, turned, _window(module, address))
 
 
 def _window(module: nn.Module, address: SiteAddress) -> int | None:
@@ -259,7 +259,7 @@ def _writes(module: nn.Module, parent: nn.Module, heads: int) -> Iterator[nn.Mod
     return (part for part in _named(module, parent) if _is_matrix(part) and in_size(part) % heads == 0)
 
 
-def named_writers(found: Found) -> list[nn.Module]:
+def named_writers(found: FoundAttention) -> list[nn.Module]:
     """Modules that are called as one that writes is, whatever they hold."""
     return list(_named(found.module, found.parent))
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attach.around import hooks_around
-from headwise.attach.body import Output, hidden_states, own_output, takes_ids
-from headwise.attach.check import Guard, check_theirs, own_config
+from headwise.attach.body import OutputHead, hidden_states, own_output, takes_ids
+from headwise.attach.check import CallGuard, check_theirs, own_config
 from headwise.attach.cut import even_out, fold_in
 from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
@@ -155,7 +155,7 @@ class Attached(nn.Module):
     @property
     def output(self) -> AnyOutput | None:
         """From final hidden states to logits, as the model does it; None where it gives no logits of a vocabulary."""
-        return Output(self.model) if has_output(self.model) else None
+        return OutputHead(self.model) if has_output(self.model) else None
 
     @property
     def device(self) -> torch.device:
@@ -365,7 +365,7 @@ class Attached(nn.Module):
 
     def _watch(self) -> None:
         """Stand at the model's doors, and where z enters W_O if it is another there than attention gave."""
-        doors = Guard(self.model, self._layers).hooks() + [
+        doors = CallGuard(self.model, self._layers).hooks() + [
             hook for layer in self._layers for hook in hooks_around(layer)
         ]
         self._hooks = [*doors, *(hook for layer in self._layers for hook in layer.watch_entry())]

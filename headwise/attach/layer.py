@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.find import Found, is_turned, out_size
+from headwise.attach.find import FoundAttention, is_turned, out_size
 from headwise.attach.hooks import Hook
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Site, is_repeated
@@ -16,7 +16,7 @@ from headwise.spec import AttentionSpec, Rotary
 
 if TYPE_CHECKING:
     from headwise.attach.masks import Masks
-    from headwise.attach.trial import Trial
+    from headwise.attach.trial import LayerTrial
 
 # What stands between attention and W_O. plain: nothing, z enters it. gated: a gate of the call, so z is taken behind it.
 # coupled: heads meet before W_O, in a norm say. unknown: W_O is not known here, but what the layer gives is linear in z.
@@ -38,7 +38,7 @@ class Layer:
 
     gate: Tensor | None = None  # a gate that the model itself has learned; theirs have none
 
-    def __init__(self, found: Found, masks: "Masks") -> None:
+    def __init__(self, found: FoundAttention, masks: "Masks") -> None:
         self.found, self.masks = found, masks
         self.module = found.module
         width = 0 if found.writes is None else out_size(found.writes)
@@ -47,7 +47,7 @@ class Layer:
             value_dim=found.value_dim, kv_heads=found.kv_heads, kept=found.kept, rotary=Rotary() if found.rotary else None,
             window=found.window,
         )  # fmt: skip
-        self.read, self.write = Reads(self), Writes(self)
+        self.read, self.write = Reads(self), OutputSlices(self)
         self.site = GuardedSite(self, found.window)
         heads, keys = len(self.spec.head_ids), len(self.spec.kv_ids)
         even = tuple(head * keys // heads for head in range(heads)) if heads and heads % keys == 0 else ()
@@ -59,7 +59,7 @@ class Layer:
         self.gives = found.gives
         self.looks_ahead: bool | None = None  # whether a query was seen to look ahead, where that was asked
         self.unlike = ""  # why what is rebuilt of attention that is not SDPA's is not what it computed
-        self.trial: Trial | None = None  # while it is found out how the layer is put together
+        self.trial: LayerTrial | None = None  # while it is found out how the layer is put together
         self._waiting: tuple[Tensor, Tensor, Tensor, Terms, Tensor] | None = None
         self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
         self._path = next((name for name, part in found.parent.named_modules() if part is found.writes), None)
@@ -179,7 +179,7 @@ class GuardedSite(Site):
             raise HeadwiseError(f"heads of {self._layer.found.name} cannot be silenced or replaced: {UNTOLD}.")
 
 
-class Writes:
+class OutputSlices:
     """The output projection, as `HasSlices`."""
 
     def __init__(self, layer: Layer) -> None:

@@ -25,7 +25,7 @@ LAYOUTS = {3: ("apart", "wide", "first"), 1: ("joined", "by head")}
 OTHERS = 1e-3  # of what makes a head's q may come from rows of others, by rounding
 
 
-class Trial:
+class LayerTrial:
     """What one layer showed in its first call."""
 
     def __init__(self, layer: Layer) -> None:
@@ -241,14 +241,14 @@ class Trial:
 def try_layers(model: Any, layers: Sequence[Layer]) -> None:
     """Call the model once, as it is outside of training, and tell each layer what was found out."""
     was = [(module, module.training) for module in model.modules()]
-    trials = [Trial(layer) for layer in layers if layer.spec.head_ids]
+    trials = [LayerTrial(layer) for layer in layers if layer.spec.head_ids]
     why = "what it reads is not known here"
     around = [hook for layer in layers for hook in hooks_around(layer)]
     try:
         for module, _ in was:
             module.training = False
         for given in samples(model):
-            trials = [Trial(layer) for layer in layers if layer.spec.head_ids]
+            trials = [LayerTrial(layer) for layer in layers if layer.spec.head_ids]
             why = _call(model, given, trials)
             if not why:
                 break
@@ -274,7 +274,7 @@ def check_rebuilt(layers: Sequence[Layer], detach: Callable[[], Any]) -> None:
             )
 
 
-def _call(model: Any, given: dict[str, Tensor], trials: list[Trial]) -> str:
+def _call(model: Any, given: dict[str, Tensor], trials: list[LayerTrial]) -> str:
     """One call; gives why it failed, if it did."""
     with ExitStack() as watching, torch.random.fork_rng():
         for trial in trials:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.body import Output
+from headwise.attach.body import OutputHead
 from headwise.attach.layer import Layer
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
@@ -165,7 +165,7 @@ def _scale(model: Any, seen: _Pass, vocabulary: Any) -> float:
     words = (states.to(weight) @ weight.mT).double().cpu()  # (B, T, V)
     raw, large = words + bias, words * LOUD + bias
     scale = 1.0 if seen.close(raw, seen.logits) else float((raw * seen.logits).sum() / raw.square().sum())
-    loud = Output(model)((states * LOUD).to(weight.device)).double().cpu()  # (B, T, V)
+    loud = OutputHead(model)((states * LOUD).to(weight.device)).double().cpu()  # (B, T, V)
     if not seen.close(raw * scale, seen.logits) or not seen.close(large * scale, loud):
         raise _refused(model, "its logits are not linear in what its output layer reads; they may be capped")
     return scale

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.quantise import Basis, quantise
-from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.look.worth.sensitivity import Sensitivity
 from headwise.model import Transformer
@@ -189,11 +189,11 @@ class AllocationReport:
     texts: int
     mean_bits: float
     counts: dict[int, int]
-    clean: Figure
-    mix: Figure  # loss − clean
-    uniform: dict[int, Figure]  # loss − clean, all heads at so many bits
+    clean: Estimate
+    mix: Estimate  # loss − clean
+    uniform: dict[int, Estimate]  # loss − clean, all heads at so many bits
     random: tuple[float, ...]  # loss − clean of random mixes, a seed each
-    mix_less_random: Figure | None  # the mix − their mean
+    mix_less_random: Estimate | None  # the mix − their mean
 
     @property
     def outside(self) -> bool:
@@ -228,22 +228,22 @@ def report_allocation(
     progress: Progress | None = None,
 ) -> AllocationReport:
     """Ask the model, the mix, uniform bits and random mixes about texts; `beside` are bits of MLPs and vocabulary in all."""
-    trial, more = Trial.of(model, on), dict(beside or {})
+    evaluation, more = PairedEvaluation.of(model, on), dict(beside or {})
     every = [made.weights, *({"*": bits} for bits in uniform), *(made.shuffled(seed).weights for seed in range(seeds))]
     losses: list[np.ndarray] = []
     for weights in every:
-        losses.append(trial.losses(quantise(model, weights | more, basis=basis)))
+        losses.append(evaluation.losses(quantise(model, weights | more, basis=basis)))
         if progress is not None:
             progress("models at few bits", len(losses), len(every))
     mix, flat, random = losses[0], losses[1 : 1 + len(uniform)], losses[1 + len(uniform) :]
     return AllocationReport(
-        metric=trial.metric,
-        texts=len(trial.counts),
+        metric=evaluation.metric,
+        texts=len(evaluation.counts),
         mean_bits=made.mean_bits,
         counts=made.counts(),
-        clean=trial.figure(trial.full),
-        mix=trial.difference(mix, trial.full),
-        uniform={bits: trial.difference(one, trial.full) for bits, one in zip(uniform, flat, strict=True)},
-        random=tuple(float((one - trial.full).sum() / trial.counts.sum()) for one in random),
-        mix_less_random=trial.difference_from_draws(mix, random) if random else None,
+        clean=evaluation.estimate(evaluation.full),
+        mix=evaluation.difference(mix, evaluation.full),
+        uniform={bits: evaluation.difference(one, evaluation.full) for bits, one in zip(uniform, flat, strict=True)},
+        random=tuple(float((one - evaluation.full).sum() / evaluation.counts.sum()) for one in random),
+        mix_less_random=evaluation.difference_from_draws(mix, random) if random else None,
     )

@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.quantise import Stored, stored
-from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
@@ -19,9 +19,9 @@ class Judged:
     after: tuple[Stored, ...]
     metric: str = ""
     texts: int = 0
-    loss_before: Figure | None = None
-    loss_after: Figure | None = None
-    more: Figure | None = None  # after − before
+    loss_before: Estimate | None = None
+    loss_after: Estimate | None = None
+    more: Estimate | None = None  # after − before
 
     def rows(self) -> list[list[str | int | float]]:
         """Part, numbers, bytes before, bytes after, bits a number after; scales are counted."""
@@ -55,15 +55,15 @@ def judge(before: Transformer, after: Transformer, on: Any = None) -> Judged:
     sizes = tuple(stored(before)), tuple(stored(after))
     if on is None:
         return Judged(*sizes)
-    trial = Trial.of(before, on)
-    losses = trial.losses(after)
+    evaluation = PairedEvaluation.of(before, on)
+    losses = evaluation.losses(after)
     return Judged(
         *sizes,
-        metric=trial.metric,
-        texts=len(trial.counts),
-        loss_before=trial.figure(trial.full),
-        loss_after=trial.figure(losses),
-        more=trial.difference(losses, trial.full),
+        metric=evaluation.metric,
+        texts=len(evaluation.counts),
+        loss_before=evaluation.estimate(evaluation.full),
+        loss_after=evaluation.estimate(losses),
+        more=evaluation.difference(losses, evaluation.full),
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.passkey import ask_passkeys, make_cases
 from headwise.change.plan import Plan
 from headwise.change.report import cache_bytes, random_plan
-from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_folder
 from headwise.look.record.reading import Reading
@@ -83,7 +83,7 @@ class CachePoint:
     streaming: int  # key heads
     bits: int
     bytes: int  # of a cache of `length` tokens
-    more: Figure
+    more: Estimate
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class CacheReport:
     length: int  # tokens that bytes are told for
     bytes_before: int
     bytes_after: int
-    loss_before: Figure
-    loss_after: Figure
-    more: Figure
+    loss_before: Estimate
+    loss_after: Estimate
+    more: Estimate
     random: tuple[float, ...] = ()  # the loss of random plans of equal cost, a seed each
-    more_than_random: Figure | None = None
+    more_than_random: Estimate | None = None
     passkeys: tuple[int, int] | None = None  # of those the whole cache finds, how many are kept; and how many those are
 
     @property
@@ -113,7 +113,7 @@ class CacheReport:
         named = {"whole cache": self.loss_before, "this plan": self.loss_after, "this plan − whole": self.more}
         if self.more_than_random is not None:
             seeds = f"random plans, {len(self.random)} seeds: mean, least, most"
-            spread = Figure(float(np.mean(self.random)), min(self.random), max(self.random))
+            spread = Estimate(float(np.mean(self.random)), min(self.random), max(self.random))
             named |= {seeds: spread, "this plan − random": self.more_than_random}
         return [[name, *asdict(figure).values()] for name, figure in named.items()]
 
@@ -178,10 +178,10 @@ def cache_study(
         if small is not None and folder is not None:
             small.save(folder)
     past = _room(study, plan)
-    trial = Trial.of(model, judging, past=past)
+    evaluation = PairedEvaluation.of(model, judging, past=past)
     if plan is not None and small is not None:
-        report = _report(model, small, trial, study, past, length, judging, progress)
-    points = _curve(model, study, plan, choosing, trial, length, progress) if study.shares else ()
+        report = _report(model, small, evaluation, study, past, length, judging, progress)
+    points = _curve(model, study, plan, choosing, evaluation, length, progress) if study.shares else ()
     return CacheResult(plan, small, report, points)
 
 
@@ -201,17 +201,17 @@ def _plan(model: Transformer, study: CacheStudy, choosing: Reading, length: int,
 def _report(
     model: Transformer,
     small: Transformer,
-    trial: Trial,
+    evaluation: PairedEvaluation,
     study: CacheStudy,
     past: int,
     length: int,
     judging: Reading,
     progress: Progress | None,
 ) -> CacheReport:
-    losses, random = trial.losses(small), list[np.ndarray]()
+    losses, random = evaluation.losses(small), list[np.ndarray]()
     everyone = len(small.spec.cache) == 1 and len(small.spec.cache[0].heads) == len(small.spec.key_heads)
     for seed in range(0 if everyone else study.seeds):  # where all keep alike there is nothing to draw
-        random.append(trial.losses(random_plan(model, small.spec, None, seed)))
+        random.append(evaluation.losses(random_plan(model, small.spec, None, seed)))
         if progress is not None:
             progress("random plans", seed + 1, study.seeds)
     found = None
@@ -220,17 +220,17 @@ def _report(
         whole = ask_passkeys(model, cases)
         found = ask_passkeys(small, cases).kept(whole)
     return CacheReport(
-        metric=trial.metric,
-        texts=int((trial.counts > 0).sum()),
+        metric=evaluation.metric,
+        texts=int((evaluation.counts > 0).sum()),
         past=past,
         length=length,
         bytes_before=cache_bytes(model.spec, length),
         bytes_after=cache_bytes(small.spec, length),
-        loss_before=trial.figure(trial.full),
-        loss_after=trial.figure(losses),
-        more=trial.difference(losses, trial.full),
-        random=tuple(float(one.sum() / trial.counts.sum()) for one in random),
-        more_than_random=trial.difference_from_draws(losses, random) if random else None,
+        loss_before=evaluation.estimate(evaluation.full),
+        loss_after=evaluation.estimate(losses),
+        more=evaluation.difference(losses, evaluation.full),
+        random=tuple(float(one.sum() / evaluation.counts.sum()) for one in random),
+        more_than_random=evaluation.difference_from_draws(losses, random) if random else None,
         passkeys=found,
     )
 
@@ -240,7 +240,7 @@ def _curve(
     study: CacheStudy,
     made: Plan | None,
     choosing: Reading,
-    trial: Trial,
+    evaluation: PairedEvaluation,
     length: int,
     progress: Progress | None,
 ) -> tuple[CachePoint, ...]:
@@ -254,7 +254,7 @@ def _curve(
     heads = model.spec.key_heads
     order = [heads[i] for i in np.argsort(ranked.cache_scores, kind="stable")]
     keeps = Keeps(study.bits, study.first, study.last)
-    tell = partial(_point, model, trial, length)
+    tell = partial(_point, model, evaluation, length)
     shares, points = sorted(set(study.shares)), list[CachePoint]()
     for done, share in enumerate(shares, 1):
         count = round(share * len(heads))
@@ -276,14 +276,20 @@ def _rules(streaming: Sequence[Address], keeps: Keeps, heads: Sequence[Address])
 
 
 def _point(
-    model: Transformer, trial: Trial, length: int, line: str, count: int, bits: int, plans: list[dict[str, Keeps | int]]
+    model: Transformer,
+    evaluation: PairedEvaluation,
+    length: int,
+    line: str,
+    count: int,
+    bits: int,
+    plans: list[dict[str, Keeps | int]],
 ) -> CachePoint:
     """Of one plan its interval, of several the mean, the least and the most."""
     made = [Plan.make(model, cache=rules).carry_out(model) if rules else model for rules in plans]
-    losses = [trial.losses(one) for one in made]
-    each = [trial.difference(some, trial.full) for some in losses]
+    losses = [evaluation.losses(one) for one in made]
+    each = [evaluation.difference(some, evaluation.full) for some in losses]
     means = [one.mean for one in each]
-    more = each[0] if len(each) == 1 and line != "random" else Figure(float(np.mean(means)), min(means), max(means))
+    more = each[0] if len(each) == 1 and line != "random" else Estimate(float(np.mean(means)), min(means), max(means))
     return CachePoint(line, count, bits, cache_bytes(made[0].spec, length), more)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from headwise.change.cut import cut, fold
+from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.rank import heads_left, rank, worst
-from headwise.change.trial import Figure, Trial, finite
 from headwise.change.ways import WAYS, Scores, way_of
 from headwise.errors import HeadwiseError
 from headwise.look.worth.outputs import Means, mean_activations, read_on
@@ -19,15 +19,15 @@ KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """One cut. Intervals are over texts, `more` is paired with the full model's loss; of random cuts the mean over seeds is
     told, and in place of an interval the least and the most of them."""
 
     by: str
     kept: float  # the share of heads that is really left, not the one asked for: heads are whole
     heads: int
-    loss: Figure
-    more: Figure  # than the full model's
+    loss: Estimate
+    more: Estimate  # than the full model's
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Curve:
     metric: str
     texts: int
     seeds: int
-    full: Figure
-    points: tuple[Point, ...]
+    full: Estimate
+    points: tuple[CurvePoint, ...]
 
-    def of(self, by: str) -> list[Point]:
+    def of(self, by: str) -> list[CurvePoint]:
         """The cuts of one way to choose, the largest model first."""
         return [point for point in self.points if point.by == by]
 
@@ -89,19 +89,19 @@ def curve(
         elif not rankings[by][0]:
             middle = float(np.median(keeps))
             rankings[by] = [rank(model, on, by, keep=middle, means=means, steps=steps, progress=progress)]
-    trial = Trial.of(model, on if test is None else test)
+    evaluation = PairedEvaluation.of(model, on if test is None else test)
     points, done, of = [], 0, len(counts) * sum(map(len, rankings.values()))
     for by, made in rankings.items():
         for left in counts:
             losses = []
             for ranking in made:
                 gone = worst(model.spec.addresses, ranking, total - left)
-                losses.append(trial.losses(cut(model, gone, None if means is None else fold(model, gone, means))))
+                losses.append(evaluation.losses(cut(model, gone, None if means is None else fold(model, gone, means))))
                 done += 1
                 if progress is not None:
                     progress("measuring cuts", done, of)
-            points.append(_point(trial, by, left / total, left, losses))
-    return Curve(trial.metric, len(trial.counts), seeds, trial.figure(trial.full), tuple(points))
+            points.append(_point(evaluation, by, left / total, left, losses))
+    return Curve(evaluation.metric, len(evaluation.counts), seeds, evaluation.estimate(evaluation.full), tuple(points))
 
 
 def usual_bys(model: AnyModel) -> tuple[str, ...]:
@@ -109,10 +109,12 @@ def usual_bys(model: AnyModel) -> tuple[str, ...]:
     return tuple(by for by, way in WAYS.items() if way.usual and (model.output is not None or not way.output))
 
 
-def _point(trial: Trial, by: str, kept: float, left: int, losses: list[np.ndarray]) -> Point:
+def _point(evaluation: PairedEvaluation, by: str, kept: float, left: int, losses: list[np.ndarray]) -> CurvePoint:
     if not way_of(by).drawn:
-        return Point(by, kept, left, trial.figure(losses[0]), trial.difference(losses[0], trial.full))
-    means = [float(loss.sum() / trial.counts.sum()) for loss in losses]
-    full = float(trial.full.sum() / trial.counts.sum())
-    loss = Figure(float(np.mean(means)), min(means), max(means))
-    return Point(by, kept, left, loss, Figure(loss.mean - full, loss.low - full, loss.high - full))
+        return CurvePoint(
+            by, kept, left, evaluation.estimate(losses[0]), evaluation.difference(losses[0], evaluation.full)
+        )
+    means = [float(loss.sum() / evaluation.counts.sum()) for loss in losses]
+    full = float(evaluation.full.sum() / evaluation.counts.sum())
+    loss = Estimate(float(np.mean(means)), min(means), max(means))
+    return CurvePoint(by, kept, left, loss, Estimate(loss.mean - full, loss.low - full, loss.high - full))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch
-from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
+from headwise.look.worth.targets import TargetBatch, ask, askable_units, check_askable
 from headwise.model import AnyModel, quiet
 from headwise.model.loss import IGNORE
 from headwise.progress import Progress
@@ -148,7 +148,7 @@ def _units(model: AnyModel, on: Any, context: int | None, most: int) -> list[Uni
     longest = min(LONGEST, model.spec.context) if context is None else context
     if isinstance(on, Reading):
         longest = min(longest, on.frame.longest)
-    return list(islice(read_asked(model, Reading.of(model, on, longest, asked=True)), most))
+    return list(islice(askable_units(model, Reading.of(model, on, longest, asked=True)), most))
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def prepared(model: AnyModel, weights: bool) -> Iterator[None]:
                 value.grad = gradient
 
 
-def _loss(model: AnyModel, clean: AnyModel, asked: Asked, gates: dict[SiteAddress, Tensor]) -> Tensor:
+def _loss(model: AnyModel, clean: AnyModel, asked: TargetBatch, gates: dict[SiteAddress, Tensor]) -> Tensor:
     """The mean loss of a token with these gates; without an output, how far each text's mean state moved, on average."""
     hidden = asked.pick(asked.run(model, gates))  # (B, R, D)
     if asked.targets is None:

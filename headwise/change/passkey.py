@@ -21,7 +21,7 @@ DIGITS = 5
 
 
 @dataclass(frozen=True)
-class Case:
+class PasskeyCase:
     """A prompt of token ids, the digits that should follow, and how deep they were hidden, 0 being the beginning."""
 
     ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Case:
 class Passkeys:
     """Which cases a model answered; `kept` compares with the whole model's."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[PasskeyCase, ...]
     right: tuple[bool, ...]
 
     def kept(self, whole: "Passkeys") -> tuple[int, int]:
@@ -47,7 +47,7 @@ class Passkeys:
         return f"{sum(self.right)} of {len(self.right)} pass keys found"
 
 
-def make_cases(model: Transformer, text: Any, length: int, count: int = 10, seed: int = 0) -> tuple[Case, ...]:
+def make_cases(model: Transformer, text: Any, length: int, count: int = 10, seed: int = 0) -> tuple[PasskeyCase, ...]:
     """Prompts of just `length` tokens out of a corpus, a pass key in each, at depths from beginning to end."""
     tokenizer = tokenizer_of(model)
     before, behind = tokenizer.around
@@ -71,12 +71,14 @@ def make_cases(model: Transformer, text: Any, length: int, count: int = 10, seed
         depth = (number + 0.5) / count
         split = round(depth * around)
         some = hay[start : start + around]
-        made.append(Case((*before, *some[:split], *needle, *some[split:], *asked), key, depth))
+        made.append(PasskeyCase((*before, *some[:split], *needle, *some[split:], *asked), key, depth))
     return tuple(made)
 
 
 @torch.no_grad()
-def ask_passkeys(model: Transformer, cases: Sequence[Case], cache: Callable[[], ModelCache] | None = None) -> Passkeys:
+def ask_passkeys(
+    model: Transformer, cases: Sequence[PasskeyCase], cache: Callable[[], ModelCache] | None = None
+) -> Passkeys:
     """Let a model write on after each prompt; right is who writes the digits of the key first.
 
     `cache` makes the cache of each case; None: what the model's spec says.

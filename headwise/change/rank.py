@@ -1,7 +1,7 @@
 """Which heads to keep: what each is worth, and the choice that follows, at once or in rounds."""
 
 from headwise.change.cut import cut, fold
-from headwise.change.ways import Question, Scores, way_of
+from headwise.change.ways import RankingInput, Scores, way_of
 from headwise.errors import HeadwiseError
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import Means
@@ -23,7 +23,7 @@ def rank(
     called: str = "",
 ) -> Scores:
     """What each head is worth by one of `headwise.change.ways.WAYS`: those with the least are cut first."""
-    ask = Question(on, keep, means, seed, steps, progress, called or f"ranking by {by}")
+    ask = RankingInput(on, keep, means, seed, steps, progress, called or f"ranking by {by}")
     return way_of(by).rank(model, ask)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from headwise.change.cut import cut, fold
+from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.quantise import quantise
 from headwise.change.rank import rank, worst
 from headwise.change.timing import Timing, take_turns
-from headwise.change.trial import Figure, Trial, finite
 from headwise.errors import HeadwiseError
 from headwise.heads.basis import Basis
 from headwise.kernels.rounding import bytes_of_a_row
@@ -64,12 +64,12 @@ class Healed:
     Training on a text also teaches it. So the whole model is trained as well, and so are the random cuts.
     """
 
-    loss: Figure
-    more: Figure  # than the whole model's, which was not trained
-    whole: Figure  # the loss of the whole model, trained alike
-    more_than_whole: Figure
+    loss: Estimate
+    more: Estimate  # than the whole model's, which was not trained
+    whole: Estimate  # the loss of the whole model, trained alike
+    more_than_whole: Estimate
     random: tuple[float, ...] = ()  # the loss of random cuts, trained alike, a seed each
-    more_than_random: Figure | None = None  # loss − their mean
+    more_than_random: Estimate | None = None  # loss − their mean
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Report:
     time: Timing  # seconds of a pass over it
     metric: str
     texts: int
-    loss_before: Figure
-    loss_after: Figure
-    more: Figure  # loss after − before
+    loss_before: Estimate
+    loss_after: Estimate
+    more: Estimate  # loss after − before
     random: tuple[float, ...] = ()  # the loss of random cuts of the same size, a seed each
-    more_than_random: Figure | None = None  # loss after − their mean
+    more_than_random: Estimate | None = None  # loss after − their mean
     healed: Healed | None = None
 
     def rows(self) -> list[list[str | int | float]]:
@@ -158,17 +158,17 @@ def report(
             "a healed model is the second one, trained further, and what it is held against must be trained alike; give it "
             "with heal=…, the function that healed it."
         )
-    trial = Trial.of(before, on, longest)
+    evaluation = PairedEvaluation.of(before, on, longest)
     mixed = after.spec.weights != before.spec.weights and len(set(_bits_of_heads(after.spec))) > 1
     seeds = seeds if gone or mixed or after.spec.cache != before.spec.cache else 0
-    losses, random, random_healed = trial.losses(after), [], []
+    losses, random, random_healed = evaluation.losses(after), [], []
     for seed in range(seeds):
         basis = after.plans[-1].basis if after.plans else "given"
         other = random_plan(before, after.spec, means, seed, basis)
-        random.append(trial.losses(other))
+        random.append(evaluation.losses(other))
         if heal is not None:
             heal(other)
-            random_healed.append(trial.losses(other))
+            random_healed.append(evaluation.losses(other))
         if progress is not None:
             progress("random plans" if heal is None else "random plans, healed alike", seed + 1, seeds)
     length = min(LENGTH, before.spec.context) if length is None else length
@@ -177,21 +177,21 @@ def report(
         after=_size(after, length),
         length=length,
         time=take_turns((before, after), length, turns),
-        metric=trial.metric,
-        texts=len(trial.counts),
-        loss_before=trial.figure(trial.full),
-        loss_after=trial.figure(losses),
-        more=trial.difference(losses, trial.full),
-        random=_means(trial, random),
-        more_than_random=trial.difference_from_draws(losses, random) if random else None,
+        metric=evaluation.metric,
+        texts=len(evaluation.counts),
+        loss_before=evaluation.estimate(evaluation.full),
+        loss_after=evaluation.estimate(losses),
+        more=evaluation.difference(losses, evaluation.full),
+        random=_means(evaluation, random),
+        more_than_random=evaluation.difference_from_draws(losses, random) if random else None,
         healed=None
         if heal is None
-        else _heal(trial, before, after, (heal, train_whole or heal), healed, random_healed),
+        else _heal(evaluation, before, after, (heal, train_whole or heal), healed, random_healed),
     )
 
 
 def _heal(
-    trial: Trial,
+    evaluation: PairedEvaluation,
     before: AnyModel,
     after: AnyModel,
     how: tuple[Train, Train],
@@ -202,19 +202,19 @@ def _heal(
     heal, train_whole = how  # cut models, the whole one
     whole = copy.deepcopy(before)
     train_whole(whole)
-    trained = trial.losses(whole)
+    trained = evaluation.losses(whole)
     del whole
     if healed is None:
         healed = copy.deepcopy(after)
         heal(healed)
-    losses = trial.losses(healed)
+    losses = evaluation.losses(healed)
     return Healed(
-        loss=trial.figure(losses),
-        more=trial.difference(losses, trial.full),
-        whole=trial.figure(trained),
-        more_than_whole=trial.difference(losses, trained),
-        random=_means(trial, random),
-        more_than_random=trial.difference_from_draws(losses, random) if random else None,
+        loss=evaluation.estimate(losses),
+        more=evaluation.difference(losses, evaluation.full),
+        whole=evaluation.estimate(trained),
+        more_than_whole=evaluation.difference(losses, trained),
+        random=_means(evaluation, random),
+        more_than_random=evaluation.difference_from_draws(losses, random) if random else None,
     )
 
 
@@ -236,13 +236,13 @@ def held_bytes(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number
     return keeps.tokens(length) * sum(bytes_of_a_row(size, keeps.bits, bytes_per_number) for size in sizes)
 
 
-def _means(trial: Trial, several: list[np.ndarray]) -> tuple[float, ...]:
-    return tuple(float(losses.sum() / trial.counts.sum()) for losses in several)
+def _means(evaluation: PairedEvaluation, several: list[np.ndarray]) -> tuple[float, ...]:
+    return tuple(float(losses.sum() / evaluation.counts.sum()) for losses in several)
 
 
-def _spread(losses: tuple[float, ...]) -> Figure:
+def _spread(losses: tuple[float, ...]) -> Estimate:
     """Mean, least and most."""
-    return Figure(float(np.mean(losses)), min(losses), max(losses))
+    return Estimate(float(np.mean(losses)), min(losses), max(losses))
 
 
 def _size(model: AnyModel, length: int) -> Footprint:

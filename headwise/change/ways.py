@@ -21,7 +21,7 @@ Scores = dict["Address", float]
 
 
 @dataclass(frozen=True)
-class Question:
+class RankingInput:
     """What a way is given beside the model; each takes what it needs."""
 
     on: "Reading | None"
@@ -37,7 +37,7 @@ class Question:
 class Way:
     """One way to rank heads: those with the least score are cut first."""
 
-    rank: "Callable[[AnyModel, Question], Scores]"
+    rank: "Callable[[AnyModel, RankingInput], Scores]"
     score: str = ""  # what a head's score is; nothing where it says nothing
     reads: bool = True  # asks the model about texts
     output: bool = False  # and needs its output over the vocabulary
@@ -45,7 +45,7 @@ class Way:
     drawn: bool = False  # a draw, the same for every corpus: one of many, which any other way must beat
 
 
-def _importance(model: "AnyModel", ask: Question, by: Literal["ablation", "gradient"]) -> Scores:
+def _importance(model: "AnyModel", ask: RankingInput, by: Literal["ablation", "gradient"]) -> Scores:
     """What is lost without a head; its mean stands in where means are given, else nothing. Or the mean of |∂L/∂ξ| over
     texts, ξ a gate on the head (https://arxiv.org/abs/1905.10650)."""
     from headwise.look.worth.importance import importance
@@ -56,14 +56,14 @@ def _importance(model: "AnyModel", ask: Question, by: Literal["ablation", "gradi
     return dict(zip(worth.addresses, worth.mean.tolist(), strict=True))
 
 
-def _gates(model: "AnyModel", ask: Question) -> Scores:
+def _gates(model: "AnyModel", ask: RankingInput) -> Scores:
     """How probably a head's learned gate is open when the share `keep` is (https://arxiv.org/abs/1905.09418)."""
     from headwise.change.gates import learn_gates
 
     return learn_gates(model, ask.on, keep=ask.keep, steps=ask.steps, seed=ask.seed, progress=ask.progress)
 
 
-def _random(model: "AnyModel", ask: Question) -> Scores:
+def _random(model: "AnyModel", ask: RankingInput) -> Scores:
     """A number drawn with the seed."""
     import numpy as np
 

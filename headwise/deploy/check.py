@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.deploy.llama_cpp import Step
+from headwise.deploy.llama_cpp import EngineToken
 from headwise.model import AnyModel, quiet
 
 CLOSE = 1e-2  # nats between two candidates: which of them is chosen is then a matter of rounding
@@ -76,7 +76,7 @@ def barred(model: AnyModel) -> tuple[int, ...]:
 
 def write_greedily(
     prompt: Sequence[int], tokens: int, feed: Callable[[list[int]], Any], never: Collection[int], top: int = 5
-) -> list[Step]:
+) -> list[EngineToken]:
     """Always the likeliest token. `feed` takes the prompt, then each token, and gives the row of logits behind it."""
     steps, given = [], list(prompt)
     for _ in range(tokens):
@@ -84,13 +84,13 @@ def write_greedily(
         logs = row - row.max() - np.log(np.exp(row - row.max()).sum())
         likely = {int(i): float(logs[i]) for i in np.argsort(-logs)[:top]}
         logs[list(never)] = -np.inf
-        steps.append(Step(int(logs.argmax()), likely))
+        steps.append(EngineToken(int(logs.argmax()), likely))
         given = [steps[-1].id]
     return steps
 
 
 @torch.no_grad()
-def compare(model: AnyModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Step]]) -> Checked:
+def compare(model: AnyModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[EngineToken]]) -> Checked:
     """Our log-probabilities behind each prompt and what the engine wrote, beside its own. It was told never to end."""
     largest, parted, close, tokens, numbers = 0.0, 0, 0, 0, 0
     never = list(barred(model))

@@ -7,7 +7,7 @@ from typing import Any
 from headwise.deploy.gguf_fits import architecture_for
 from headwise.deploy.gguf_layer_norm import write_bert, write_gpt2
 from headwise.deploy.gguf_llama import llama_name, write_llama
-from headwise.deploy.gguf_store import BLOCK, TYPES, Store
+from headwise.deploy.gguf_store import BLOCK, TYPES, GgufFile
 from headwise.deploy.gguf_tokenizer import numbers_as_words, tokenizer_fields
 from headwise.errors import HeadwiseError, close_names
 from headwise.model import Transformer
@@ -37,7 +37,7 @@ def write_gguf(
     words = tokenizer and model.tokenizer is not None
     fields = _tokenizer(model) if words else numbers_as_words(model.spec.vocab, getattr(model.tokenizer, "special", {}))
     name = llama_name(model) if architecture == "llama" else architecture
-    store = Store(path, name, dtype)
+    store = GgufFile(path, name, dtype)
     store.writer.add_name(NAME)
     if architecture == "llama":
         notes = write_llama(model, store, name)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headwise.deploy.gguf_llama import q_factor
-from headwise.deploy.gguf_store import Store
+from headwise.deploy.gguf_store import GgufFile
 from headwise.errors import HeadwiseError, close_names
 from headwise.kernels import sinusoidal
 from headwise.model import Transformer
@@ -15,7 +15,7 @@ POOLING = ("mean", "cls", "none")
 State = dict[str, Tensor]
 
 
-def write_gpt2(model: Transformer, store: Store) -> list[str]:
+def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
     """Sizes and tensors; what was done about the rest."""
     spec, state = model.spec, whole_state(model)
     _write_sizes(store, spec)
@@ -35,7 +35,7 @@ def write_gpt2(model: Transformer, store: Store) -> list[str]:
     return _notes(spec)
 
 
-def write_bert(model: Transformer, store: Store, pooling: str) -> list[str]:
+def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     """The same for an encoder; `pooling` is how a server makes one vector of a text."""
     if pooling not in POOLING:
         raise HeadwiseError(
@@ -66,7 +66,7 @@ def write_bert(model: Transformer, store: Store, pooling: str) -> list[str]:
     return [*_notes(spec), *notes, "llama.cpp bends by tanh, not erf, and in 16 bits: states differ in the third digit"]
 
 
-def _write_sizes(store: Store, spec: ModelSpec) -> None:
+def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
     attention, writer = spec.attention, store.writer
     writer.add_block_count(spec.layers)
     writer.add_context_length(spec.context)
@@ -78,7 +78,7 @@ def _write_sizes(store: Store, spec: ModelSpec) -> None:
     writer.add_vocab_size(spec.vocab)
 
 
-def _write_rest(store: Store, spec: ModelSpec, state: State, i: int) -> None:
+def _write_rest(store: GgufFile, spec: ModelSpec, state: State, i: int) -> None:
     """What heads write, and the MLP."""
     ours, blk = f"blocks.{i}.", f"blk.{i}."
     store.add(f"{blk}attn_output.weight", state[f"{ours}attention.write.weight"].flatten(1))
@@ -107,7 +107,7 @@ def _positions(spec: ModelSpec, state: State) -> Tensor:
     return torch.zeros(spec.context, spec.width)
 
 
-def _pair(store: Store, theirs: str, state: State, ours: str) -> None:
+def _pair(store: GgufFile, theirs: str, state: State, ours: str) -> None:
     store.add(f"{theirs}.weight", state[f"{ours}.weight"], plain=True)
     store.add(f"{theirs}.bias", state[f"{ours}.bias"], plain=True)
 

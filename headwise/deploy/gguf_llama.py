@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.deploy.gguf_store import Store
+from headwise.deploy.gguf_store import GgufFile
 from headwise.deploy.layers import Filled, filled_layers
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
@@ -17,7 +17,7 @@ def llama_name(model: Transformer) -> str:
     return "deci" if cut else "llama"
 
 
-def write_llama(model: Transformer, store: Store, name: str) -> list[str]:
+def write_llama(model: Transformer, store: GgufFile, name: str) -> list[str]:
     """Sizes and tensors; what was done about the rest."""
     spec = model.spec
     layers, behind = filled_layers(model)
@@ -52,7 +52,7 @@ def write_llama(model: Transformer, store: Store, name: str) -> list[str]:
     return notes
 
 
-def _write_heads(store: Store, spec: ModelSpec, blk: str, layer: Filled) -> None:
+def _write_heads(store: GgufFile, spec: ModelSpec, blk: str, layer: Filled) -> None:
     assert layer.q is not None
     assert layer.k is not None
     assert layer.v is not None
@@ -73,7 +73,7 @@ def q_factor(spec: ModelSpec) -> float:
     return 1.0 if attention.scale is None else attention.scale * attention.head_dim**0.5
 
 
-def _write_sizes(store: Store, spec: ModelSpec, name: str, layers: list[Filled]) -> None:
+def _write_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[Filled]) -> None:
     attention, writer = spec.attention, store.writer
     rotary = attention.rotary
     assert rotary is not None

@@ -13,7 +13,7 @@ TYPES = ("f32", "f16", "q8_0", "q4_0")
 BLOCK = 32  # weights of a row that share a scale
 
 
-class Store:
+class GgufFile:
     """One file that is being written: sizes go in through `writer`, tensors through `add`."""
 
     def __init__(self, path: Path, architecture: str, dtype: str) -> None:

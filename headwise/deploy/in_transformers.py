@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from headwise.deploy.check import write_greedily
-from headwise.deploy.llama_cpp import Step
+from headwise.deploy.llama_cpp import EngineToken
 from headwise.errors import HeadwiseError
 
 
-def write_on(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]) -> list[list[Step]]:
+def write_on(
+    folder: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]
+) -> list[list[EngineToken]]:
     """What it writes behind some prompts, with its own cache, always the likeliest token."""
     model = _load(folder, "AutoModelForCausalLM")
 
-    def answer(prompt: Sequence[int]) -> list[Step]:
+    def answer(prompt: Sequence[int]) -> list[EngineToken]:
         held: list[Any] = [None]
 
         def feed(ids: list[int]) -> Any:

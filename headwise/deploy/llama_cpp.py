@@ -23,7 +23,7 @@ PARALLEL = 16  # prompts at a time
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineToken:
     """One token that an engine wrote, and the likeliest ones with their log-probabilities."""
 
     id: int
@@ -37,12 +37,12 @@ def is_there() -> bool:
 
 def write_on(
     file: Path, prompts: Sequence[Sequence[int]], tokens: int, top: int = 5, threads: int = 1
-) -> list[list[Step]]:
+) -> list[list[EngineToken]]:
     """What llama.cpp writes behind some prompts of ids, always the likeliest token."""
     longest = max(map(len, prompts)) + tokens + 8
     asked = {"prompts": [list(ids) for ids in prompts], "tokens": tokens, "top": top}
     made = _ask([file], {**asked, "do": "write", "context": longest, "threads": threads})
-    return [[Step(one["id"], {int(i): p for i, p in one["top"]}) for one in answer] for answer in made]
+    return [[EngineToken(one["id"], {int(i): p for i, p in one["top"]}) for one in answer] for answer in made]
 
 
 def race(files: Sequence[Path], prompt: Sequence[int], tokens: int, rounds: int, threads: int = 1) -> list[list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headwise.deploy.check import write_greedily
 from headwise.deploy.graphs import check_traceable, traceable, traced
-from headwise.deploy.llama_cpp import Step
+from headwise.deploy.llama_cpp import EngineToken
 from headwise.errors import HeadwiseError
 from headwise.files.whole import EXPORTED, whole_folder
 
@@ -52,14 +52,14 @@ def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
 
 def write_on(
     folder: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int] = ()
-) -> list[list[Step]]:
+) -> list[list[EngineToken]]:
     """What a decoder writes behind some prompts in onnxruntime, with its cache, always the likeliest token."""
     import numpy as np
 
     prefill, step = (_session(folder / f"{name}.onnx") for name in ("prefill", "step"))
     names = [given.name for given in step.get_inputs()][1:]
 
-    def answer(prompt: Sequence[int]) -> list[Step]:
+    def answer(prompt: Sequence[int]) -> list[EngineToken]:
         held: list[Any] = []
 
         def feed(ids: list[int]) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.deploy.check import write_greedily
 from headwise.deploy.graphs import Encoder, check_traceable, traceable
-from headwise.deploy.llama_cpp import Step
+from headwise.deploy.llama_cpp import EngineToken
 from headwise.model import Transformer
 
 MARK = "headwise.json"  # a file inside, with our spec
@@ -58,11 +58,13 @@ def is_ours(path: Path) -> bool:
 
 
 @torch.no_grad()
-def write_on(path: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]) -> list[list[Step]]:
+def write_on(
+    path: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]
+) -> list[list[EngineToken]]:
     """What a decoder writes behind some prompts, always the likeliest token; without a cache, so the whole text each time."""
     made = torch.export.load(path).module()
 
-    def answer(prompt: Sequence[int]) -> list[Step]:
+    def answer(prompt: Sequence[int]) -> list[EngineToken]:
         text: list[int] = []
 
         def feed(ids: list[int]) -> Any:

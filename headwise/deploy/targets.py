@@ -44,7 +44,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """An engine: what it takes, what becomes of cut heads there, how a model is written for it and run in it."""
 
     takes: str
@@ -102,7 +102,7 @@ def export(
     return Exported(Path(path), to, notes, target.check(model, Path(path), prompts))
 
 
-def _check_can_check(model: AnyModel, to: str, target: Target) -> None:
+def _check_can_check(model: AnyModel, to: str, target: ExportTarget) -> None:
     """Before anything is written."""
     if find_spec(target.engine) is None:
         raise HeadwiseError(
@@ -193,15 +193,15 @@ def _in_torch(model: AnyModel, path: Path, prompts: Sequence[Sequence[int]]) -> 
     return compare(model, prompts, engine.write_on(path, prompts, TOKENS, barred(model)))
 
 
-TARGETS: dict[str, Target] = {
-    "transformers": Target(
+TARGETS: dict[str, ExportTarget] = {
+    "transformers": ExportTarget(
         "GPT-2, GPT-Neo, BERT and Llama families", "zeros, in the full shape", _to_transformers, _in_transformers,
         "transformers", "attach",
     ),
-    "gguf": Target(
+    "gguf": ExportTarget(
         "Llama, GPT-2 and BERT families", "gone from Llamas: heads are counted by layer; zeros in GPT-2 and BERT", _to_gguf,
         _in_llama_cpp, "xllamacpp", "deploy",
     ),
-    "onnx": Target("decoders and encoders", "gone", _to_onnx, _in_onnxruntime, "onnxruntime", "deploy"),
-    "torch": Target("decoders and encoders", "gone", _to_torch, _in_torch, "torch", None),
+    "onnx": ExportTarget("decoders and encoders", "gone", _to_onnx, _in_onnxruntime, "onnxruntime", "deploy"),
+    "torch": ExportTarget("decoders and encoders", "gone", _to_torch, _in_torch, "torch", None),
 }  # fmt: skip

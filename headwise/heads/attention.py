@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads.by_head import Call, HeadCache, as_kept
+from headwise.heads.by_head import CacheStep, HeadCache, as_kept
 from headwise.heads.cache import Cache, SlidingCache, SourceCache, WholeCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
@@ -263,7 +263,7 @@ class MultiHeadAttention(nn.Module):
         if self.site.is_heard:
             seen = (*cache.laid_out(k, v, starts), self._terms(q, k, v, mask, bias, cache.everywhere, starts, S))
         narrow = None if self.spec.window is None else window(self.spec.window)
-        z = cache.attend(q, k, v, Call(cache.length, starts, terms, self.backend, narrow))
+        z = cache.attend(q, k, v, CacheStep(cache.length, starts, terms, self.backend, narrow))
         return self._through(q, *(seen or (k, v, terms)), gate, z)
 
     def _through(

@@ -18,14 +18,14 @@ from headwise.kernels import Mask, Terms, per_head, run
 from headwise.kernels.bias import Given
 from headwise.kernels.masks import Causal, Padding
 from headwise.kernels.rounding import rounded
-from headwise.kernels.streaming import Columns, Held, Streaming, all_parts, take_columns
+from headwise.kernels.streaming import Held, MaskColumns, Streaming, all_parts, take_columns
 from headwise.spec import AttentionSpec, Keeps
 
 ROWS = 256  # queries of a prompt at a time, where most keys are out of their sight
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CacheStep:
     """What one step of a layer gives to each part of its cache."""
 
     length: int  # tokens that came before
@@ -98,7 +98,7 @@ class HeadCache(Cache):
             self.parts.append(_part(heads, keys, groups, one, spec.window, size))
         self._batch: int | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
         """New tokens are kept, and their queries look at all that is: (B, H, T, d), (B, K, T, ·) twice → (B, H, T, e)."""
         self.check_batch(k)
         if len(self.parts) == 1 and k.shape[2]:
@@ -169,7 +169,7 @@ class Part:
         self.heads, self.key_heads = Some(heads), Some(keys)
         self.k, self.v = Shelf(bits), Shelf(bits)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
         """(B, h, T, d), (B, keys, T, ·) twice → (B, h, T, e)"""
         self.keep(k, v, call.length)
         held = slice(0, call.length + k.shape[2])
@@ -209,7 +209,7 @@ class StreamingPart(Part):
         assert keeps.last is not None
         self.first, self.last, self.window = keeps.first, keeps.last, window
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
         if not call.looks_back:
             raise HeadwiseError("a head that forgets what lies behind must not look ahead; pass mask=hw.causal().")
         T, room = k.shape[2], self.first + self.last
@@ -246,9 +246,9 @@ class StreamingPart(Part):
         coded = self.k.coded(k), self.v.coded(v)
         for shelf, rows in zip((self.k, self.v), coded, strict=True):
             shelf.make_room(rows, room, self.first + self.last)
-        self._keep(coded, Call(start, None, Terms(1.0, ()), ""))
+        self._keep(coded, CacheStep(start, None, Terms(1.0, ()), ""))
 
-    def _look(self, q: Tensor, new: tuple[Tensor, ...], rows: range, T: int, call: Call) -> Tensor:
+    def _look(self, q: Tensor, new: tuple[Tensor, ...], rows: range, T: int, call: CacheStep) -> Tensor:
         """Some queries of T, and the keys they can see: the first, the ring as it was, and those that came with them.
 
         Without new keys everything is in its slot already.
@@ -279,13 +279,13 @@ class StreamingPart(Part):
         terms = self._terms(held, queries, begins, rows, T, call)
         return run(q, torch.cat(keys[0], 2), torch.cat(keys[1], 2), terms, call.backend)
 
-    def _terms(self, held: Tensor, queries: Tensor, begins: Tensor, rows: range, T: int, call: Call) -> Terms:
+    def _terms(self, held: Tensor, queries: Tensor, begins: Tensor, rows: range, T: int, call: CacheStep) -> Terms:
         """What goes with keys in this order: held and queries are their places, (1 or B, C) and (1 or B, R)."""
         S = call.length + T
         columns = torch.where(held < 0, -1, held + begins)  # among all keys
         mask: Mask = Held(queries, held, self.first, self.last, self.window)
         for other in call.extra:
-            mask = mask & Columns(other.for_heads(self.heads.which), columns, S, rows, T)
+            mask = mask & MaskColumns(other.for_heads(self.heads.which), columns, S, rows, T)
         terms = call.unmasked.pick(self.heads.which, self.groups)
         if terms.bias is None:
             return replace(terms, mask=mask)
@@ -303,7 +303,7 @@ class StreamingPart(Part):
     def _slot(self, place: int) -> int:
         return place if place < self.first else self.first + (place - self.first) % self.last
 
-    def _keep(self, coded: Sequence[tuple[Tensor, ...]], call: Call) -> None:
+    def _keep(self, coded: Sequence[tuple[Tensor, ...]], call: CacheStep) -> None:
         """Put new tokens into their slots; of many, those that are not forgotten at once."""
         T = coded[0][0].shape[2]
         if T == 1 and call.starts is not None:
@@ -320,7 +320,7 @@ class StreamingPart(Part):
                 slots = [self._slot(place) for place in range(start, end)]
                 self._write(coded, row, slots, start + begin - call.length)
 
-    def _keep_first(self, coded: Sequence[tuple[Tensor, ...]], call: Call) -> None:
+    def _keep_first(self, coded: Sequence[tuple[Tensor, ...]], call: CacheStep) -> None:
         """Put those of the new tokens that are among the first of their text into their slots."""
         for row, begin in self._texts(call):
             start, end = max(0, call.length - begin), call.length + coded[0][0].shape[2] - begin
@@ -332,7 +332,7 @@ class StreamingPart(Part):
         for shelf, rows in zip((self.k, self.v), coded, strict=True):
             shelf.put(tuple(x[row, :, first : first + len(slots)] for x in rows), _run(slots), row)
 
-    def _texts(self, call: Call) -> list[tuple[slice, int]]:
+    def _texts(self, call: CacheStep) -> list[tuple[slice, int]]:
         """Rows of the batch, and where their text begins."""
         if call.starts is None:
             return [(slice(None), 0)]
@@ -343,7 +343,7 @@ class StreamingPart(Part):
             return
         rows = shelf.read(slice(0, shelf.room))  # (B, keys, room, ·)
         slots = torch.arange(shelf.room, device=whole.device)[None]
-        for row, begin in self._texts(Call(length, starts, Terms(1.0, ()), "")):
+        for row, begin in self._texts(CacheStep(length, starts, Terms(1.0, ()), "")):
             places = self._place_in(slots, torch.tensor([[length - begin]], device=whole.device))[0]  # (room,)
             there = places >= 0
             part = whole[row, self.keys]

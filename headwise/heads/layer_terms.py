@@ -7,7 +7,7 @@ from headwise.heads.by_head import not_forgotten
 from headwise.kernels import POSITION_BIASES, Bias, Causal, Mask, Terms, make_terms, plain_terms, window
 from headwise.spec import AttentionSpec, Keeps
 
-Asked = tuple[Mask | None, Bias | Tensor | None, tuple[Keeps, ...], Tensor | None, int | None]
+CallTerms = tuple[Mask | None, Bias | Tensor | None, tuple[Keeps, ...], Tensor | None, int | None]
 
 
 def layer_terms(
@@ -15,7 +15,7 @@ def layer_terms(
     sink: Tensor | None,
     position: Tensor | None,
     tensors: tuple[Tensor, Tensor, Tensor],
-    asked: Asked,
+    asked: CallTerms,
     training: bool,
 ) -> Terms:
     """The terms of a call with these q, k and v; `asked` is its mask, bias, what key heads keep, starts and keys."""

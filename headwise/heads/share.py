@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headwise.heads.layer_terms import Asked, layer_terms
+from headwise.heads.layer_terms import CallTerms, layer_terms
 from headwise.heads.site import Edit, Listener, Seen, Site, expanded
 from headwise.kernels import Bias, Mask, Terms
 from headwise.kernels.bias import Given
@@ -133,7 +133,7 @@ class ShareTerms(Terms):
 
 
 def share_terms(
-    layer: "MultiHeadAttention", share: LayerShare, tensors: tuple[Tensor, ...], asked: Asked
+    layer: "MultiHeadAttention", share: LayerShare, tensors: tuple[Tensor, ...], asked: CallTerms
 ) -> ShareTerms:
     """The terms of a call at a layer that is shared; what is asked is about all heads."""
     mask, bias, keeps, starts, keys = asked

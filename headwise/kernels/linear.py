@@ -34,7 +34,7 @@ PARTS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)  # into how many a weight is cu
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """What a choice is made for."""
 
     rows: int  # of x
@@ -96,7 +96,7 @@ def can(name: str, outputs: int, lies: str) -> bool:
 
 _stepping: ContextVar[bool] = ContextVar("stepping", default=False)
 _forming: ContextVar[bool] = ContextVar("forming", default=False)
-_chosen: dict[Shape, str] = {}
+_chosen: dict[ProductShape, str] = {}
 _seen: WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = WeakKeyDictionary()  # whose weights have been timed
 _lock = threading.Lock()
 
@@ -122,7 +122,7 @@ def step(model: nn.Module, rows: int) -> Iterator[None]:
 
 def choose(weights: Iterable[Tensor], rows: int) -> None:
     """Time the products for weights of these shapes, where that has not been done; those of one shape take turns."""
-    by_shape: dict[Shape, list[Tensor]] = {}
+    by_shape: dict[ProductShape, list[Tensor]] = {}
     for weight in weights:
         if _plain(weight):
             by_shape.setdefault(_shape(rows, weight), []).append(weight)
@@ -140,7 +140,7 @@ def forms_wanted(x: Tensor) -> bool:
     return few and type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
-def chosen() -> dict[Shape, str]:
+def chosen() -> dict[ProductShape, str]:
     """What has been chosen in this process so far, by shape."""
     return dict(_chosen)
 
@@ -162,14 +162,14 @@ def _plain(weight: Tensor) -> bool:
     return ours and weight.numel() > 0
 
 
-def _shape(rows: int, weight: Tensor) -> Shape:
+def _shape(rows: int, weight: Tensor) -> ProductShape:
     outputs, inputs = weight.shape
     step, along = weight.stride()
     lies = "rows" if (step, along) == (inputs, 1) else "columns" if (step, along) == (1, outputs) else "otherwise"
-    return Shape(rows, outputs, inputs, lies, torch.get_num_threads())
+    return ProductShape(rows, outputs, inputs, lies, torch.get_num_threads())
 
 
-def _fixed(shape: Shape) -> str | None:
+def _fixed(shape: ProductShape) -> str | None:
     name = os.environ.get(SETTING, MEASURED)
     if name == MEASURED:
         return None
@@ -178,7 +178,7 @@ def _fixed(shape: Shape) -> str | None:
     return name if can(name, shape.outputs, shape.lies) else "torch"
 
 
-def _quickest(shape: Shape, weights: list[Tensor]) -> str:
+def _quickest(shape: ProductShape, weights: list[Tensor]) -> str:
     """Each product reads some of the weights, others in the first round than in the second; its best round counts."""
     names = [name for name in PRODUCTS if can(name, shape.outputs, shape.lies)]
     x, best = torch.ones(shape.rows, shape.inputs), dict.fromkeys(names, float("inf"))

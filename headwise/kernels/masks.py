@@ -157,7 +157,7 @@ class Padding(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Document(Mask):
+class SameDocument(Mask):
     """Tokens see their own document only. `keys_of` is (B, S), `queries_of` (B, T); documents are numbered anyhow."""
 
     queries_of: Tensor
@@ -347,7 +347,7 @@ def document_mask(keys_of: Tensor, queries_of: Tensor | None = None) -> Mask:
     for ids in (keys_of, queries_of):
         if ids.ndim != 2:
             raise HeadwiseError(f"document numbers are (batch, tokens); got shape {tuple(ids.shape)}.")
-    return Document(queries_of, keys_of)
+    return SameDocument(queries_of, keys_of)
 
 
 def per_head(masks: Sequence[Mask]) -> Mask:

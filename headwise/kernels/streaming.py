@@ -63,7 +63,7 @@ class Held(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Columns(Mask):
+class MaskColumns(Mask):
     """Some columns of a mask over `keys` keys, in any order: `places` is (1 or B, S); one below 0 stands for no key."""
 
     every: Mask

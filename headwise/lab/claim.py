@@ -41,10 +41,10 @@ class Picture:
     log: bool = False  # the x axis grows by factors
 
 
-Asked = Callable[[Figures], Iterable[tuple[str, At]]]
+FiguresNeeded = Callable[[Figures], Iterable[tuple[str, At]]]
 
 
-def every(*names: str) -> Asked:
+def every(*names: str) -> FiguresNeeded:
     """All figures of these names: what most rules look at.
 
     >>> list(every("lost")(Figures().add("lost", "a", 1.0).add("loss", "a", 2.0)))
@@ -79,7 +79,7 @@ class Claim:
     measure: Callable[["Lab"], Figures]
     judge: Callable[[Figures], Verdict]
     picture: Picture
-    asks: Asked = _none  # the figures whose intervals the rule looks at: they are made to hold together
+    asks: FiguresNeeded = _none  # the figures whose intervals the rule looks at: they are made to hold together
     words: tuple[Word, ...] = FOUND  # the verdicts its rule can reach
     identity: str = ""  # what of it is true by construction, and so is no finding
     points: Callable[["Lab"], Iterable[Point]] = _none  # the trained models it asks for

@@ -10,7 +10,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from headwise.model.parts import Rows
+    from headwise.model.parts import VocabularyRows
 
 IGNORE = -100  # a target that is not asked for
 WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
@@ -51,7 +51,11 @@ def chunked_cross_entropy(
 
 
 def split_cross_entropy(
-    output: Callable[[Tensor], Tensor], rows: "Rows", hidden: Tensor, targets: Tensor, total: int | None = None
+    output: Callable[[Tensor], Tensor],
+    rows: "VocabularyRows",
+    hidden: Tensor,
+    targets: Tensor,
+    total: int | None = None,
 ) -> Tensor:
     """The same where processes hold rows of the vocabulary: `output` gives the logits of those that are here.
 

@@ -30,7 +30,7 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     return kind(spec.width, eps=spec.norm_eps)
 
 
-class Rows:
+class VocabularyRows:
     """Which rows of the vocabulary this process has, where others hold the rest."""
 
     def __init__(self, together: Together, borders: Sequence[tuple[int, int]]) -> None:
@@ -83,7 +83,7 @@ def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | PackedLinear
 class Embedding(nn.Module):
     """Tokens, positions and token types become one vector."""
 
-    rows: Rows | None = None  # of the vocabulary, where others hold the rest
+    rows: VocabularyRows | None = None  # of the vocabulary, where others hold the rest
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
 class Output(nn.Module):
     """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
 
-    rows: Rows | None = None  # of the vocabulary, where others hold the rest
+    rows: VocabularyRows | None = None  # of the vocabulary, where others hold the rest
 
     def __init__(self, spec: ModelSpec, tokens: nn.Embedding | PackedTable) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from headwise.heads.share import LayerShare
 from headwise.kernels.together import Together
 from headwise.model.axes import axis_of, check_whole, cut, unpacked_names
 from headwise.model.cache import ModelCache
-from headwise.model.parts import MLP, Rows
+from headwise.model.parts import MLP, VocabularyRows
 from headwise.model.transformer import Transformer
 from headwise.spec import ModelSpec, SiteAddress
 from headwise.spec.cache import Treatments
@@ -57,7 +57,7 @@ class Shard(Transformer):
         for part in self.modules():
             if isinstance(part, MLP):
                 part.together = together
-        rows = Rows(together, [share.vocab for share in shares])
+        rows = VocabularyRows(together, [share.vocab for share in shares])
         self.embed.rows = rows
         if self.output is not None:
             self.output.rows = rows

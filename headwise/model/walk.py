@@ -57,7 +57,7 @@ def walk(
 ) -> Walk:
     """A clean pass over ids (B, T) that stops at the layers wanted; of the last block no more is finished than is picked."""
     if model.spec.kind != "encoder-decoder":
-        return Blocks(model, ids, padding, wanted, pick)
+        return BlockWalk(model, ids, padding, wanted, pick)
     return Replay(
         partial(run_copies, model, ids, padding, source, source_padding),
         len(ids),
@@ -76,7 +76,7 @@ def two_stacks(model: "Transformer") -> Iterator[tuple[Site, nn.Module]]:
                 yield layer.everywhere.site, block
 
 
-class Blocks:
+class BlockWalk:
     """A walk through the blocks of one stack of ours. Copies begin behind the kernel of the layer that is changed."""
 
     def __init__(

@@ -51,7 +51,7 @@ FULL = Amount(24, None, 32, 0.8, 6, 4, 2)
 QUICK = Amount(4, 60, 12, 0.9, 1, 1, 1)
 
 
-class Cut(NamedTuple):
+class DemoCut(NamedTuple):
     """What was cut and what came of it."""
 
     plan: Plan
@@ -107,7 +107,7 @@ class Demo:
             write_report(make_book(seen, model, name=TOLD, sentences=SENTENCES), new / "report.html")
         return seen, most
 
-    def cut(self, progress: Progress | None = None) -> Cut:
+    def cut(self, progress: Progress | None = None) -> DemoCut:
         """Heads of the decoder cut by what they are worth, healed, and set beside random cuts and the whole model alike."""
         amount, model = self.amount, self.writer
         choosing, judging = read_on(model, Corpus.probe()).first(amount.texts).halves()
@@ -119,7 +119,7 @@ class Demo:
         )  # fmt: skip
         with whole_folder(self.folder / "cut", ("plan.json",)) as new:
             plan.save(new / "plan.json")
-        return Cut(plan, cost, self.folder / "cut" / "plan.json")
+        return DemoCut(plan, cost, self.folder / "cut" / "plan.json")
 
 
 def _mend(model: AnyModel, corpus: Reading, amount: Amount, tick: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from headwise.teach.kept import KeptLogits
 from headwise.teach.lesson import Lesson
 from headwise.teach.logits import kl_and_surprise, kl_of_kept, logits_of
 from headwise.teach.pairs import Pair
-from headwise.teach.terms import Hidden, Maps, Relations
+from headwise.teach.terms import Hidden, Maps, RelationTerm
 from headwise.train.batches import TokenRows
 from headwise.train.loss import Loss
 
@@ -36,7 +36,7 @@ class Distillation(Loss):
         self.states = Hidden(model, teacher, lesson.layers) if "hidden" in wanted else None
         self.maps = Maps(pairs) if "maps" in wanted else None
         self.relations = (
-            Relations(model, teacher, lesson.relation_layers, lesson.relation_heads) if "qkv" in wanted else None
+            RelationTerm(model, teacher, lesson.relation_layers, lesson.relation_heads) if "qkv" in wanted else None
         )
         self.watchers = [Watcher(one, *self._wanted(side)) for side, one in enumerate((model, teacher))]
 

@@ -72,7 +72,7 @@ class Maps(nn.Module):
         return total / len(self.pairs)
 
 
-class Relations(nn.Module):
+class RelationTerm(nn.Module):
     """q–q, k–k and v–v relations of one layer, its channels split anew into relation heads (https://arxiv.org/abs/2012.15828)."""
 
     def __init__(self, student: AnyModel, teacher: AnyModel, layers: tuple[int, int], heads: int | None) -> None:

@@ -29,7 +29,7 @@ LAYOUTS = ("ddp", "fsdp", "heads", "fsdp+heads")
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class TeamLayout:
     """Who shares what: `team` are those that read different rows; `mesh` is where weights or heads are cut, if they are."""
 
     kind: str
@@ -37,23 +37,23 @@ class Layout:
     mesh: DeviceMesh | None = None
 
     @staticmethod
-    def of(kind: str, everyone: Team, head_processes: int = 2) -> "Layout":
+    def of(kind: str, everyone: Team, head_processes: int = 2) -> "TeamLayout":
         """The layout that was asked for, on the processes there are; one alone shares nothing."""
         size, device = everyone.size, everyone.device.type
         if size == 1 or kind == "ddp":
-            return Layout(kind, everyone)
+            return TeamLayout(kind, everyone)
         if kind == "fsdp":
-            return Layout(kind, everyone, init_device_mesh(device, (size,), mesh_dim_names=(DATA,)))
+            return TeamLayout(kind, everyone, init_device_mesh(device, (size,), mesh_dim_names=(DATA,)))
         if kind == "heads":
             mesh = init_device_mesh(device, (size,), mesh_dim_names=(HEADS,))
-            return Layout(kind, Team(0, 1, everyone.device, world=everyone), mesh)
+            return TeamLayout(kind, Team(0, 1, everyone.device, world=everyone), mesh)
         if size % head_processes:
             raise HeadwiseError(
                 f"{size} processes are no multiple of head_processes={head_processes}, which share heads; change one of them."
             )
         mesh = init_device_mesh(device, (size // head_processes, head_processes), mesh_dim_names=(DATA, HEADS))
         rows = mesh.get_group(DATA)
-        return Layout(kind, Team(mesh.get_local_rank(DATA), mesh.size(0), everyone.device, rows, everyone), mesh)
+        return TeamLayout(kind, Team(mesh.get_local_rank(DATA), mesh.size(0), everyone.device, rows, everyone), mesh)
 
     @property
     def cuts(self) -> bool:

@@ -21,7 +21,7 @@ Source = Callable[[], Iterator[Item]]
 
 
 @dataclass(frozen=True)
-class Shard:
+class TextShard:
     """So many items from one on: where it begins is told by file, and by item in it."""
 
     file: int
@@ -54,7 +54,7 @@ def sources_of(files: Sequence[str | Path]) -> list[Source]:
     return [partial(read_stored, Path(file)) for file in files]
 
 
-def cut_shards(corpus: Corpus, characters: int) -> list[Shard]:
+def cut_shards(corpus: Corpus, characters: int) -> list[TextShard]:
     """Shards of about so many characters, an item at least; read once, and nothing of it is held.
 
     >>> [(shard.first, shard.items) for shard in cut_shards(Corpus.of(["one", "two", "three"]), 6)]
@@ -62,20 +62,20 @@ def cut_shards(corpus: Corpus, characters: int) -> list[Shard]:
     """
     if characters < 1:
         raise HeadwiseError(f"a shard has at least one character, got {characters}.")
-    shards: list[Shard] = []
+    shards: list[TextShard] = []
     begun: tuple[int, int] | None = None
     items, size, related, made = 0, 0, False, hashlib.sha256()
     sources = sources_of(corpus.files) or [corpus.items]
     for file, source in enumerate(sources):
         for place, item in enumerate(source()):
             if begun is not None and size + len(item.text) > characters:
-                shards.append(Shard(*begun, items, size, related, made.hexdigest()))
+                shards.append(TextShard(*begun, items, size, related, made.hexdigest()))
                 begun, items, size, related, made = None, 0, 0, False, hashlib.sha256()
             begun = begun or (file, place)
             made.update(_bytes(item))
             items, size, related = items + 1, size + len(item.text), related or isinstance(item, Document)
     if begun is not None:
-        shards.append(Shard(*begun, items, size, related, made.hexdigest()))
+        shards.append(TextShard(*begun, items, size, related, made.hexdigest()))
     if not any(shard.characters for shard in shards):
         raise HeadwiseError(f"{corpus.name} is empty; give some text.")
     return shards

@@ -18,7 +18,7 @@ from headwise.kernels.together import told_of_peers
 from headwise.model import Transformer, quiet
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
-from headwise.team.layout import Layout, clip, counted_rows, settle
+from headwise.team.layout import TeamLayout, clip, counted_rows, settle
 from headwise.team.team import join_team
 from headwise.text import Tokenizer
 from headwise.train.batches import Hide, TokenRows, in_order, make_rows, masked
@@ -99,7 +99,7 @@ def start(
         folder, how = Path(scratch) if out is None else Path(out), request.how
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
-        layout = Layout.of(how.parallel, team, how.head_processes)
+        layout = TeamLayout.of(how.parallel, team, how.head_processes)
         return _run(prepare(request, folder, layout), how, folder, out is not None, call, every, progress)
 
 

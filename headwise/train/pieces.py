@@ -44,7 +44,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorPiece:
     """A part of a tensor that is in this process: where it begins there, and how large the whole is."""
 
     tensor: Tensor  # a view: what is read goes where the weights are
@@ -83,7 +83,7 @@ class _Loads(DefaultLoadPlanner):
         return self.state_dict[index.fqn].tensor
 
 
-def pieces_of(model: Transformer, name: str, value: Tensor) -> Iterator[tuple[str, Piece]]:
+def pieces_of(model: Transformer, name: str, value: Tensor) -> Iterator[tuple[str, TensorPiece]]:
     """A parameter of this process, or what the optimizer remembers of it, as pieces of the whole model's, by name."""
     here, start = local(value).detach(), offset(value)
     if not here.numel():
@@ -98,7 +98,7 @@ def pieces_of(model: Transformer, name: str, value: Tensor) -> Iterator[tuple[st
     first, whole = _in_whole(model, share, name, value)
     at = (first[0] + start, *first[1:])
     shared = whole == tuple(value.shape) and share.number > 0  # all processes that share heads have it
-    yield name, Piece(here, at, whole, written=not shared)
+    yield name, TensorPiece(here, at, whole, written=not shared)
 
 
 def _in_whole(model: Transformer, share: Share, name: str, value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -115,7 +115,7 @@ def _in_whole(model: Transformer, share: Share, name: str, value: Tensor) -> tup
 
 def _by_head(
     layer: MultiHeadAttention, prefix: str, rest: str, here: Tensor, start: int
-) -> Iterator[tuple[str, Piece]]:
+) -> Iterator[tuple[str, TensorPiece]]:
     """The weights of a layer, head by head: each keeps its axis, with one entry."""
     spec, share = layer.spec, layer.share
     before = [] if share is None else share.key_places[: share.together.rank]
@@ -123,10 +123,10 @@ def _by_head(
     if rest == "write.weight":  # (rows, H·e)
         for number, block in zip(spec.head_ids, here.split(spec.value_dim, 1), strict=True):
             whole = (spec.width, 1, spec.value_dim)
-            yield f"{prefix}{rest}/1/{number}", Piece(block.unsqueeze(1), (start, 0, 0), whole)
+            yield f"{prefix}{rest}/1/{number}", TensorPiece(block.unsqueeze(1), (start, 0, 0), whole)
     elif not rest.startswith("read."):  # a number, or some, for each head
         for row, one in enumerate(here.split(1)):
-            yield f"{prefix}{rest}/0/{spec.head_ids[start + row]}", Piece(one, (0,) * one.ndim, tuple(one.shape))
+            yield f"{prefix}{rest}/0/{spec.head_ids[start + row]}", TensorPiece(one, (0,) * one.ndim, tuple(one.shape))
     else:
         slab, _, kind = rest.removeprefix("read.").rpartition("_")
         top, end = 0, start + len(here)
@@ -138,7 +138,7 @@ def _by_head(
                     rows = here[low - start : high - start].unsqueeze(0)  # (1, rows, D)
                     at = (0, low - top, *[0] * (rows.ndim - 2))
                     whole, copied = (1, channels, *rows.shape[2:]), letter != "q" and number in taken
-                    yield f"{prefix}read.{letter}.{kind}/0/{number}", Piece(rows, at, whole, written=not copied)
+                    yield f"{prefix}read.{letter}.{kind}/0/{number}", TensorPiece(rows, at, whole, written=not copied)
                 top += channels
 
 
@@ -209,27 +209,29 @@ def _writer(folder: Path) -> HuggingFaceStorageWriter:
     return HuggingFaceStorageWriter(str(folder / PIECES), save_distributed=True)
 
 
-def _weights(loss: Loss) -> dict[str, Piece]:
+def _weights(loss: Loss) -> dict[str, TensorPiece]:
     """All weights of the model, frozen ones too, and what the loss has of its own."""
     model = _model(loss)
-    made: dict[str, Piece] = {}
+    made: dict[str, TensorPiece] = {}
     for name, value in model.named_parameters():
         made |= {f"{MODEL}{part}": piece for part, piece in pieces_of(model, name, value)}
     for name, value in loss.learning().items():
         if name.startswith("loss."):
-            made[f"own:{name}"] = Piece(value.detach(), (0,) * value.ndim, tuple(value.shape), written=_leads(model))
+            made[f"own:{name}"] = TensorPiece(
+                value.detach(), (0,) * value.ndim, tuple(value.shape), written=_leads(model)
+            )
     return made
 
 
-def _moments(loss: Loss, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+def _moments(loss: Loss, optimizer: torch.optim.Optimizer) -> dict[str, TensorPiece]:
     """What the optimizer remembers."""
-    model, made = _model(loss), dict[str, Piece]()
+    model, made = _model(loss), dict[str, TensorPiece]()
     for name, value in loss.learning().items():
         for what, kept in optimizer.state.get(value, {}).items():
             if what not in MOMENTS:
                 continue  # how many steps there were is known
             if name.startswith("loss."):
-                made[f"{what}:{name}"] = Piece(kept, (0,) * kept.ndim, tuple(kept.shape), written=_leads(model))
+                made[f"{what}:{name}"] = TensorPiece(kept, (0,) * kept.ndim, tuple(kept.shape), written=_leads(model))
             else:
                 made |= {f"{what}:{part}": piece for part, piece in pieces_of(model, name, kept)}
     return made

@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.aligned import aligned
 from headwise.model import AnyModel, Transformer
 from headwise.spec import ModelSpec
-from headwise.team.layout import Layout
+from headwise.team.layout import TeamLayout
 from headwise.team.team import Team
 from headwise.text import Tokenizer
 from headwise.text.make import add_frame, add_mask, make_tokenizer
@@ -37,7 +37,7 @@ class Prepared:
     context: int
     objective: str
     asked: dict[str, Any]  # what was asked for, as it is noted in the folder
-    layout: Layout  # who shares what
+    layout: TeamLayout  # who shares what
 
     @property
     def model(self) -> Transformer:
@@ -45,7 +45,7 @@ class Prepared:
         return self.loss.model  # pyright: ignore[reportReturnType]
 
 
-def prepare(request: TrainRequest, folder: Path, layout: Layout) -> Prepared:
+def prepare(request: TrainRequest, folder: Path, layout: TeamLayout) -> Prepared:
     """Check what was asked, claim the folder, and make or find everything in it."""
     given, recipe, tokenizer, team = request.model, request.how, request.tokenizer, layout.team
     corpus, valid = request.texts, request.held_out
@@ -109,7 +109,7 @@ def recall(folder: Path, make_loss: MakeLoss, everyone: Team) -> tuple[Prepared,
     """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
     asked = asked_before(folder)
     spec, recipe = ModelSpec.from_json(json.dumps(asked["spec"])), Recipe.from_json(json.dumps(asked["recipe"]))
-    layout = Layout.of(recipe.parallel, everyone, recipe.head_processes)
+    layout = TeamLayout.of(recipe.parallel, everyone, recipe.head_processes)
     tokenizer = Tokenizer.load(folder / "tokens")
     if asked["weights"] is None:
         model = _model(spec, tokenizer, recipe.seed)
@@ -169,7 +169,7 @@ def _model(given: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> T
     return given
 
 
-def _loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: Layout) -> Loss:
+def _loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: TeamLayout) -> Loss:
     """The model with what it learns from; what the loss draws for itself follows from the seed."""
     model = layout.arranged(model)
     with torch.random.fork_rng():

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.attach.wiring import block_of
 from headwise.look.worth.ablate import stand_in
 from headwise.look.worth.sweep import sweep
-from headwise.look.worth.targets import Asked
+from headwise.look.worth.targets import TargetBatch
 from headwise.model.loss import IGNORE
 from tests.attach.models import BY_NAME, CASES, VOCAB, T
 
@@ -19,7 +19,7 @@ TEXTS = [case for case in CASES if case.kind in ("decoder", "encoder", "two")]
 EXACT = 1e-6  # of the largest loss, relative
 
 
-def asked_of(kind: str) -> Asked:
+def asked_of(kind: str) -> TargetBatch:
     """Two texts, one padded on the right, each with a few tokens asked for."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB, (2, T), generator=dice)
@@ -28,11 +28,11 @@ def asked_of(kind: str) -> Asked:
     targets = torch.randint(3, VOCAB, (2, T), generator=dice).masked_fill(~real, IGNORE)
     targets[:, ::3] = IGNORE
     if kind != "two":
-        return Asked(ids, real, targets, real)
-    return Asked(ids, real, targets, real, source=ids.roll(1, 1), source_real=real)
+        return TargetBatch(ids, real, targets, real)
+    return TargetBatch(ids, real, targets, real, source=ids.roll(1, 1), source_real=real)
 
 
-def by_whole_passes(theirs: Any, asked: Asked) -> dict[Any, Tensor]:
+def by_whole_passes(theirs: Any, asked: TargetBatch) -> dict[Any, Tensor]:
     """Silence a head, run the model, read off the loss: for every head, text by text."""
 
     def loss() -> Tensor:

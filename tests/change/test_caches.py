@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.change.caches import CacheStudy, cache_study
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.report import cache_bytes
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.spec import Keeps
 from tests.teach.tiny import make
@@ -139,4 +139,4 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(HeadwiseError, match="say what key heads keep"):
         cache_study(model, CacheStudy(shares=(0.5,), first=1, last=8, on=LINES), out="nowhere")
     with pytest.raises(HeadwiseError, match="no text is longer than 71 tokens"):
-        Trial.of(model, LINES, past=70)
+        PairedEvaluation.of(model, LINES, past=70)

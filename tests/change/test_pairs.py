@@ -14,11 +14,11 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.change.curve import curve
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
 from headwise.change.plan import Plan
 from headwise.change.report import report
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.look.worth.outputs import mean_activations, read_on
 from headwise.model import Transformer
@@ -67,7 +67,7 @@ def loss_without(model: Transformer, heads: str, folded: bool = True) -> float:
 @pytest.mark.parametrize("name", SPECS)
 def test_a_trial_asks_for_every_text_of_every_pair(name: str) -> None:
     model = reading(SPECS[name])
-    trial = Trial.of(model, PAIRS)
+    trial = PairedEvaluation.of(model, PAIRS)
     order = [number for asked in trial.batches for number in asked.units]
     with torch.no_grad():
         want = [float(one.sum()) for one in surprises(model)]
@@ -75,10 +75,10 @@ def test_a_trial_asks_for_every_text_of_every_pair(name: str) -> None:
     assert sorted(order) == list(range(len(PAIRS)))
     np.testing.assert_allclose(trial.full, [want[number] for number in order], atol=CLOSE)
     assert trial.counts.tolist() == [lengths[number] for number in order]
-    assert trial.figure(trial.full).mean == pytest.approx(mean_loss(model), abs=CLOSE)
+    assert trial.estimate(trial.full).mean == pytest.approx(mean_loss(model), abs=CLOSE)
     assert trial.metric == "nats a token"
     other = reading(SPECS[name], seed=1)
-    assert trial.figure(trial.losses(other)).mean == pytest.approx(mean_loss(other), abs=CLOSE)
+    assert trial.estimate(trial.losses(other)).mean == pytest.approx(mean_loss(other), abs=CLOSE)
 
 
 def test_pairs_are_dealt_out_whole(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_what_cannot_be_done_is_refused() -> None:
             lambda m, on: Plan.make(m, keep=0.5, on=on, fold=False),
             lambda m, on: Plan.make(m, keep=0.5, on=on, fold=False, by="gates", steps=1),
             lambda m, on: Plan.make(m, cut="cross.0.0" if m is both else "0.0", on=on),
-            Trial.of,
+            PairedEvaluation.of,
             curve,
             lambda m, on: learn_gates(m, on, keep=0.5, steps=1),
             lambda m, on: heal(deepcopy(m).float(), on, steps=1, progress=False),

@@ -15,12 +15,12 @@ from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.change.curve import curve
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.heal import heal
 from headwise.change.prune import prune
 from headwise.change.rank import rank
 from headwise.change.report import Footprint, report
 from headwise.change.timing import Timing
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_activations
@@ -175,8 +175,8 @@ def test_healing_is_told_beside_others_that_were_healed_alike() -> None:
             report(model, small, TEXTS, **options)  # pyright: ignore
 
 
-def trial_of(counts: list[int]) -> Trial:
-    return Trial((), (), np.array(counts))
+def trial_of(counts: list[int]) -> PairedEvaluation:
+    return PairedEvaluation((), (), np.array(counts))
 
 
 def test_a_difference_from_random_cuts_knows_that_they_were_drawn() -> None:
@@ -292,7 +292,7 @@ def test_what_cannot_be_reported() -> None:
         with pytest.raises(HeadwiseError, match=message):
             report(before, after, on)
     with pytest.raises(HeadwiseError, match="needs pairs"):
-        Trial.of(reading(MODELS["encoder-decoder"]), TEXTS)
+        PairedEvaluation.of(reading(MODELS["encoder-decoder"]), TEXTS)
 
 
 # Two halves.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.change.passkey import DIGITS, Case, Passkeys, ask_passkeys, make_cases
+from headwise.change.passkey import DIGITS, PasskeyCase, Passkeys, ask_passkeys, make_cases
 from headwise.change.plan import Plan
 from headwise.change.report import Footprint, random_plan, report
 from headwise.change.streaming import STREAM_WAYS, streaming_now
@@ -315,7 +315,7 @@ def test_who_writes_the_key_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Passkeys(cases, (True, True, False))
     assert found.kept(whole) == (1, 2)
     with pytest.raises(HeadwiseError, match="the same cases"):
-        found.kept(Passkeys((Case((1,), "1", 0.5),), (True,)))
+        found.kept(Passkeys((PasskeyCase((1,), "1", 0.5),), (True,)))
 
 
 def _letters() -> Tokenizer:

@@ -8,9 +8,9 @@ import pytest
 
 import headwise as hw
 from headwise.change import plan as plans
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.request import PruneRequest, PruneWords
 from headwise.change.study import PruneStudy, prune_study
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.look.record.reading import Reading
 from tests.change.test_prune import MODELS, TEXTS, reading, same_weights
@@ -56,7 +56,7 @@ def test_a_study_in_one_call(tmp_path: Path, hashed: list[Any]) -> None:
     assert made.model.spec == bare.spec
     assert not same_weights(made.model, bare), "it is healed"
     assert same_weights(hw.load(tmp_path / "small", dtype=None), made.model)
-    trial = Trial.of(model, judging)
+    trial = PairedEvaluation.of(model, judging)
     assert made.report.loss_after.mean == pytest.approx(trial.losses(bare).sum() / trial.counts.sum(), abs=1e-6)
     hashed.clear()
     again = prune_study(model, PruneStudy(PruneRequest(on=MANY), hw.Plan.load(tmp_path / "plan.json"), seeds=1))

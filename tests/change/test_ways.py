@@ -11,7 +11,7 @@ from rich.console import Console
 import headwise as hw
 from headwise.change.curve import curve, usual_bys
 from headwise.change.plan import Plan
-from headwise.change.ways import WAYS, Question, Scores, Way
+from headwise.change.ways import WAYS, RankingInput, Scores, Way
 from headwise.errors import HeadwiseError
 from headwise.model import AnyModel
 from headwise.show.prune import show_plan
@@ -21,7 +21,7 @@ from tests.runner import headwise
 TEXTS = ["the cat saw the dog", "a dog ran to the tree", "it was green", "and the cat slept"]
 
 
-def by_length(model: AnyModel, ask: Question) -> Scores:
+def by_length(model: AnyModel, ask: RankingInput) -> Scores:
     """The length of what a head writes with; no text is read."""
     return {head.address: head.W_O.detach().norm().item() for head in model.heads}
 

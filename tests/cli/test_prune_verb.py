@@ -10,8 +10,8 @@ import torch
 
 import headwise as hw
 from headwise.change.cut import cut
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.plan import Plan
-from headwise.change.trial import Trial
 from headwise.look.worth.outputs import read_on
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -200,7 +200,7 @@ def test_a_cut_model_is_healed_before_it_is_saved(folder: str, texts: str, tmp_p
     told = json.loads(done.out)["report"]
     _, judging = read_on(bare, Corpus.named([texts])).first(8).halves()
     for model, figure in ((bare, told["loss_after"]), (healed, told["healed"]["loss"])):
-        trial = Trial.of(model, judging)
+        trial = PairedEvaluation.of(model, judging)
         assert figure["mean"] == pytest.approx(trial.full.sum() / trial.counts.sum(), abs=1e-6)
     assert len(told["random"]) == len(told["healed"]["random"]) == 3
     assert all(after != before for after, before in zip(told["healed"]["random"], told["random"], strict=True))

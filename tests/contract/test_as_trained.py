@@ -19,9 +19,9 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.change.curve import curve
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
-from headwise.change.trial import Trial
 from headwise.lab.experiments.claims.ensemble import average_loss
 from headwise.look.measure.variability import variability
 from headwise.look.worth.outputs import mean_activations
@@ -196,8 +196,8 @@ def test_the_loss_told_while_training_is_the_loss_measured_afterwards(folder: Pa
     state["embed.positions.weight"] = F.pad(state["embed.positions.weight"], (0, 0, 0, 1))
     roomy.load_state_dict(state)
     roomy.tokenizer = tokenizer
-    trial = Trial.of(roomy, cut)
-    assert trial.figure(trial.full).mean == pytest.approx(by_hand, abs=1e-6)
+    trial = PairedEvaluation.of(roomy, cut)
+    assert trial.estimate(trial.full).mean == pytest.approx(by_hand, abs=1e-6)
     assert hw.importance(roomy, cut, heads="0.0").clean == pytest.approx(by_hand, abs=1e-6)
 
 

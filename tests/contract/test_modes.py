@@ -10,9 +10,9 @@ from torch import nn
 
 import headwise as hw
 from headwise.change.curve import curve
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.gates import learn_gates
 from headwise.change.report import report
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.look.measure.variability import variability
 from headwise.look.profile.best_heads import coreference
@@ -81,7 +81,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "HeadHistory": lambda model: hw.HeadHistory(SHORT, relations=False)(model, 0),
     "learn_gates": lambda model: learn_gates(model, SHORT, keep=0.5, steps=2),
     "Plan.make": lambda model: hw.Plan.make(model, keep=0.5, on=SHORT),
-    "Trial": lambda model: Trial.of(model, SHORT),
+    "PairedEvaluation": lambda model: PairedEvaluation.of(model, SHORT),
     "report": lambda model: report(model, hw.prune(model, heads="1.0", fold=False), SHORT, seeds=1, turns=1, length=16),
     "curve": lambda model: curve(model, SHORT, keeps=(0.5,), bys=("random",), seeds=1),
     "Live.predict": lambda model: Live(model).predict(SHORT[0]),

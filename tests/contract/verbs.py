@@ -12,11 +12,11 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.change.curve import curve
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.gates import learn_gates
 from headwise.change.heal import heal
 from headwise.change.report import report
 from headwise.change.timing import Timing
-from headwise.change.trial import Trial
 from headwise.look.measure.retrieval import Retrieval
 from headwise.look.measure.variability import variability
 from headwise.look.profile.best_heads import coreference
@@ -112,7 +112,7 @@ CHANGES: dict[str, Verb] = {
     "Plan.make": lambda model, name: hw.Plan.make(model, keep=0.5, on=corpus(name)).worth,
     "Plan.make, gradient": lambda model, name: hw.Plan.make(model, keep=0.5, by="gradient", on=corpus(name)).worth,
     "learn_gates": lambda model, name: learn_gates(model, corpus(name), keep=0.5, steps=2),
-    "trial": lambda model, name: Trial.of(model, corpus(name)).full,
+    "trial": lambda model, name: PairedEvaluation.of(model, corpus(name)).full,
     "report": lambda model, name: report(
         model, model.without(_head(model)), corpus(name), seeds=1, turns=1, length=8
     ),

@@ -13,7 +13,7 @@ from tokenizers import normalizers
 import headwise as hw
 from headwise.deploy.check import compare
 from headwise.deploy.layers import filled_layers
-from headwise.deploy.llama_cpp import Step, cut_texts, is_there, write_on
+from headwise.deploy.llama_cpp import EngineToken, cut_texts, is_there, write_on
 from headwise.spec import Rotary, RotaryScaling
 from tests.deploy.llamas import SPEC, TEXTS, llama, random_cut, sentencepiece, tokenizer, without
 
@@ -235,9 +235,9 @@ def test_where_texts_part_is_told() -> None:
     ids = prompts(1)[0]
     logs = model(torch.tensor([ids]))[0, -1].log_softmax(-1).detach()
     best, second = logs.topk(2).indices.tolist()
-    right = [[Step(best, {best: float(logs[best])})]]
+    right = [[EngineToken(best, {best: float(logs[best])})]]
     assert compare(model, [ids], right).agrees
-    wrong = compare(model, [ids], [[Step(second, {second: float(logs[second]) + 0.25})]])
+    wrong = compare(model, [ids], [[EngineToken(second, {second: float(logs[second]) + 0.25})]])
     assert wrong.parted == 1
     assert wrong.largest == pytest.approx(0.25, abs=1e-6)
     assert wrong.agrees == (float(logs[best] - logs[second]) < 1e-2)

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.lab.experiments.lookups import LookUps, Reader, learn_lookups, marks
+from headwise.lab.experiments.lookups import LookupModel, LookUps, learn_lookups, marks
 
 SYMBOLS, LENGTH = 5, 6
 SHARP = 30.0  # a score that leaves nothing to the other places
 
 
 @torch.no_grad()
-def by_hand(offsets: tuple[int, ...], looks: tuple[tuple[int, ...], ...]) -> Reader:
+def by_hand(offsets: tuple[int, ...], looks: tuple[tuple[int, ...], ...]) -> LookupModel:
     """One-hot symbols and places; head h looks at offsets `looks[h]` in equal parts, look-up i reads head i, or the last."""
     task = LookUps(offsets, SYMBOLS, LENGTH)
     heads, d = len(looks), SYMBOLS + LENGTH
-    reader = Reader(task, heads, width=heads * d)
+    reader = LookupModel(task, heads, width=heads * d)
     for weight in reader.parameters():
         weight.zero_()
     reader.symbols.weight[:, :SYMBOLS] = torch.eye(SYMBOLS)

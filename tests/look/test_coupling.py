@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.quantise import quantise
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.look.worth import changed
 from headwise.look.worth.coupling import together
@@ -37,7 +37,7 @@ def before_keys() -> tuple[str, ...]:
 def test_an_encoder_decoder_and_a_whole_pass_agree() -> None:
     model, texts = make(kind="encoder-decoder"), [(one, one) for one in TEXTS]
     found = together(model, texts, [("cross.1.0", "enc.0.1")], bits=2)
-    trial = Trial.of(model, texts)
+    trial = PairedEvaluation.of(model, texts)
     copy = quantise(model, {"cross.1.0": 2, "enc.0.1": 2}, basis="balanced")
     more = trial.difference(trial.losses(copy), trial.full).mean
     assert found.sums.sum() / found.counts.sum() == pytest.approx(more, abs=2e-5)
@@ -53,7 +53,7 @@ def test_one_head_alone_is_both_of_its_pairs_of_matrices() -> None:
 def test_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(bias=True)
     before = state_of(model)
-    monkeypatch.setattr(changed.Blocks, "run", _fails_later(changed.Blocks.run))
+    monkeypatch.setattr(changed.FromLayer, "run", _fails_later(changed.FromLayer.run))
     with pytest.raises(RuntimeError, match="no memory"):
         together(model, TEXTS, [("0.1",), ("0.1", "1.1")], bits=2)
     assert unchanged(model, before)

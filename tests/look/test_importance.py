@@ -14,7 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.worth.ablate import Means, ablated, mean_activations, mean_of, record_z, stand_in
 from headwise.look.worth.importance import importance
 from headwise.look.worth.sweep import slopes, sweep
-from headwise.look.worth.targets import Asked
+from headwise.look.worth.targets import TargetBatch
 from headwise.model import Transformer
 from headwise.model.loss import IGNORE
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
@@ -172,7 +172,7 @@ def test_attribution_can_miss_everything() -> None:
     means = Means(
         "global", {site: (0,)}, {site: torch.tensor([[[-1.0, 0.0]]]).double()}, {site: torch.ones(1).double()}
     )
-    asked = Asked(torch.tensor([[0, 1]]), torch.ones(1, 2).bool(), torch.tensor([[IGNORE, 0]]), None)
+    asked = TargetBatch(torch.tensor([[0, 1]]), torch.ones(1, 2).bool(), torch.tensor([[IGNORE, 0]]), None)
     heads = (first.address,)  # pyright: ignore
 
     def stands(site: Any, chosen: Any) -> Any:

@@ -14,7 +14,7 @@ from headwise.look.measure.measure import Measure, Number, WeightAt, WeightOn
 from headwise.look.measure.retrieval import CUE, NEEDLE, Retrieval, make_needles
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.trials import run_trial
+from headwise.look.measure.tasks import run_task
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import Role
@@ -207,7 +207,7 @@ def test_the_head_that_copies_retrieves() -> None:
     head that looks at the same token, or one back, at none."""
     model, tally = decoder(), Tally(12)
     with torch.no_grad():
-        run_trial(model, Retrieval(THREE), tally)
+        run_task(model, Retrieval(THREE), tally)
     names = [str(address) for site in model.sites() for address in site.addresses]
     score, null, valued = (tally.mean(name) for name in ("retrieval", "retrieval null", "retrieval valued"))
     assert score[names.index("1.0")] == valued[names.index("1.0")] == pytest.approx(1)

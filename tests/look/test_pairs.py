@@ -14,7 +14,7 @@ from headwise.look.record.reading import Reading
 from headwise.look.record.units import make_batch, make_batches
 from headwise.look.worth.ablate import ablated, mean_activations
 from headwise.look.worth.importance import importance
-from headwise.look.worth.targets import ask, read_asked
+from headwise.look.worth.targets import ask, askable_units
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.make import word_tokenizer
@@ -99,11 +99,11 @@ def test_both_sides_of_a_batch_are_padded_on_the_right() -> None:
 @torch.no_grad()
 def test_a_padded_batch_answers_as_each_pair_alone(name: str) -> None:
     model = reading(SPECS[name])
-    asked = ask(model, make_batch(list(read_asked(model, Reading.of(model, PAIRS, asked=True)))))
+    asked = ask(model, make_batch(list(askable_units(model, Reading.of(model, PAIRS, asked=True)))))
     got = asked.answers(model, asked.pick(asked.run(model)))
     assert_equal(got, torch.stack([one.sum() for one in surprises(model)]))
     assert asked.counts.tolist() == [len(one) for one in surprises(model)]
-    last = ask(model, make_batch(list(read_asked(model, Reading.of(model, PAIRS, asked=True)))), "last")
+    last = ask(model, make_batch(list(askable_units(model, Reading.of(model, PAIRS, asked=True)))), "last")
     assert_equal(last.answers(model, last.pick(last.run(model))), torch.stack([one[-1] for one in surprises(model)]))
 
 
@@ -264,7 +264,7 @@ def test_the_model_stays_as_it_is() -> None:
 
 def test_ablation_around_ones_own_call_agrees() -> None:
     model = reading(SPECS["plain"])
-    batch = make_batch(list(read_asked(model, Reading.of(model, PAIRS, asked=True))))
+    batch = make_batch(list(askable_units(model, Reading.of(model, PAIRS, asked=True))))
     asked, means = ask(model, batch), mean_activations(model, PAIRS, "position")
     sides = {"padding": batch.real[:, :-1], "source_padding": batch.source_real}
     found = importance(model, PAIRS, means=means)

@@ -14,7 +14,7 @@ from headwise.kernels import causal, maps
 from headwise.look.measure import rows
 from headwise.look.measure.repeats import Echo, Repeats, make_repeats
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.trials import run_trial
+from headwise.look.measure.tasks import run_task
 from headwise.look.record.units import make_batch
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.make import word_tokenizer
@@ -40,7 +40,7 @@ def echo(scores: Tensor, m: int, start: int, plain: Tensor | None = None, **opti
     tally = Tally(1)
     given = {True: scores, False: torch.zeros_like(scores) if plain is None else plain}
     calls = {twice: by_scores(some.double()[None, None], causal(), **options) for twice, some in given.items()}
-    run_trial(Recited(calls), Echo(repeats_of(m, start)), tally)  # pyright: ignore[reportArgumentType]
+    run_task(Recited(calls), Echo(repeats_of(m, start)), tally)  # pyright: ignore[reportArgumentType]
     return tally
 
 
@@ -162,7 +162,7 @@ def test_against_whole_maps() -> None:
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(17)])
     repeats = make_repeats(model, sequences=5, length=8)
     m, tally = repeats.length, Tally(4)
-    run_trial(model, Echo(repeats), tally)
+    run_task(model, Echo(repeats), tally)
     for kind, ids in (("", repeats.twice), (" null", repeats.once)):
         kept = []
         with model.sites()[0].listen(lambda seen, kept=kept: kept.append(maps(seen.q, seen.k, seen.terms))):
@@ -196,5 +196,5 @@ def test_no_room_to_repeat() -> None:
     assert len(made.twice) == 0
     tally = Tally(2)
     model.all_sites = list
-    run_trial(model, Echo(made), tally)  # pyright: ignore[reportArgumentType]
+    run_task(model, Echo(made), tally)  # pyright: ignore[reportArgumentType]
     assert np.isnan([tally.mean(name) for name in ("induction", "duplicate valued")]).all(), "not asked, so not told"

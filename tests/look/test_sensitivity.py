@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from headwise.change.evaluation import PairedEvaluation
 from headwise.change.quantise import quantise
-from headwise.change.trial import Trial
 from headwise.errors import HeadwiseError
 from headwise.kernels.rounding import rounded
 from headwise.look.worth import changed
@@ -24,7 +24,7 @@ TEXTS = [
 
 
 def gained(model: Transformer, other: AnyModel) -> float:
-    trial = Trial.of(model, TEXTS)
+    trial = PairedEvaluation.of(model, TEXTS)
     return trial.difference(trial.losses(other), trial.full).mean
 
 
@@ -55,7 +55,7 @@ def test_it_is_what_a_copy_with_that_pair_rounded_loses(kv_heads: int, basis: ro
 def test_two_stacks() -> None:
     model, texts = make(kind="encoder-decoder"), [(one, one) for one in TEXTS]
     found = sensitivity(model, texts, heads="cross.1.*", bits=(2,), basis="given")
-    copy, trial = quantise(model, {"cross.1.0:qk": 2}), Trial.of(model, texts)
+    copy, trial = quantise(model, {"cross.1.0:qk": 2}), PairedEvaluation.of(model, texts)
     more = trial.difference(trial.losses(copy), trial.full).mean
     assert found["cross.1.0", "qk", 2].more == pytest.approx(more, abs=2e-5)
 
@@ -76,7 +76,7 @@ def test_cached_keys_and_values() -> None:
             k, v = (held["keys"], v) if part == "keys" else (k, held["values"])
             return q, k, v, mask, bias
 
-        trial = Trial.of(model, TEXTS)
+        trial = PairedEvaluation.of(model, TEXTS)
         layer._project = changed
         try:
             return trial.difference(trial.losses(model), trial.full).mean
@@ -136,7 +136,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
 def test_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(bias=True)
     before = state_of(model)
-    monkeypatch.setattr(changed.Blocks, "run", _fails_later(changed.Blocks.run))
+    monkeypatch.setattr(changed.FromLayer, "run", _fails_later(changed.FromLayer.run))
     with pytest.raises(RuntimeError, match="no memory"):
         sensitivity(model, TEXTS)
     assert unchanged(model, before)

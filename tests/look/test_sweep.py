@@ -13,7 +13,7 @@ from headwise.look.record.units import make_batch
 from headwise.look.worth.ablate import ablated, mean_of, record_z, stand_in
 from headwise.look.worth.importance import importance
 from headwise.look.worth.sweep import sweep, sweep_cost
-from headwise.look.worth.targets import Asked, ask
+from headwise.look.worth.targets import TargetBatch, ask
 from headwise.model.block import Block
 from headwise.model.loss import IGNORE
 from headwise.spec import ModelSpec
@@ -115,7 +115,7 @@ def test_single_precision_and_padding_on_either_side(name: str) -> None:
     targets = torch.full_like(ids, IGNORE)
     targets[real] = token_ids(1, int(real.sum()), seed=5)[0]
     heads = model.spec.addresses
-    lost, _ = sweep(model, Asked(ids, real, targets, real), heads, lambda s, c: stand_in(s, c, "zero"), tokens=80)
+    lost, _ = sweep(model, TargetBatch(ids, real, targets, real), heads, lambda s, c: stand_in(s, c, "zero"), tokens=80)
     with torch.no_grad():
         for row in range(3):
             alone, wanted = ids[row : row + 1, real[row]], targets[row, real[row]]
@@ -136,7 +136,7 @@ def test_the_cost_is_what_is_counted(name: str, rows: int | None) -> None:
     targets = ids.clone()
     if rows is not None:
         targets[:, :-1] = IGNORE
-    asked = Asked(ids, torch.ones(1, T).bool(), targets, None)
+    asked = TargetBatch(ids, torch.ones(1, T).bool(), targets, None)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         sweep(model, asked, spec.addresses, lambda s, c: stand_in(s, c, "zero"))
     cost = sweep_cost(spec, T, rows)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.change.curve import Curve, Point
-from headwise.change.trial import Figure
+from headwise.change.curve import Curve, CurvePoint
+from headwise.change.evaluation import Estimate
 from headwise.errors import HeadwiseError
 from headwise.look.compare.compare import Comparison
 from headwise.look.profile.history import MEASURES, HeadHistory
@@ -114,11 +114,11 @@ def test_lives(steps: int, heads: int) -> None:
 
 def test_a_curve_has_a_line_and_a_band_for_each_way_to_choose() -> None:
     points = [
-        Point(by, keep, 4, Figure(2.0, 1.9, 2.1), Figure(more, more - 0.1, more + 0.1))
+        CurvePoint(by, keep, 4, Estimate(2.0, 1.9, 2.1), Estimate(more, more - 0.1, more + 0.1))
         for by, more in (("ablation", 0.2), ("random", 2.0))
         for keep in (0.75, 0.5)
     ]
-    drawn = draw_pruning(Curve("nats a token", 8, 3, Figure(1.8, 1.7, 1.9), tuple(points)))
+    drawn = draw_pruning(Curve("nats a token", 8, 3, Estimate(1.8, 1.7, 1.9), tuple(points)))
     panel = drawn.figure.axes[0]
     lines = {str(line.get_label()): line for line in panel.lines}
     np.testing.assert_allclose(np.asarray(lines["ablation"].get_xdata()), [0.5, 0.75, 1.0])

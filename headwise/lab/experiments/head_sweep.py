@@ -28,7 +28,7 @@ DOCUMENTS = 100  # held out, on which the maps of heads are compared
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One head count: its sizes, and what its models came to, over seeds."""
 
     name: str
@@ -51,11 +51,11 @@ class Sweep:
     width: int
     steps: int
     seeds: int
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
     curves: dict[str, list[dict[str, Any]]]  # the held-out loss through training, by the name of a row
 
     @property
-    def best(self) -> Row:
+    def best(self) -> SweepRow:
         """The row with the lowest loss."""
         return min(self.rows, key=lambda row: row.loss.mean)
 
@@ -219,11 +219,11 @@ def _diversity(point: str, folder: str) -> dict[str, float]:
     return diversity(made.model(), read)
 
 
-def _row(name: str, made: list[Made], apart: list[dict[str, float]]) -> Row:
+def _row(name: str, made: list[Made], apart: list[dict[str, float]]) -> SweepRow:
     ended = [each for each in made if not each.diverged]
     spec = ended[0].model().spec if ended else made[0].point.spec
     measured = [told for told in apart if told]
-    return Row(
+    return SweepRow(
         name, spec.attention.heads, spec.attention.head_dim, spec.layers, spec.parameters,
         Figure.over([each.loss for each in made]),
         {kind: Figure.over([each.marks[kind] for each in ended]) for kind in (ended[0].marks if ended else ())},

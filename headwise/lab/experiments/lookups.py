@@ -43,7 +43,7 @@ class LookUps:
         return torch.stack([ids[:, furthest - back : self.length - back] for back in self.offsets], -1)
 
 
-class Reader(nn.Module):
+class LookupModel(nn.Module):
     """Tables of symbols and places, one attention layer, and a readout for each look-up; `hidden` > 0: an MLP between."""
 
     def __init__(self, task: LookUps, heads: int, width: int = 64, hidden: int = 0) -> None:
@@ -76,7 +76,7 @@ def learn_lookups(
     dice = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        reader = Reader(task, heads, width, hidden)
+        reader = LookupModel(task, heads, width, hidden)
     optimizer = torch.optim.AdamW(reader.parameters(), RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
     for _ in range(steps):
@@ -90,7 +90,7 @@ def learn_lookups(
 
 
 @torch.no_grad()
-def marks(reader: Reader, ids: Tensor) -> tuple[float, float]:
+def marks(reader: LookupModel, ids: Tensor) -> tuple[float, float]:
     """The share of look-ups a reader gets right, and of places where it gets all of them right."""
     right = reader(ids).argmax(-1) == reader.task.answers(ids)  # (B, T − furthest, k)
     return float(right.float().mean()), float(right.all(-1).float().mean())

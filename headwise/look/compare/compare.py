@@ -43,7 +43,7 @@ NULLS = {
 }
 
 
-class Pair(NamedTuple):
+class HeadPair(NamedTuple):
     """Two heads, how alike they are by some measure, and its null."""
 
     a: Address
@@ -74,14 +74,14 @@ class Comparison:
             raise HeadwiseError(f"{name!r} is not measured; {close_names(name, self.matrices | self.scores)}")
         return (self.matrices | self.scores)[name]
 
-    def nearest(self, address: Address | str, k: int = 5, by: str = "js") -> list[Pair]:
+    def nearest(self, address: Address | str, k: int = 5, by: str = "js") -> list[HeadPair]:
         """The k heads most like this one."""
         (head,) = select(Address.parse(address) if isinstance(address, str) else address, self.addresses)
         a = self.addresses.index(head)
         pairs = [self._pair(a, b, by) for b in range(len(self.addresses)) if b != a]
         return _most_alike(pairs, by)[:k]
 
-    def redundant(self, k: int = 10, by: str = "js") -> list[Pair]:
+    def redundant(self, k: int = 10, by: str = "js") -> list[HeadPair]:
         """The k pairs most alike, the null beside each; a composition is not symmetric and lists both ways."""
         H, directed = len(self.addresses), by.endswith("composition")
         pairs = [self._pair(a, b, by) for a in range(H) for b in range(0 if directed else a + 1, H) if a != b]
@@ -129,11 +129,11 @@ class Comparison:
         found = [x for a in heads for b in heads if a != b and not np.isnan(x := self.matrices[name][a, b])]
         return float(np.mean(found)) if found else float("nan")
 
-    def _pair(self, a: int, b: int, by: str) -> Pair:
+    def _pair(self, a: int, b: int, by: str) -> HeadPair:
         if by not in self.matrices:
             raise HeadwiseError(f"pairs are not measured by {by!r}; {close_names(by, self.matrices)}")
         null = np.broadcast_to(self.nulls[by], self.matrices[by].shape)
-        return Pair(
+        return HeadPair(
             self.addresses[a], self.addresses[b], float(self.matrices[by][a, b]), float((null[a, b] + null[b, a]) / 2)
         )
 
@@ -208,6 +208,6 @@ def _notes(model: AnyModel) -> dict[str, str]:
     return notes
 
 
-def _most_alike(pairs: list[Pair], by: str) -> list[Pair]:
+def _most_alike(pairs: list[HeadPair], by: str) -> list[HeadPair]:
     there = (pair for pair in pairs if not np.isnan(pair.value))
     return sorted(there, key=lambda pair: pair.value if by == "js" else -pair.value)

@@ -66,7 +66,7 @@ class SampledRows(NamedTuple):
     texts: int  # B
 
 
-class Sampling(Measure):
+class RowSampler(Measure):
     """Keeps some rows of some heads while a group of texts is read: it has no numbers of its own, for it is pairs of heads
     that are compared."""
 
@@ -95,7 +95,7 @@ class Sampling(Measure):
 
 def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> SampledRows:
     """One pass over a group of texts, these rows alone kept."""
-    kept = Sampling(places, wanted)
+    kept = RowSampler(places, wanted)
     Runner(Tally(len(wanted)), [kept]).read(model, [make_batch(units, device=model.device)])
     return SampledRows(torch.cat(kept.maps), torch.cat(kept.v), torch.cat(kept.z), len(units))
 

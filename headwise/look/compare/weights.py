@@ -25,7 +25,7 @@ Groups = dict[tuple[str, int], tuple[Tensor, Tensor]]  # W_K and W_V, which the 
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamPlace:
     """Which stream a head reads or writes, and when: a head reads what others wrote into the same stream before."""
 
     name: str
@@ -38,7 +38,7 @@ class HeadWeights:
 
     address: Address
     weights: dict[str, Tensor]  # q, k, v: (D, d); o: (e, D)
-    streams: dict[str, Stream]  # where q reads, where k and v read, where o writes
+    streams: dict[str, StreamPlace]  # where q reads, where k and v read, where o writes
     rotary: bool
     group: tuple[str, int]  # heads with the same share W_K and W_V
 
@@ -80,8 +80,8 @@ def _folded(head: Head, own: nn.Module | None, source: nn.Module | None, at_once
     weights = {"q": fold(head.W_Q, own), "k": groups[group][0], "v": groups[group][1], "o": _plain(head.W_O)}
     address, across = head.address, head.address.stack == "cross"
     stream = "enc" if address.stack == "enc" else "dec"
-    now = Stream(stream, 2 * address.layer + (across and not at_once))
-    theirs = Stream("enc", LAST) if across else now  # keys and values of cross-attention: the finished source
+    now = StreamPlace(stream, 2 * address.layer + (across and not at_once))
+    theirs = StreamPlace("enc", LAST) if across else now  # keys and values of cross-attention: the finished source
     streams = {"q": now, "k": theirs, "v": theirs, "o": now}
     return HeadWeights(address, weights, streams, head.layer.spec.rotary is not None, group)
 
@@ -242,7 +242,7 @@ def shared(heads: list[HeadWeights]) -> np.ndarray:
     return np.array([[a == b and i != j for j, b in enumerate(groups)] for i, a in enumerate(groups)])
 
 
-def _before(write: Stream, read: Stream) -> bool:
+def _before(write: StreamPlace, read: StreamPlace) -> bool:
     return write.name == read.name and write.turn < read.turn
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.look.measure.call import Call
 from headwise.look.measure.cases import ARCS, ECHO, NAMES, ROW, ROWS, Cases, Place, weights_at
 from headwise.look.measure.measure import Measure
-from headwise.look.measure.scene import Layout
+from headwise.look.measure.scene import ColumnLayout
 from headwise.look.record.units import Unit
 
 REACH = 128  # tokens are drawn among the first so many of a text
@@ -62,7 +62,7 @@ class Smallest:
 class Draw(Measure):
     """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases."""
 
-    def __init__(self, heads: int, echoes: Iterable[Place], layout: Layout) -> None:
+    def __init__(self, heads: int, echoes: Iterable[Place], layout: ColumnLayout) -> None:
         self.heads, self.echoes, self.marks = heads, tuple(echoes), layout.marks
         self.rules = tuple(aim.name for aim in layout.aims)  # that say where a row should look
         self._words: dict[str, Smallest] = {}

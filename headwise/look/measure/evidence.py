@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.look.measure.call import Call
 from headwise.look.measure.cases import marked, written
 from headwise.look.measure.measure import Measure, Taker
-from headwise.look.measure.rows import Block
+from headwise.look.measure.rows import RowBlock
 from headwise.look.measure.scene import FIRST
 from headwise.look.record.units import Unit
 from headwise.team.team import Team
@@ -47,7 +47,7 @@ class Evidence(Measure):
         """One call at one site."""
         return Strongest(self, call)
 
-    def add(self, heads: slice, block: Block, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
+    def add(self, heads: slice, block: RowBlock, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
         """Take the best rows of a block. `resting` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
         confidence = torch.where(resting, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
         B, h, R = confidence.shape
@@ -136,7 +136,7 @@ class Strongest(Taker):
     def __init__(self, evidence: Evidence, call: Call) -> None:
         self.evidence, self.call, self.first = evidence, call, call.scene.layout.place[FIRST]
 
-    def see(self, block: Block) -> None:
+    def see(self, block: RowBlock) -> None:
         """One block."""
         call, batch = self.call, self.call.scene.batch
         itself = (block.at(0, 1)[..., 0] == 1) & (not call.across)

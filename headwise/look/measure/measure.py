@@ -19,7 +19,7 @@ from headwise.look.record.units import Batch, Unit
 if TYPE_CHECKING:
     from headwise.look.measure.call import Call
     from headwise.look.measure.row_numbers import Rows
-    from headwise.look.measure.rows import Block
+    from headwise.look.measure.rows import RowBlock
 
 # How two become one: sums add up; both are the same, for they do not come from the corpus; the larger sample stays.
 ADD, ALIKE, LARGER = "add", "alike", "larger"
@@ -115,7 +115,7 @@ class Taker(ABC):
     """What a measure of blocks takes from one call at one site."""
 
     @abstractmethod
-    def see(self, block: "Block") -> None:
+    def see(self, block: "RowBlock") -> None:
         """One block of rows, as it goes by."""
 
     @abstractmethod

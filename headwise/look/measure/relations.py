@@ -40,7 +40,7 @@ from headwise.look.measure.questions import (
     Question,
     questions_of,
 )
-from headwise.look.measure.rows import Block
+from headwise.look.measure.rows import RowBlock
 from headwise.look.measure.scene import NORM
 from headwise.look.measure.tally import Tally
 from headwise.look.record.buckets import BUCKETS
@@ -52,7 +52,7 @@ _EXACT, _STEPS, _SIGHT = 16, 3, 10  # offsets told apart one by one; bins beyond
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class ArcPairs:
     """The pairs of one unit that are asked about, by words: who looks at whom, under which question."""
 
     question: np.ndarray  # (A,)
@@ -156,7 +156,7 @@ class Relations(Measure):
         init=False
     )  # (buckets, questions): those whose words cannot be told apart by their tokens
     draw: Draw | None = None  # takes down what heads do at some places
-    _prepared: dict[int, Asked] = field(default_factory=dict)
+    _prepared: dict[int, ArcPairs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Q = len(self.questions)
@@ -204,7 +204,7 @@ class Relations(Measure):
         """One call at one site."""
         return WordMaps(self, call, [self._prepared.get(unit.number) for unit in call.scene.batch.units])
 
-    def _ask(self, unit: Unit) -> Asked:
+    def _ask(self, unit: Unit) -> ArcPairs:
         document, aligned = unit.document, unit.alignment
         assert document is not None
         W, T = len(document.words), len(unit.ids)
@@ -243,7 +243,7 @@ class Relations(Measure):
         pairs = np.concatenate((every, place.reshape(-1, 1)), 1)
         stratum = np.searchsorted(strata, self._stratum(s, t, W))
         both = np.array(shared, dtype=np.int64).reshape(-1, 2)
-        return Asked(q, s, t, pairs, stratum, to_word, from_word, both, rivals, left_out)
+        return ArcPairs(q, s, t, pairs, stratum, to_word, from_word, both, rivals, left_out)
 
     def _pairs_of(self, document: Document) -> dict[str, list[tuple[int, int]]]:
         """The pairs of every relation that is asked about, each once and in order."""
@@ -291,14 +291,14 @@ class Relations(Measure):
 class WordMaps(Taker):
     """Word-by-word attention of each unit of a call, plain and weighted by what is fetched, put together from blocks."""
 
-    def __init__(self, relations: Relations, call: Call, asked: list[Asked | None]) -> None:
+    def __init__(self, relations: Relations, call: Call, asked: list[ArcPairs | None]) -> None:
         self.relations, self.call, self.asked = relations, call, asked
         self.H, self.norm = call.seen.q.shape[1], call.scene.layout.place[NORM]
         sizes = [(0, 0) if one is None else (len(one.from_word), one.to_word.shape[1]) for one in asked]
         self.plain = [torch.zeros(self.H, *size) for size in sizes]  # (H, W, W + shared) each
         self.valued = [torch.zeros(self.H, *size) for size in sizes]
 
-    def see(self, block: Block) -> None:
+    def see(self, block: RowBlock) -> None:
         """One block of rows."""
         p = block.share(block.e)
         weighted = block.e * self.call.norms[:, block.heads, None, block.cols.start : block.cols.stop]

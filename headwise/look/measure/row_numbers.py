@@ -12,16 +12,16 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.terms import Terms
 from headwise.look.measure.call import Call
-from headwise.look.measure.rows import Block, count_rows, sights, walk
-from headwise.look.measure.scene import NORM, WINDOW, Known, Pairs, Scene
+from headwise.look.measure.rows import RowBlock, count_rows, sights, walk
+from headwise.look.measure.scene import NORM, WINDOW, FarRepeats, Known, Scene
 
 EDGES = tuple(WINDOW << i for i in range(11))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of one call, n of them: what a measure takes from. Sums are of e, as in `Block`; `share` makes them parts of the
-    row. Columns over the keys go by name: `part("digit")` is the weight on digits."""
+    """Rows of one call, n of them: what a measure takes from. Sums are of e, as in `RowBlock`; `share` makes them parts of
+    the row. Columns over the keys go by name: `part("digit")` is the weight on digits."""
 
     NORM: ClassVar[str] = NORM
 
@@ -127,7 +127,7 @@ class Full(Rows):
         }
 
 
-See = Callable[[Block], None]
+See = Callable[[RowBlock], None]
 
 
 def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
@@ -143,7 +143,7 @@ def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
     aimed = {name: new(B, H, n) for name in scene.aims}
     equals, heaviest = (new(B, H, n), new(2, B, H, n)) if hits else (None, None)
     known: list[Known] = []
-    pairs: list[Pairs] = []
+    pairs: list[FarRepeats] = []
     slot = slice(0, 0)
     for block in walk(seen, inputs, every, scene.seen):
         heads = block.heads
@@ -198,7 +198,7 @@ def looks_ahead(terms: Terms, T: int, S: int, device: torch.device) -> bool:
     return any(sight.ahead for sight in sights(terms, T, S, device))
 
 
-def _add_top(block: Block, ordinary: Tensor, out: Tensor) -> None:
+def _add_top(block: RowBlock, ordinary: Tensor, out: Tensor) -> None:
     """The largest e at an ordinary key, into (B, h, R); `ordinary` (B, C). Where special tokens are none, or stand around the
     text, nothing has to be hidden."""
     columns = ordinary.any(0).nonzero()[:, 0]
@@ -215,7 +215,7 @@ def _add_top(block: Block, ordinary: Tensor, out: Tensor) -> None:
         torch.amax(shown, -1, out=out)
 
 
-def _add_bins(block: Block, ahead: bool, out: Tensor, last: Tensor) -> None:
+def _add_bins(block: RowBlock, ahead: bool, out: Tensor, last: Tensor) -> None:
     """Sums beyond the window, by powers of two, into (B, h, R, bins). What a causal row has left is not summed: it is what
     all the rest leaves over, and `last` (R,) says to which bin it belongs."""
     back = block.rows.stop + block.past - block.cols.start  # the farthest a row of this block can look, and ahead
@@ -233,7 +233,7 @@ def _add_bins(block: Block, ahead: bool, out: Tensor, last: Tensor) -> None:
             out[..., number] += block.at(1 - min(2 * low, after + 1), 1 - low).sum(-1)
 
 
-def _add_beyond(block: Block, out: Tensor) -> None:
+def _add_beyond(block: RowBlock, out: Tensor) -> None:
     """How far ahead rows look, into (B, h, R)."""
     start = block.rows.start + block.past  # what stands before the first query is ahead of none
     cols = slice(max(0, start - block.cols.start), None)
@@ -243,7 +243,7 @@ def _add_beyond(block: Block, out: Tensor) -> None:
     torch.sum(torch.mul(block.e[..., cols], steps, out=block.scratch[..., cols]), -1, out=out)
 
 
-def _add_repeated(block: Block, pairs: Pairs, norms: Tensor, out: Tensor) -> None:
+def _add_repeated(block: RowBlock, pairs: FarRepeats, norms: Tensor, out: Tensor) -> None:
     """The weight on repeated tokens, and what it fetches, into (2, B, h, R)."""
     b, r, c = pairs.example, pairs.row, pairs.column
     if not len(b):
@@ -253,7 +253,7 @@ def _add_repeated(block: Block, pairs: Pairs, norms: Tensor, out: Tensor) -> Non
     out.permute(1, 3, 0, 2).index_put_((b, r), both, accumulate=True)
 
 
-def _at_aim(block: Block, target: Tensor) -> Tensor:
+def _at_aim(block: RowBlock, target: Tensor) -> Tensor:
     """e where each row should look, (B, h, R); 0 where that is not in the block. `target` (B, R)."""
     column = target - block.cols.start
     inside = (column >= 0) & (column < len(block.cols))
@@ -261,7 +261,7 @@ def _at_aim(block: Block, target: Tensor) -> Tensor:
     return block.e.gather(-1, index)[..., 0] * inside[:, None]
 
 
-def _add_heaviest(block: Block, norms: Tensor, out: Tensor) -> None:
+def _add_heaviest(block: RowBlock, norms: Tensor, out: Tensor) -> None:
     """The largest e times what is fetched, and how many keys have it, into (2, B, h, R)."""
     fetched = norms[:, block.heads, None, block.cols.start : block.cols.stop]
     made = torch.mul(block.e, fetched, out=block.scratch)

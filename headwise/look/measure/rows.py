@@ -59,7 +59,7 @@ class Sight:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class RowBlock:
     """Some rows of some heads. Weights are left unnormalised: e = exp(score − the row's largest), 0 where nothing is seen.
 
     `e` lives until the next block is made.
@@ -145,7 +145,7 @@ def count_rows(T: int, every: int = 1) -> int:
     return sum(map(len, row_blocks(T, every)))
 
 
-def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = None) -> Iterator[Block]:
+def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = None) -> Iterator[RowBlock]:
     """All blocks of a call, or one in so many; `features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e.
 
     The first feature is 1 for every key. `known` is where `sights` are kept.
@@ -189,7 +189,7 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = No
             if terms.sink is not None:
                 above = terms.sink[heads].to(top)[:, None] - top
                 total = total + above.clamp(max=80).exp()  # more would be infinite; keys have nothing left as it is
-            yield Block(heads, sight, e, total, energy, summed, scratch=scores)
+            yield RowBlock(heads, sight, e, total, energy, summed, scratch=scores)
 
 
 def fetched(seen: Seen, of: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one runner: a model reads, and any measures are shown what its heads do. Profiles, histories, comparisons and trials
+"""The one runner: a model reads, and any measures are shown what its heads do. Profiles, histories, comparisons and tasks
 all look like this.
 
 Each number is a mean over rows, so what is kept is sums and counts, per unit and head. Sums add up, whatever the batches,
@@ -19,7 +19,7 @@ from headwise.look.measure.listening import listening
 from headwise.look.measure.measure import Measure, Number
 from headwise.look.measure.row_numbers import See, fill_rows
 from headwise.look.measure.rows import unknown_gram, walk
-from headwise.look.measure.scene import Layout, Scene
+from headwise.look.measure.scene import ColumnLayout, Scene
 from headwise.look.measure.tally import Tally
 from headwise.look.record.units import Batch, run
 from headwise.model import AnyModel
@@ -36,7 +36,7 @@ class Runner:
     def __init__(self, tally: Tally, measures: Iterable[Measure], every: int = 1, detail: str = "full") -> None:
         self.tally, self.every, self.walks = tally, every, detail == "full"
         self.measures = [measure for measure in measures if self.walks or not measure.full]
-        self.layout = Layout.of(self.measures)
+        self.layout = ColumnLayout.of(self.measures)
         self._grams: dict[Site, tuple[tuple[int, int], Tensor]] = {}
         self._scene: Scene | None = None
         for measure in self.measures:

@@ -35,7 +35,7 @@ class Known:
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class FarRepeats:
     """Far keys that repeat the token of a row, or follow one that does."""
 
     example: Tensor  # (pairs,)
@@ -45,17 +45,17 @@ class Pairs:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ColumnLayout:
     """Which columns are summed over the keys, by name: the usual ones, marks, what each key writes, and marks times that."""
 
     columns: tuple[Column, ...]
     aims: tuple[Aim, ...]
 
     @staticmethod
-    def of(measures: Iterable[Measure]) -> "Layout":
+    def of(measures: Iterable[Measure]) -> "ColumnLayout":
         """Whatever some measures need."""
         measures = list(measures)
-        made = Layout(
+        made = ColumnLayout(
             tuple(column for measure in measures for column in measure.columns),
             tuple(aim for measure in measures for aim in measure.aims),
         )
@@ -86,10 +86,10 @@ class Scene:
     """One batch, and what follows from it for measures."""
 
     batch: Batch
-    layout: Layout
+    layout: ColumnLayout
     seen: Sights = field(default_factory=dict)
     _known: dict[RowKey, Known] = field(default_factory=dict)
-    _pairs: dict[RowKey, Pairs] = field(default_factory=dict)
+    _pairs: dict[RowKey, FarRepeats] = field(default_factory=dict)
     _paired: int = 0  # how many of them are kept
     _targets: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class Scene:
             self._known[key] = self._know(sight)
         return self._known[key]
 
-    def pairs(self, sight: Sight) -> Pairs:
+    def pairs(self, sight: Sight) -> FarRepeats:
         """Which far keys repeat tokens. Their number grows with the square of a text, so only so many are kept for the next
         layer."""
         key = (sight.mask, sight.rows, sight.past)
@@ -166,7 +166,7 @@ class Scene:
         return Known(places, sight.visible, marked, (allowed & first).any(-1).to(marks), sees)
 
 
-def _pairs(sight: Sight, batch: Batch) -> Pairs:
+def _pairs(sight: Sight, batch: Batch) -> FarRepeats:
     device, cols = batch.ids.device, slice(sight.cols.start, sight.cols.stop)
     places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
     keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)  # (C,)
@@ -179,4 +179,4 @@ def _pairs(sight: Sight, batch: Batch) -> Pairs:
     if sight.seen.shape[1] == 1:
         same = same & sight.allowed()[:, 0]
     example, row, column = same.nonzero(as_tuple=True)
-    return Pairs(example, row, column, same.sum(-1)[:, None])
+    return FarRepeats(example, row, column, same.sum(-1)[:, None])

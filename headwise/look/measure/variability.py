@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.look.measure.call import Call
 from headwise.look.measure.measure import LARGER, Measure, Number, Taker
-from headwise.look.measure.rows import Block
+from headwise.look.measure.rows import RowBlock
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.record.reading import Reading
@@ -88,7 +88,7 @@ class Moved(Taker):
         B, H = call.seen.q.shape[:2]
         self.moved, self.weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
 
-    def see(self, block: Block) -> None:
+    def see(self, block: RowBlock) -> None:
         """One block of rows, the same places of every text."""
         p = block.share(block.e)  # (B, h, R, C)
         self.weight[:, block.heads] += p.sum((2, 3)).double().cpu()

@@ -24,7 +24,7 @@ from headwise.look.record.units import Unit, make_batches
 from headwise.look.worth.ablate import stand_in
 from headwise.look.worth.outputs import Means
 from headwise.look.worth.sweep import sweep
-from headwise.look.worth.targets import Asked
+from headwise.look.worth.targets import TargetBatch
 from headwise.model import AnyModel
 from headwise.model.loss import IGNORE
 from headwise.progress import Progress
@@ -71,7 +71,7 @@ def climb(
     return made
 
 
-def repeat_questions(repeats: Repeats) -> list[Asked]:
+def repeat_questions(repeats: Repeats) -> list[TargetBatch]:
     """Random tokens said twice: the second copy is asked for, but for its first token."""
     if not len(repeats.twice):
         return []
@@ -79,10 +79,12 @@ def repeat_questions(repeats: Repeats) -> list[Asked]:
     ids = repeats.twice[:, : second.stop]
     targets = torch.full_like(ids, IGNORE)
     targets[:, second] = repeats.twice[:, second.start + 1 : second.stop + 1]
-    return [Asked(ids, torch.ones_like(ids, dtype=torch.bool), targets, None, tuple(range(len(ids))))]
+    return [TargetBatch(ids, torch.ones_like(ids, dtype=torch.bool), targets, None, tuple(range(len(ids))))]
 
 
-def word_questions(units: Iterable[Unit], role: str, where: str, device: torch.device | str = "cpu") -> list[Asked]:
+def word_questions(
+    units: Iterable[Unit], role: str, where: str, device: torch.device | str = "cpu"
+) -> list[TargetBatch]:
     """Documents with a relation: the first token of the word that depends on it is asked for, and nothing is read behind."""
     chosen: list[Unit] = []
     wanted: dict[int, dict[int, int]] = {}  # for each text the token asked for, by its place
@@ -98,7 +100,7 @@ def word_questions(units: Iterable[Unit], role: str, where: str, device: torch.d
             for place, token in wanted[unit.number].items():
                 targets[row, place - 1] = token
         padding = None if batch.whole else batch.real
-        made.append(Asked(batch.ids, batch.real, targets, padding, tuple(unit.number for unit in batch.units)))
+        made.append(TargetBatch(batch.ids, batch.real, targets, padding, tuple(unit.number for unit in batch.units)))
     return made
 
 
@@ -170,7 +172,7 @@ class Costs:
         return Effect(float(more.sum() / answers), float(low[0]), float(high[0]), cost, bar)
 
 
-def effects(model: AnyModel, heads: Sequence[Address], questions: list[Asked], means: Means) -> Costs:
+def effects(model: AnyModel, heads: Sequence[Address], questions: list[TargetBatch], means: Means) -> Costs:
     """What taking away each head costs, by its mean."""
     sums, counts, clean = np.zeros((BUCKETS, len(heads))), np.zeros(BUCKETS), 0.0
     for asked in questions:

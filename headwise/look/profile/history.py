@@ -23,7 +23,7 @@ from headwise.look.measure.repeats import DUPLICATE, INDUCTION, Echo, Repeats, m
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.trials import run_trial
+from headwise.look.measure.tasks import run_task
 from headwise.look.measure.usual import usual_measures
 from headwise.look.record.reading import Reading, fitting
 from headwise.look.record.units import Unit, make_batches, tokenizer_of
@@ -229,7 +229,7 @@ def _look(
     relations = Relations.of(tally, documents, model.spec.kind == "decoder") if asked else None
     runner = Runner(tally, [*usual, *([] if relations is None else [relations])])
     runner.read(model, make_batches(units, 2048, device=model.device))
-    run_trial(model, Echo(repeats), tally, null=False)
+    run_task(model, Echo(repeats), tally, null=False)
     names = MEASURES
     if relations is not None:
         there = relations.arcs.sum(0) > 0  # a decoder is never asked about words to come

@@ -21,9 +21,9 @@ from headwise.look.measure.measure import Measure, Number
 from headwise.look.measure.relations import Relations
 from headwise.look.measure.repeats import Echo, Repeats, make_repeats
 from headwise.look.measure.runner import Runner
-from headwise.look.measure.scene import Layout
+from headwise.look.measure.scene import ColumnLayout
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.trials import Trial, run_trial
+from headwise.look.measure.tasks import TaskMeasure, run_task
 from headwise.look.measure.usual import usual_measures
 from headwise.look.measure.variability import LENGTH, TEXTS, Variability, read_alike
 from headwise.look.profile.causal import Few, climb
@@ -107,12 +107,12 @@ class _Pass:
         self.sites = model.all_sites()
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
-        self.trials = [measure for measure in measures if isinstance(measure, Trial)]
+        self.tasks = [measure for measure in measures if isinstance(measure, TaskMeasure)]
         usual = usual_measures(class_flags(tokenizer_of(model), model.spec.vocab))
-        taken = [*usual, *(measure for measure in measures if not isinstance(measure, Trial))]
+        taken = [*usual, *(measure for measure in measures if not isinstance(measure, TaskMeasure))]
         self.measures = [measure for measure in taken if detail == "full" or not measure.full]
         self.echo = Echo(make_repeats(model, SEQUENCES, REPEATED, seed))
-        told = _numbers([*self.measures, *self.trials, self.echo, Variability()])
+        told = _numbers([*self.measures, *self.tasks, self.echo, Variability()])
         self.numbers = {number.name: number for number in told}
         self.roles = tuple(roles)
         check_roles(self.roles, told)
@@ -129,15 +129,15 @@ class _Pass:
         if related is not None:
             relations = Relations.of(self.tally, related.documents(), self.model.spec.kind != "encoder")
         asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
-        kept = Kept(asks)
-        draw = Draw(len(self.addresses), self._echoes(self.echo.repeats), Layout.of(self.measures))
+        kept = KeptTexts(asks)
+        draw = Draw(len(self.addresses), self._echoes(self.echo.repeats), ColumnLayout.of(self.measures))
         self._read(texts, related, relations, draw, kept)
         cases = draw.finish()
         self._share(texts, relations, cases)
-        run_trial(self.model, self.echo, self.tally, self.seed, beside=[Echoes(cases)], progress=self.progress)
+        run_task(self.model, self.echo, self.tally, self.seed, beside=[Echoes(cases)], progress=self.progress)
         read_alike(self.model, kept.long, self.tally)
-        for trial in self.trials:
-            run_trial(self.model, trial, self.tally, self.seed, progress=self.progress)
+        for task in self.tasks:
+            run_task(self.model, task, self.tally, self.seed, progress=self.progress)
         about = {
             "texts": texts.texts, "tokens": texts.tokens, "documents": kept.documents,
             "relations": OWN if related is texts else kept.digest(), "layers": [str(s.address) for s in self.sites],
@@ -188,7 +188,7 @@ class _Pass:
         return echo_places(shown, repeats.start, repeats.length)
 
     def _read(
-        self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "Kept"
+        self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "KeptTexts"
     ) -> None:
         """The texts, and the documents with relations: in one pass where they are the same. What is shown and what is asked
         later is drawn and kept while they stream by."""
@@ -239,7 +239,7 @@ class _Pass:
         if (digests != digests[0]).any():
             raise HeadwiseError("the processes do not read the same texts; give every machine the same files.")
 
-    def _climb(self, texts: Reading, kept: "Kept", found: Supports) -> Supports:
+    def _climb(self, texts: Reading, kept: "KeptTexts", found: Supports) -> Supports:
         """The last rung."""
         means = mean_activations(self.model, texts.only(kept.first))
         short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
@@ -247,7 +247,7 @@ class _Pass:
         return climb(self.model, self.addresses, found, related, short, means, self.progress)
 
 
-class Kept:
+class KeptTexts:
     """What is needed again when all texts have been read: a few of them, and counts."""
 
     def __init__(self, asks: bool) -> None:

@@ -20,7 +20,7 @@ from headwise.look.measure.repeats import make_repeats
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.variability import VARIABILITY, read_alike
 from headwise.look.profile.causal import climb
-from headwise.look.profile.make import Kept, profile
+from headwise.look.profile.make import KeptTexts, profile
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_activations
@@ -28,7 +28,7 @@ from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
 from headwise.team.executor import check_executor, work
 from headwise.text.corpus import Corpus
-from headwise.text.shards import Shard, cut_shards, sources_of
+from headwise.text.shards import TextShard, cut_shards, sources_of
 from headwise.train.prepare import weights_digest
 from headwise.weights import load
 
@@ -131,7 +131,7 @@ def profile_shards(
 
 def _prepare(
     out: Path, corpus: Corpus, model: str, how: _How, relations: Any, causal: bool, characters: int
-) -> list[Shard]:
+) -> list[TextShard]:
     """The shards of a folder: those it has, if it was begun with the same, or new ones."""
     said = {
         **asdict(how), "model": model, "corpus": corpus.fingerprint, "shard": characters, "causal": causal,
@@ -142,7 +142,7 @@ def _prepare(
     if index.is_file():
         try:
             found = json.loads(index.read_text(encoding="utf-8"))
-            before, shards = found["asked"], [Shard(**one) for one in found["shards"]]
+            before, shards = found["asked"], [TextShard(**one) for one in found["shards"]]
         except (OSError, ValueError, KeyError, TypeError):
             raise HeadwiseError(f"{index} cannot be read; give another folder, or delete this one.") from None
         other = [name for name in said if before.get(name) != said[name]]
@@ -162,7 +162,7 @@ def _place(out: Path, number: int) -> Path:
     return out / f"shard-{number:05d}.npz"
 
 
-def _asked(number: int, shard: Shard, relations: Any, own: bool) -> Any:
+def _asked(number: int, shard: TextShard, relations: Any, own: bool) -> Any:
     """Where a shard takes relations from: its own documents; else the first asks for all."""
     if own:
         return None if shard.related else False
@@ -197,7 +197,7 @@ def _elsewhere(
             f"{name} has other weights at this worker than where the work was begun; give all the same."
         )
     given = Corpus.probe() if relations == PROBE else [Path(one) for one in relations] if relations else relations
-    part = Shard(**shard).read(sources_of(files), called)
+    part = TextShard(**shard).read(sources_of(files), called)
     _profile(model, part, given, _How(**how), None).save(place)
 
 
@@ -212,7 +212,7 @@ def _finish(
     """What looks at texts of several shards: how far attention varies between the first ones, and the ablations."""
     texts = Reading.of(model, corpus, how.longest)
     asks = causal and model.spec.kind == "decoder" and model.output is not None
-    kept = Kept(asks)
+    kept = KeptTexts(asks)
     for unit in texts:
         kept.see_text(unit)
         if own and asks:

@@ -30,7 +30,7 @@ TOLERANCE = 1e-3  # of the score that the model itself computed, in its own prec
 POSITION = "position bias"
 
 
-class Pair(NamedTuple):
+class PartPair(NamedTuple):
     """What a part of the stream at the query and one at the key add to the score; `share` is of the sum of all sizes."""
 
     query: str
@@ -72,13 +72,13 @@ class Why:
         return self.error <= TOLERANCE
 
     @cached_property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[PartPair, ...]:
         """All pairs, the largest first, for or against."""
         size = max(float(self.table.abs().sum()) + abs(self.position), 1e-30)
-        made = [Pair(POSITION, POSITION, self.position, self.position / size)] if self.position else []
+        made = [PartPair(POSITION, POSITION, self.position, self.position / size)] if self.position else []
         scores = self.table.tolist()
         made += [
-            Pair(query, key, score, score / size)
+            PartPair(query, key, score, score / size)
             for query, row in zip(self.names, scores, strict=True)
             for key, score in zip(self.names, row, strict=True)
         ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.heads.head import HasHeads
 from headwise.heads.site import Seen
-from headwise.look.worth.targets import WHOLE, Asked
+from headwise.look.worth.targets import WHOLE, TargetBatch
 from headwise.model import AnyModel, Transformer
 from headwise.model.block import Block
 from headwise.model.loss import IGNORE
@@ -23,7 +23,7 @@ Change = Callable[[int], AbstractContextManager[None]]  # what is changed while 
 class Whole:
     """Every question by whole passes: for models that are not walked through block by block."""
 
-    def __init__(self, model: AnyModel, batches: list[Asked]) -> None:
+    def __init__(self, model: AnyModel, batches: list[TargetBatch]) -> None:
         self.model, self.batches = model, batches
         self.states = [self.run(i) for i in range(len(batches))]  # untouched, (B, R, D) each
         self.clean = [asked.answers(model, x) for asked, x in zip(batches, self.states, strict=True)]
@@ -68,10 +68,10 @@ class Whole:
         )
 
 
-class Blocks(Whole):
+class FromLayer(Whole):
     """The stream before the layer the walk has come to is kept, and passes begin there."""
 
-    def __init__(self, model: Transformer, batches: list[Asked]) -> None:
+    def __init__(self, model: Transformer, batches: list[TargetBatch]) -> None:
         self.ours, self.blocks = model, [block for block in model.blocks if isinstance(block, Block)]
         self.place = 0
         begun = [model.begin(asked.ids, padding=asked.padding) for asked in batches]
@@ -106,7 +106,7 @@ class Blocks(Whole):
 class Said:
     """What the untouched model says at the places asked about, to hold what it says later against."""
 
-    def __init__(self, model: AnyModel, asked: Asked, states: Tensor) -> None:
+    def __init__(self, model: AnyModel, asked: TargetBatch, states: Tensor) -> None:
         assert asked.targets is not None
         targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
         self.model, self.states = model, states

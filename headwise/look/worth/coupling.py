@@ -19,7 +19,7 @@ from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import WEIGHTS, AtBits, at_few_bits, check_asked, check_in_place, questions
 from headwise.look.worth.sensitivity import TOKENS, usual_basis, walked
-from headwise.look.worth.targets import ask, check_askable, read_asked
+from headwise.look.worth.targets import ask, askable_units, check_askable
 from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
 from headwise.spec.weights import GROUP
@@ -28,7 +28,7 @@ Set = tuple[str, ...]  # key heads whose weights are at few bits at once
 
 
 @dataclass(frozen=True, eq=False)
-class Together:
+class JointCosts:
     """What sets of heads cost, text by text."""
 
     sets: tuple[Set, ...]
@@ -55,7 +55,7 @@ def together(
     longest: int | None = None,
     tokens: int = TOKENS,
     progress: Progress | None = None,
-) -> Together:
+) -> JointCosts:
     """What the loss gains when all weights of some key heads, named by addresses, are stored at few bits at once.
 
     >>> from headwise.model import Transformer
@@ -97,7 +97,7 @@ def together(
 
     made: dict[Set, list[list[float]]] = {}
     with quiet(model):
-        units = list(read_asked(model, read_on(model, on, longest)))
+        units = list(askable_units(model, read_on(model, on, longest)))
         batches = [ask(model, batch) for batch in make_batches(units, tokens, device=model.device)]
         walk = walked(model, batches)
 
@@ -109,4 +109,4 @@ def together(
                 progress("heads at few bits together", done, len(every))
     counts = torch.cat([one.counts for one in batches]).double().numpy()
     both = np.array([made[some] for some in wanted]).reshape(len(wanted), 2, len(counts))
-    return Together(wanted, both[:, 0], both[:, 1], counts)
+    return JointCosts(wanted, both[:, 0], both[:, 1], counts)

@@ -25,7 +25,7 @@ from headwise.look.record.units import Unit, make_batch, make_batches
 from headwise.look.worth.ablate import HOWS, How, stand_in
 from headwise.look.worth.outputs import Means, Run, chosen_sites, mean_of, read_on
 from headwise.look.worth.sweep import TOKENS, Stands, slopes, sweep
-from headwise.look.worth.targets import Asked, Metric, ask, check_askable, read_asked
+from headwise.look.worth.targets import Metric, TargetBatch, ask, askable_units, check_askable
 from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
 from headwise.spec import Address
@@ -218,9 +218,9 @@ class _Asks:
 
     def units(self) -> Iterator[Unit]:
         if self.how != "resample":
-            yield from read_asked(self.model, self.reading)
+            yield from askable_units(self.model, self.reading)
             return
-        units = read_asked(self.model, self.reading)
+        units = askable_units(self.model, self.reading)
         first = before = next(units)
         for unit in units:
             self.next[before.number] = unit
@@ -231,13 +231,13 @@ class _Asks:
         self.next[before.number] = first
         yield before
 
-    def batches(self) -> Iterator[tuple[list[Unit], Asked]]:
+    def batches(self) -> Iterator[tuple[list[Unit], TargetBatch]]:
         self.done = 0
         for batch in make_batches(self.units(), self.tokens, device=self.model.device):
             self.done += len(batch.units)
             yield list(batch.units), ask(self.model, batch, self.metric)
 
-    def each(self, heads: Sequence[Address]) -> Iterator[tuple[Asked, Stands]]:
+    def each(self, heads: Sequence[Address]) -> Iterator[tuple[TargetBatch, Stands]]:
         if self.how == "mean" and self.means is None:
             self.means = mean_of(asked.record(self.model, heads) for _, asked in self.batches())
         for units, asked in self.batches():
@@ -247,11 +247,13 @@ class _Asks:
                 other = ask(self.model, donors, self.metric).record(self.model, heads)
             yield asked, self._stands(asked, other)
 
-    def _stands(self, asked: Asked, other: Run | None) -> Stands:
+    def _stands(self, asked: TargetBatch, other: Run | None) -> Stands:
         return lambda site, chosen: stand_in(site, chosen, self.how, self.means, other, asked.real_at(site.address))
 
 
-def _ablate(tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int) -> None:
+def _ablate(
+    tally: Tally, model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands, tokens: int
+) -> None:
     """Add what a batch really loses by each head."""
     lost, clean = sweep(model, asked, heads, stands, tokens)  # (heads, B)
     own = clean if asked.targets is not None else torch.zeros(lost.shape[1])  # a mean state has no loss of its own
@@ -260,7 +262,7 @@ def _ablate(tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address
 
 
 def _estimate(
-    tally: Tally, model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, sign: bool
+    tally: Tally, model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands, sign: bool
 ) -> None:
     """Add slopes: with their sign, token by token, like a loss; or the absolute value of each text's mean loss."""
     found = slopes(model, asked, heads, stands).mT.cpu()  # (B, heads)

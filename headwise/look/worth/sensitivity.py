@@ -29,7 +29,7 @@ from headwise.heads.head import HasHeads, Pattern
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
 from headwise.look.record.units import make_batches
-from headwise.look.worth.changed import Blocks, Whole
+from headwise.look.worth.changed import FromLayer, Whole
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import (
     WEIGHTS,
@@ -40,7 +40,7 @@ from headwise.look.worth.rounded import (
     chosen_heads,
     questions,
 )
-from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
+from headwise.look.worth.targets import TargetBatch, ask, askable_units, check_askable
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.progress import Progress
 from headwise.spec.weights import GROUP, check_group
@@ -181,7 +181,7 @@ def sensitivity(
         if wanted[layer.site.address] and set(parts) & set(WEIGHTS):
             check_in_place(layer)
     with quiet(model):
-        units = list(read_asked(model, read_on(model, on, longest)))
+        units = list(askable_units(model, read_on(model, on, longest)))
         batches = [ask(model, batch) for batch in make_batches(units, tokens, device=model.device)]
         walk = walked(model, batches)
         about = {
@@ -218,10 +218,10 @@ def usual_basis(model: AnyModel) -> Basis:
     return "balanced" if isinstance(model, Transformer) else "given"
 
 
-def walked(model: AnyModel, batches: list[Asked]) -> Whole:
+def walked(model: AnyModel, batches: list[TargetBatch]) -> Whole:
     """Block by block where a model is ours and of one stack, by whole passes elsewhere."""
     if isinstance(model, Transformer) and model.spec.kind != "encoder-decoder":
-        return Blocks(model, batches)
+        return FromLayer(model, batches)
     return Whole(model, batches)
 
 
@@ -234,7 +234,7 @@ def _made(about: dict[str, Any], every: tuple[AtBits, ...], known: Known) -> Sen
     return Sensitivity(about, every, both[:, 0], both[:, 1], counts)
 
 
-def _fingerprint(batches: list[Asked]) -> str:
+def _fingerprint(batches: list[TargetBatch]) -> str:
     made = hashlib.sha256()
     for asked in batches:
         for tensor in (asked.ids, asked.targets, asked.source):

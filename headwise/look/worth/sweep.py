@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Edit, Site
 from headwise.look.worth.ablate import Stand
 from headwise.look.worth.outputs import chosen_sites
-from headwise.look.worth.targets import Asked
+from headwise.look.worth.targets import TargetBatch
 from headwise.model import AnyModel
 from headwise.spec import Address, ModelSpec
 
@@ -26,7 +26,7 @@ TOKENS = 2048  # run at once, copies included
 
 @torch.no_grad()
 def sweep(
-    model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
+    model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
 ) -> tuple[Tensor, Tensor]:
     """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
     wanted = {site.address: chosen for site, chosen in chosen_sites(model, heads)}
@@ -50,7 +50,7 @@ def sweep(
     return torch.stack(lost) if lost else clean.new_zeros(0, len(asked.ids)), clean
 
 
-def slopes(model: AnyModel, asked: Asked, heads: Sequence[Address], stands: Stands) -> Tensor:
+def slopes(model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands) -> Tensor:
     """How steeply each text's summed surprise rises as each head begins to be replaced: (heads, B), from one backward pass.
 
     z becomes z + ε (stand-in − z), with an ε of its own for every head and text. Texts do not touch each other, so the
@@ -95,7 +95,7 @@ def _shares(count: int, most: int) -> Iterator[range]:
 
 
 @dataclass(frozen=True)
-class Cost:
+class SweepCost:
     """Floating-point operations of one text: by the sweep, and by a forward pass of the whole model for every head."""
 
     sweep: int
@@ -107,7 +107,7 @@ class Cost:
         return self.sweep / self.naive
 
 
-def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> Cost:
+def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> SweepCost:
     """What ablating every head costs on a text of so many tokens, `rows` of them asked about (None: all).
 
     Matrix products alone, 2 operations a multiplication, every pair of tokens counted; both sides project only the rows
@@ -125,7 +125,7 @@ def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> Cost:
         full = len(spec.sites) - 1 - layer  # MLPs over all rows: this one and those behind it, but for the last
         onward = cost.write[layer] + sum(cost.attend[layer + 1 :]) + full * length * cost.mlp
         quick += len(spec.attention_at(site).head_ids) * (onward + rows * (cost.mlp + cost.out))
-    return Cost(quick, whole * len(spec.addresses))
+    return SweepCost(quick, whole * len(spec.addresses))
 
 
 @dataclass(frozen=True)

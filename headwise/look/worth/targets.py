@@ -24,7 +24,7 @@ HIDDEN = 0.15  # the share of tokens an encoder is asked to guess (https://arxiv
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class TargetBatch:
     """Texts, and the token asked for at each place, IGNORE where none is; no targets: the mean state is what counts."""
 
     ids: Tensor  # (B, T)
@@ -49,7 +49,7 @@ class Asked:
         """Which tokens are real where a layer's queries stand: those of the sources in an encoder's layer."""
         return self.source_real if site.stack == "enc" else self.real
 
-    def past(self, tokens: int) -> "Asked":
+    def past(self, tokens: int) -> "TargetBatch":
         """The same, asked for nothing at the first so many places: what a head that forgets cannot have forgotten yet."""
         if not tokens or self.targets is None:
             return self
@@ -98,17 +98,17 @@ class Asked:
         return answers - clean
 
 
-def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
+def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> TargetBatch:
     """What a model is asked on a batch padded on the right: next tokens (all, or the last), hidden tokens, or its state."""
     units = tuple(unit.number for unit in batch.units)
     padding = None if batch.whole else batch.real
     check_askable(model, metric)
     if model.output is None:
         seen = padding if model.spec.kind == "encoder" else None
-        return Asked(batch.ids, batch.real, None, seen, units, batch.source, batch.source_padding)
+        return TargetBatch(batch.ids, batch.real, None, seen, units, batch.source, batch.source_padding)
     if model.spec.kind == "encoder":
         ids, targets = _hide(model, batch)
-        return Asked(ids, batch.real, targets, padding, units)
+        return TargetBatch(ids, batch.real, targets, padding, units)
     targets = batch.ids[:, 1:].masked_fill(~batch.real[:, 1:], IGNORE)  # (B, T − 1)
     if metric == "last":
         last = (targets != IGNORE).sum(1, keepdim=True) - 1  # (B, 1)
@@ -116,10 +116,10 @@ def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> Asked:
         targets = targets.masked_fill(places != last, IGNORE)
     # Nobody reads a text's last token to guess another, so it is not read at all. And what stands behind a text is never
     # seen where a model reads forwards: no mask, and the plain causal kernel.
-    return Asked(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units, batch.source, batch.source_padding)
+    return TargetBatch(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units, batch.source, batch.source_padding)
 
 
-def read_asked(model: AnyModel, reading: Iterable[Unit]) -> Iterator[Unit]:
+def askable_units(model: AnyModel, reading: Iterable[Unit]) -> Iterator[Unit]:
     """The texts of a reading that a model can be asked about."""
     units = (unit for unit in reading if len(unit.ids) >= fewest_tokens(model))
     first = next(units, None)

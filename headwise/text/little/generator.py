@@ -7,7 +7,7 @@ from random import Random
 from headwise.text.documents import Document, Relation
 from headwise.text.little.fragments import Fragment, Word, join
 from headwise.text.little.grammar import PATTERNS
-from headwise.text.little.phrases import Scene
+from headwise.text.little.phrases import Setting
 from headwise.text.little.splits import check_split
 from headwise.text.little.vocabulary import Noun
 
@@ -39,11 +39,11 @@ class LittleLanguage:
 
     def document(self, number: int) -> Document:
         """The document of this number, the same whenever it is asked for."""
-        scene = Scene(Random(f"{self.seed} {self.split} {number}").random, self.split)
+        scene = Setting(Random(f"{self.seed} {self.split} {number}").random, self.split)
         return finish(tell(scene))
 
 
-def tell(scene: Scene) -> Fragment:
+def tell(scene: Setting) -> Fragment:
     """Sentence after sentence, now about one topic, now about the other, until the document is long enough."""
     target = SHORTEST + scene.random() * (LONGEST - SHORTEST) * 0.75
     told = _sentence(scene)
@@ -66,7 +66,7 @@ def finish(told: Fragment) -> Document:
     return Document(" ".join(words), words, tuple(relations), classes, tuple(phrases))
 
 
-def _sentence(scene: Scene) -> Fragment:
+def _sentence(scene: Setting) -> Fragment:
     scene.turn()
     return scene.pick(_PATTERNS)(scene)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from headwise.text.little import vocabulary as v
 from headwise.text.little.fragments import Fragment, Word, join
 from headwise.text.little.phrases import (
-    Scene,
+    Setting,
     acting,
     acting_on,
     adverb,
@@ -35,7 +35,7 @@ def pronoun_for(noun: Noun, antecedent: Word) -> Fragment:
     return join(word).relate("pronoun-antecedent", word, antecedent)
 
 
-def telling(scene: Scene) -> Fragment:
+def telling(scene: Setting) -> Fragment:
     """The dog ( … ) sees the cat near the barn ."""
     noun = scene.noun(animate=True)
     subject = noun_phrase(scene, noun, tails=0.5)
@@ -47,7 +47,7 @@ def telling(scene: Scene) -> Fragment:
     return join(acting_on(scene, subject, noun, object), stop())
 
 
-def resolving(scene: Scene) -> Fragment:
+def resolving(scene: Setting) -> Fragment:
     """The dogs like the pillow because it is soft: whoever knows which noun "it" is knows the last word."""
     by_subject = scene.chance(0.5)
     meant = scene.noun(animate=by_subject, names=0.15)  # or "late" would be the best guess
@@ -71,7 +71,7 @@ def resolving(scene: Scene) -> Fragment:
     return whole.relate("cause-effect", effect, cause)
 
 
-def meeting(scene: Scene) -> Fragment:
+def meeting(scene: Setting) -> Fragment:
     """Alice Smith sees the old barn near Tom Reed ."""
     if len(scene.cast) < 2:
         return telling(scene)
@@ -83,7 +83,7 @@ def meeting(scene: Scene) -> Fragment:
     return join(acting_on(scene, noun_phrase(scene, actor), actor, object), stop())
 
 
-def owning(scene: Scene) -> Fragment:
+def owning(scene: Setting) -> Fragment:
     """The boy near the horses sees his dog . / The boy sees the horses near his house ."""
     owner = scene.noun(animate=True)
     subject = noun_phrase(scene, owner, beside=owner, tails=0.35)
@@ -98,14 +98,14 @@ def owning(scene: Scene) -> Fragment:
     return whole.relate("possessive", possessive, subject.head)
 
 
-def _common(scene: Scene, beside: Noun) -> Noun:
+def _common(scene: Setting, beside: Noun) -> Noun:
     """A noun without a name: Alice Smith is nobody's."""
     while (noun := scene.noun(beside=beside)).kind == "named":
         pass
     return noun
 
 
-def causing(scene: Scene) -> Fragment:
+def causing(scene: Setting) -> Fragment:
     """The barn near the trees is wet because the rain falls . / The rain falls here so the barn is wet ."""
     noun = scene.noun()
     effect = scene.pick(partners(scene.split, noun.index, v.EFFECTS))
@@ -124,7 +124,7 @@ def causing(scene: Scene) -> Fragment:
     return whole.relate("cause-effect", state, act)
 
 
-def agreeing(scene: Scene) -> Fragment:
+def agreeing(scene: Setting) -> Fragment:
     """Today the dogs near the barn are old . / The dogs , which the boy near the barn sees , are old ."""
     noun = scene.noun()
     if noun.kind != "named" and scene.chance(0.5):
@@ -142,7 +142,7 @@ def agreeing(scene: Scene) -> Fragment:
     return whole.relate("subject-verb", subject.head, verb).relate("adjective-noun", quality, subject.head)
 
 
-def relative(scene: Scene, head: Word, noun: Noun) -> Fragment:
+def relative(scene: Setting, head: Word, noun: Noun) -> Fragment:
     """, which the boy near the barn sees ,"""
     which = Word("who" if noun.kind in v.PEOPLE else "which", "pronoun")
     actor = scene.noun(animate=True)
@@ -153,7 +153,7 @@ def relative(scene: Scene, head: Word, noun: Noun) -> Fragment:
     return whole
 
 
-def speaking(scene: Scene) -> Fragment:
+def speaking(scene: Setting) -> Fragment:
     """The king says , " the queen waits here " ."""
     noun = scene.noun(animate=True)
     subject = noun_phrase(scene, noun, tails=0.3)
@@ -162,7 +162,7 @@ def speaking(scene: Scene) -> Fragment:
     return whole.relate("subject-verb", subject.head, verb)
 
 
-def supposing(scene: Scene) -> Fragment:
+def supposing(scene: Setting) -> Fragment:
     """If the dog near the barn sleeps here , then it sees the cat ."""
     noun = scene.noun(animate=True)
     first = noun_phrase(scene, noun, beside=noun, tails=0.4)
@@ -181,12 +181,12 @@ def supposing(scene: Scene) -> Fragment:
     return whole.relate("if-then", then, if_)
 
 
-def asking(scene: Scene) -> Fragment:
+def asking(scene: Setting) -> Fragment:
     """One question of four kinds, with its answer."""
     return scene.pick((asking_where, asking_what, asking_who, asking_whether))(scene)
 
 
-def asking_where(scene: Scene) -> Fragment:
+def asking_where(scene: Setting) -> Fragment:
     """Where are the old dogs ? they are near the barn ."""
     noun = scene.noun()
     where, verb, again = Word("where", "question"), inflect(v.IS, noun), inflect(v.IS, noun)
@@ -197,7 +197,7 @@ def asking_where(scene: Scene) -> Fragment:
     return whole.relate("question-answer", place.head, where)
 
 
-def asking_what(scene: Scene) -> Fragment:
+def asking_what(scene: Setting) -> Fragment:
     """What does the old dog see ? it sees a cake ."""
     noun = scene.noun(animate=True)
     subject = noun_phrase(scene, noun, beside=noun, tails=0.3)
@@ -221,7 +221,7 @@ def asking_what(scene: Scene) -> Fragment:
     return whole.relate("verb-object", object.head, again).relate("question-answer", object.head, what)
 
 
-def asking_who(scene: Scene) -> Fragment:
+def asking_who(scene: Setting) -> Fragment:
     """Who sees the old dog ? the king does ."""
     while (noun := scene.noun(animate=True)).kind not in v.PEOPLE:
         pass
@@ -233,7 +233,7 @@ def asking_who(scene: Scene) -> Fragment:
     return whole.relate("question-answer", person.head, who)
 
 
-def asking_whether(scene: Scene) -> Fragment:
+def asking_whether(scene: Setting) -> Fragment:
     """Does the dog see the cats ? yes , it does ."""
     noun = scene.noun(animate=True)
     subject = noun_phrase(scene, noun, beside=noun, tails=0.3)
@@ -247,6 +247,6 @@ def asking_whether(scene: Scene) -> Fragment:
 
 
 # how often each kind of sentence is told
-PATTERNS: dict[Callable[[Scene], Fragment], int] = {
+PATTERNS: dict[Callable[[Setting], Fragment], int] = {
     resolving: 5, agreeing: 3, telling: 4, meeting: 2, speaking: 3, owning: 2, causing: 2, supposing: 2, asking: 3,
 }  # fmt: skip

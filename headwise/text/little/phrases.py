@@ -15,7 +15,7 @@ _BY_TOPIC = {topic: tuple(noun for noun in v.NOUNS if noun.topic == topic) for t
 _ANIMATE_BY_TOPIC = {t: tuple(noun for noun in nouns if noun.kind in v.ANIMATE) for t, nouns in _BY_TOPIC.items()}
 
 
-class Scene:
+class Setting:
     """What one document is about: its topics, its people with names, and the dice that decide everything.
 
     Only `random()` is asked of the dice: its sequence is promised to stay the same from one Python to the next.
@@ -98,7 +98,7 @@ def inflect(verb: tuple[str, str], subject: Noun) -> Word:
 
 
 def noun_phrase(
-    scene: Scene,
+    scene: Setting,
     noun: Noun,
     *,
     beside: Noun | None = None,
@@ -124,7 +124,7 @@ def noun_phrase(
     return whole
 
 
-def adjective_row(scene: Scene, noun: Noun, head: Word) -> Fragment | None:
+def adjective_row(scene: Setting, noun: Noun, head: Word) -> Fragment | None:
     """Nothing, old, old quiet, or old and quiet."""
     dice = scene.random()
     if dice < 0.5:
@@ -138,37 +138,37 @@ def adjective_row(scene: Scene, noun: Noun, head: Word) -> Fragment | None:
     return both.relate("adjective-noun", first, head).relate("adjective-noun", second, head)
 
 
-def prepositional(scene: Scene, beside: Noun | None) -> Fragment:
+def prepositional(scene: Setting, beside: Noun | None) -> Fragment:
     """Near the old barn."""
     preposition = Word(scene.pick(v.PREPOSITIONS), "preposition")
     place = noun_phrase(scene, scene.noun(beside=beside), beside=beside)
     return join(preposition, place, head=place.head)
 
 
-def acting(scene: Scene, subject: Fragment, noun: Noun) -> Fragment:
+def acting(scene: Setting, subject: Fragment, noun: Noun) -> Fragment:
     """The dog sleeps: a subject, with all that belongs to it, and its intransitive verb, which is the head."""
     verb = inflect(scene.verb(v.INTRANSITIVE, noun), noun)
     return join(subject, *before_verb(scene), verb, head=verb).relate("subject-verb", subject.head, verb)
 
 
-def acting_on(scene: Scene, subject: Fragment, noun: Noun, object: Fragment) -> Fragment:
+def acting_on(scene: Setting, subject: Fragment, noun: Noun, object: Fragment) -> Fragment:
     """The dog sees the cat: subject, transitive verb, object; the verb is the head."""
     verb = inflect(scene.verb(v.TRANSITIVE, noun), noun)
     clause = join(subject, *before_verb(scene), verb, object, head=verb).relate("subject-verb", subject.head, verb)
     return clause.relate("verb-object", object.head, verb)
 
 
-def before_verb(scene: Scene) -> list[Word]:
+def before_verb(scene: Setting) -> list[Word]:
     """Always, never, still, or nothing."""
     return [Word(scene.pick(v.PRE_ADVERBS), "adverb")] if scene.chance(0.3) else []
 
 
-def adverb(scene: Scene) -> Word:
+def adverb(scene: Setting) -> Word:
     """Here, often, slowly."""
     return Word(scene.pick(v.ADVERBS), "adverb")
 
 
-def enclosed(scene: Scene, shape: int, beside: Noun | None = None, *, deeper: float = 0.35) -> Fragment:
+def enclosed(scene: Setting, shape: int, beside: Noun | None = None, *, deeper: float = 0.35) -> Fragment:
     """( the boy sings [ a dog waits here ] often ): what is enclosed always ends with an adverb, so that a reader
     knows *that* it closes, and must remember *what* was opened."""
     kind = "quote" if v.BRACKETS[shape] in v.QUOTES else "bracket"
@@ -182,6 +182,6 @@ def enclosed(scene: Scene, shape: int, beside: Noun | None = None, *, deeper: fl
     return whole.relate(kind, closer, opener)
 
 
-def aside(scene: Scene, beside: Noun | None = None) -> Fragment:
+def aside(scene: Setting, beside: Noun | None = None) -> Fragment:
     """Something said by the way, in round, square or curly brackets."""
     return enclosed(scene, scene.pick((0, 1, 2)), beside)

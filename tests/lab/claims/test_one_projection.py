@@ -4,7 +4,7 @@ import torch
 from headwise.heads import MultiHeadAttention
 from headwise.lab.engine.figure import Figure, Figures
 from headwise.lab.engine.store import Store
-from headwise.lab.experiments.claims.one_projection import CLAIM, Loop, measure, on, slower
+from headwise.lab.experiments.claims.one_projection import CLAIM, LoopedHeads, measure, on, slower
 from headwise.lab.lab import Lab
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -40,7 +40,7 @@ def test_an_open_question_is_not_answered(small, large, on):
 def test_the_loop_is_the_same_layer(kv_heads):
     layer = MultiHeadAttention(width=30, heads=6, kv_heads=kv_heads).double()
     x = torch.randn(2, 7, 30, dtype=torch.float64)
-    loop = Loop(layer)
+    loop = LoopedHeads(layer)
     torch.testing.assert_close(loop(x), layer(x))
     q, k, v = layer.read(x)
     for got, want in zip(loop.project(x), [*q.unbind(1), *k.unbind(1), *v.unbind(1)], strict=True):

@@ -16,7 +16,7 @@ from headwise.lab.engine.point import Point
 from headwise.lab.lab import Lab
 from headwise.look.record.reading import Reading, documents_for
 from headwise.look.record.units import make_batch
-from headwise.look.worth.targets import Asked, ask, read_asked
+from headwise.look.worth.targets import TargetBatch, ask, askable_units
 from headwise.model import AnyModel, quiet
 
 TEXTS = 32  # whose loss the gradient is of
@@ -68,8 +68,8 @@ def gradients(model: AnyModel, corpus: Any = None, texts: int = TEXTS) -> dict[s
     }
 
 
-def _asked(model: AnyModel, corpus: Any, texts: int) -> Asked:
-    fitting = read_asked(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
+def _asked(model: AnyModel, corpus: Any, texts: int) -> TargetBatch:
+    fitting = askable_units(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
     if asked.targets is None:
         raise HeadwiseError("this model has no output over a vocabulary, so it has no loss to take gradients of.")

@@ -17,7 +17,7 @@ from headwise.lab.lab import Lab
 from headwise.look.compare.compare import compare
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import make_batch
-from headwise.look.worth.targets import ask, read_asked
+from headwise.look.worth.targets import ask, askable_units
 from headwise.model import AnyModel, Transformer, quiet
 
 TEXTS, LONGEST = 48, 128
@@ -57,7 +57,7 @@ def interaction(
     every = [pair for site in model.sites() for pair in combinations(map(str, site.addresses), 2)]
     order = np.random.default_rng(seed).permutation(len(every))[:pairs]
     chosen = [every[place] for place in sorted(order)]
-    fitting = read_asked(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
+    fitting = askable_units(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
 
     def answers(*heads: str) -> Tensor:

@@ -31,7 +31,7 @@ PASSES = ("forward", "with backward")
 TURNS = 15
 
 
-class Loop(nn.Module):
+class LoopedHeads(nn.Module):
     """The same layer as beginners write it: every head has projections of its own, and comes after the one before it."""
 
     def __init__(self, layer: MultiHeadAttention) -> None:
@@ -66,7 +66,7 @@ def slower(
     """
     torch.manual_seed(0)
     layer = MultiHeadAttention(spec, backend="batched")
-    loop, x = Loop(layer), torch.randn(batch, tokens, spec.width)
+    loop, x = LoopedHeads(layer), torch.randn(batch, tokens, spec.width)
     pairs: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         "projections": (layer.read, loop.project),
         "layer": (layer, loop),

@@ -1,4 +1,4 @@
-"""Trials: measures on texts of their own, whatever the corpus is."""
+"""Tasks: measures on texts of their own, whatever the corpus is."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from headwise.text import Tokenizer
 from headwise.text.align import Alignment
 
 TOKENS = 2048  # in a batch
-SCORE, NULL, VALUED = range(3)  # where they stand in a trial's numbers, three by three
+SCORE, NULL, VALUED = range(3)  # where they stand in a task's numbers, three by three
 
 
-class Trial(Measure):
+class TaskMeasure(Measure):
     """A measure on texts of its own: three numbers, the score, its null and its valued twin, or several times three.
 
     The score and the twin are taken from some texts; the null is the score at the same places of others, which have
@@ -33,9 +33,9 @@ class Trial(Measure):
         """The texts, and the others, one for each. None at all where the model cannot be asked."""
 
 
-def run_trial(
+def run_task(
     model: AnyModel,
-    trial: Trial,
+    task: TaskMeasure,
     tally: Tally,
     seed: int = 0,
     *,
@@ -43,24 +43,24 @@ def run_trial(
     beside: Sequence[Measure] = (),
     progress: Progress | None = None,
 ) -> None:
-    """Read the texts of a trial and add up what it takes. `null`: and the others. `beside`: measures without numbers that see
+    """Read the texts of a task and add up what it takes. `null`: and the others. `beside`: measures without numbers that see
     the texts too."""
-    tally.expect(trial.names)
-    group, (texts, others) = trial.names[0], trial.texts(model, seed)
+    tally.expect(task.names)
+    group, (texts, others) = task.names[0], task.texts(model, seed)
     of, counted = len(texts) + len(others) * null, [Tally(tally.heads), Tally(tally.heads)]
-    told, asks = trial.score.on or trial.score.name, [(texts, beside), (others if null else [], ())]
+    told, asks = task.score.on or task.score.name, [(texts, beside), (others if null else [], ())]
     done = 0
 
     def batches(units: list[Unit]) -> Iterator[Batch]:
         nonlocal done
-        for batch in make_batches(units, trial.tokens, device=model.device):
+        for batch in make_batches(units, task.tokens, device=model.device):
             if progress is not None:
                 progress(told, done, of)
             yield batch
             done += len(batch.units)
 
     for made, (units, more) in zip(counted, asks, strict=True):
-        Runner(made, [trial, *more]).read(model, batches(units))
+        Runner(made, [task, *more]).read(model, batches(units))
     if progress is not None:
         progress(told, of, of)
     for kind in ("sums", "counts"):

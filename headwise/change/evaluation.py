@@ -13,7 +13,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
 from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import read_on
-from headwise.look.worth.targets import Asked, ask, check_askable, read_asked
+from headwise.look.worth.targets import TargetBatch, ask, askable_units, check_askable
 from headwise.model import AnyModel, quiet
 
 TOKENS = 2048  # run at once
@@ -25,7 +25,7 @@ def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Estimate:
     """A mean with its 95 % interval."""
 
     mean: float
@@ -34,32 +34,32 @@ class Figure:
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class PairedEvaluation:
     """Texts to ask models for, and the full model's answers.
 
     A decoder is asked for every next token, an encoder for hidden ones, an encoder-decoder for the text of a pair; without
     an output, the loss of a text is how far its mean state has turned from the full model's, 1 − cosine.
     """
 
-    batches: tuple[Asked, ...]
+    batches: tuple[TargetBatch, ...]
     clean: tuple[Tensor, ...]  # for each batch the full model's answers
     counts: np.ndarray  # (texts,): how many answers each gives
 
     @staticmethod
-    def of(model: AnyModel, on: Any, longest: int | None = None, *, past: int = 0) -> "Trial":
+    def of(model: AnyModel, on: Any, longest: int | None = None, *, past: int = 0) -> "PairedEvaluation":
         """Read texts and ask the full model; plain text is cut into units of `longest` tokens, as `importance` does.
 
         With `past`, next tokens are asked for only behind the first so many of each text.
         """
         check_askable(model, "loss")
-        units = read_asked(model, read_on(model, on, longest))
+        units = askable_units(model, read_on(model, on, longest))
         batches = tuple(ask(model, batch).past(past) for batch in make_batches(units, TOKENS, device=model.device))
         counts = torch.cat([asked.counts for asked in batches]).numpy()
         if not counts.sum():
             raise HeadwiseError(
                 f"no text is longer than {past + 1} tokens, so there is nothing to judge by; give longer ones."
             )
-        return Trial(batches, tuple(_answers(model, asked) for asked in batches), counts)
+        return PairedEvaluation(batches, tuple(_answers(model, asked) for asked in batches), counts)
 
     @property
     def metric(self) -> str:
@@ -75,16 +75,16 @@ class Trial:
         """A smaller model's summed loss on each text, (texts,)."""
         return self._losses([_answers(model, asked) for asked in self.batches])
 
-    def figure(self, losses: np.ndarray) -> Figure:
+    def estimate(self, losses: np.ndarray) -> Estimate:
         """The mean loss."""
-        return _figure(losses.sum() / self.counts.sum(), bootstrap(losses, self.counts))
+        return _estimate(losses.sum() / self.counts.sum(), bootstrap(losses, self.counts))
 
-    def difference(self, losses: np.ndarray, others: np.ndarray) -> Figure:
+    def difference(self, losses: np.ndarray, others: np.ndarray) -> Estimate:
         """How much more is lost than by others, on the same texts."""
         mean = (losses - others).sum() / self.counts.sum()
-        return _figure(mean, bootstrap_difference(losses, self.counts, others, self.counts))
+        return _estimate(mean, bootstrap_difference(losses, self.counts, others, self.counts))
 
-    def difference_from_draws(self, losses: np.ndarray, others: Sequence[np.ndarray], level: float = 0.95) -> Figure:
+    def difference_from_draws(self, losses: np.ndarray, others: Sequence[np.ndarray], level: float = 0.95) -> Estimate:
         """How much more is lost than by others that were drawn by chance, on average over all that could be drawn.
 
         Other texts would have given another mean, and so would other draws. Each has Student's interval, by its own degrees
@@ -97,11 +97,11 @@ class Trial:
         means = gaps.sum(1) / total  # (S,)
         mean = float(means.mean())
         if min(S, n) < 2:
-            return Figure(mean, float("nan"), float("nan"))
+            return Estimate(mean, float("nan"), float("nan"))
         over_texts = n / (n - 1) * ((gaps.mean(0) - mean * counts) ** 2).sum() / total**2
         over_draws = means.var(ddof=1) / S
         reach = float(np.hypot(*(stdtrit([n - 1, S - 1], (1 + level) / 2) * np.sqrt([over_texts, over_draws]))))
-        return Figure(mean, mean - reach, mean + reach)
+        return Estimate(mean, mean - reach, mean + reach)
 
     def _losses(self, answers: Sequence[Tensor]) -> np.ndarray:
         pairs = zip(self.batches, answers, self.clean, strict=True)
@@ -110,11 +110,11 @@ class Trial:
 
 
 @torch.no_grad()
-def _answers(model: AnyModel, asked: Asked) -> Tensor:
+def _answers(model: AnyModel, asked: TargetBatch) -> Tensor:
     """Summed surprise of each text, (B,), or its mean state, (B, D)."""
     with quiet(model):
         return asked.answers(model, asked.pick(asked.run(model)))
 
 
-def _figure(mean: float, interval: tuple[np.ndarray, np.ndarray]) -> Figure:
-    return Figure(float(mean), float(interval[0]), float(interval[1]))
+def _estimate(mean: float, interval: tuple[np.ndarray, np.ndarray]) -> Estimate:
+    return Estimate(float(mean), float(interval[0]), float(interval[1]))
