@@ -26,6 +26,7 @@ UPWARDS = {
     ("look/profile/result.py", "headwise.show.figures.plot"),
     ("look/profile/result.py", "headwise.show.notebook"),
     ("look/profile/result.py", "headwise.show.report"),
+    ("look/profile/result.py", "headwise.show.story"),
     ("look/profile/result.py", "headwise.show.widget"),
     ("model/transformer.py", "headwise.weights.save"),
     ("model/transformer.py", "headwise.weights.load"),

@@ -48,10 +48,9 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     from headwise.errors import HeadwiseError
     from headwise.files.places import installs
     from headwise.show.demo import PROMPT, READS, SENTENCE, TOLD, WORD, Demo
-    from headwise.show.heads import show_profile
+    from headwise.show.heads import show_profile, show_story
     from headwise.show.progress import show_progress
     from headwise.show.prune import show_plan, show_report
-    from headwise.show.story import story
     from headwise.show.tables import make_table
 
     first = installs((READS, TOLD))
@@ -76,8 +75,7 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     with show_progress() as progress:
         seen, most = demo.heads(progress)
     show_profile(seen, {str(address) for address in seen.addresses}, console)
-    for sentence in story(seen, most):
-        console.print(sentence, highlight=False, markup=False)
+    show_story(seen, most, console=console)
     report = demo.folder / TOLD / "report.html"
     console.print(f"The report, to open in a browser: {report}", highlight=False, soft_wrap=True)
     _open(report)

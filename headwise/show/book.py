@@ -5,11 +5,9 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-import torch
 
 from headwise.change.plan import Plan
 from headwise.errors import HeadwiseError
-from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.measure.cases import Example
 from headwise.look.measure.diagonals import OFFSET
 from headwise.look.measure.evidence import Context
@@ -18,19 +16,20 @@ from headwise.look.profile.best_heads import Best, best_heads
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import Support
 from headwise.look.record.buckets import REPORTING
-from headwise.look.worth.sensitivity import Sensitivity
-from headwise.look.writes.writes import copying, promoted
-from headwise.model import AnyModel, quiet
+from headwise.look.worth.sensitivity import Cost, Sensitivity
+from headwise.model import AnyModel
 from headwise.show.claims import VERSION, tell
+from headwise.show.known import Known, Less, Loss, Wrote, cached, nearest, partners, shares, short, wrote
 from headwise.show.price import tell_prices
 from headwise.show.sentence import make_sentence
+from headwise.show.story import story
+from headwise.show.words import WORDS
 
 __all__ = ["make_book", "make_sentence", "page_files"]
 
 BACK = 32  # offsets shown, each way
-CONTEXTS, NEAREST = 5, 5  # of each head
+CONTEXTS = 5  # of each head
 FEWEST = 20  # arcs on the half for reporting, below which a relation is not told
-SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 
 
 def make_book(
@@ -49,13 +48,11 @@ def make_book(
     worth = {} if importance is None else {one["head"]: one for one in importance.to_dict()["heads"]}
     lives = {} if history is None else _lives(history)
     prices, planned = tell_prices(profile.addresses, None if model is None else model.spec, sensitivity, plan)
-    nearest = {} if model is None else _nearest(model)
-    writes = {} if model is None else _writes(model, profile)
+    known = _known(model, profile, importance, sensitivity)
     heads = [
         {
             **_head(profile, head),
-            "writes": writes.get(str(head.address)),
-            "nearest": nearest.get(str(head.address), []),
+            **_beside(profile, head, known.get(str(head.address))),
             "importance": worth.get(str(head.address)),
             "history": lives.get(str(head.address)),
             "price": prices.get(str(head.address)),
@@ -67,6 +64,7 @@ def make_book(
         "model": _model(profile, model, name),
         "about": {**profile.about, "family": profile.family},
         "measures": _told(profile),
+        "words": {name: list(one) for name, one in WORDS.items()},
         "heads": heads,
         "relations": _relations(profile),
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
@@ -117,12 +115,27 @@ def _head(profile: Profile, head: HeadProfile) -> dict[str, Any]:
         "role": head.role, "detail": head.detail, "rung": head.rung, "score": head.score, "null": head.null,
         "interval": head.interval, "effect": head.effect, "rest": list(head.rest),
         "supports": [_support(one) for one in head.roles],
-        "measures": {name: _short(measures[name]) for name in shown},
-        "offsets": [[offset, _short(measures[OFFSET[offset].name])] for offset in offsets],
+        "measures": {name: short(measures[name]) for name in shown},
+        "offsets": [[offset, short(measures[OFFSET[offset].name])] for offset in offsets],
         "on": head.on, "roles": [one.role for one in head.roles],
         "cases": [_cases(one, head.cases[one.role]) for one in head.roles],
         "hardest": [_context(one) for one in head.hardest[:CONTEXTS]],
     }  # fmt: skip
+
+
+def _beside(profile: Profile, head: HeadProfile, known: Known | None) -> dict[str, Any]:
+    """Its story, and what only the model could tell."""
+    made = {"story": [list(line) for line in story(profile, head, known)]}
+    if known is None:
+        return {**made, "writes": None, "nearest": [], "partners": None}
+    ways = {"reads": known.before, "read by": known.behind}
+    others = {way: [one.head, short(one.score), short(one.chance)] for way, one in ways.items() if one is not None}
+    return {
+        **made,
+        "writes": _wrote(known.wrote),
+        "nearest": known.alike,
+        "partners": {**others, "shares": known.shares},
+    }
 
 
 def _told(profile: Profile) -> dict[str, dict[str, str]]:
@@ -164,35 +177,38 @@ def _context(one: Context) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _writes(model: AnyModel, profile: Profile) -> dict[str, dict[str, Any]]:
-    """Whether each head copies; and, for tokens it was seen looking at, the words it promotes and suppresses."""
-    spread = 1.5 / model.spec.attention.value_dim  # of the score of random weights
-    told = {head: {"copying": score, "spread": spread, "words": []} for head, score in copying(model).items()}
-    if model.output is None:
-        return told
-    for head in profile:
-        try:
-            words = promoted(model, head)
-        except HeadwiseError:  # its logits are no sum over heads: nothing can be read off
-            return told
-        told[str(head.address)]["words"] = [one._asdict() for one in words]
-    return told
+def _wrote(one: Wrote | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {"copying": one.copying, "spread": one.spread, "words": [word._asdict() for word in one.words]}
 
 
-def _nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
-    """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
-    addresses = tuple(address for site in model.all_sites() for address in site.addresses)
-    if len(addresses) < 2:
+def _known(
+    model: AnyModel | None, profile: Profile, importance: Any, sensitivity: Sensitivity | None
+) -> dict[str, Known]:
+    """What is known of each head beside its profile, by its address."""
+    if model is None:
         return {}
-    sums, rows = np.zeros((len(addresses),) * 2), 0
-    with quiet(model), torch.no_grad():
-        for units, places in sample(model, None, SAMPLE["rows"], SAMPLE["longest"], len(addresses), 0):
-            some = look(model, units, places, set(addresses)).maps  # (H, rows, S + 1)
-            sums += js_sums(some.flatten(1))
-            rows += some.shape[1]
-    far = sums / rows + np.where(np.eye(len(addresses)), np.inf, 0.0)
-    order = np.argsort(far, axis=1, kind="stable")[:, : min(NEAREST, len(addresses) - 1)]
-    return {str(a): [[str(addresses[j]), _short(far[i, j])] for j in order[i]] for i, a in enumerate(addresses)}
+    texts = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
+    costs: dict[str, list[Cost]] = {}
+    for cost in sensitivity or ():
+        for head in cost.heads.split():
+            costs.setdefault(head, []).append(cost)
+    unit = "nats a token" if model.output is not None else "1 − cosine"
+    writes, alike, others, made = wrote(model, profile), nearest(model), partners(model), {}
+    told = set() if importance is None else {str(address) for address in importance.addresses}
+    for address in profile.addresses:
+        head, loss = str(address), None
+        if importance is not None and head in told:
+            loss = Loss(importance[head], importance.by, importance.how, unit, importance.texts)
+        before, behind = others.get(head, (None, None))
+        held, key = cached(model.spec, address)
+        less = Less(tuple(costs.get(head, ())), cache=held, key=key, **texts)
+        made[head] = Known(
+            writes.get(head), loss, less, shares(model.spec, address), before, behind,
+            tuple((other, far) for other, far in alike.get(head, []) if far is not None),
+        )  # fmt: skip
+    return made
 
 
 def _relations(profile: Profile) -> dict[str, Any] | None:
@@ -209,14 +225,14 @@ def _relations(profile: Profile) -> dict[str, Any] | None:
 
 def _relation(profile: Profile, best: Best) -> dict[str, Any]:
     scores = profile.tally.mean(Question(best.relation, best.way).numbers[HITS].name, REPORTING)  # (heads,)
-    return {**best._asdict(), "scores": [_short(score) for score in scores]}
+    return {**best._asdict(), "scores": [short(score) for score in scores]}
 
 
 def _lives(history: Any) -> dict[str, list[list[float | None]]]:
     """Of each head, for each measure, a number for each step."""
     values = np.asarray(history.values, dtype=float)  # (steps, heads, measures)
     return {
-        head: [[_short(x) for x in values[:, place, m]] for m in range(values.shape[2])]
+        head: [[short(x) for x in values[:, place, m]] for m in range(values.shape[2])]
         for place, head in enumerate(history.addresses)
     }
 
@@ -243,11 +259,6 @@ def _sentence(model: AnyModel | None, given: Any) -> dict[str, Any]:
     if model is None:
         raise HeadwiseError(f"to show the sentence {given!r} its model is needed; give make_book(profile, model, …).")
     return make_sentence(model, given)
-
-
-def _short(value: float) -> float | None:
-    """Six digits: enough to read, half the bytes."""
-    return float(f"{value:.6g}") if np.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:

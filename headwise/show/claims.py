@@ -28,6 +28,7 @@ def claims_book(results: Iterable["Result"]) -> dict[str, Any]:
         "model": {"name": models, "layers": [], "heads": 0},
         "about": {},
         "measures": {},
+        "words": {},
         "heads": [],
         "relations": None,
         "importance": None,

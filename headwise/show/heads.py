@@ -10,8 +10,11 @@ from headwise.look.measure.diagonals import OFFSET
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import Support
 from headwise.show.grid import LEGEND, grid
+from headwise.show.known import Known
 from headwise.show.signs import sign
+from headwise.show.story import story
 from headwise.show.tables import make_table
+from headwise.show.words import how
 
 
 def show_profile(profile: Profile, wanted: set[str], console: Console | None = None) -> None:
@@ -67,8 +70,22 @@ def show_role(profile: Profile, role: str, wanted: set[str], console: Console | 
     console.print(make_table(title, columns, rows))
 
 
+def show_story(profile: Profile, head: HeadProfile, known: Known | None = None, console: Console | None = None) -> None:
+    """Print one head's story, each sentence with where it is told how its numbers are made; what could not be asked last."""
+    console = console or Console()
+    shown = ""
+    for line in story(profile, head, known):
+        console.print(Text(line.text))
+        pointer = how(line.about)
+        if pointer != shown:
+            console.print(Text(f"  how: {pointer}", "dim"))
+        shown = pointer
+    for refused in known.refused if known is not None else ():
+        console.print(Text(f"Not asked: {refused}", "dim"))
+
+
 def show_head(profile: Profile, head: HeadProfile, console: Console | None = None) -> None:
-    """Print one head's full story."""
+    """Print every number of one head: what speaks for its roles, its measures, its cases."""
     console = console or Console()
     console.print(
         Text.assemble((f"head {head.address}", "bold"), f"  {head.told}{', ' * bool(head.on)}{head.on}  ({head.rung})")

@@ -1,12 +1,28 @@
-"""One head's story in plain sentences: what it does, how sure that is and against what, and where it looks otherwise."""
+"""One head's story in plain sentences: what it does, how sure that is and against what, where it rests, what it writes, what
+the model loses without it, what it could cost less, and which heads it works with. Each sentence says which word of `words`
+tells how its numbers are made."""
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+from headwise.look.measure.questions import SETS
+from headwise.look.measure.scene import SPECIAL
+from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
 from headwise.look.profile.result import HeadProfile, Profile
-from headwise.look.profile.roles import Support
+from headwise.look.profile.roles import TOLD, Support
+from headwise.look.worth.sensitivity import Cost
+from headwise.model import AnyModel
+from headwise.show.known import LENGTH, Known, Loss, Partner, Wrote, ask
+from headwise.show.words import WORDS, how
 
 # What a role means, as the end of "it ...". A relation that is not here is named as it is.
 MEANS = {
     "previous token": "looks at the token before", "next token": "looks at the token after",
     "self": "looks at the token itself", "local": "looks at tokens within three of its own",
+    "fixed offset": "looks at the token a fixed number of places away",
     "delimiter": "looks at punctuation", "capitalised": "looks at capitalised words", "digit": "looks at digits",
     "long range": "looks far back", "induction": "finds what came after the same token before",
     "duplicate token": "finds the same token before", "same phrase": "looks inside the same phrase",
@@ -17,45 +33,225 @@ MEANS = {
     "cause-effect": "joins a cause and its effect", "subject-verb": "joins a verb and its subject",
     "verb-object": "joins a verb and its object", "adjective-noun": "joins an adjective and its noun",
     "determiner-noun": "joins a determiner and its noun",
+    "question-answer": "joins a question and its answer", "sentence end": "joins a full stop and the one before",
 }  # fmt: skip
 RESTS = {
-    "sink": "on the first token", "special token": "on special tokens", "broad": "nowhere: it looks everywhere alike",
-    "idle": "as if it were not there: it writes next to nothing",
+    "sink": ("on the first token", RESTING.name), "special token": ("on special tokens", SPECIAL),
+    "broad": ("nowhere: it looks everywhere nearly alike", RELATIVE.name),
+    "idle": ("by writing next to nothing", SHARE.name),
 }  # fmt: skip
 SURE = {
-    "selective": "This stands above its baseline on texts it was not chosen on; whether it changes what the head writes was "
-    "not shown.",
-    "effective": "It also stands when attention is weighted by the length of what it fetches; whether the model needs it was "
-    "not shown.",
-    "causal": "And the model needs it: taking the head away hurts just this, more than taking away others of its layer.",
+    "selective": "Whether it changes what the head writes was not shown (selective).",
+    "effective": "It stands as well when each look counts by the length of what it fetches; whether the model needs it "
+    "was not shown (effective).",
+    "causal": "And the model needs it (causal).",
 }
+MASSES = {TOLD.get(name, name) for name in SETS}  # relations whose score is a share of weight, not of cases
+PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
+COSINE = "1 − cosine"  # of a model without output
 MORE = 2  # roles told in full beside the first
 
 
-def story(profile: Profile, head: HeadProfile) -> list[str]:
-    """A few sentences about a head."""
+class Line(NamedTuple):
+    """One sentence, and the word that says how its numbers are made."""
+
+    about: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that is told of one head: as text, or in a notebook with a pointer behind each sentence."""
+
+    lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(line.text for line in self.lines)
+
+    def _repr_html_(self) -> str:
+        told = (
+            f'<li>{escape(line.text)} <small title="{escape(WORDS[line.about].meaning)}">'
+            f"<code>{escape(how(line.about))}</code></small></li>"
+            for line in self.lines
+        )
+        return f"<ul>{''.join(told)}</ul>"
+
+
+def tell_story(profile: Profile, head: HeadProfile, model: AnyModel | None = None) -> Story:
+    """The story of a head; with its model all that can be asked of it in a minute or so."""
+    return Story(tuple(story(profile, head, None if model is None else ask(model, head))))
+
+
+def story(profile: Profile, head: HeadProfile, known: Known | None = None) -> list[Line]:
+    """The sentences, in the order of the questions people ask."""
+    known = known or Known()
+    return [
+        *_does(profile, head),
+        _rests(head),
+        *_writes(known.wrote),
+        *_without(known.loss),
+        *_less(known),
+        *_with(known),
+    ]
+
+
+def _does(profile: Profile, head: HeadProfile) -> Iterator[Line]:
     if not head.roles:
-        told = [
-            f"Head {head.address} has no role that could be shown on {profile.about['texts']:,} texts: of {profile.family:,} "
-            "tests over all heads and roles none stands for it."
-        ]
-    else:
-        told = [f"Head {head.address} {_does(head.roles[0])}", SURE[head.roles[0].rung]]
-        told += [f"It also {_does(one)}" for one in head.roles[1 : 1 + MORE]]
-        others = [one.role for one in head.roles[1 + MORE :]]
-        told += [f"Further roles, weaker: {', '.join(others)}."] if others else []
-    told += [f"Otherwise it rests {RESTS[rest]}." for rest in head.rest[:1]]
+        yield Line(
+            "unclear",
+            f"Head {head.address}: nothing found. On {profile.about['texts']:,} texts no role of it stood above its "
+            f"baseline; {profile.family:,} tests were made over all heads and roles. Heads of random weights give the same "
+            "answer.",
+        )
+        return
+    yield Line("role", f"Head {head.address} {_role(head.roles[0])}.")
+    yield Line("evidence", f"{_sure(head.roles[0], profile.family)} {SURE[head.roles[0].rung]}{_effect(head.roles[0])}")
+    for one in head.roles[1 : 1 + MORE]:
+        yield Line("role", f"It also {_role(one)} ({one.rung}; {_ends(one)}; baseline {_share(one.null)}).")
+    others = [f"{one.role} {_share(one.score)}" for one in head.roles[1 + MORE :]]
+    if others:
+        yield Line("role", f"Further roles, with weaker evidence: {', '.join(others)}.")
     if head.evidence:
-        first = head.evidence[0]
-        told.append(f"For example ([x] looks, *y* is looked at hardest): {first.text} ({first.weight:.2f})")
-    return told
+        hits = sum(one.hit for one in head.evidence)
+        first = next((one for one in head.evidence if one.hit), head.evidence[0])
+        yield Line(
+            "hit",
+            f"For example ([x] looks, *y* is looked at hardest): {first.text} ({first.weight:.2f}). Of {len(head.evidence)} "
+            f"held-out cases kept as examples {hits} {'is a hit' if hits == 1 else 'are hits'}.",
+        )
 
 
-def _does(one: Support) -> str:
-    """What it does, how often, and what would happen without it."""
-    means = MEANS.get(one.role, f"follows {one.role}") + (f" ({one.detail})" if one.detail else "")
-    low, high = one.interval
+def _role(one: Support) -> str:
+    means = MEANS.get(one.role, f"follows {one.role}")
+    name = f" ({one.role}{f' {one.detail}' if one.detail else ''})"
+    if one.relation and one.role not in MASSES:
+        return f"{means}{name}: in {_share(one.score)} of the cases it looks hardest at the right word"
+    return f"{means}{name}: {_share(one.score)} of its weight goes there"
+
+
+def _sure(one: Support, family: int) -> str:
+    on = f" ({one.on})" if one.on else ""
     return (
-        f"{means}: {one.score:.0%} (95 % CI {low:.0%} to {high:.0%}), where {one.null:.0%} would be its baseline; "
-        f"{one.rows:,} cases, {one.on}."
+        f"Measured on {one.rows:,} held-out cases{on}: {_ends(one)}; its baseline has {_share(one.null)}; p = {one.p:.2g} "
+        f"after correction for {family:,} tests."
     )
+
+
+def _ends(one: Support) -> str:
+    return f"95 % CI {_share(one.interval[0])} to {_share(one.interval[1])}"
+
+
+def _effect(one: Support) -> str:
+    if one.effect is None:
+        return ""
+    ends = (
+        ""
+        if one.effect_interval is None
+        else f" (95 % CI {one.effect_interval[0]:+.3f} to {one.effect_interval[1]:+.3f})"
+    )
+    return f" Without it the role's own test loses {one.effect:+.3f} nats an answer beside others of its layer{ends}."
+
+
+def _rests(head: HeadProfile) -> Line:
+    if not head.rest:
+        first = head.measures.get(RESTING.name, math.nan)
+        seen = f": {_share(first)} of its weight lies on the first token" if math.isfinite(first) else ""
+        return Line("rests", f"When it does nothing it has no resting place of its own{seen}.")
+    told = []
+    for rest in head.rest:
+        where, measure = RESTS[rest]
+        value = head.measures.get(measure, math.nan)
+        unit = {"broad": "of the highest entropy", "idle": "of what its layer writes"}.get(
+            rest, "of its weight, on average"
+        )
+        told.append(f"{where} ({_share(value)} {unit})" if math.isfinite(value) else where)
+    return Line("rests", f"When it does nothing it rests {' and '.join(told)}.")
+
+
+def _writes(wrote: Wrote | None) -> Iterator[Line]:
+    if wrote is None:
+        return
+    if not math.isfinite(wrote.copying):
+        yield Line("copying", "It writes nothing at all.")
+        return
+    random = f"copying {wrote.copying:+.2f}; random weights spread by {wrote.spread:.2f}"
+    if abs(wrote.copying) < 2 * wrote.spread:
+        yield Line("copying", f"It writes neither what it reads nor its opposite ({random}).")
+    else:
+        yield Line(
+            "copying", f"It writes {'what it reads' if wrote.copying > 0 else 'against what it reads'} ({random})."
+        )
+    if wrote.words:
+        one = wrote.words[0]
+        yield Line(
+            "writes",
+            f"Looking at {one.token!r} it makes {_words(one.promotes)} likelier, {_words(one.suppresses)} less likely.",
+        )
+
+
+def _words(scored: list[tuple[str, float]]) -> str:
+    return ", ".join(repr(word) for word, _ in scored[:3])
+
+
+def _without(loss: Loss | None) -> Iterator[Line]:
+    if loss is None:
+        return
+    one, told = loss.worth, f"{loss.how} ablation" if loss.by == "ablation" else loss.by
+    nothing = ", not told apart from nothing" if one.low <= 0 <= one.high else ""
+    lost = f"the model loses {one.worth:.2g} {loss.unit}"
+    if loss.unit == COSINE:
+        lost = f"what the model gives of a text turns by {one.worth:.2g}, in {COSINE}"
+    text = f"Without it {lost} (95 % CI {one.low:.2g} to {one.high:.2g}{nothing})"
+    if math.isfinite(one.above_layer):
+        text += f", {one.above_layer:+.2g} beside an average other head of its layer"
+    yield Line(
+        "worth", f"{text}; {told} on {loss.texts:,} texts. Later heads may take over: this is the least it does."
+    )
+
+
+def _less(known: Known) -> Iterator[Line]:
+    less = known.less
+    if less is None:
+        return
+    shared = f", with {_and(known.shares)}, which share its keys" if known.shares else ""
+    if less.costs:
+        told = ", ".join(f"{PARTS[one.part]} {_cost(one)}" for one in less.costs if one.bits == less.costs[0].bits)
+        yield Line(
+            "bits",
+            f"Stored at {less.costs[0].bits} bits{shared}, the loss changes by: {told} ({less.unit}, {less.texts:,} texts).",
+        )
+    if less.cache:
+        yield Line(
+            "cache",
+            f"Its key head {less.key} keeps {less.cache / 1e6:.1f} MB of keys and values at {LENGTH:,} tokens{shared}.",
+        )
+
+
+def _cost(one: Cost) -> str:
+    return f"{one.more:+.2g} (95 % CI {one.low:+.2g} to {one.high:+.2g})"
+
+
+def _with(known: Known) -> Iterator[Line]:
+    told = []
+    if known.shares:
+        told.append(f"It shares keys and values with {_and(known.shares)}.")
+    if known.before is not None:
+        told.append(f"Of what earlier heads write it reads {_partner(known.before)} most.")
+    if known.behind is not None:
+        told.append(f"Of later heads {_partner(known.behind)} reads it most.")
+    if known.alike:
+        told.append(f"It looks most like {known.alike[0][0]} ({known.alike[0][1]:.2f} nats apart).")
+    if told:
+        yield Line("partners", " ".join(told))
+
+
+def _partner(one: Partner) -> str:
+    return f"{one.head} (V-composition {one.score:.2f}, random weights {one.chance:.2f})"
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _and(heads: tuple[str, ...]) -> str:
+    return heads[0] if len(heads) == 1 else f"{', '.join(heads[:-1])} and {heads[-1]}"

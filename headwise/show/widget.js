@@ -40,9 +40,8 @@ function showProfile(el, data) {
 
 function tell(story, head) {
   story.replaceChildren();
-  const score = head.score === null ? "" : `, ${head.score.toFixed(2)} against ${head.null.toFixed(2)}`;
-  make(story, "b", `head ${head.head}: ${head.role} (${head.rung})${score}`);
-  if (head.rest.length) make(story, "div", `rests: ${head.rest.join(", ")}`);
+  make(story, "b", `head ${head.head}: ${head.role} (${head.rung})`);
+  for (const line of head.story) make(story, "div", line);
   for (const [weight, text] of head.evidence) make(story, "div", `${weight.toFixed(2)}  ${text}`);
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 from headwise.look.profile.result import Profile
 from headwise.look.record.attend import Attended
 from headwise.show.notebook import look_of
+from headwise.show.story import story
 
 
 def widget_bundle(shown: Profile | Attended) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
             {
                 "head": str(head.address), "layer": str(head.address.site), "letters": letters, "colour": colour,
                 "strength": strength, "role": head.told, "rung": head.rung, "score": head.score,
-                "null": head.null, "rest": list(head.rest),
+                "null": head.null, "rest": list(head.rest), "story": [line.text for line in story(profile, head)],
                 "evidence": [[round(seen.weight, 2), seen.text] for seen in (head.evidence or head.hardest)[:4]],
             }
         )  # fmt: skip

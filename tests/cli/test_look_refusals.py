@@ -87,7 +87,9 @@ def test_heads(folder: str, text: str, tmp_path: Path) -> None:
     one = headwise("head", str(saved), "1.2", "--json")
     assert one.code == 0, one.err
     assert strict(one.out)["measures"] == told["heads"][5]["measures"]
-    shown = headwise("head", str(saved), "1.2").out
+    shown = headwise("head", str(saved), "1.2", "--all").out
+    assert "Head 1.2: nothing found." in shown
+    assert "how: docs/look.md#roles-and-the-ladder" in shown
     assert "head 1.2" in shown
     assert "entropy" in shown
 

@@ -27,6 +27,14 @@ def test_a_profile_is_a_grid(profile: Profile) -> None:
     assert "<script" not in shown
 
 
+def test_a_story_is_sentences_with_pointers(profile: Profile) -> None:
+    for address in DECODER:
+        told = profile.story(address)
+        assert f"Head {address}" in str(told)
+        shown = told._repr_html_()
+        assert shown.count("<li>") == len(told.lines) == shown.count("docs/look.md#")
+
+
 def test_a_head_shows_its_matrices() -> None:
     model = hw.Transformer(hw.preset("nano"))
     head = model.heads["5.1"]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from headwise.model import AnyModel
     from headwise.show.figures.plot import Plot
+    from headwise.show.story import Story
 
 SHOWN = tuple(number.name for number in (ENTROPY, CONFIDENCE, DISTANCE, RESTING, SHARE))
 Supports = Sequence[Sequence[Support]]  # for each head, best first
@@ -132,17 +133,9 @@ class Profile:
         cases = {one.role: self._examples(one, place) for one in roles}
         on, evidence = (roles[0].on, cases[roles[0].role]) if roles else ("", ())
         return HeadProfile(
-            address,
-            *told,
-            roles,
-            tuple(supports),
-            self.rests[place],
-            on,
-            evidence,
-            cases,
-            tuple(self.hardest[place]),
+            address, *told, roles, tuple(supports), self.rests[place], on, evidence, cases, tuple(self.hardest[place]),
             measures,
-        )
+        )  # fmt: skip
 
     def _examples(self, role: Support, head: int) -> tuple[Example, ...]:
         """Cases of a role; how often a head hits is known where that is its score."""
@@ -292,6 +285,12 @@ class Profile:
         from headwise.show.figures.plot import Plot
 
         return Plot(self)
+
+    def story(self, head: str | Address, model: "AnyModel | None" = None) -> "Story":
+        """One head in plain sentences; with the model also what it writes, is worth, could cost less and works with."""
+        from headwise.show.story import tell_story
+
+        return tell_story(self, self[head], model)
 
     def _repr_html_(self) -> str:
         from headwise.show.notebook import profile_html

@@ -1,0 +1,201 @@
+"""What is known of heads beside their profile: what they write, whom they resemble and work with, what they are worth and
+could cost less."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.change.report import held_bytes
+from headwise.errors import HeadwiseError
+from headwise.look.compare.maps import js_sums, look, sample
+from headwise.look.compare.weights import folded_heads, product_norms, read, written
+from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.worth.importance import Worth, importance
+from headwise.look.worth.outputs import read_on
+from headwise.look.worth.sensitivity import Cost, sensitivity
+from headwise.look.writes.writes import Promoted, copying, promoted
+from headwise.model import AnyModel, quiet
+from headwise.progress import Progress
+from headwise.spec import Address, ModelSpec
+from headwise.spec.cache import ALL
+
+SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
+NEAREST = 5  # heads that look alike, of each
+MOST = 2e12  # multiplications for all compositions; beyond that they are left out, for they would take minutes
+LENGTH = 4096  # tokens that bytes of caches are told for
+TEXTS = 32  # texts one head is taken away on
+BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """Whether a head copies, how far random weights spread, and what it does with words it was seen looking at."""
+
+    copying: float
+    spread: float
+    words: tuple[Promoted, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is lost without a head, and how that was found out."""
+
+    worth: Worth
+    by: str
+    how: str
+    unit: str  # nats a token, or 1 − cosine
+    texts: int
+
+
+@dataclass(frozen=True)
+class Less:
+    """What a head's weights at few bits would cost, and what its cache holds."""
+
+    costs: tuple[Cost, ...] = ()
+    unit: str = ""
+    texts: int = 0
+    cache: int = 0  # bytes of its key head at LENGTH tokens; 0: it keeps none
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Partner:
+    """An earlier head whose writes a head reads, or a later one that reads its own: V-composition, and what chance gives."""
+
+    head: str
+    score: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of one head beside its profile; None: it was not asked."""
+
+    wrote: Wrote | None = None
+    loss: Loss | None = None
+    less: Less | None = None
+    shares: tuple[str, ...] = ()  # heads that read the same keys
+    before: Partner | None = None
+    behind: Partner | None = None
+    alike: tuple[tuple[str, float], ...] = ()  # heads that look alike, nearest first, in nats
+    refused: tuple[str, ...] = ()  # why something could not be found out
+
+
+def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress | None = None) -> Known:
+    """All that can be found out about one head in a minute or so: it is taken away, rounded and compared."""
+    address, refused, found = head.address, [], {}
+    reading = read_on(model, on, None).first(TEXTS)
+    unit = "nats a token" if model.output is not None else "1 − cosine"
+
+    def loss() -> Loss:
+        made = importance(model, reading, heads=f"{address.site}.*", progress=progress)
+        return Loss(made[address], made.by, made.how, unit, made.texts)
+
+    def less() -> Less:
+        parts = PARTS if address in reads_cached(model.spec) else PARTS[:2]
+        costs = sensitivity(model, reading, heads=str(address), bits=BITS, parts=parts, progress=progress)
+        return Less(tuple(costs), costs.metric, len(costs.counts), *cached(model.spec, address))
+
+    for name, work in (("wrote", lambda: _wrote(model, head)), ("loss", loss), ("less", less)):
+        try:
+            found[name] = work()
+        except HeadwiseError as error:  # an encoder promotes no words, say: the rest is told all the same
+            refused.append(str(error))
+    before, behind = partners(model).get(str(address), (None, None))
+    alike = nearest(model).get(str(address), [])
+    return Known(
+        **found, shares=shares(model.spec, address), before=before, behind=behind,
+        alike=tuple((str(other), float(far)) for other, far in alike), refused=tuple(refused),
+    )  # fmt: skip
+
+
+def _wrote(model: AnyModel, head: HeadProfile) -> Wrote:
+    score = copying(model, str(head.address))[str(head.address)]
+    try:
+        words = tuple(promoted(model, head)) if model.output is not None else ()
+    except HeadwiseError:  # its logits are no sum over heads: nothing can be read off
+        words = ()
+    return Wrote(score, spread(model.spec), words)
+
+
+def wrote(model: AnyModel, profile: Profile) -> dict[str, Wrote]:
+    """Whether each head copies; and, for tokens it was seen looking at, the words it promotes and suppresses."""
+    return {str(head.address): _wrote(model, head) for head in profile}
+
+
+def spread(spec: ModelSpec) -> float:
+    """How far the copying scores of random weights spread."""
+    return 1.5 / spec.attention.value_dim
+
+
+def reads_cached(spec: ModelSpec) -> tuple[Address, ...]:
+    """Heads whose keys and values are kept while a model writes."""
+    return tuple(address for address in spec.addresses if cached(spec, address)[0])
+
+
+def cached(spec: ModelSpec, head: Address) -> tuple[int, str]:
+    """Bytes that the key head of a head keeps at LENGTH tokens, and its address; 0 where nothing is kept."""
+    layer = spec.attention_at(head.site)
+    key = head.site.head(layer.kv_ids[layer.kv_of_head[layer.head_ids.index(head.head)]])
+    return (held_bytes(layer, ALL, LENGTH), str(key)) if key in spec.key_heads else (0, str(key))
+
+
+def shares(spec: ModelSpec, head: Address) -> tuple[str, ...]:
+    """The other heads that read the same keys."""
+    layer = spec.attention_at(head.site)
+    place = layer.kv_of_head[layer.head_ids.index(head.head)]
+    pairs = zip(layer.head_ids, layer.kv_of_head, strict=True)
+    return tuple(str(head.site.head(n)) for n, its in pairs if its == place and n != head.head)
+
+
+def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
+    """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
+    addresses = tuple(address for site in model.all_sites() for address in site.addresses)
+    if len(addresses) < 2:
+        return {}
+    sums, rows = np.zeros((len(addresses),) * 2), 0
+    with quiet(model), torch.no_grad():
+        for units, places in sample(model, None, SAMPLE["rows"], SAMPLE["longest"], len(addresses), 0):
+            some = look(model, units, places, set(addresses)).maps  # (H, rows, S + 1)
+            sums += js_sums(some.flatten(1))
+            rows += some.shape[1]
+    far = sums / rows + np.where(np.eye(len(addresses)), np.inf, 0.0)
+    order = np.argsort(far, axis=1, kind="stable")[:, : min(NEAREST, len(addresses) - 1)]
+    return {str(a): [[str(addresses[j]), short(far[i, j])] for j in order[i]] for i, a in enumerate(addresses)}
+
+
+def partners(model: AnyModel) -> dict[str, tuple[Partner | None, Partner | None]]:
+    """For each head the earlier one whose writes it reads most, and the later one that reads its own most, by weights.
+
+    ‖OV[a] OV[b]‖ / ‖OV[a]‖‖OV[b]‖, norms folded in; empty where norms are not known, sizes differ or the work is too much.
+    """
+    addresses, spec = model.spec.addresses, model.spec.attention
+    if len(addresses) < 2 or model.norms() is None or len(addresses) ** 2 * spec.value_dim**2 * spec.width > MOST:
+        return {}
+    try:
+        heads = folded_heads(model, addresses)
+    except HeadwiseError:  # heads of different sizes
+        return {}
+    W_V, W_O = (torch.stack([head.weights[letter] for head in heads]) for letter in "vo")
+    writes, reads = written(W_V, W_O), read(W_V, W_O)
+    sizes = (x.double().square().sum((1, 2)).sqrt().cpu().numpy() for x in (writes, reads))
+    left, right = sizes
+    turns = [(head.streams["o"], head.streams["v"]) for head in heads]
+    meets = np.array([[a[0].name == b[1].name and a[0].turn < b[1].turn for b in turns] for a in turns])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        score = np.sqrt(product_norms(writes, reads)) / (left[:, None] * right)
+    score = np.where(meets & np.isfinite(score), score, -1.0)  # (H, H): a is read by b
+    chance = spec.width**-0.5
+
+    def best(row: np.ndarray) -> Partner | None:
+        place = int(np.argmax(row))
+        return Partner(str(addresses[place]), float(row[place]), chance) if row[place] > 2 * chance else None
+
+    return {str(a): (best(score[:, i]), best(score[i])) for i, a in enumerate(addresses)}
+
+
+def short(value: float) -> float | None:
+    """Six digits: enough to read, half the bytes."""
+    return float(f"{value:.6g}") if np.isfinite(value) else None
