@@ -22,14 +22,14 @@ def run(
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
     from headwise.show.heads import show_head, show_story
-    from headwise.show.known import Known, ask
+    from headwise.show.known import Facts, ask
     from headwise.show.progress import show_progress
     from headwise.show.story import story
     from headwise.spec import Address
     from headwise.weights import load
 
     corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
-    known = Known()
+    known = Facts()
     if Path(model).is_file() and model.endswith(".npz"):
         made = Profile.load(model)
         told = made[head]

@@ -19,7 +19,7 @@ from headwise.look.record.buckets import REPORTING
 from headwise.look.worth.sensitivity import Cost, Sensitivity
 from headwise.model import AnyModel
 from headwise.show.claims import VERSION, tell
-from headwise.show.known import Known, Less, Loss, Wrote, cached, nearest, partners, shares, short, wrote
+from headwise.show.known import Facts, Less, Missed, Wrote, cached, nearest, partners, shares, short, wrote
 from headwise.show.price import tell_prices
 from headwise.show.sentence import make_sentence
 from headwise.show.story import story
@@ -123,7 +123,7 @@ def _head(profile: Profile, head: HeadProfile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _beside(profile: Profile, head: HeadProfile, known: Known | None) -> dict[str, Any]:
+def _beside(profile: Profile, head: HeadProfile, known: Facts | None) -> dict[str, Any]:
     """Its story, and what only the model could tell."""
     made = {"story": [list(line) for line in story(profile, head, known)]}
     if known is None:
@@ -185,7 +185,7 @@ def _wrote(one: Wrote | None) -> dict[str, Any] | None:
 
 def _known(
     model: AnyModel | None, profile: Profile, importance: Any, sensitivity: Sensitivity | None
-) -> dict[str, Known]:
+) -> dict[str, Facts]:
     """What is known of each head beside its profile, by its address."""
     if model is None:
         return {}
@@ -200,11 +200,11 @@ def _known(
     for address in profile.addresses:
         head, loss = str(address), None
         if importance is not None and head in told:
-            loss = Loss(importance[head], importance.by, importance.how, unit, importance.texts)
+            loss = Missed(importance[head], importance.by, importance.how, unit, importance.texts)
         before, behind = others.get(head, (None, None))
         held, key = cached(model.spec, address)
         less = Less(tuple(costs.get(head, ())), cache=held, key=key, **texts)
-        made[head] = Known(
+        made[head] = Facts(
             writes.get(head), loss, less, shares(model.spec, address), before, behind,
             tuple((other, far) for other, far in alike.get(head, []) if far is not None),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from headwise.look.measure.diagonals import OFFSET
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import Support
 from headwise.show.grid import LEGEND, grid
-from headwise.show.known import Known
+from headwise.show.known import Facts
 from headwise.show.signs import sign
 from headwise.show.story import story
 from headwise.show.tables import make_table
@@ -70,7 +70,7 @@ def show_role(profile: Profile, role: str, wanted: set[str], console: Console | 
     console.print(make_table(title, columns, rows))
 
 
-def show_story(profile: Profile, head: HeadProfile, known: Known | None = None, console: Console | None = None) -> None:
+def show_story(profile: Profile, head: HeadProfile, known: Facts | None = None, console: Console | None = None) -> None:
     """Print one head's story, each sentence with where it is told how its numbers are made; what could not be asked last."""
     console = console or Console()
     shown = ""

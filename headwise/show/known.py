@@ -39,7 +39,7 @@ class Wrote:
 
 
 @dataclass(frozen=True)
-class Loss:
+class Missed:
     """What is lost without a head, and how that was found out."""
 
     worth: Worth
@@ -61,7 +61,7 @@ class Less:
 
 
 @dataclass(frozen=True)
-class Partner:
+class Kin:
     """An earlier head whose writes a head reads, or a later one that reads its own: V-composition, and what chance gives."""
 
     head: str
@@ -70,28 +70,28 @@ class Partner:
 
 
 @dataclass(frozen=True)
-class Known:
+class Facts:
     """What is known of one head beside its profile; None: it was not asked."""
 
     wrote: Wrote | None = None
-    loss: Loss | None = None
+    loss: Missed | None = None
     less: Less | None = None
     shares: tuple[str, ...] = ()  # heads that read the same keys
-    before: Partner | None = None
-    behind: Partner | None = None
+    before: Kin | None = None
+    behind: Kin | None = None
     alike: tuple[tuple[str, float], ...] = ()  # heads that look alike, nearest first, in nats
     refused: tuple[str, ...] = ()  # why something could not be found out
 
 
-def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress | None = None) -> Known:
+def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress | None = None) -> Facts:
     """All that can be found out about one head in a minute or so: it is taken away, rounded and compared."""
     address, refused, found = head.address, [], {}
     reading = read_on(model, on, None).first(TEXTS)
     unit = "nats a token" if model.output is not None else "1 − cosine"
 
-    def loss() -> Loss:
+    def loss() -> Missed:
         made = importance(model, reading, heads=f"{address.site}.*", progress=progress)
-        return Loss(made[address], made.by, made.how, unit, made.texts)
+        return Missed(made[address], made.by, made.how, unit, made.texts)
 
     def less() -> Less:
         parts = PARTS if address in reads_cached(model.spec) else PARTS[:2]
@@ -105,7 +105,7 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
             refused.append(str(error))
     before, behind = partners(model).get(str(address), (None, None))
     alike = nearest(model).get(str(address), [])
-    return Known(
+    return Facts(
         **found, shares=shares(model.spec, address), before=before, behind=behind,
         alike=tuple((str(other), float(far)) for other, far in alike), refused=tuple(refused),
     )  # fmt: skip
@@ -166,7 +166,7 @@ def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
     return {str(a): [[str(addresses[j]), short(far[i, j])] for j in order[i]] for i, a in enumerate(addresses)}
 
 
-def partners(model: AnyModel) -> dict[str, tuple[Partner | None, Partner | None]]:
+def partners(model: AnyModel) -> dict[str, tuple[Kin | None, Kin | None]]:
     """For each head the earlier one whose writes it reads most, and the later one that reads its own most, by weights.
 
     ‖OV[a] OV[b]‖ / ‖OV[a]‖‖OV[b]‖, norms folded in; empty where norms are not known, sizes differ or the work is too much.
@@ -189,9 +189,9 @@ def partners(model: AnyModel) -> dict[str, tuple[Partner | None, Partner | None]
     score = np.where(meets & np.isfinite(score), score, -1.0)  # (H, H): a is read by b
     chance = spec.width**-0.5
 
-    def best(row: np.ndarray) -> Partner | None:
+    def best(row: np.ndarray) -> Kin | None:
         place = int(np.argmax(row))
-        return Partner(str(addresses[place]), float(row[place]), chance) if row[place] > 2 * chance else None
+        return Kin(str(addresses[place]), float(row[place]), chance) if row[place] > 2 * chance else None
 
     return {str(a): (best(score[:, i]), best(score[i])) for i, a in enumerate(addresses)}
 

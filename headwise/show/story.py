@@ -15,7 +15,7 @@ from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import TOLD, Support
 from headwise.look.worth.sensitivity import Cost
 from headwise.model import AnyModel
-from headwise.show.known import LENGTH, Known, Loss, Partner, Wrote, ask
+from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
 from headwise.show.words import WORDS, how
 
 # What a role means, as the end of "it ...". A relation that is not here is named as it is.
@@ -52,7 +52,7 @@ COSINE = "1 − cosine"  # of a model without output
 MORE = 2  # roles told in full beside the first
 
 
-class Line(NamedTuple):
+class Sentence(NamedTuple):
     """One sentence, and the word that says how its numbers are made."""
 
     about: str
@@ -63,7 +63,7 @@ class Line(NamedTuple):
 class Story:
     """All that is told of one head: as text, or in a notebook with a pointer behind each sentence."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[Sentence, ...]
 
     def __str__(self) -> str:
         return "\n".join(line.text for line in self.lines)
@@ -82,9 +82,9 @@ def tell_story(profile: Profile, head: HeadProfile, model: AnyModel | None = Non
     return Story(tuple(story(profile, head, None if model is None else ask(model, head))))
 
 
-def story(profile: Profile, head: HeadProfile, known: Known | None = None) -> list[Line]:
+def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> list[Sentence]:
     """The sentences, in the order of the questions people ask."""
-    known = known or Known()
+    known = known or Facts()
     return [
         *_does(profile, head),
         _rests(head),
@@ -95,26 +95,28 @@ def story(profile: Profile, head: HeadProfile, known: Known | None = None) -> li
     ]
 
 
-def _does(profile: Profile, head: HeadProfile) -> Iterator[Line]:
+def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
     if not head.roles:
-        yield Line(
+        yield Sentence(
             "unclear",
             f"Head {head.address}: nothing found. On {profile.about['texts']:,} texts no role of it stood above its "
             f"baseline; {profile.family:,} tests were made over all heads and roles. Heads of random weights give the same "
             "answer.",
         )
         return
-    yield Line("role", f"Head {head.address} {_role(head.roles[0])}.")
-    yield Line("evidence", f"{_sure(head.roles[0], profile.family)} {SURE[head.roles[0].rung]}{_effect(head.roles[0])}")
+    yield Sentence("role", f"Head {head.address} {_role(head.roles[0])}.")
+    yield Sentence(
+        "evidence", f"{_sure(head.roles[0], profile.family)} {SURE[head.roles[0].rung]}{_effect(head.roles[0])}"
+    )
     for one in head.roles[1 : 1 + MORE]:
-        yield Line("role", f"It also {_role(one)} ({one.rung}; {_ends(one)}; baseline {_share(one.null)}).")
+        yield Sentence("role", f"It also {_role(one)} ({one.rung}; {_ends(one)}; baseline {_share(one.null)}).")
     others = [f"{one.role} {_share(one.score)}" for one in head.roles[1 + MORE :]]
     if others:
-        yield Line("role", f"Further roles, with weaker evidence: {', '.join(others)}.")
+        yield Sentence("role", f"Further roles, with weaker evidence: {', '.join(others)}.")
     if head.evidence:
         hits = sum(one.hit for one in head.evidence)
         first = next((one for one in head.evidence if one.hit), head.evidence[0])
-        yield Line(
+        yield Sentence(
             "hit",
             f"For example ([x] looks, *y* is looked at hardest): {first.text} ({first.weight:.2f}). Of {len(head.evidence)} "
             f"held-out cases kept as examples {hits} {'is a hit' if hits == 1 else 'are hits'}.",
@@ -152,11 +154,11 @@ def _effect(one: Support) -> str:
     return f" Without it the role's own test loses {one.effect:+.3f} nats an answer beside others of its layer{ends}."
 
 
-def _rests(head: HeadProfile) -> Line:
+def _rests(head: HeadProfile) -> Sentence:
     if not head.rest:
         first = head.measures.get(RESTING.name, math.nan)
         seen = f": {_share(first)} of its weight lies on the first token" if math.isfinite(first) else ""
-        return Line("rests", f"When it does nothing it has no resting place of its own{seen}.")
+        return Sentence("rests", f"When it does nothing it has no resting place of its own{seen}.")
     told = []
     for rest in head.rest:
         where, measure = RESTS[rest]
@@ -165,25 +167,25 @@ def _rests(head: HeadProfile) -> Line:
             rest, "of its weight, on average"
         )
         told.append(f"{where} ({_share(value)} {unit})" if math.isfinite(value) else where)
-    return Line("rests", f"When it does nothing it rests {' and '.join(told)}.")
+    return Sentence("rests", f"When it does nothing it rests {' and '.join(told)}.")
 
 
-def _writes(wrote: Wrote | None) -> Iterator[Line]:
+def _writes(wrote: Wrote | None) -> Iterator[Sentence]:
     if wrote is None:
         return
     if not math.isfinite(wrote.copying):
-        yield Line("copying", "It writes nothing at all.")
+        yield Sentence("copying", "It writes nothing at all.")
         return
     random = f"copying {wrote.copying:+.2f}; random weights spread by {wrote.spread:.2f}"
     if abs(wrote.copying) < 2 * wrote.spread:
-        yield Line("copying", f"It writes neither what it reads nor its opposite ({random}).")
+        yield Sentence("copying", f"It writes neither what it reads nor its opposite ({random}).")
     else:
-        yield Line(
+        yield Sentence(
             "copying", f"It writes {'what it reads' if wrote.copying > 0 else 'against what it reads'} ({random})."
         )
     if wrote.words:
         one = wrote.words[0]
-        yield Line(
+        yield Sentence(
             "writes",
             f"Looking at {one.token!r} it makes {_words(one.promotes)} likelier, {_words(one.suppresses)} less likely.",
         )
@@ -193,7 +195,7 @@ def _words(scored: list[tuple[str, float]]) -> str:
     return ", ".join(repr(word) for word, _ in scored[:3])
 
 
-def _without(loss: Loss | None) -> Iterator[Line]:
+def _without(loss: Missed | None) -> Iterator[Sentence]:
     if loss is None:
         return
     one, told = loss.worth, f"{loss.how} ablation" if loss.by == "ablation" else loss.by
@@ -204,24 +206,24 @@ def _without(loss: Loss | None) -> Iterator[Line]:
     text = f"Without it {lost} (95 % CI {one.low:.2g} to {one.high:.2g}{nothing})"
     if math.isfinite(one.above_layer):
         text += f", {one.above_layer:+.2g} beside an average other head of its layer"
-    yield Line(
+    yield Sentence(
         "worth", f"{text}; {told} on {loss.texts:,} texts. Later heads may take over: this is the least it does."
     )
 
 
-def _less(known: Known) -> Iterator[Line]:
+def _less(known: Facts) -> Iterator[Sentence]:
     less = known.less
     if less is None:
         return
     shared = f", with {_and(known.shares)}, which share its keys" if known.shares else ""
     if less.costs:
         told = ", ".join(f"{PARTS[one.part]} {_cost(one)}" for one in less.costs if one.bits == less.costs[0].bits)
-        yield Line(
+        yield Sentence(
             "bits",
             f"Stored at {less.costs[0].bits} bits{shared}, the loss changes by: {told} ({less.unit}, {less.texts:,} texts).",
         )
     if less.cache:
-        yield Line(
+        yield Sentence(
             "cache",
             f"Its key head {less.key} keeps {less.cache / 1e6:.1f} MB of keys and values at {LENGTH:,} tokens{shared}.",
         )
@@ -231,7 +233,7 @@ def _cost(one: Cost) -> str:
     return f"{one.more:+.2g} (95 % CI {one.low:+.2g} to {one.high:+.2g})"
 
 
-def _with(known: Known) -> Iterator[Line]:
+def _with(known: Facts) -> Iterator[Sentence]:
     told = []
     if known.shares:
         told.append(f"It shares keys and values with {_and(known.shares)}.")
@@ -242,10 +244,10 @@ def _with(known: Known) -> Iterator[Line]:
     if known.alike:
         told.append(f"It looks most like {known.alike[0][0]} ({known.alike[0][1]:.2f} nats apart).")
     if told:
-        yield Line("partners", " ".join(told))
+        yield Sentence("partners", " ".join(told))
 
 
-def _partner(one: Partner) -> str:
+def _partner(one: Kin) -> str:
     return f"{one.head} (V-composition {one.score:.2f}, random weights {one.chance:.2f})"
 
 

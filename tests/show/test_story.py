@@ -13,7 +13,7 @@ from headwise.look.profile.roles import Support
 from headwise.look.worth.importance import Worth
 from headwise.look.worth.sensitivity import Cost
 from headwise.look.writes.writes import Promoted
-from headwise.show.known import Known, Less, Loss, Partner, Wrote, ask
+from headwise.show.known import Facts, Kin, Less, Missed, Wrote, ask
 from headwise.show.story import MEANS, story
 from headwise.show.words import WORDS
 from headwise.text.make import byte_tokenizer
@@ -74,11 +74,11 @@ def test_every_number_given_is_told(profile):
                    roles=(first, second, third, fourth),
                    evidence=(case, replace(case, hit=False)),
                    rest=("sink",), measures={**head.measures, "first": 0.62})  # fmt: skip
-    known = Known(
+    known = Facts(
         Wrote(0.45, 0.02, (Promoted(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),)),
-        Loss(Worth("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
+        Missed(Worth("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
         Less((Cost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token", 16, 2_097_152, "0.0"),
-        ("0.1", "0.2"), Partner("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
+        ("0.1", "0.2"), Kin("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
     told = story(profile, head, known)
     text = " ".join(line.text for line in told)
