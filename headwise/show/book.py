@@ -22,6 +22,7 @@ from headwise.show.claims import VERSION, tell
 from headwise.show.known import Facts, Less, Missed, Wrote, cached, nearest, partners, shares, short, wrote
 from headwise.show.price import tell_prices
 from headwise.show.sentence import make_sentence
+from headwise.show.signs import sign
 from headwise.show.story import story
 from headwise.show.words import WORDS
 
@@ -65,6 +66,9 @@ def make_book(
         "about": {**profile.about, "family": profile.family},
         "measures": _told(profile),
         "words": {name: list(one) for name, one in WORDS.items()},
+        "signs": {
+            role: list(sign(role)) for role in sorted({one["role"] for head in heads for one in head["supports"]})
+        },
         "heads": heads,
         "relations": _relations(profile),
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},

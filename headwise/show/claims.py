@@ -29,6 +29,7 @@ def claims_book(results: Iterable["Result"]) -> dict[str, Any]:
         "about": {},
         "measures": {},
         "words": {},
+        "signs": {},
         "heads": [],
         "relations": None,
         "importance": None,

@@ -8,7 +8,7 @@ from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.attend import Attended
 from headwise.show.figures.drawing import COLOURS, FAINT, INK
 from headwise.show.figures.roles import EMPTY, STRENGTH
-from headwise.show.signs import sign
+from headwise.show.signs import letter_ink, sign
 
 SIDE_BY_SIDE = 4  # heads of a sentence that are drawn, those with the hardest looks
 LINE, COLUMN = 18, 150  # pixels: from word to word, and between the two columns of words
@@ -71,7 +71,7 @@ def _cell(head: HeadProfile) -> str:
         told += f", {_number(head.score)} against {_number(head.null)}"
     told += f"; rests: {', '.join(head.rest)}" if head.rest else ""
     shade = colour + f"{round(255 * strength):02x}"
-    ink = INK if strength <= 0.5 or head.role == "unclear" else "#fff"
+    ink = INK if strength <= 0.7 or head.role == "unclear" else letter_ink(colour)
     return f'<td title="{escape(told)}" style="{CELL};background:{shade};color:{ink}">{letters}</td>'
 
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.show.figures.drawing import FAINT, INK, Drawing, make_figure
-from headwise.show.signs import sign
+from headwise.show.signs import letter_ink, sign
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STRENGTH = {"selective": 0.35, "effective": 0.7, "causal": 1.0}
+STRENGTH = {"selective": 0.55, "effective": 0.75, "causal": 1.0}
 RESTS = {"sink": "first token", "special token": "special token", "broad": "everywhere alike", "idle": "writes nothing"}
 EMPTY = "#f0f2f4"
 RUNGS = "#1f6fb4"  # of the legend alone
@@ -61,7 +61,7 @@ def _cell(panel: "Axes", head: HeadProfile, column: int) -> None:
         FancyBboxPatch((column - 0.44, row - 0.44), 0.88, 0.88, boxstyle="round,pad=0,rounding_size=0.12", linewidth=0,
                        facecolor=colour, alpha=strength)
     )  # fmt: skip
-    ink = FAINT if head.role == "unclear" else "#ffffff" if strength > 0.5 else INK
+    ink = FAINT if head.role == "unclear" else letter_ink(colour) if strength > 0.7 else INK
     panel.text(column, row, letters, ha="center", va="center_baseline", fontsize=7, color=ink)
 
 

@@ -1,11 +1,10 @@
-// Colours: a hue for each role, stronger the higher its rung; one ramp for weights; a few for heads side by side.
+// Colours: eight for roles, told apart by all eyes (signs.py), stronger the higher the rung; one ramp for weights; a few for
+// heads side by side.
 
-const HUES = {
-  "previous token": 195, "next token": 205, "fixed offset": 215, self: 180, local: 170, induction: 305, "duplicate token": 325,
-  copy: 340, delimiter: 45, capitalised: 35, digit: 55, "long range": 230, "same phrase": 245,
-  "part of speech": 260, semantic: 130, coreference: 145, possessive: 110, bracket: 5, quote: 15,
-};
-const STRENGTH = { unclear: 0.1, pattern: 0.16, selective: 0.4, effective: 0.65, causal: 1 };
+import { store } from "./book.js";
+
+const COLOURS = ["#4b8796", "#f09600", "#8700d2", "#78b4c3", "#961e00", "#d24b0f", "#005a69", "#b469ff"];
+const STRENGTH = { unclear: 0.1, pattern: 0.16, selective: 0.55, effective: 0.75, causal: 1 };
 export const CHOSEN = ["#2f6fde", "#d9480f", "#2b8a3e", "#9c36b5", "#b8860b", "#0b7285", "#c2255c", "#5c6470"];
 
 export function isDark() {
@@ -13,13 +12,25 @@ export function isDark() {
   return asked ? asked === "dark" : globalThis.matchMedia?.("(prefers-color-scheme: dark)").matches ?? false;
 }
 
-// Roles that are not in the table are relations: each takes a hue from its name, among the greens.
-export function roleColour(role, alpha = 1) {
-  const light = isDark() ? 62 : 42;
-  if (role === "unclear") return `hsl(220 8% ${light + 8}% / ${alpha})`;
+// A role's two letters and its colour, as the book tells them; one it does not tell takes them from its name.
+export function roleSign(role) {
   const named = [...role].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) % 997, 7);
-  return `hsl(${HUES[role] ?? 75 + (named % 90)} 62% ${light}% / ${alpha})`;
+  return store.book?.signs?.[role] ?? [role.slice(0, 2), COLOURS[named % COLOURS.length]];
 }
+
+export function roleColour(role, alpha = 1) {
+  if (role === "unclear") return `hsl(220 8% ${isDark() ? 70 : 50}% / ${alpha})`;
+  const [r, g, b] = parts(roleSign(role)[1]);
+  return `rgb(${r} ${g} ${b} / ${alpha})`;
+}
+
+// Dark or light, whichever is read better on a role's colour.
+export function letterInk(role) {
+  const [r, g, b] = parts(roleSign(role)[1]).map((part) => (part <= 10.3 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
+}
+
+const parts = (colour) => [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
 
 export function strength(rung) {
   return STRENGTH[rung] ?? 0.1;
