@@ -12,7 +12,7 @@ import numpy as np
 from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.passkey import ask_passkeys, make_cases
 from headwise.change.plan import Plan
-from headwise.change.report import cache_bytes, random_plan
+from headwise.change.report import random_plan
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_folder
 from headwise.look.record.reading import Reading
@@ -21,6 +21,7 @@ from headwise.progress import Progress
 from headwise.spec import Address, Keeps
 from headwise.spec.cache import ALL
 from headwise.spec.cache import BITS as CACHE_BITS
+from headwise.spec.layout import cache_bytes
 from headwise.text.corpus import Corpus
 
 USUAL = 1024  # tokens of a text

@@ -14,12 +14,12 @@ from headwise.change.rank import rank, worst
 from headwise.change.timing import Timing, take_turns
 from headwise.errors import HeadwiseError
 from headwise.heads.basis import Basis
-from headwise.kernels.rounding import bytes_of_a_row
 from headwise.look.worth.outputs import Means
 from headwise.look.worth.sweep import pass_cost
 from headwise.model import AnyModel
 from headwise.progress import Progress
-from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec
+from headwise.spec import Address, ModelSpec
+from headwise.spec.layout import cache_bytes
 from headwise.spec.weights import BESIDE, FULL
 
 LENGTH = 512  # tokens of the text that operations are counted for and speed is measured on
@@ -216,24 +216,6 @@ def _heal(
         random=_means(evaluation, random),
         more_than_random=evaluation.difference_from_draws(losses, random) if random else None,
     )
-
-
-def cache_bytes(spec: ModelSpec, length: int, bytes_per_number: int = 4) -> int:
-    """What a cache of a text takes: each key head's own tokens, at its bits; cross-attention's source is not counted.
-
-    >>> from headwise.spec import preset
-    >>> cache_bytes(preset("smollm2-135m"), 1000), cache_bytes(preset("smollm2-135m").caching({"*": 8}), 1000)
-    (46080000, 12960000)
-    """
-    sites = [site for site in spec.sites if site.stack in ("", "dec") and spec.kind != "encoder"]
-    layers = [spec.attention_at(site) for site in sites]
-    return sum(held_bytes(layer, keeps, length, bytes_per_number) for layer in layers for keeps in layer.keeps)
-
-
-def held_bytes(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number: int = 4) -> int:
-    """Bytes that one key head holds of a text."""
-    sizes = (layer.head_dim, layer.value_dim)
-    return keeps.tokens(length) * sum(bytes_of_a_row(size, keeps.bits, bytes_per_number) for size in sizes)
 
 
 def _means(evaluation: PairedEvaluation, several: list[np.ndarray]) -> tuple[float, ...]:

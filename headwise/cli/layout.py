@@ -15,6 +15,7 @@ def run(
     context: Annotated[int | None, typer.Option(help="Tokens of a text; the model's own context.")] = None,
     batch: Annotated[int, typer.Option(help="Texts read at once.")] = 1,
     element: Annotated[int, typer.Option(help="Bytes of a number, but training is in float32.")] = 2,
+    head_processes: Annotated[int, typer.Option(help="How many share heads in the grid, fsdp+heads.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Count memory and traffic of each process, by how a model is laid out over them. MODEL may be a preset."""
@@ -25,7 +26,7 @@ def run(
     from headwise.weights.info import spec_of
 
     spec = spec_of(model)
-    made = layout(spec, processes, context, batch=batch, element=element)
+    made = layout(spec, processes, context, batch=batch, element=element, head_processes=head_processes)
     if as_json:
         print(json.dumps([asdict(one) for one in made], indent=2))
         return

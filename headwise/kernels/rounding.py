@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.spec.weights import GROUP, row_bytes
+from headwise.spec.weights import GROUP
 
 
 def to_codes(x: Tensor, bits: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
@@ -67,12 +67,6 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     parts = F.pad(packed, (0, -packed.shape[-1] % 3)).unflatten(-1, (-1, 3)).int()  # (…, n, 3)
     words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16)  # (…, n)
     return torch.stack([((words >> shift) & 7).to(torch.uint8) for shift in range(0, 24, 3)], -1).flatten(-2)
-
-
-def bytes_of_a_row(d: int, bits: int, element: int = 4) -> int:
-    """What d channels take, their scales among it; at 32 bits they are kept as they are, `element` bytes each."""
-    scales = 4 * -(-d // min(GROUP, d)) if bits == 16 else 0  # those of weights have none at 16 bits
-    return row_bytes(d, bits, GROUP, element) + scales
 
 
 def rounded(x: Tensor, bits: int, group: int = GROUP) -> Tensor:

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headwise.change.plan import Plan
-from headwise.change.report import cache_bytes, held_bytes
 from headwise.change.streaming import STREAM_WAYS
 from headwise.errors import HeadwiseError
 from headwise.look.worth.sensitivity import Sensitivity
 from headwise.spec import Address, ModelSpec
 from headwise.spec.cache import ALL
+from headwise.spec.layout import cache_bytes, held_bytes
 
 LENGTH = 4096  # tokens that bytes of caches are told for
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, select
+from headwise.spec.weights import GROUP, row_bytes
 
 BITS = (32, 16, 8, 4)  # 32: numbers as the model computes them
 
@@ -86,3 +87,9 @@ def cache_rules(given: Treatments, key_heads: tuple[Address, ...]) -> tuple[Cach
         if chosen.get(head, ALL) != ALL:
             by_keeps.setdefault(chosen[head], []).append(str(head))
     return tuple(CacheRule(tuple(heads), keeps) for keeps, heads in by_keeps.items())
+
+
+def bytes_of_a_row(d: int, bits: int, element: int = 4) -> int:
+    """What d channels take, their scales among it; at 32 bits they are kept as they are, `element` bytes each."""
+    scales = 4 * -(-d // min(GROUP, d)) if bits == 16 else 0  # those of weights have none at 16 bits
+    return row_bytes(d, bits, GROUP, element) + scales

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import headwise as hw
 from headwise.change.caches import CacheStudy, cache_study
 from headwise.change.evaluation import PairedEvaluation
-from headwise.change.report import cache_bytes
 from headwise.errors import HeadwiseError
 from headwise.spec import Keeps
+from headwise.spec.layout import cache_bytes
 from tests.teach.tiny import make
 
 LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n in range(8)]

@@ -11,9 +11,10 @@ from headwise.heads import HeadCache, MultiHeadAttention, Seen
 from headwise.heads.by_head import ROWS
 from headwise.kernels import Mask, causal, padding_mask, window
 from headwise.kernels.reference import reference
-from headwise.kernels.rounding import bytes_of_a_row, from_codes, rounded, to_codes
+from headwise.kernels.rounding import from_codes, rounded, to_codes
 from headwise.kernels.streaming import Streaming
 from headwise.spec import AttentionSpec, Keeps
+from headwise.spec.cache import bytes_of_a_row
 from tests.contract.layers import LAYERS, WIDTH, B, assert_equal, make_layer, numbers
 
 LENGTH = 17

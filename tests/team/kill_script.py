@@ -2,8 +2,9 @@
 
 python -m tests.team.kill_script FOLDER NAME PARALLEL STEPS KILLS SEED
 
-Each time the process that is killed, the step and the moment in it are drawn; the other must notice by itself. The last time
-they are let finish. Then a run that nobody disturbs, in FOLDER-whole. Prints what happened as JSON.
+Each time the process that is killed and the moment are drawn: within one and a half times as long as a step and its
+checkpoint took, so after three steps at most. The other must notice by itself. The last time they are let finish. Then a
+run that nobody disturbs, in FOLDER-whole. Prints what happened as JSON.
 """
 
 import json
@@ -73,10 +74,14 @@ def main() -> None:
     recipe = replace(RECIPE, steps=steps, save_every=1, evaluate_every=4, parallel=parallel)  # pyright: ignore
     dice, ends, longest = random.Random(seed), list[Any](), 0.0
 
-    def attempt(victim: int, step: int, moment: float, out: str = folder) -> list[int | None]:
-        def look(model: hw.Transformer, now: int) -> None:
-            if now == step and dist.get_rank() == victim:
-                threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    def attempt(victim: int, moment: float, out: str = folder) -> list[int | None]:
+        steps = list[float]()
+
+        def look(model: hw.Transformer, step: int) -> None:
+            steps.append(time.monotonic())
+            if len(steps) == 2 and dist.get_rank() == victim:
+                seconds = moment * (steps[1] - steps[0])
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
         def work() -> None:
             train(SPECS[name], TEXT, recipe, out=out, call=look, every=1, progress=False)
@@ -90,11 +95,10 @@ def main() -> None:
         longest = max(longest, time.monotonic() - began)
         return [first, other]
 
-    for kill in range(kills):
-        step = 1 + kill * (steps - 2) // max(1, kills)
-        ends.append(attempt(dice.randrange(2), step, dice.uniform(0.0, 0.4)))
-    last, noticed = attempt(-1, 0, 0.0), longest
-    whole = attempt(-1, 0, 0.0, f"{folder}-whole")
+    for _ in range(kills):
+        ends.append(attempt(dice.randrange(2), dice.uniform(0.0, 1.5)))
+    last, noticed = attempt(-1, 0.0), longest
+    whole = attempt(-1, 0.0, f"{folder}-whole")
     sys.stdout.write(json.dumps({"ends": ends, "last": last, "whole": whole, "longest": noticed}) + "\n")
 
 

@@ -49,10 +49,10 @@ def killed(tmp_path: Path, name: str, parallel: str, steps: int, kills: int, see
 
 
 def test_killed_twice(tmp_path: Path) -> None:
-    killed(tmp_path, "grouped", "heads", 6, 2, 1)
+    killed(tmp_path, "grouped", "heads", 9, 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "parallel"), [("noisy", "heads"), ("noisy", "fsdp")])
 def test_killed_at_random_many_times(tmp_path: Path, name: str, parallel: str) -> None:
-    killed(tmp_path, name, parallel, 24, 20, 2)
+    killed(tmp_path, name, parallel, 80, 20, 2)
