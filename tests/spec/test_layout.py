@@ -90,13 +90,13 @@ def alone_of(processes: int, rank: int) -> Iterator[None]:
 
 def measured(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_processes: int = 2) -> Found:
     with alone_of(processes, rank):
-        where = team_layout.Layout.of(kind, Team(rank, processes, torch.device("cpu")), head_processes)
+        where = team_layout.TeamLayout.of(kind, Team(rank, processes, torch.device("cpu")), head_processes)
         model = where.arranged(hw.Transformer(spec))
         where.cut(model)
         module, gathered, buckets = where.wrap(Loss(model), unused=False), [0], list[int]()
         if kind == "ddp" and processes > 1:
 
-            def hook(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+            def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
                 buckets.append(bucket.buffer().nbytes)
                 done = torch.futures.Future[Tensor]()
                 done.set_result(bucket.buffer())
