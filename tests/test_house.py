@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -143,6 +143,24 @@ def test_a_class_has_its_name_for_itself() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """What classes, functions, parameters and fields are called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        if isinstance(node, ast.ClassDef):
+            yield from (ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_names_say_what_they_hold(path: Path) -> None:
+    """Anything can be told or asked, so nothing is called that."""
+    for name in (path.stem, *named(ast.parse(path.read_text()))):
+        assert not {"told", "asked"} & set(name.lower().split("_")), name
 
 
 def test_every_room_is_known() -> None:

@@ -56,7 +56,7 @@ def hidden_states(
     given = {"input_ids": _padded(model, ids, padding), "attention_mask": _mask(padding)}
     given["position_ids"] = _positions(body, spec, padding)
     given |= {"use_cache": False} if spec.kind == "decoder" else {}
-    with _read_by(model.get_output_embeddings()) if inside else nullcontext([]) as read, _needs_no_more(body):
+    with _inputs_of(model.get_output_embeddings()) if inside else nullcontext([]) as read, _needs_no_more(body):
         made = body(**_said(given))
     if not hidden:
         return made.logits
@@ -188,7 +188,7 @@ def _heard(part: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _read_by(part: nn.Module) -> Iterator[list[Tensor]]:
+def _inputs_of(part: nn.Module) -> Iterator[list[Tensor]]:
     """What a part of the model was given, call by call."""
     states: list[Tensor] = []
     hook = part.register_forward_pre_hook(lambda module, given: states.append(given[0]))

@@ -68,7 +68,7 @@ def _norms_of_all(layer: Layer) -> Iterator[tuple[nn.Module, bool]]:
         weight = getattr(norm, "weight", None)
         if layer.found.reads is None or len(layer.found.reads[1]) != 3 or norm is None or weight is None:
             continue
-        if weight.ndim == 1 and len(weight) == out_size(layer.found.read(number)) != layer.spec.head_dim:
+        if weight.ndim == 1 and len(weight) == out_size(layer.found.reader(number)) != layer.spec.head_dim:
             yield norm, number == 1
 
 
@@ -88,7 +88,7 @@ def slices(layer: Layer, heads: list[int], keys: list[int]) -> list[Slice]:
             part = getattr(found.module, name)
             kept += _rows(part, _of_letter(layer, letter, out_size(part), *counts[letter]))
     elif names:
-        kept += _rows(found.read(0), _joined(layer, counts))
+        kept += _rows(found.reader(0), _joined(layer, counts))
     for name in PARTS:
         part = getattr(found.module, name, None)
         if isinstance(part, nn.Linear) and name not in names and part is not found.writes:
@@ -121,7 +121,7 @@ def _of_letter(layer: Layer, letter: str, rows: int, count: int, chosen: list[in
 def _joined(layer: Layer, counts: dict[str, tuple[int, list[int]]]) -> list[int]:
     """Rows in one projection of all three letters."""
     layouts, (H, heads) = set(layer.layouts.values()), counts["q"]
-    rows = out_size(layer.found.read(0))
+    rows = out_size(layer.found.reader(0))
     if layouts == {"by head"}:
         return _blocks(rows, H, heads)
     sizes = {letter: layer.spec.value_dim if letter == "v" else layer.spec.head_dim for letter in "qkv"}
@@ -195,8 +195,8 @@ def _asks(kind: type[nn.Module]) -> frozenset[str]:
 class Fewer:
     """A configuration as one layer sees it: the model's own, live, but for how many heads there are."""
 
-    def __init__(self, of: Any, told: dict[str, int]) -> None:
-        self.__dict__.update(told, of=of)
+    def __init__(self, of: Any, counts: dict[str, int]) -> None:
+        self.__dict__.update(counts, of=of)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "of":

@@ -13,8 +13,8 @@ from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 HIDDEN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
-GATES = ("gate_proj", "gate_up_proj", "wi_0")
-TOLD_LANGUAGES = ("mbart", "m2m_100", "nllb-moe", "plbart")
+GATED_MLP = ("gate_proj", "gate_up_proj", "wi_0")
+LANGUAGE_FIRST = ("mbart", "m2m_100", "nllb-moe", "plbart")
 LONG = 1 << 20  # tokens, where a model does not say how many it can read
 
 
@@ -43,7 +43,7 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
             kv_heads=largest.kv_heads, rotary=largest.rotary,
         ),
         hidden=next((int(size) for name in HIDDEN if isinstance(size := getattr(config, name, None), int)), 0),
-        activation="swiglu" if any(name.rpartition(".")[2] in GATES for name, _ in model.named_modules()) else "gelu",
+        activation="swiglu" if any(name.rpartition(".")[2] in GATED_MLP for name, _ in model.named_modules()) else "gelu",
         form="post" if known is not None and known.norm is None else "pre",
         kind=kind,
         windows=_windows(layers, count),
@@ -97,7 +97,7 @@ def _kept(layers: Sequence[Layer], kind: str, count: dict[str, int]) -> dict[str
 
 def start_of(model: Any) -> int:
     """The token before what an encoder-decoder writes, as its configuration has it."""
-    if getattr(model.config, "model_type", None) in TOLD_LANGUAGES:
+    if getattr(model.config, "model_type", None) in LANGUAGE_FIRST:
         raise HeadwiseError(
             f"{type(model).__name__} is told languages by codes in front, which texts alone do not have; ask it by your own "
             f"calls, inside hw.ablated(theirs, …)."

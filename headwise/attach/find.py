@@ -79,7 +79,7 @@ class FoundAttention:
     way: Way = "sdpa"
     gives: int = 2  # how many things the module gives, None but for the first; 0: what it writes, as it is
 
-    def read(self, number: int) -> nn.Module:
+    def reader(self, number: int) -> nn.Module:
         """One of the modules that read."""
         assert self.reads is not None
         return getattr(self.module, self.reads[1][number])

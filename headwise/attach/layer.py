@@ -92,7 +92,7 @@ class Layer:
 
     def register_forward_pre_hook(self, hook: Any) -> Any:
         """Show what the layer reads, (B, T, D), before it does: the first argument of what projects q."""
-        return self.found.read(0).register_forward_pre_hook(hook)
+        return self.found.reader(0).register_forward_pre_hook(hook)
 
     def register_forward_hook(self, hook: Any) -> Any:
         """Show what the layer writes, (B, T, D), once it has: what W_O gives."""
@@ -237,7 +237,7 @@ class Reads:
                 f"how {type(found.module).__name__} keeps its q, k and v is not known, so {found.name} cannot show them; "
                 f"what heads look at can be seen, and they can be silenced."
             )
-        made = found.read("qkv".index(letter) if len(found.reads[1]) == 3 else 0)
+        made = found.reader("qkv".index(letter) if len(found.reads[1]) == 3 else 0)
         layer.check_stands()
         _check_here(made, found.name)
         return made

@@ -44,7 +44,7 @@ def _together(model: Any, names: tuple[str, ...], takes: Any, way: int) -> dict[
     if "bbox" in takes:
         given["bbox"] = torch.zeros(TEXTS, TOKENS, 4, dtype=torch.long)
     for name in MASKS:
-        of = next((given[read] for read in READ if read in given), None)
+        of = next((given[read] for read in INPUTS if read in given), None)
         if name in takes and of is not None and (name != "attention_mask" or takes[name].default is not None):
             frames = max(of.shape[1:]) if of.ndim == 3 and "features" in name else of.shape[1] if of.ndim > 1 else 1
             given[name] = torch.ones(TEXTS, frames, dtype=torch.long)
@@ -106,13 +106,13 @@ def _pixels(model: Any, dice: torch.Generator, frames: bool = False, pair: bool 
     return torch.randn((TEXTS, many, *shape[1:]) if frames else shape, generator=dice)
 
 
-def _features(model: Any, dice: torch.Generator, turned: bool = False, told_by: int = 0) -> Tensor:
+def _features(model: Any, dice: torch.Generator, turned: bool = False, place: int = 0) -> Tensor:
     """(B, bins, frames), as Whisper reads them, or (B, frames, bins)."""
     told = dict(reversed(_fields(model.config)))
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_size", "input_dim", "num_features",
              "feature_projection_input_dim", "in_channels")  # fmt: skip
     there = list(dict.fromkeys(told[name] for name in names if isinstance(told.get(name), int))) or [80]
-    bins = there[min(told_by, len(there) - 1)]
+    bins = there[min(place, len(there) - 1)]
     long = told.get("max_source_positions")
     frames = 2 * long if isinstance(long, int) else SOUND
     whispers = isinstance(long, int) and any(isinstance(part, torch.nn.Conv1d) for part in model.modules())
@@ -155,8 +155,8 @@ MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = {
     "input_ids": (_ids,),
     "pixel_values": (_pixels, partial(_pixels, frames=True), partial(_pixels, frames=True, pair=True)),
     "pixel_values_videos": (partial(_pixels, frames=True),),
-    "input_features": (_features, partial(_features, turned=True), partial(_features, told_by=1),
-                       partial(_features, told_by=1, turned=True), _picture_of_sound),
+    "input_features": (_features, partial(_features, turned=True), partial(_features, place=1),
+                       partial(_features, place=1, turned=True), _picture_of_sound),
     "input_values": (_samples_of_sound, partial(_samples_of_sound, channel=True), _spectrum),
     "audio_values": (_samples_of_sound, partial(_samples_of_sound, channel=True)),
     "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past,),
@@ -164,4 +164,4 @@ MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = {
 }  # fmt: skip
 # What says how much of it counts, where a model asks for it: all does.
 MASKS = ("input_features_mask", "attention_mask")
-READ = ("input_features", "input_values", "input_ids")
+INPUTS = ("input_features", "input_values", "input_ids")

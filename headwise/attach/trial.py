@@ -160,7 +160,7 @@ class LayerTrial:
     def _place(self, letter: str) -> None:
         """Find the rows that make a letter, or withhold it."""
         layer = self.layer
-        module = layer.found.read("qkv".index(letter) if len(layer.found.reads[1]) == 3 else 0)  # pyright: ignore
+        module = layer.found.reader("qkv".index(letter) if len(layer.found.reads[1]) == 3 else 0)  # pyright: ignore
         why = self._unlike(module)
         if not why:
             fits = [layout for layout in self._layouts() if self._fits(letter, layout, module)]
@@ -280,7 +280,7 @@ def _call(model: Any, given: dict[str, Tensor], trials: list[LayerTrial]) -> str
         for trial in trials:
             found = trial.layer.found
             for number in range(0 if found.reads is None else len(found.reads[1])):
-                watching.callback(found.read(number).register_forward_hook(trial.reads).remove)
+                watching.callback(found.reader(number).register_forward_hook(trial.reads).remove)
             if found.writes is not None:
                 watching.callback(found.writes.register_forward_pre_hook(trial.enters).remove)
                 watching.callback(found.writes.register_forward_hook(trial.writes).remove)

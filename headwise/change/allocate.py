@@ -116,7 +116,7 @@ def _checked(mean_bits: float | None, megabytes: float | None, choices: Sequence
 def _pairs(spec: ModelSpec, found: Sensitivity) -> tuple[list[Pair], list[tuple[str, ...]]]:
     """The pairs that were measured; they must be all that the model has."""
     there: dict[Pair, tuple[str, ...]] = {
-        (one.key, one.part): one.heads for one in found.asked if one.part in ("qk", "vo")
+        (one.key, one.part): one.heads for one in found.settings if one.part in ("qk", "vo")
     }
     measured = {head for (_, part), own in there.items() for head in own if part == "qk"}
     if {part for _, part in there} != {"qk", "vo"} or measured != set(map(str, spec.addresses)):
@@ -129,7 +129,7 @@ def _pairs(spec: ModelSpec, found: Sensitivity) -> tuple[list[Pair], list[tuple[
 def _cost(found: Sensitivity, pair: Pair, bits: int) -> float:
     measured = {
         one.bits: float(drift)
-        for one, drift in zip(found.asked, found.drift, strict=True)
+        for one, drift in zip(found.settings, found.drift, strict=True)
         if (one.key, one.part) == pair
     }
     near = min(measured, key=lambda one: (abs(one - bits), -one))

@@ -110,10 +110,10 @@ class PairedEvaluation:
 
 
 @torch.no_grad()
-def _answers(model: AnyModel, asked: TargetBatch) -> Tensor:
+def _answers(model: AnyModel, batch: TargetBatch) -> Tensor:
     """Summed surprise of each text, (B,), or its mean state, (B, D)."""
     with quiet(model):
-        return asked.answers(model, asked.pick(asked.run(model)))
+        return batch.answers(model, batch.pick(batch.run(model)))
 
 
 def _estimate(mean: float, interval: tuple[np.ndarray, np.ndarray]) -> Estimate:

@@ -148,7 +148,7 @@ def _units(model: AnyModel, on: Any, context: int | None, most: int) -> list[Uni
     longest = min(LONGEST, model.spec.context) if context is None else context
     if isinstance(on, Reading):
         longest = min(longest, on.frame.longest)
-    return list(islice(askable_units(model, Reading.of(model, on, longest, asked=True)), most))
+    return list(islice(askable_units(model, Reading.of(model, on, longest, answers=True)), most))
 
 
 @contextmanager
@@ -168,14 +168,14 @@ def prepared(model: AnyModel, weights: bool) -> Iterator[None]:
                 value.grad = gradient
 
 
-def _loss(model: AnyModel, clean: AnyModel, asked: TargetBatch, gates: dict[SiteAddress, Tensor]) -> Tensor:
+def _loss(model: AnyModel, clean: AnyModel, batch: TargetBatch, gates: dict[SiteAddress, Tensor]) -> Tensor:
     """The mean loss of a token with these gates; without an output, how far each text's mean state moved, on average."""
-    hidden = asked.pick(asked.run(model, gates))  # (B, R, D)
-    if asked.targets is None:
+    hidden = batch.pick(batch.run(model, gates))  # (B, R, D)
+    if batch.targets is None:
         with torch.no_grad():
-            wanted = asked.answers(clean, asked.run(clean))  # (B, D)
-        return asked.lost(asked.answers(model, hidden), wanted).mean()
-    targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
+            wanted = batch.answers(clean, batch.run(clean))  # (B, D)
+        return batch.lost(batch.answers(model, hidden), wanted).mean()
+    targets = batch.targets if batch.rows is None else batch.targets.gather(1, batch.rows)  # (B, R)
     count = int((targets != IGNORE).sum())
     assert model.output is not None
     return model.output.cross_entropy(hidden.flatten(0, 1), targets.flatten(), total=max(1, count))

@@ -16,7 +16,7 @@ from headwise.model import ModelCache, Transformer
 from headwise.text.corpus import Corpus
 
 HIDDEN = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
-ASKED = "\n\nWhat is the pass key? The pass key is"
+QUESTION = "\n\nWhat is the pass key? The pass key is"
 DIGITS = 5
 
 
@@ -60,7 +60,7 @@ def make_cases(model: Transformer, text: Any, length: int, count: int = 10, seed
     dice, made = np.random.default_rng(seed), []
     for number in range(count):
         key = "".join(map(str, dice.integers(0, 10, DIGITS)))
-        needle, asked = bare(HIDDEN.format(key=key)), bare(ASKED)
+        needle, asked = bare(HIDDEN.format(key=key)), bare(QUESTION)
         around = length - len(before) - len(needle) - len(asked)
         if around < 2 or len(hay) < around:
             raise HeadwiseError(

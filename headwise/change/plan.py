@@ -33,7 +33,7 @@ from headwise.model.cut import heads_to_cut
 from headwise.progress import Progress
 from headwise.spec import Address, CacheRule, Keeps, ModelSpec, SiteAddress, WeightRule, select
 from headwise.spec.cache import Treatments, cache_rules
-from headwise.spec.weights import FULL, GROUP, Bits, for_those_left, told_weights
+from headwise.spec.weights import FULL, GROUP, Bits, for_those_left, weight_lines
 from headwise.spec.wire import Wire
 from headwise.text.corpus import Corpus
 
@@ -279,11 +279,11 @@ class Plan(Wire):
         return Plan.from_json(read_text(Path(path)))
 
     def __str__(self) -> str:
-        told = self._told_cut() if self.cut or not (self.cache or self.weights) else []
-        told += self._told_cache() if self.cache else []
-        return "\n".join([*told, *(told_weights(self.weights) if self.weights else [])])
+        told = self._cut_lines() if self.cut or not (self.cache or self.weights) else []
+        told += self._cache_lines() if self.cache else []
+        return "\n".join([*told, *(weight_lines(self.weights) if self.weights else [])])
 
-    def _told_cut(self) -> list[str]:
+    def _cut_lines(self) -> list[str]:
         how = "named by hand" if self.by == "named" else f"chosen by {self.by}"
         folded = "what they gave on average is folded in" if self.folded else "nothing is folded"
         lines = [f"{len(self.cut)} of {len(self.spec.addresses)} heads are cut, {how}; {folded}."]
@@ -297,7 +297,7 @@ class Plan(Wire):
                 lines.append(f"  layer {site} loses {' '.join(str(head.head) for head in loses)}{whole}")
         return lines
 
-    def _told_cache(self) -> list[str]:
+    def _cache_lines(self) -> list[str]:
         how = "named by hand" if self.cache_by == "named" else f"chosen by {self.cache_by}"
         less = sum(len(rule.heads) for rule in self.cache)
         lines = [f"{less} of {len(self.spec.key_heads)} key heads keep less, {how}."]
@@ -305,11 +305,11 @@ class Plan(Wire):
         return lines + [f"  {rule.keeps}: {' '.join(rule.heads)}" for rule in self.cache]
 
 
-def read_plans(told: object, there: Iterable[Address], file: object) -> tuple[Plan, ...]:
+def read_plans(stored: object, there: Iterable[Address], file: object) -> tuple[Plan, ...]:
     """Plans as a folder tells them, of a model that has these heads."""
-    if not isinstance(told, list):
+    if not isinstance(stored, list):
         raise HeadwiseError(f"{file} tells no list of plans; the folder is damaged.")
-    plans, present = tuple(Plan.from_json(json.dumps(plan)) for plan in told), set(there)
+    plans, present = tuple(Plan.from_json(json.dumps(plan)) for plan in stored), set(there)
     if any(set(plan.addresses).intersection(present) for plan in plans):
         raise HeadwiseError(f"{file} holds a plan that cuts heads which are there; the folder is damaged.")
     return plans

@@ -51,8 +51,8 @@ for verb in VERBS:
     app.command(name, cls=Verb, epilog=f"Example: {EXAMPLES[name]}")(verb.run)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"headwise {__version__}")
         raise typer.Exit
 

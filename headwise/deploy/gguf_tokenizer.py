@@ -18,15 +18,15 @@ BYTE_LEVEL = CUTS["gpt-2"].patterns[0]  # what ByteLevel cuts by itself
 
 def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     """`tokenizer.ggml.*` for byte-level BPE and WordPiece; `vocab` rows, those that stand for nothing filled up."""
-    told = json.loads(tokenizer.backend.to_str())
-    kind = told["model"]["type"]
-    spaces = kind == "BPE" and told["model"].get("byte_fallback")
+    config = json.loads(tokenizer.backend.to_str())
+    kind = config["model"]["type"]
+    spaces = kind == "BPE" and config["model"].get("byte_fallback")
     makers = {"BPE": _sentencepiece if spaces else _byte_level, "WordPiece": _wordpiece}
     if kind not in makers:
         raise HeadwiseError(
             f"llama.cpp has no {kind} tokenizer like this one; export with tokenizer=False, and feed it ids."
         )
-    fields = makers[kind](tokenizer, told, vocab)
+    fields = makers[kind](tokenizer, config, vocab)
     for role, name in SPECIALS.items():
         if tokenizer.special.get(role) is not None:
             fields[f"{name}_token_id"] = tokenizer.special[role]
@@ -54,22 +54,22 @@ def numbers_as_words(vocab: int, special: Mapping[str, int | None]) -> dict[str,
     return {"model": "rwkv", "tokens": [f" {i}" for i in range(vocab)], "token_type": [NORMAL] * vocab, **ids}
 
 
-def _byte_level(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
-    model = told["model"]
-    patterns = tuple(_patterns(told))
+def _byte_level(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:
+    model = config["model"]
+    patterns = tuple(_patterns(config))
     whole_first = bool(model.get("ignore_merges"))
     name = _name_of(patterns, whole_first)
-    tokens, types = _tokens(tokenizer, told, vocab)
+    tokens, types = _tokens(tokenizer, config, vocab)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if not merges:
         raise HeadwiseError(f"llama.cpp's byte-level tokenizer needs merges, this one has none; {INSTEAD}.")
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types, "merges": merges}
 
 
-def _patterns(told: dict[str, Any]) -> Iterator[str]:
+def _patterns(config: dict[str, Any]) -> Iterator[str]:
     """How text is cut before it is merged, pattern by pattern."""
-    step = told.get("pre_tokenizer") or {}
-    if told.get("normalizer") is not None:
+    step = config.get("pre_tokenizer") or {}
+    if config.get("normalizer") is not None:
         raise HeadwiseError(
             "the tokenizer changes text before it is cut, which GGUF cannot say; export with tokenizer=False."
         )
@@ -97,7 +97,7 @@ def _name_of(patterns: tuple[str, ...], whole_first: bool) -> str:
     raise HeadwiseError(f"llama.cpp knows no cut {how}; {INSTEAD}.")
 
 
-def _tokens(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> tuple[list[str], list[int]]:
     """Every token in its place, and of what type it is."""
     if (most := max(tokenizer.backend.get_vocab().values(), default=0)) >= vocab:
         raise HeadwiseError(
@@ -106,15 +106,15 @@ def _tokens(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> tuple[lis
     tokens, types = [f"[PAD{i}]" for i in range(vocab)], [CONTROL] * vocab
     for token, i in tokenizer.backend.get_vocab().items():
         tokens[i], types[i] = token, NORMAL
-    for added in told.get("added_tokens", ()):
+    for added in config.get("added_tokens", ()):
         types[added["id"]] = CONTROL if added["special"] else ADDED
     return tokens, types
 
 
-def _sentencepiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
+def _sentencepiece(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:
     """Spaces are ▁, and what no token holds is bytes. llama.cpp has no merges: it joins the pair whose token scores best."""
-    model, prefix = told["model"], _space_prefix(told)
-    tokens, types = _tokens(tokenizer, told, vocab)
+    model, prefix = config["model"], _space_prefix(config)
+    tokens, types = _tokens(tokenizer, config, vocab)
     known = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL and not BYTE.fullmatch(token)}
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     made = ["".join(merge) for merge in merges]
@@ -131,9 +131,9 @@ def _sentencepiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> di
     return {**fields, "add_space_prefix": prefix}
 
 
-def _space_prefix(told: dict[str, Any]) -> bool:
+def _space_prefix(config: dict[str, Any]) -> bool:
     """Whether a space is put before a text; refused where spaces are treated in any other way."""
-    norm, cut = told.get("normalizer"), told.get("pre_tokenizer")
+    norm, cut = config.get("normalizer"), config.get("pre_tokenizer")
     steps = [] if norm is None else norm["normalizers"] if norm["type"] == "Sequence" else [norm]
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     if cut is None and steps and steps[-1] == spaces and steps[:-1] in ([], [{"type": "Prepend", "prepend": "▁"}]):
@@ -144,16 +144,16 @@ def _space_prefix(told: dict[str, Any]) -> bool:
     raise HeadwiseError(f"llama.cpp cannot treat spaces as this tokenizer does; {INSTEAD}.")
 
 
-def _wordpiece(tokenizer: Tokenizer, told: dict[str, Any], vocab: int) -> dict[str, Any]:
+def _wordpiece(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:
     """GGUF marks where words begin, BERT where they go on."""
-    norm, cut = told.get("normalizer") or {}, (told.get("pre_tokenizer") or {}).get("type")
+    norm, cut = config.get("normalizer") or {}, (config.get("pre_tokenizer") or {}).get("type")
     clean = norm.get("clean_text") and norm.get("handle_chinese_chars")
     if norm.get("type") != "BertNormalizer" or cut != "BertPreTokenizer" or not clean:
         raise HeadwiseError(f"llama.cpp cleans and cuts text as BERT does, this tokenizer otherwise; {INSTEAD}.")
     if tokenizer.around != ((tokenizer.special["cls"],), (tokenizer.special["sep"],)):
         raise HeadwiseError(f"llama.cpp puts [CLS] and [SEP] around a text, this tokenizer does not; {INSTEAD}.")
-    tokens, types = _tokens(tokenizer, told, vocab)
-    special = {added["id"] for added in told.get("added_tokens", ())}
+    tokens, types = _tokens(tokenizer, config, vocab)
+    special = {added["id"] for added in config.get("added_tokens", ())}
     for i, token in enumerate(tokens):
         if types[i] == NORMAL and i not in special:
             tokens[i] = token[2:] if token.startswith("##") else f"▁{token}"

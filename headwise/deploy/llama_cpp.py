@@ -68,12 +68,12 @@ def cut_texts(file: Path, texts: Sequence[str]) -> list[list[int]]:
     return _ask([file], {"prompts": list(texts), "context": 8, "threads": 1, "do": "cut"})
 
 
-def _ask(files: Sequence[Path], asked: dict[str, Any]) -> Any:
+def _ask(files: Sequence[Path], request: dict[str, Any]) -> Any:
     if not is_there():
         raise HeadwiseError("llama.cpp comes with xllamacpp; pip install 'headwise[deploy]'.")
     command = [sys.executable, "-m", "headwise.deploy.llama_cpp", *map(str, files)]
     try:
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise HeadwiseError(f"llama.cpp did not answer within {SECONDS:.0f} s on {files[0]}.") from None
     told = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
@@ -100,39 +100,43 @@ def _answer_all(files: list[str]) -> None:
     os._exit(0)  # servers do not end by themselves
 
 
-def _server(file: str, asked: dict[str, Any]) -> Any:
+def _server(file: str, request: dict[str, Any]) -> Any:
     """With numbers as ours: by itself it keeps keys and values at 16 bits, and its flash attention rounds to them."""
     from importlib import import_module
 
     xllamacpp: Any = import_module("xllamacpp")
     params: Any = xllamacpp.CommonParams()
-    params.model.path, params.n_parallel, params.n_ctx = file, asked["rows"], asked["rows"] * max(asked["context"], 256)
+    params.model.path, params.n_parallel, params.n_ctx = (
+        file,
+        request["rows"],
+        request["rows"] * max(request["context"], 256),
+    )
     params.n_gpu_layers, params.port, params.warmup = 0, 0, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if asked["do"] in ("states", "vectors"):
-        params.embedding, params.n_batch, params.n_ubatch = True, asked["context"], asked["context"]
-        if asked["do"] == "states":
+    if request["do"] in ("states", "vectors"):
+        params.embedding, params.n_batch, params.n_ubatch = True, request["context"], request["context"]
+        if request["do"] == "states":
             params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
     return xllamacpp.Server(params)
 
 
-def _answer(address: str, asked: dict[str, Any], prompt: Any) -> Any:
-    if asked["do"] == "cut":
+def _answer(address: str, request: dict[str, Any], prompt: Any) -> Any:
+    if request["do"] == "cut":
         body = {"content": prompt, "add_special": True, "parse_special": True}
         return _post(f"{address}/tokenize", body)["tokens"]
-    if asked["do"] in ("states", "vectors"):
+    if request["do"] in ("states", "vectors"):
         found = _post(f"{address}/embedding", {"content": prompt, "embd_normalize": -1})[0]["embedding"]
-        return found if asked["do"] == "states" else found[0]
-    made = _post(f"{address}/completion", _body(prompt, asked["tokens"]) | {"n_probs": asked["top"]})
+        return found if request["do"] == "states" else found[0]
+    made = _post(f"{address}/completion", _body(prompt, request["tokens"]) | {"n_probs": request["top"]})
     return _steps(made["tokens"], made.get("completion_probabilities", []))
 
 
-def _speed(address: str, asked: dict[str, Any], prompt: Any) -> float:
+def _speed(address: str, request: dict[str, Any], prompt: Any) -> float:
     """Tokens per second of this process's processor time; the server lives in it."""
     began = time.process_time()
-    made = _post(f"{address}/completion", _body(prompt, asked["tokens"]))
+    made = _post(f"{address}/completion", _body(prompt, request["tokens"]))
     return len(made["tokens"]) / (time.process_time() - began)
 
 
@@ -149,9 +153,9 @@ def _post(address: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def _steps(tokens: list[int], told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _steps(tokens: list[int], reported: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every token with its candidates; of one that ends inside a character the server tells none."""
-    left, steps = iter([*told, None]), []
+    left, steps = iter([*reported, None]), []
     known = next(left)
     for token in tokens:
         if known is not None and known["id"] == token:

@@ -174,7 +174,7 @@ class Part:
         self.keep(k, v, call.length)
         held = slice(0, call.length + k.shape[2])
         terms = call.terms.pick(self.heads.which, self.groups)
-        return run(q, self.k.read(held), self.v.read(held), terms, call.backend)
+        return run(q, self.k.get(held), self.v.get(held), terms, call.backend)
 
     def keep(self, k: Tensor, v: Tensor, start: int) -> None:
         """Keep the tokens from place `start` on: (B, keys, T, ·) twice."""
@@ -192,7 +192,7 @@ class Part:
     def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
         """Put what is held at its places: whole is (B, K, S, ·)."""
         if length:
-            whole[:, self.keys, :length] = shelf.read(slice(0, length))
+            whole[:, self.keys, :length] = shelf.get(slice(0, length))
 
 
 class StreamingPart(Part):
@@ -223,7 +223,7 @@ class StreamingPart(Part):
             self.v.put_at(coded[1], slot)
             held = slice(0, min(room, call.length + 1))
             terms = call.unmasked.pick(self.heads.which, self.groups)
-            return run(q, self.k.read(held), self.v.read(held), terms, call.backend)
+            return run(q, self.k.get(held), self.v.get(held), terms, call.backend)
         new = self.k.decoded(coded[0]), self.v.decoded(coded[1])
         if plain and call.length == 0 and room >= T:  # nobody has forgotten anything yet
             z = run(q, new[0], new[1], call.terms.pick(self.heads.which, self.groups), call.backend)
@@ -258,14 +258,14 @@ class StreamingPart(Part):
         before = (call.length - begins).clamp(min=0)  # (1 or B, 1): tokens of the text that are in their slots
         after = call.length + T - begins
         if not new:
-            keys = [self.k.read(slice(0, self.k.room))], [self.v.read(slice(0, self.v.room))]
+            keys = [self.k.get(slice(0, self.k.room))], [self.v.get(slice(0, self.v.room))]
             places = [self._place_in(slots, after)]
         else:
             first = slice(0, min(self.first, self.k.room))
             ring = slice(first.stop, self.k.room if call.length and rows.start + 1 < self.last else first.stop)
             near = slice(max(0, rows.start - self.last + 1), rows.stop)
             keys = [
-                [shelf.read(first), shelf.read(ring), fresh[:, :, near]]
+                [shelf.get(first), shelf.get(ring), fresh[:, :, near]]
                 for shelf, fresh in zip((self.k, self.v), new, strict=True)
             ]
             at = torch.arange(near.start, near.stop, device=q.device) + call.length - begins  # (1 or B, n)
@@ -341,7 +341,7 @@ class StreamingPart(Part):
     def lay_out(self, whole: Tensor, shelf: Shelf, length: int, starts: Tensor | None) -> None:
         if not length:
             return
-        rows = shelf.read(slice(0, shelf.room))  # (B, keys, room, ·)
+        rows = shelf.get(slice(0, shelf.room))  # (B, keys, room, ·)
         slots = torch.arange(shelf.room, device=whole.device)[None]
         for row, begin in self._texts(CacheStep(length, starts, Terms(1.0, ()), "")):
             places = self._place_in(slots, torch.tensor([[length - begin]], device=whole.device))[0]  # (room,)

@@ -15,11 +15,11 @@ def layer_terms(
     sink: Tensor | None,
     position: Tensor | None,
     tensors: tuple[Tensor, Tensor, Tensor],
-    asked: CallTerms,
+    given: CallTerms,
     training: bool,
 ) -> Terms:
-    """The terms of a call with these q, k and v; `asked` is its mask, bias, what key heads keep, starts and keys."""
-    (q, k, v), (mask, bias, keeps, starts, keys) = tensors, asked
+    """The terms of a call with these q, k and v; `given` is its mask, bias, what key heads keep, starts and keys."""
+    (q, k, v), (mask, bias, keeps, starts, keys) = tensors, given
     bare = bias is None and keys is None and not keeps and (mask is None or isinstance(mask, Causal))
     fits = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3]  # else refused below
     if bare and fits and spec.is_plain and not (training and spec.dropout):

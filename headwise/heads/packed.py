@@ -110,7 +110,7 @@ class Packed(nn.Module):
         """Side by side what all matrices make of an input: (…, inputs) → (…, units · rows)"""
         return multiplied(self, x, bias, lambda: self.unpacked().flatten(0, 1))
 
-    def as_read(self, x: Tensor) -> Tensor:
+    def as_input(self, x: Tensor) -> Tensor:
         """What is multiplied by these weights: as it is, or rounded to few bits, row by row."""
         return rounded(x, self.activations, x.shape[-1])
 
@@ -146,7 +146,7 @@ _forms: WeakKeyDictionary[Packed, tuple[object, Form | None]] = WeakKeyDictionar
 
 def multiplied(packed: Packed, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]) -> Tensor:
     """x Wᵀ + b; in a generation step through a form of the weight, if one can be made, else by its plain numbers."""
-    read = x if packed.inputs_are_split else packed.as_read(x)  # what is split was rounded head by head
+    read = x if packed.inputs_are_split else packed.as_input(x)  # what is split was rounded head by head
     if not forms_wanted(x):
         return linear(read, weight(), bias)
     held = [(b.data_ptr(), b._version) for b in packed._buffers.values() if b is not None]  # written over: made anew

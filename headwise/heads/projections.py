@@ -96,7 +96,7 @@ class Read(nn.Module):
         if self.same_keys is not None:
             weight = self.same_keys(weight, some)
             bias = None if bias is None else self.same_keys(bias, some)
-        return linear(self._as_read(x, slab), weight, bias)
+        return linear(self._as_input(x, slab), weight, bias)
 
     def _by_head(self, product: Tensor, letter: str) -> Tensor:
         return product.reshape(*product.shape[:2], *self.sizes[letter]).transpose(1, 2)
@@ -112,7 +112,7 @@ class Read(nn.Module):
         """Each head reads its own slice of the embedding: a grouped 1×1 convolution."""
         heads = torch.tensor(self.spec.head_ids, dtype=torch.long, device=x.device)
         slices = x.unflatten(-1, (self.spec.heads, -1)).index_select(2, heads)  # (B, T, H, D/heads)
-        slices = self._as_read(slices, letter)
+        slices = self._as_input(slices, letter)
         made = torch.einsum("bthc,hdc->bhtd", slices, self.weight(letter))  # (B, H, T, d)
         bias = self.bias(letter)
         return made if bias is None else made + bias[:, None]
@@ -157,9 +157,9 @@ class Read(nn.Module):
         packed = self._modules.get(slab)
         return packed if isinstance(packed, Packed) else None
 
-    def _as_read(self, x: Tensor, slab: str) -> Tensor:
+    def _as_input(self, x: Tensor, slab: str) -> Tensor:
         packed = self._packed(slab)
-        return x if packed is None else packed.as_read(x)
+        return x if packed is None else packed.as_input(x)
 
     def _bias(self, letters: str) -> Tensor | None:
         slab, rows = self._rows_in_slab(letters)
@@ -278,7 +278,7 @@ class PackedWrite(Write):
 
     def forward(self, z: Tensor) -> Tensor:
         """(B, H, T, e) → (B, T, D)"""
-        z = self.packed.as_read(z)
+        z = self.packed.as_input(z)
         if self.together is not None:
             return super().forward(z)
         return multiplied(self.packed, z.transpose(1, 2).flatten(2), self.bias, lambda: self.weight)

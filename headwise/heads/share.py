@@ -133,20 +133,20 @@ class ShareTerms(Terms):
 
 
 def share_terms(
-    layer: "MultiHeadAttention", share: LayerShare, tensors: tuple[Tensor, ...], asked: CallTerms
+    layer: "MultiHeadAttention", share: LayerShare, tensors: tuple[Tensor, ...], given: CallTerms
 ) -> ShareTerms:
-    """The terms of a call at a layer that is shared; what is asked is about all heads."""
-    mask, bias, keeps, starts, keys = asked
+    """The terms of a call at a layer that is shared; what is given is about all heads."""
+    mask, bias, keeps, starts, keys = given
     q, k, _ = tensors
-    for given in (mask, Given(bias) if isinstance(bias, Tensor) else bias):
-        if isinstance(given, Mask | Bias):
-            given.check(len(q), len(share.whole.head_ids), q.shape[2], k.shape[2] if keys is None else keys)
+    for part in (mask, Given(bias) if isinstance(bias, Tensor) else bias):
+        if isinstance(part, Mask | Bias):
+            part.check(len(q), len(share.whole.head_ids), q.shape[2], k.shape[2] if keys is None else keys)
     own = share.own_mask(mask), share.own_bias(bias), tuple(keeps[i] for i in share.my_keys) if keeps else ()
     made = layer_terms(layer.spec, layer.sink, layer.position, tensors, (*own, starts, keys), layer.training)  # pyright: ignore
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Terms:
         sink, position = (None if x is None else share.heads(x, 0) for x in (layer.sink, layer.position))
-        return layer_terms(share.whole, sink, position, (q, k, v), asked, layer.training)
+        return layer_terms(share.whole, sink, position, (q, k, v), given, layer.training)
 
     return ShareTerms(**vars(made), whole=whole)
 

@@ -62,7 +62,7 @@ class Shelf:
         for held, new in zip(self.held, rows, strict=True):
             held[every, :, at] = new[:, :, 0]
 
-    def read(self, rows: slice) -> Tensor:
+    def get(self, rows: slice) -> Tensor:
         """(B, K, rows, d)"""
         return self.decoded(tuple(x.narrow(2, rows.start, rows.stop - rows.start) for x in self.held))
 

@@ -100,7 +100,7 @@ def reached(ask: Callable[[], X]) -> X:
 
 
 @contextmanager
-def told_of_peers() -> Iterator[None]:
+def explaining_lost_peers() -> Iterator[None]:
     """Around work in which torch itself asks other processes: where that fails it is told in the same words."""
     try:
         yield

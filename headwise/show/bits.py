@@ -51,10 +51,10 @@ def draw_costs(found: Sensitivity) -> Drawing:
 
     Where 4 bits were not asked for, it is the fewest that were.
     """
-    bits = min(one.bits for one in found.asked)
-    bits = 4 if any(one.bits == 4 for one in found.asked) else bits
+    bits = min(one.bits for one in found.settings)
+    bits = 4 if any(one.bits == 4 for one in found.settings) else bits
     panels: dict[str, dict[Address, float]] = {}
-    for one, more in zip(found.asked, found.more, strict=True):
+    for one, more in zip(found.settings, found.more, strict=True):
         if one.bits == bits:
             shown = panels.setdefault(f"{one.part} at {bits} bits", {})
             shown |= dict.fromkeys(map(Address.parse, one.heads), float(more))

@@ -64,7 +64,7 @@ def make_book(
         "version": VERSION,
         "model": _model(profile, model, name),
         "about": {**profile.about, "family": profile.family},
-        "measures": _told(profile),
+        "measures": _labels(profile),
         "words": {name: list(one) for name, one in WORDS.items()},
         "signs": {
             role: list(sign(role)) for role in sorted({one["role"] for head in heads for one in head["supports"]})
@@ -142,7 +142,7 @@ def _beside(profile: Profile, head: HeadProfile, known: Facts | None) -> dict[st
     }
 
 
-def _told(profile: Profile) -> dict[str, dict[str, str]]:
+def _labels(profile: Profile) -> dict[str, dict[str, str]]:
     """How each measure is told: a few words, its unit, what more of it means."""
     listed = {name: one for name, one in profile.numbers.items() if one.shown and one.series in ("", "distance")}
     return {name: {"label": one.label, "unit": one.unit, "more": one.more} for name, one in listed.items()}

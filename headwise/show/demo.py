@@ -31,7 +31,7 @@ FOLDER = Path("headwise-demo")
 PROMPT = "Once upon a time, a teacher and her students"
 SENTENCE = "The teacher gave the students their homework because they had asked for it."
 WORD = "their"
-READS, TOLD = "smollm2", "minilm"  # a decoder that writes, and an encoder whose heads are told
+DECODER, ENCODER = "smollm2", "minilm"  # a decoder that writes, and an encoder whose heads are told
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Demo:
     def writer(self) -> AnyModel:
         """The decoder, loaded once."""
         if self._writer is None:
-            self._writer = load(READS)
+            self._writer = load(DECODER)
         return self._writer
 
     def write_on(self, tell: Callable[[str], object]) -> str:
@@ -94,17 +94,17 @@ class Demo:
 
     def heads(self, progress: Progress | None = None) -> tuple[Profile, HeadProfile]:
         """Every head of the encoder, and one of those that do most; the report and pictures are written."""
-        model = load(TOLD)
+        model = load(ENCODER)
         documents = [item for item in Corpus.probe().items() if isinstance(item, Document)]
         corpus = Corpus.probe() if self.amount.documents is None else Corpus.of(documents[: self.amount.documents])
         seen = profile(model, corpus, progress=progress)
         most = max(seen, key=lambda head: (len(head.roles), head.score or 0.0))
-        with whole_folder(self.folder / TOLD, ("report.html",)) as new:
+        with whole_folder(self.folder / ENCODER, ("report.html",)) as new:
             seen.save(new / "profile.npz")
             seen.plot.roles().save(new / "roles.png")
             sight = self.look()
             arcs(sight, hardest(sight, WORD), source=WORD).save(new / "sentence.png")
-            write_report(make_book(seen, model, name=TOLD, sentences=SENTENCES), new / "report.html")
+            write_report(make_book(seen, model, name=ENCODER, sentences=SENTENCES), new / "report.html")
         return seen, most
 
     def cut(self, progress: Progress | None = None) -> DemoCut:

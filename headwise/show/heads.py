@@ -38,7 +38,7 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
         [
             *(role, Text(*sign(role)), heads, str(head.address), one.detail, one.rung, one.score, one.null),
             *(_interval(one.interval), _effect(one), one.on),
-            "" if head.role == role and len(head.roles) == 1 else head.told,
+            "" if head.role == role and len(head.roles) == 1 else head.role_label,
         ]
         for role, (head, one, heads) in strongest.items()
     ]
@@ -88,7 +88,9 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
     """Print every number of one head: what speaks for its roles, its measures, its cases."""
     console = console or Console()
     console.print(
-        Text.assemble((f"head {head.address}", "bold"), f"  {head.told}{', ' * bool(head.on)}{head.on}  ({head.rung})")
+        Text.assemble(
+            (f"head {head.address}", "bold"), f"  {head.role_label}{', ' * bool(head.on)}{head.on}  ({head.rung})"
+        )
     )
     if head.rest:
         console.print(f"rests: {', '.join(head.rest)}", highlight=False)

@@ -112,12 +112,12 @@ def as_markdown(results: Sequence[Result], pictures: str = "") -> str:
         lines += [f"True by construction, and no finding: {claim.identity}.", ""] if claim.identity else []
         lines += [f"![{claim.name}]({pictures}{_picture(r)})", ""] if is_drawn(r) else []
         lines += [f"| figure | at: mean ({r.ends}) |", "|---|---|"]
-        lines += [f"| {name} | {_told(r.figures.at(name))} |" for name in r.figures.names]
+        lines += [f"| {name} | {_figures_in_words(r.figures.at(name))} |" for name in r.figures.names]
         lines += ["", f"    {r.again}"]
     return "\n".join(lines) + "\n"
 
 
-def _told(some: Mapping[At, Figure]) -> str:
+def _figures_in_words(some: Mapping[At, Figure]) -> str:
     return "; ".join(str(figure) if at is None else f"{at}: {figure}" for at, figure in some.items())
 
 

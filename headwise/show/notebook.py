@@ -66,7 +66,7 @@ def look_of(head: HeadProfile) -> tuple[str, str, float]:
 
 def _cell(head: HeadProfile) -> str:
     letters, colour, strength = look_of(head)
-    told = f"{head.address}: {head.told} ({head.rung})"
+    told = f"{head.address}: {head.role_label} ({head.rung})"
     if head.score is not None:
         told += f", {_number(head.score)} against {_number(head.null)}"
     told += f"; rests: {', '.join(head.rest)}" if head.rest else ""

@@ -56,7 +56,7 @@ def make_app(
 
     async def ask(request: Request) -> Response:
         what = request.scope["path"].rpartition("/")[2]
-        arguments = ASKED[what](await read_object(request.headers, request.stream()))
+        arguments = ARGUMENTS[what](await read_object(request.headers, request.stream()))
         return Response(
             await turns.take(lambda: _json(answers[what](*arguments)), request.is_disconnected),
             media_type="application/json",
@@ -67,9 +67,9 @@ def make_app(
         Route("/api/book", get_book),
         *(Route(f"/api/{what}", ask, methods=["POST"]) for what in answers),
     ]
-    handlers: dict[Any, Any] = {
-        RequestError: _told, HTTPException: _told, HeadwiseError: _told, ClientDisconnect: _told, Exception: _told,
-    }  # fmt: skip
+    handlers: dict[Any, Any] = dict.fromkeys(
+        (RequestError, HTTPException, HeadwiseError, ClientDisconnect, Exception), _refusal
+    )
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, host, token)
@@ -162,12 +162,12 @@ def _look(given: dict[str, Any]) -> tuple[str, str, int, int, bool]:
     return text, head, at, to, words
 
 
-ASKED: dict[str, Callable[[dict[str, Any]], tuple]] = {
+ARGUMENTS: dict[str, Callable[[dict[str, Any]], tuple]] = {
     "sentence": lambda given: (_text(given),), "predict": _text_and_heads, "step": _text_and_heads, "why": _look,
 }  # fmt: skip
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _refusal(request: Request, error: Exception) -> Response:
     """Anything that went wrong, as JSON; what is our own fault is told on the terminal alone."""
     if isinstance(error, HTTPException):
         allowed = (error.headers or {}).get("Allow")

@@ -34,7 +34,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
         heads.append(
             {
                 "head": str(head.address), "layer": str(head.address.site), "letters": letters, "colour": colour,
-                "strength": strength, "role": head.told, "rung": head.rung, "score": head.score,
+                "strength": strength, "role": head.role_label, "rung": head.rung, "score": head.score,
                 "null": head.null, "rest": list(head.rest), "story": [line.text for line in story(profile, head)],
                 "evidence": [[round(seen.weight, 2), seen.text] for seen in (head.evidence or head.hardest)[:4]],
             }

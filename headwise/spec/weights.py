@@ -133,13 +133,13 @@ def weight_rules(
         if pattern in BESIDE:
             beside[pattern] = bits
             continue
-        where, pairs = _read(pattern)
+        where, pairs = _parsed(pattern)
         named = heads if where == "*" else select(where, heads)
         chosen |= {(pair, head): bits for pair in pairs for head in named}
     made = [WeightRule(part, bits, (), group) for part, bits in beside.items() if bits != FULL]
     for pair in PAIRS:
         own = {head: chosen.get((pair, head), FULL) for head in heads}
-        shared = _most_asked(own, layers)
+        shared = _most_bits(own, layers)
         one, other = (shared, own) if pair == "vo" else (own, shared)
         made += [*_ruled(pair[0], one, group), *_ruled(pair[1], other, group)]
     return tuple(made)
@@ -154,14 +154,14 @@ def for_those_left(given: Bits, heads: tuple[Address, ...], gone: Iterable[Addre
         if pattern in BESIDE:
             made[pattern] = bits
             continue
-        where, pairs = _read(pattern)
+        where, pairs = _parsed(pattern)
         left = [str(head) for head in (heads if where == "*" else select(where, heads)) if head not in away]
         if left:
             made[",".join(left) + (f":{pairs[0]}" if len(pairs) == 1 else "")] = bits
     return made
 
 
-def told_weights(rules: Iterable[WeightRule]) -> list[str]:
+def weight_lines(rules: Iterable[WeightRule]) -> list[str]:
     """A line for each part."""
     by_part: dict[str, list[WeightRule]] = {}
     for rule in rules:
@@ -177,7 +177,7 @@ def told_weights(rules: Iterable[WeightRule]) -> list[str]:
     return lines
 
 
-def _read(pattern: object) -> tuple[str, tuple[str, ...]]:
+def _parsed(pattern: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(pattern, str):
         raise HeadwiseError(f"weights are named by head and part: '*', '5.1', '5.1:qk', 'mlp'; got {pattern!r}.")
     where, _, pair = pattern.partition(":")
@@ -186,7 +186,7 @@ def _read(pattern: object) -> tuple[str, tuple[str, ...]]:
     return where.strip(), (pair,) if pair else PAIRS
 
 
-def _most_asked(own: Mapping[Address, int], layers: Mapping[SiteAddress, "AttentionSpec"]) -> dict[Address, int]:
+def _most_bits(own: Mapping[Address, int], layers: Mapping[SiteAddress, "AttentionSpec"]) -> dict[Address, int]:
     """Of each key head, the most bits among the heads that read it."""
     shared: dict[Address, int] = {}
     for site, layer in layers.items():

@@ -49,10 +49,10 @@ def _build(kind: Any, data: Any, where: str) -> Any:
     for field in fields(kind):
         if field.name not in data and field.default is MISSING:
             raise HeadwiseError(f"{where} lacks the field {field.name!r}; add it.")
-    return kind(**{name: _read(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+    return kind(**{name: _converted(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
+def _converted(hint: Any, value: Any, where: str) -> Any:
     """Turn one JSON value into what a field's type asks for."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in options:
@@ -62,9 +62,9 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if is_dataclass(option):
             return _build(option, value, where)
         if origin is tuple and isinstance(value, list):
-            return tuple(_read(get_args(option)[0], item, where) for item in value)
+            return tuple(_converted(get_args(option)[0], item, where) for item in value)
         if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept
-            return {key: _read(tuple[int, ...], items, f"{where}.{key}") for key, items in value.items()}
+            return {key: _converted(tuple[int, ...], items, f"{where}.{key}") for key, items in value.items()}
         if origin is Literal and isinstance(value, str):
             return value  # the spec itself says which words it knows
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):

@@ -53,14 +53,14 @@ class Distillation(Loss):
 
     def lost(self, rows: TokenRows, total: int | None) -> dict[str, Tensor]:
         """(B, T), (B, T) → the weighed losses, by name."""
-        asked = rows.targets != IGNORE  # (B, T)
-        count = asked.sum().clamp(min=1)
-        share = torch.ones((), device=asked.device) if total is None else asked.sum() / total
+        places = rows.targets != IGNORE  # (B, T)
+        count = places.sum().clamp(min=1)
+        share = torch.ones((), device=places.device) if total is None else places.sum() / total
         self._last = None
         ours = self.watchers[0](rows.ids, **rows.context)
-        made = self._from_logits(ours, rows, asked, share / count)
+        made = self._from_logits(ours, rows, places, share / count)
         if self.states is not None or self.maps is not None or self.relations is not None:
-            theirs, real, weights = self._taught(rows), self._real(rows, asked), self.lesson.weights
+            theirs, real, weights = self._taught(rows), self._real(rows, places), self.lesson.weights
             if self.states is not None:
                 made["hidden"] = weights["hidden"] * share * self.states(ours, theirs, real[""])
             if self.maps is not None:
@@ -70,21 +70,21 @@ class Distillation(Loss):
         self._last = None
         return made
 
-    def _from_logits(self, ours: Glimpse, rows: TokenRows, asked: Tensor, share: Tensor) -> dict[str, Tensor]:
+    def _from_logits(self, ours: Glimpse, rows: TokenRows, places: Tensor, share: Tensor) -> dict[str, Tensor]:
         """The losses of what comes out: the teacher's logits and the text."""
         lesson, made = self.lesson, {}
         assert ours.hidden is not None
-        hidden, wanted = ours.hidden[asked], rows.targets[asked]  # (n, D), (n,)
+        hidden, wanted = ours.hidden[places], rows.targets[places]  # (n, D), (n,)
         T, alpha = lesson.temperature, lesson.alpha
         if "logits" in lesson.weights:
             if self.kept is not None:
-                read = (rows.ids, asked, *(value for value in rows.context.values() if value is not None))
-                taught = self.kept.take(read, lambda: self._logits(rows, asked))
+                read = (rows.ids, places, *(value for value in rows.context.values() if value is not None))
+                taught = self.kept.take(read, lambda: self._logits(rows, places))
                 apart, surprise = kl_of_kept(self.model, hidden, wanted, taught, T)
             else:
                 states = self._taught(rows).hidden
                 assert states is not None
-                apart, surprise = kl_and_surprise(self.model, self.teacher, (hidden, states[asked]), wanted, T)
+                apart, surprise = kl_and_surprise(self.model, self.teacher, (hidden, states[places]), wanted, T)
             made["logits"] = lesson.weights["logits"] * alpha * T * T * apart * share
         elif lesson.text_weight:
             assert self.model.output is not None
@@ -102,16 +102,16 @@ class Distillation(Loss):
                 self._last = self.watchers[1](rows.ids, **rows.context)
         return self._last
 
-    def _logits(self, rows: TokenRows, asked: Tensor) -> Tensor:
+    def _logits(self, rows: TokenRows, places: Tensor) -> Tensor:
         """The teacher's logits at the tokens asked for, (n, V)."""
         states = self._taught(rows).hidden
         assert states is not None
         with torch.no_grad():
-            return logits_of(self.teacher, states[asked])
+            return logits_of(self.teacher, states[places])
 
-    def _real(self, rows: TokenRows, asked: Tensor) -> dict[str, Tensor]:
+    def _real(self, rows: TokenRows, places: Tensor) -> dict[str, Tensor]:
         """The tokens whose states and rows count, (B, T), by stack: of a decoder those that are followed by one."""
-        own = asked if self.model.spec.kind != "encoder" else _seen(rows.ids, rows.padding)
+        own = places if self.model.spec.kind != "encoder" else _seen(rows.ids, rows.padding)
         made = {"": own, "dec": own, "cross": own}
         return made if rows.source is None else {**made, "enc": _seen(rows.source, rows.source_padding)}
 

@@ -106,19 +106,19 @@ def spread_layers(ours: int, theirs: int) -> tuple[tuple[int, int], ...]:
     return tuple((layer, max(0, round((layer + 1) * theirs / ours) - 1)) for layer in range(ours))
 
 
-def relation_heads(letter: str, widths: tuple[int, int], asked: int | None) -> int:
+def relation_heads(letter: str, widths: tuple[int, int], count: int | None) -> int:
     """How many relation heads two widths are split into: as asked, or as many as both allow, up to 48 of 16 channels or more.
 
     >>> relation_heads("q", (320, 576), None), relation_heads("q", (768, 768), None), relation_heads("q", (24, 36), 4)
     (16, 48, 4)
     """
-    if asked is not None:
-        if widths[0] % asked or widths[1] % asked:
+    if count is not None:
+        if widths[0] % count or widths[1] % count:
             raise HeadwiseError(
-                f"the {letter} of the student and of the teacher have {widths[0]} and {widths[1]} channels, which {asked} "
+                f"the {letter} of the student and of the teacher have {widths[0]} and {widths[1]} channels, which {count} "
                 f"relation heads cannot share; they must divide {gcd(*widths)}."
             )
-        return asked
+        return count
     shared = gcd(*widths)
     most = max(1, min(MOST_RELATIONS, min(widths) // LEAST_CHANNELS))
     return next(count for count in range(most, 0, -1) if shared % count == 0)

@@ -224,8 +224,8 @@ def _queue(settings: str, folder: Path) -> Any:
     return queue
 
 
-def _value(told: str) -> int | str:
-    return int(told) if told.isdigit() else told
+def _value(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _is_queue(executor: Any) -> bool:
@@ -244,7 +244,7 @@ class Jobs(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """As any executor does."""
-        future, ask = Future(), partial(self._queue.submit, _told, fn, args, kwargs)
+        future, ask = Future(), partial(self._queue.submit, _outcome, fn, args, kwargs)
         future.set_running_or_notify_cancel()
         with self._lock:
             self._open.append((future, ask, ask(), False))
@@ -291,7 +291,7 @@ class Jobs(Executor):
         return None
 
 
-def _told(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[str, Any]:
+def _outcome(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[str, Any]:
     """What a job gave, or an error a person can put right, which submitit would wrap in a traceback."""
     try:
         return "", function(*args, **kwargs)

@@ -34,7 +34,7 @@ class TokenRows(NamedTuple):
         return {"padding": self.padding, **both}
 
     @property
-    def asked(self) -> int:
+    def target_count(self) -> int:
         """How many targets there are."""
         return int((self.targets != IGNORE).sum())
 
@@ -222,8 +222,8 @@ def make_rows(texts: np.ndarray, sources: np.ndarray | None, hide: Hide | None, 
     return TokenRows(ids, targets, None if hide is None else _padding(read[:, :-1]))
 
 
-def _padding(read: Tensor) -> Tensor | None:
-    real = read >= 0
+def _padding(ids: Tensor) -> Tensor | None:
+    real = ids >= 0
     return None if bool(real.all()) else real
 
 

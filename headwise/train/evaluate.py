@@ -35,7 +35,7 @@ def evaluate(
             rows = make_rows(stack(texts[some]), stack(sources[some]) if sources else None, hide, first)
             found = float(loss(*rows.part(slice(None), team.device)))
             if number < batches:
-                total += found * rows.asked
-                asked += rows.asked
+                total += found * rows.target_count
+                asked += rows.target_count
     total, asked = team.total(total, asked)
     return total / asked

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.dropout import tell_progress
-from headwise.kernels.together import told_of_peers
+from headwise.kernels.together import explaining_lost_peers
 from headwise.model import Transformer, quiet
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
@@ -139,14 +139,14 @@ def _run(
     threads = torch.get_num_threads()
     loop = Loop(start, recipe, folder if kept else None, progress)
     if loop.team.leads:
-        note(folder, start.asked)  # from here on the folder is this run's
+        note(folder, start.noted)  # from here on the folder is this run's
         if recipe.warmup >= recipe.steps:
             loop.watch.say(
                 f"the warm-up of {recipe.warmup} steps is not shorter than the run of {recipe.steps}: the rate never reaches "
                 f"{recipe.rate:g}. A tenth of the steps is usual."
             )
     try:
-        with told_of_peers():
+        with explaining_lost_peers():
             return loop.run(call, recipe.evaluate_every if every is None else every)
     finally:
         torch.set_num_threads(threads)
@@ -207,7 +207,7 @@ class Loop:
                         self._call(call)
                     if recipe.patience and self.worse >= recipe.patience:
                         self.stopped = "early"
-                    if self._asked_to_stop(interrupted):
+                    if self._must_stop(interrupted):
                         self.stopped = "interrupted"
                     if last or improved or self.step % recipe.save_every == 0 or self.stopped != "finished":
                         self._save()
@@ -231,7 +231,7 @@ class Loop:
             group["lr"] = recipe.rate_at(step)
         read = self._read(step)
         parts, losses = recipe.accumulate, Losses(team)
-        rows, asked = recipe.batch // parts // team.size, read.asked
+        rows, asked = recipe.batch // parts // team.size, read.target_count
         for part in range(parts):
             mine = slice((part * team.size + team.rank) * rows, (part * team.size + team.rank + 1) * rows)
             alone = part < parts - 1 and team.size > 1 and not self.layout.cuts
@@ -321,7 +321,7 @@ class Loop:
             call(self.model, self.step)
         settle(self.model)
 
-    def _asked_to_stop(self, interrupted: list[int]) -> bool:
+    def _must_stop(self, interrupted: list[int]) -> bool:
         everyone = self.team.everyone
         if everyone.size == 1:
             return bool(interrupted)

@@ -23,7 +23,7 @@ from headwise.train.batches import Anywhere, Pairs, Texts, Windows
 from headwise.train.loss import Loss, MakeLoss
 from headwise.train.recipe import Recipe
 from headwise.train.request import TrainRequest
-from headwise.train.run import asked_before, is_same
+from headwise.train.run import earlier_request, is_same
 from headwise.train.tokens import Tokens, read_tokens, write_tokens
 
 
@@ -36,7 +36,7 @@ class Prepared:
     tokens: Tokens
     context: int
     objective: str
-    asked: dict[str, Any]  # what was asked for, as it is noted in the folder
+    noted: dict[str, Any]  # what was asked for, as it is noted in the folder
     layout: TeamLayout  # who shares what
 
     @property
@@ -107,7 +107,7 @@ def prepare(request: TrainRequest, folder: Path, layout: TeamLayout) -> Prepared
 
 def recall(folder: Path, make_loss: MakeLoss, everyone: Team) -> tuple[Prepared, Recipe]:
     """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
-    asked = asked_before(folder)
+    asked = earlier_request(folder)
     spec, recipe = ModelSpec.from_json(json.dumps(asked["spec"])), Recipe.from_json(json.dumps(asked["recipe"]))
     layout = TeamLayout.of(recipe.parallel, everyone, recipe.head_processes)
     tokenizer = Tokenizer.load(folder / "tokens")

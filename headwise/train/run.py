@@ -20,7 +20,7 @@ RUN, METRICS = "run.json", "metrics.jsonl"
 LITTER = (".run.json-", ".metrics.jsonl-", ".tokens-", ".model-", ".heads.npz-")
 
 
-def is_same(folder: Path, asked: dict[str, Any]) -> bool:
+def is_same(folder: Path, request: dict[str, Any]) -> bool:
     """Whether a folder holds this very run. One that holds another, or something else, is refused; litter is swept up."""
     noted = folder / RUN
     if folder.is_file():
@@ -32,15 +32,15 @@ def is_same(folder: Path, asked: dict[str, Any]) -> bool:
         if folder.is_dir() and {path.name for path in folder.iterdir()} - {"tokens"}:
             raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
         return False  # new, or never got as far as a first step
-    before = asked_before(folder)
-    differing = [key for key in asked if before.get(key) != asked[key]]
+    before = earlier_request(folder)
+    differing = [key for key in request if before.get(key) != request[key]]
     if differing:
-        told = "; ".join(f"{key} was {_short(before.get(key), asked[key])}" for key in differing)
+        told = "; ".join(f"{key} was {_short(before.get(key), request[key])}" for key in differing)
         raise HeadwiseError(f"{folder} holds another run ({told}); choose another folder, or ask for the same.")
     return True
 
 
-def asked_before(folder: Path) -> dict[str, Any]:
+def earlier_request(folder: Path) -> dict[str, Any]:
     """What a folder's run was asked for."""
     noted = folder / RUN
     if not noted.is_file():
@@ -52,11 +52,11 @@ def asked_before(folder: Path) -> dict[str, Any]:
         raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
 
 
-def note(folder: Path, asked: dict[str, Any]) -> None:
+def note(folder: Path, request: dict[str, Any]) -> None:
     """Make a folder the home of this run."""
     if not (folder / RUN).is_file():
         try:
-            _write(folder / RUN, json.dumps(asked, indent=2))
+            _write(folder / RUN, json.dumps(request, indent=2))
         except OSError as error:
             raise HeadwiseError(f"{folder} could not be written ({error}).") from None
 
@@ -70,9 +70,9 @@ def _short(before: Any, now: Any) -> str:
     return f"{before!r}, now {now!r}"
 
 
-def _record(told: Any) -> Any:
+def _record(stored: Any) -> Any:
     """What decides a loss is told as a line of JSON."""
-    return json.loads(told) if isinstance(told, str) and told.startswith("{") else told
+    return json.loads(stored) if isinstance(stored, str) and stored.startswith("{") else stored
 
 
 class Metrics:

@@ -103,12 +103,12 @@ def _write(path: Path, corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype) ->
     return count, digest.hexdigest()
 
 
-def _map(path: Path, dtype: np.dtype, told: dict) -> np.ndarray:
+def _map(path: Path, dtype: np.dtype, noted: dict) -> np.ndarray:
     with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != told["sha256"]:
+        if hashlib.file_digest(file, "sha256").hexdigest() != noted["sha256"]:
             raise HeadwiseError(
                 f"{path} is damaged: its checksum is not the one noted; delete its folder to make it anew."
             )
-    if told["tokens"] == 0:
+    if noted["tokens"] == 0:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r")

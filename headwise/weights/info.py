@@ -45,13 +45,13 @@ def info(source: str | Path) -> Info:
     124439808
     """
     if str(source) in ROWS and not Path(source).exists():
-        return _told(str(source), preset(str(source)), "preset", "none: a preset has no weights")
+        return _info(str(source), preset(str(source)), "preset", "none: a preset has no weights")
     if is_theirs(path := find(source)):
-        return _told_of_theirs(str(source), path)
+        return _info_of_theirs(str(source), path)
     checkpoint = open_checkpoint(path)
     family = "headwise" if checkpoint.family is None else checkpoint.family.name
     tokens = "none" if checkpoint.tokenizer is None else f"{len(checkpoint.tokenizer()):,} tokens"
-    return _told(str(source), checkpoint.spec, family, tokens)
+    return _info(str(source), checkpoint.spec, family, tokens)
 
 
 def spec_of(source: str | Path) -> ModelSpec:
@@ -66,11 +66,11 @@ def spec_of(source: str | Path) -> ModelSpec:
     return describe(*skeleton(path)) if is_theirs(path) else open_checkpoint(path).spec
 
 
-def _told_of_theirs(source: str, folder: Path) -> Info:
+def _info_of_theirs(source: str, folder: Path) -> Info:
     """What transformers would build from a folder, without its weights."""
     model, layers = skeleton(folder)
     tokens = f"{len(Tokenizer.load(folder)):,} tokens" if any(map(Path.is_file, _tokenizers(folder))) else "none"
-    facts = _told(source, describe(model, layers), f"{model.config.model_type}, through transformers", tokens)
+    facts = _info(source, describe(model, layers), f"{model.config.model_type}, through transformers", tokens)
     count = sum(value.numel() for value in model.parameters())
     return replace(facts, parameters=count, float32_megabytes=count * 4 / 1e6, stored_megabytes=count * 4 / 1e6)
 
@@ -79,7 +79,7 @@ def _tokenizers(folder: Path) -> list[Path]:
     return [inside(folder, name) for name in ("tokenizer.json", "vocab.txt")]
 
 
-def _told(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Info:
+def _info(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Info:
     layers = [spec.attention_at(site) for site in spec.sites]
     counts = sorted({len(layer.head_ids) for layer in layers})
     sizes = spec.attention

@@ -121,7 +121,7 @@ def test_q_k_v_follow_from_the_weights(case: Case) -> None:
     reads: dict[Any, Tensor] = {}
     for layer in theirs.attention_layers():
         assert layer.found.reads is not None
-        last = layer.found.read(-1 if layer.found.reads[0] == "apart" else 0)
+        last = layer.found.reader(-1 if layer.found.reads[0] == "apart" else 0)
         last.register_forward_pre_hook(
             lambda module, given, address=layer.site.address: reads.__setitem__(address, given[0])
         )

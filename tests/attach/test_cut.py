@@ -147,9 +147,9 @@ def test_groups_of_different_sizes(name: str) -> None:
     keys, other = (
         (0, 5 * 4) if joined else (1, 0)
     )  # where keys are, and how many rows there are of queries; twice with values
-    assert matrix(layer.found.read(keys)).shape[0] == other + 2 * 4 * (1 + joined)
+    assert matrix(layer.found.reader(keys)).shape[0] == other + 2 * 4 * (1 + joined)
     theirs.detach()
-    assert matrix(layer.found.read(keys)).shape[0] == other + 5 * 4 * (1 + joined)
+    assert matrix(layer.found.reader(keys)).shape[0] == other + 5 * 4 * (1 + joined)
     with torch.no_grad():
         assert (first(model(**given)) - want)[real(given)].abs().max() <= 1e-9  # plain transformers now
         again = hw.attach(model)

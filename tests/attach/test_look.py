@@ -53,7 +53,7 @@ def test_few_bits_cost_what_they_cost_the_native_model(name: str, tmp_path: Path
     before = {key: value.clone() for key, value in theirs.state_dict().items()}
     how: Any = {"bits": (2,), "heads": "1.*", "parts": ("qk", "vo", "keys", "values")}
     a, b = hw.sensitivity(ours, TEXTS, basis="given", **how), hw.sensitivity(theirs, TEXTS, **how)
-    assert a.asked == b.asked
+    assert a.settings == b.settings
     np.testing.assert_allclose(a.more, b.more, atol=2e-4)
     assert all(torch.equal(value, before[key]) for key, value in theirs.state_dict().items())
     with pytest.raises(hw.HeadwiseError, match="basis='given'"):

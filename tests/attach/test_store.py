@@ -120,7 +120,7 @@ def test_uneven_groups_detached_and_saved(name: str, tmp_path: Path) -> None:
     assert (plain - want).abs().max() <= 1e-4
     model.save_pretrained(tmp_path / "small")
     again: Any = hw.load(tmp_path / "small")
-    assert matrix(again.attention_layers()[1].found.read(1)).shape[0] == 5 * 4
+    assert matrix(again.attention_layers()[1].found.reader(1)).shape[0] == 5 * 4
     assert torch.equal(logits(again.model, given), plain)
     again.cut("1.0-2").save_pretrained(tmp_path / "less")  # two heads are left, of one group, with keys of their own
     less: Any = hw.load(tmp_path / "less")
@@ -138,7 +138,7 @@ def test_keys_that_went_their_own_ways_cannot_be_shared_again(tmp_path: Path) ->
     model = hw.attach(BY_NAME["llama"].build()).cut("1.4").detach()
     theirs = hw.attach(model)
     with torch.no_grad():
-        matrix(theirs.attention_layers()[1].found.read(1))[0] += 1
+        matrix(theirs.attention_layers()[1].found.reader(1))[0] += 1
     with pytest.raises(hw.HeadwiseError, match="cannot be shared again"):
         theirs.save_pretrained(tmp_path / "whole", whole=True)
     assert not (tmp_path / "whole").exists()

@@ -42,7 +42,7 @@ def test_a_choice_off_the_hull_is_passed_over() -> None:
 def found_in(drifts: dict[str, float]) -> tuple[Transformer, Sensitivity]:
     model = make(kv_heads=2, width=32)
     found = sensitivity(model, TEXTS, bits=(3,))
-    for place, one in enumerate(found.asked):
+    for place, one in enumerate(found.settings):
         found.drifts[place] = drifts.get(f"{one.key}:{one.part}", 1.0) * found.counts
     return model, found
 

@@ -22,7 +22,7 @@ class Told(Lab):
 
     def made(self, point: Point) -> Made:
         made = tiny_lab(self.store.folder).made(point) if self.models else Made(point, self.store.folder, TOLD)
-        return replace(made, told={**made.told, **self.tell(point)})
+        return replace(made, results={**made.results, **self.tell(point)})
 
 
 def told_lab(folder: Path, tell: Tell, seeds: tuple[int, ...] = (0,), models: bool = False) -> Told:

@@ -58,7 +58,7 @@ def test_the_loop_finds_something() -> None:
 @pytest.mark.parametrize("pieces", [False, True])
 def test_units_are_pairs_as_they_are_encoded_by_hand(pieces: bool) -> None:
     model = reading(SPECS["plain"], words() if pieces else None)
-    units = list(Reading.of(model, PAIRS, asked=True))
+    units = list(Reading.of(model, PAIRS, answers=True))
     for number, (unit, (source, text)) in enumerate(zip(units, encoded(model), strict=True)):
         assert unit.number == number
         assert list(unit.source) == source[0].tolist()
@@ -75,7 +75,7 @@ def test_units_are_pairs_as_they_are_encoded_by_hand(pieces: bool) -> None:
 
 def test_both_sides_of_a_batch_are_padded_on_the_right() -> None:
     model = reading(SPECS["plain"])
-    units = list(Reading.of(model, PAIRS, asked=True))
+    units = list(Reading.of(model, PAIRS, answers=True))
     batch = make_batch(units)
     for ids, real, want in (
         (batch.ids, batch.real, [unit.ids for unit in units]),
@@ -99,11 +99,11 @@ def test_both_sides_of_a_batch_are_padded_on_the_right() -> None:
 @torch.no_grad()
 def test_a_padded_batch_answers_as_each_pair_alone(name: str) -> None:
     model = reading(SPECS[name])
-    asked = ask(model, make_batch(list(askable_units(model, Reading.of(model, PAIRS, asked=True)))))
+    asked = ask(model, make_batch(list(askable_units(model, Reading.of(model, PAIRS, answers=True)))))
     got = asked.answers(model, asked.pick(asked.run(model)))
     assert_equal(got, torch.stack([one.sum() for one in surprises(model)]))
     assert asked.counts.tolist() == [len(one) for one in surprises(model)]
-    last = ask(model, make_batch(list(askable_units(model, Reading.of(model, PAIRS, asked=True)))), "last")
+    last = ask(model, make_batch(list(askable_units(model, Reading.of(model, PAIRS, answers=True)))), "last")
     assert_equal(last.answers(model, last.pick(last.run(model))), torch.stack([one[-1] for one in surprises(model)]))
 
 
@@ -264,7 +264,7 @@ def test_the_model_stays_as_it_is() -> None:
 
 def test_ablation_around_ones_own_call_agrees() -> None:
     model = reading(SPECS["plain"])
-    batch = make_batch(list(askable_units(model, Reading.of(model, PAIRS, asked=True))))
+    batch = make_batch(list(askable_units(model, Reading.of(model, PAIRS, answers=True))))
     asked, means = ask(model, batch), mean_activations(model, PAIRS, "position")
     sides = {"padding": batch.real[:, :-1], "source_padding": batch.source_real}
     found = importance(model, PAIRS, means=means)

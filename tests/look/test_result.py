@@ -67,7 +67,7 @@ def test_all_roles_that_stand_are_told(tmp_path) -> None:
     head = made["0.0"]
     assert head.role == "possessive"
     assert [one.role for one in head.roles] == ["possessive", "det", "obj"], "a pattern is no role"
-    assert [made[address].told for address in made.addresses] == ["possessive > +2", "nsubj > +1", "unclear"]
+    assert [made[address].role_label for address in made.addresses] == ["possessive > +2", "nsubj > +1", "unclear"]
     assert [row["roles"] for row in made.table()] == ["possessive; det; obj", "nsubj; obj", ""]
     assert [one["role"] for one in made.to_dict()["heads"][0]["roles"]] == ["possessive", "det", "obj"]
     assert Profile.load(made.save(tmp_path / "made.npz"))["0.0"].roles == head.roles

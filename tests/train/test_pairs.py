@@ -183,7 +183,7 @@ def test_rows_ask_for_the_text_alone() -> None:
     rows = make_rows(texts, sources, None, 0)
     assert rows.ids.tolist() == [[99, 6], [99, 0]]
     assert rows.targets.tolist() == [[6, 0], [0, IGNORE]]
-    assert rows.asked == 3
+    assert rows.target_count == 3
     assert rows.padding is None, "a decoder looks back alone"
     assert rows.source is not None
     assert rows.source_padding is not None

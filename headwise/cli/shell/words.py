@@ -27,9 +27,9 @@ Planned = Annotated[Path | None, typer.Option("--plan", help="Show what this pla
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
-def given(**asked: Any) -> dict[str, Any]:
+def given(**options: Any) -> dict[str, Any]:
     """Options that were said; the others stay as they are in what they would change."""
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def prices(costs: Path | None, plan: Path | None) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Figures:
     def __len__(self) -> int:
         return len(self._held)
 
-    def together(self, asked: Iterable[tuple[str, At]]) -> "Figures":
+    def together(self, needed: Iterable[tuple[str, At]]) -> "Figures":
         """The same, the intervals that are asked for so wide that all of them hold at once with 95 %: Bonferroni's.
 
         >>> found = Figures().add("lost", "a", [1.0, 2.0, 3.0]).add("lost", "b", [1.0, 2.0, 3.0])
@@ -165,7 +165,7 @@ class Figures:
         >>> round(found.together([("lost", "a"), ("lost", "b")])["lost", "a"].low, 3)  # t of 2 degrees at 1 − .05/4: 6.205
         -1.583
         """
-        chosen = {key for key in asked if key in self._held and self._held[key].low is not None}
+        chosen = {key for key in needed if key in self._held and self._held[key].low is not None}
         level = 1 - (1 - LEVEL) / max(1, len(chosen))
         made = Figures()
         for (name, at), figure in self._held.items():

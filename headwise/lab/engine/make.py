@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.lab.engine.memory import is_told, rise
+from headwise.lab.engine.memory import is_known, rise
 from headwise.lab.engine.point import STARTS, Made, Point
 from headwise.lab.engine.store import DONE, Store
 from headwise.lab.engine.threads import one_thread
@@ -63,7 +63,7 @@ def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
         runs.append(made)
 
     try:
-        memory = rise(run) if is_told() else run()
+        memory = rise(run) if is_known() else run()
     except Diverged:
         return {"loss": None, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
     if runs[0].stopped == "interrupted":

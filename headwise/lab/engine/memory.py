@@ -13,7 +13,7 @@ STATUS = Path("/proc/self/status")  # on Linux; getrusage there tells a process 
 
 def rise(work: Callable[[], object], warm_up: Callable[[], object] | None = None) -> float:
     """Megabytes. `warm_up` is smaller work of the same kind: what torch sets up once is then there and not counted."""
-    if not is_told():
+    if not is_known():
         raise HeadwiseError(
             "how much memory a process held at most is not told on Windows; run this on Linux or macOS."
         )
@@ -27,7 +27,7 @@ def rise(work: Callable[[], object], warm_up: Callable[[], object] | None = None
     return max(0.0, _held("VmHWM") - before)
 
 
-def is_told() -> bool:
+def is_known() -> bool:
     """Whether the system says how much a process held at most."""
     return sys.platform != "win32"
 

@@ -48,27 +48,27 @@ class Made:
 
     point: Point
     folder: Path
-    told: dict[str, Any]
+    results: dict[str, Any]
 
     @property
     def loss(self) -> float:
         """On held-out text, nats a token; infinite if the run diverged."""
-        return float("inf") if self.diverged else self.told["loss"]
+        return float("inf") if self.diverged else self.results["loss"]
 
     @property
     def diverged(self) -> bool:
         """Whether training ran away."""
-        return self.told["loss"] is None
+        return self.results["loss"] is None
 
     @property
     def curve(self) -> list[tuple[int, float]]:
         """The held-out loss through training: step, loss."""
-        return [(int(step), float(loss)) for step, loss in self.told["curve"]]
+        return [(int(step), float(loss)) for step, loss in self.results["curve"]]
 
     @property
     def marks(self) -> dict[str, float]:
         """The share of right answers by kind of quiz; empty for another text than the little language."""
-        return self.told["marks"]
+        return self.results["marks"]
 
     def model(self, step: int | None = None) -> Transformer:
         """The trained model, or as it was after a step that was watched."""

@@ -57,14 +57,14 @@ class Store:
         """What was found before, or None."""
         return self.read(self.folder / "results" / f"{name}-{key}.json")
 
-    def keep(self, name: str, key: str, told: Any) -> None:
+    def keep(self, name: str, key: str, data: Any) -> None:
         """Keep a result."""
-        self.write(self.folder / "results" / f"{name}-{key}.json", told)
+        self.write(self.folder / "results" / f"{name}-{key}.json", data)
 
-    def write(self, path: Path, told: Any) -> None:
+    def write(self, path: Path, data: Any) -> None:
         """Keep plain data, whole or not at all."""
         try:
-            whole_file(path, json.dumps(told, indent=1).encode())
+            whole_file(path, json.dumps(data, indent=1).encode())
         except HeadwiseError as error:
             raise HeadwiseError(f"{error} Make room, or give another folder with --cache.") from None
 

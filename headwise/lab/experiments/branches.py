@@ -55,7 +55,7 @@ def heads_of(model: AnyModel, layer: Any, ids: Tensor) -> Branches:
                     mine += [] if part is None else [part[place]]
         return views
 
-    reading: list[Any] = [layer.read] if ours else [layer.found.read(i) for i in range(len(layer.found.reads[1]))]
+    reading: list[Any] = [layer.read] if ours else [layer.found.reader(i) for i in range(len(layer.found.reads[1]))]
     return Branches(run, [weight for module in (*reading, mixer) for weight in module.parameters()], own, 2)
 
 
@@ -92,7 +92,7 @@ def compare(branches: Branches, seed: int = 0) -> dict[str, float]:
         "left over": float((whole - torch.stack(each).sum(0)).norm() / whole.norm()),
         "moved by others": _moved(branches, lambda made: (made * above).sum(), dice),
         "moved through a loss": _moved(branches, lambda made: made.square().sum(), dice),
-        "channels read": sum(_read(one, branches.channels) for one in each) / len(each),
+        "channels read": sum(_share_used(one, branches.channels) for one in each) / len(each),
     }
 
 
@@ -101,7 +101,7 @@ def _jacobian(out: Tensor, x: Tensor, ways: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(out, x, way, retain_graph=True)[0] for way in ways])
 
 
-def _read(jacobian: Tensor, channels: int) -> float:
+def _share_used(jacobian: Tensor, channels: int) -> float:
     """The share of channels that anything hangs on."""
     hangs = (jacobian != 0).any(0).movedim(channels, 0).flatten(1).any(1)  # (C,)
     return float(hangs.double().mean())

@@ -228,7 +228,7 @@ def _row(name: str, made: list[Made], apart: list[dict[str, float]]) -> SweepRow
         Figure.over([each.loss for each in made]),
         {kind: Figure.over([each.marks[kind] for each in ended]) for kind in (ended[0].marks if ended else ())},
         {kind: Figure.over([told[kind] for told in measured]) for kind in (measured[0] if measured else ())},
-        *(Figure.over([_known(each.told[what]) for each in made]) for what in ("speed", "memory")),
+        *(Figure.over([_known(each.results[what]) for each in made]) for what in ("speed", "memory")),
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def composition(A: Circuit, B: Circuit) -> float:
     >>> composition(one, two), composition(two, one)
     (1.0, 0.0)
     """
-    left, right = written(A.left[None], A.right[None])[0], read(B.left[None], B.right[None])[0]
+    left, right = fewest_rows(A.left[None], A.right[None])[0], fewest_columns(B.left[None], B.right[None])[0]
     size = float(left.norm() * right.norm())
     return float((left @ right).norm()) / size if size > 0 else float("nan")
 
@@ -173,12 +173,12 @@ def bases(matrices: Tensor) -> Tensor:
     return Q @ (U[..., : sigma.shape[1]] * counts[:, None])
 
 
-def written(left: Tensor, right: Tensor) -> Tensor:
+def fewest_rows(left: Tensor, right: Tensor) -> Tensor:
     """left · right of as few rows as can be, the rest being a rotation: (H, D, d), (H, d, D) → (H, d, D)."""
     return torch.linalg.qr(left, mode="r")[1] @ right
 
 
-def read(left: Tensor, right: Tensor) -> Tensor:
+def fewest_columns(left: Tensor, right: Tensor) -> Tensor:
     """The same of as few columns: (H, D, d), (H, d, D) → (H, D, d)."""
     return left @ torch.linalg.qr(right.mT, mode="r")[1].mT
 
@@ -208,8 +208,8 @@ def compare_weights(heads: list[HeadWeights]) -> dict[str, np.ndarray]:
     made = {name: _overlaps(heads, letter) for name, letter in READS.items()}
     made["write"] = _overlaps(heads, "o")
     W_Q, W_K, W_V, W_O = (torch.stack([head.weights[letter] for head in heads]) for letter in "qkvo")
-    reads = {"q": read(W_Q, W_K.mT), "k": read(W_K, W_Q.mT), "v": read(W_V, W_O)}
-    writes = written(W_V, W_O)
+    reads = {"q": fewest_columns(W_Q, W_K.mT), "k": fewest_columns(W_K, W_Q.mT), "v": fewest_columns(W_V, W_O)}
+    writes = fewest_rows(W_V, W_O)
     for name, letter in COMPOSITIONS.items():
         turned = np.array([head.rotary and letter != "v" for head in heads])
         if turned.all():

@@ -167,15 +167,15 @@ class Cases:
         return {**places, "marks": self.marks, "aims": self.aims}
 
     @staticmethod
-    def of(heads: int, told: dict[str, Any], arrays: dict[str, np.ndarray]) -> "Cases":
+    def of(heads: int, stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> "Cases":
         """What `to_dict` and the arrays gave."""
         arcs, rows = (
             tuple(
-                Place(**{**one, "names": tuple(one["names"]), "targets": tuple(one["targets"])}) for one in told[kind]
+                Place(**{**one, "names": tuple(one["names"]), "targets": tuple(one["targets"])}) for one in stored[kind]
             )
             for kind in ("arcs", "rows")
         )
-        made = Cases(heads, arcs, rows, tuple(told["marks"]), tuple(told["aims"]))
+        made = Cases(heads, arcs, rows, tuple(stored["marks"]), tuple(stored["aims"]))
         made.arrays = {name: arrays[f"cases/{name}"] for name in made.arrays}
         return made
 

@@ -12,11 +12,11 @@ from headwise.text import Tokenizer
 
 CLASSES = ("delimiter", SPECIAL, "capitalised", "digit")
 _DELIMITER = re.compile(r"[.,;:!?()\[\]{}\"'`\-–—…/]+\Z|\n+\Z")
-_TOLD = {"delimiter": "punctuation", SPECIAL: "special tokens", "capitalised": "capitalised words", "digit": "digits"}
+_LABELS = {"delimiter": "punctuation", SPECIAL: "special tokens", "capitalised": "capitalised words", "digit": "digits"}
 
 
 CLASS_NUMBERS = {
-    name: Number(name, f"weight on {_TOLD[name]}", target=Target("marked", name)).three()[0] for name in CLASSES
+    name: Number(name, f"weight on {_LABELS[name]}", target=Target("marked", name)).three()[0] for name in CLASSES
 }
 
 

@@ -11,23 +11,24 @@ OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, as the d
 _AROUND = [OFFSETS.index(offset) for offset in (3, 2, 1, -1, -2, -3)]
 
 
-def _told(offset: int) -> str:
+def _words_for(offset: int) -> str:
     return "itself" if offset == 0 else f"{abs(offset)} {'back' if offset > 0 else 'ahead'}"
 
 
 # The mean weight at each offset: `offset 1` is one back, `offset -1` one ahead.
-OFFSET = {o: Number(f"offset {o}", f"weight {_told(o)}", placed=True, series="offset") for o in OFFSETS}
+OFFSET = {o: Number(f"offset {o}", f"weight {_words_for(o)}", placed=True, series="offset") for o in OFFSETS}
 # The same over rows whose target is not the first token (a sink would collect those), with what a uniform head would have,
 # and the weight times the length of what it fetches, as a share of the row.
 _THREE = {
-    o: Number(f"aimed {o}", f"weight {_told(o)}", shown=False, placed=True, target=Target("offset", o)).three(
+    o: Number(f"aimed {o}", f"weight {_words_for(o)}", shown=False, placed=True, target=Target("offset", o)).three(
         f"aimed null {o}", f"aimed valued {o}"
     )
     for o in OFFSETS
 }
 AIMED = {offset: three[0] for offset, three in _THREE.items()}
 ARGMAX = tuple(
-    Number(f"argmax {o}", f"rows whose largest weight is {_told(o)}", placed=True, series="argmax") for o in OFFSETS
+    Number(f"argmax {o}", f"rows whose largest weight is {_words_for(o)}", placed=True, series="argmax")
+    for o in OFFSETS
 )
 BINS = tuple(
     Number(

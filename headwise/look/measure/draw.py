@@ -82,10 +82,10 @@ class Draw(Measure):
                 sizes = {"maps": (self.heads, n), "marks": (n, len(self.marks)), "aims": (len(self.rules),)}
                 self._take(self._tokens, self._tokens_of, place, sizes)
 
-    def words(self, asked: Iterable[Ask]) -> None:
+    def words(self, pairs: Iterable[Ask]) -> None:
         """Draw among what is asked about the relations of a text."""
         last, ids = None, ""
-        for question, unit, source, targets in asked:
+        for question, unit, source, targets in pairs:
             if unit is not last:
                 last, ids = unit, str(unit.ids)
             key = _hashed(f"{question}|{source}|{ids}")

@@ -16,11 +16,11 @@ SHAPES = {
     "another's quote": {'"': '"', "'": "'", "”": "“", "’": "‘", "»": "«"}, "comma to comma": {",": ","},
 }  # fmt: skip
 # Of all rows; and, of those that can be compared, the weight on the targets, on other pairs like them, and the valued weight.
-HITS, MASS, VALUED_HITS, VALUED_MASS = ASKED = ("hits", "mass", "valued hits", "valued mass")
+HITS, MASS, VALUED_HITS, VALUED_MASS = COUNTED = ("hits", "mass", "valued hits", "valued mass")
 MATCHED, OTHERS, VALUED_MATCHED = COMPARED = ("matched", "others", "valued matched")
 VALUED = (VALUED_HITS, VALUED_MASS, VALUED_MATCHED)
-KINDS = (*ASKED, *COMPARED)
-_TOLD = {
+KINDS = (*COUNTED, *COMPARED)
+_LABELS = {
     HITS: "words that look hardest at the right one", MASS: "weight on the right words",
     MATCHED: "weight on the right words, where others are like them", OTHERS: "weight on other pairs like them",
 }  # fmt: skip
@@ -60,7 +60,7 @@ class Question(str):
         for kind in KINDS:
             null, valued = (f"{self} {other}" if other else "" for other in _BESIDE.get(kind, ("", "")))
             made[kind] = Number(
-                f"{self} {kind}", _TOLD.get(kind, ""), null=null, valued=valued, shown=kind in _TOLD, placed=True,
+                f"{self} {kind}", _LABELS.get(kind, ""), null=null, valued=valued, shown=kind in _LABELS, placed=True,
                 series="relation", target=self.target,
             )  # fmt: skip
         return made

@@ -26,9 +26,9 @@ from headwise.look.measure.call import Call
 from headwise.look.measure.draw import Ask, Draw
 from headwise.look.measure.measure import Measure, Number, Taker
 from headwise.look.measure.questions import (
-    ASKED,
     COMPARED,
     CONTROLS,
+    COUNTED,
     HITS,
     KINDS,
     MASS,
@@ -291,10 +291,10 @@ class Relations(Measure):
 class WordMaps(Taker):
     """Word-by-word attention of each unit of a call, plain and weighted by what is fetched, put together from blocks."""
 
-    def __init__(self, relations: Relations, call: Call, asked: list[ArcPairs | None]) -> None:
-        self.relations, self.call, self.asked = relations, call, asked
+    def __init__(self, relations: Relations, call: Call, pairs: list[ArcPairs | None]) -> None:
+        self.relations, self.call, self.pairs = relations, call, pairs
         self.H, self.norm = call.seen.q.shape[1], call.scene.layout.place[NORM]
-        sizes = [(0, 0) if one is None else (len(one.from_word), one.to_word.shape[1]) for one in asked]
+        sizes = [(0, 0) if one is None else (len(one.from_word), one.to_word.shape[1]) for one in pairs]
         self.plain = [torch.zeros(self.H, *size) for size in sizes]  # (H, W, W + shared) each
         self.valued = [torch.zeros(self.H, *size) for size in sizes]
 
@@ -303,7 +303,7 @@ class WordMaps(Taker):
         p = block.share(block.e)
         weighted = block.e * self.call.norms[:, block.heads, None, block.cols.start : block.cols.stop]
         weighted = weighted / block.features[..., self.norm].clamp(min=1e-30)[..., None]
-        for row, (one, start) in enumerate(zip(self.asked, self.call.scene.batch.first.tolist(), strict=True)):
+        for row, (one, start) in enumerate(zip(self.pairs, self.call.scene.batch.first.tolist(), strict=True)):
             if one is None:
                 continue
             rows, cols = (
@@ -325,20 +325,20 @@ class WordMaps(Taker):
         Q = len(relations.questions)
         sums = torch.zeros(len(units), self.H, len(relations.numbers))
         counts = torch.zeros(len(units), 1, len(relations.numbers))
-        for row, (unit, asked) in enumerate(zip(units, self.asked, strict=True)):
-            if asked is None or not len(asked.question):
+        for row, (unit, pairs) in enumerate(zip(units, self.pairs, strict=True)):
+            if pairs is None or not len(pairs.question):
                 continue
-            asks = torch.from_numpy(asked.asks)
-            plain, valued = (asked.without_self(maps[row]) for maps in (self.plain, self.valued))
-            made = asked.measured(plain, valued)
+            asks = torch.from_numpy(pairs.asks)
+            plain, valued = (pairs.without_self(maps[row]) for maps in (self.plain, self.valued))
+            made = pairs.measured(plain, valued)
             stacked = torch.stack([made[kind] for kind in KINDS], -1)  # (H, R, kinds)
             sums[row] = torch.zeros(self.H, Q, len(KINDS)).index_add_(1, asks, stacked).flatten(1)
             rows, fit = (
-                torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(asked.fit)])
+                torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(pairs.fit)])
             )
-            counts[row, 0] = torch.cat((rows.expand(-1, len(ASKED)), fit.expand(-1, len(COMPARED))), 1).flatten()
+            counts[row, 0] = torch.cat((rows.expand(-1, len(COUNTED)), fit.expand(-1, len(COMPARED))), 1).flatten()
             if relations.draw is not None:
-                find = partial(asked.find, relations.questions)
+                find = partial(pairs.find, relations.questions)
                 relations.draw.see_words(unit, find, made[HITS], made[MASS], plain, self.call.heads)
         return sums, counts
 

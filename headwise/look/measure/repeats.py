@@ -19,11 +19,11 @@ from headwise.look.measure.tasks import TaskMeasure, bare_unit
 from headwise.look.record.units import Unit, tokenizer_of
 from headwise.model import AnyModel
 
-_TOLD = Number("", placed=True, merge=ALIKE, on="random tokens said twice", hue=305)
+_BASE = Number("", placed=True, merge=ALIKE, on="random tokens said twice", hue=305)
 INDUCTION = replace(
-    _TOLD, name="induction", label="weight on the token behind the first copy", target=Target("echo", 0)
+    _BASE, name="induction", label="weight on the token behind the first copy", target=Target("echo", 0)
 ).three()
-DUPLICATE = replace(_TOLD, name="duplicate", label="weight on the first copy", target=Target("echo", 1)).three()
+DUPLICATE = replace(_BASE, name="duplicate", label="weight on the first copy", target=Target("echo", 1)).three()
 NUMBERS = (*INDUCTION, *DUPLICATE)
 TOGETHER = 16  # sequences read side by side
 

@@ -18,7 +18,7 @@ import torch
 
 from headwise.look.measure.repeats import Repeats
 from headwise.look.measure.statistics import bootstrap
-from headwise.look.profile.roles import PROBES, TOLD, Effect, Support
+from headwise.look.profile.roles import PROBES, ROLE_OF, Effect, Support
 from headwise.look.record.buckets import BUCKETS
 from headwise.look.record.units import Unit, make_batches
 from headwise.look.worth.ablate import stand_in
@@ -89,7 +89,7 @@ def word_questions(
     chosen: list[Unit] = []
     wanted: dict[int, dict[int, int]] = {}  # for each text the token asked for, by its place
     for unit in units:
-        places = _places_asked(unit, role, where) if len(chosen) < DOCUMENTS else ()
+        places = _target_places(unit, role, where) if len(chosen) < DOCUMENTS else ()
         if places:
             chosen.append(replace(unit, ids=unit.ids[: max(places)]))
             wanted[unit.number] = {place: unit.ids[place] for place in places}
@@ -114,23 +114,23 @@ class Few:
     def see(self, unit: Unit) -> None:
         """Keep a text if it is needed."""
         for name, where in PROBES.items() if unit.document else ():
-            role = TOLD.get(name, name)
-            if self._found[role, where] < DOCUMENTS and _places_asked(unit, role, where):
+            role = ROLE_OF.get(name, name)
+            if self._found[role, where] < DOCUMENTS and _target_places(unit, role, where):
                 self._found[role, where] += 1
                 self.units[unit.number] = unit
 
 
-def _places_asked(unit: Unit, role: str, where: str) -> set[int]:
+def _target_places(unit: Unit, role: str, where: str) -> set[int]:
     """The tokens of a text that are asked for."""
     if unit.document is None:
         return set()
     words = unit.alignment.tokens_of_word
-    return {words[word][0] for word in _words_asked(unit.document, role, where) if words[word]} - {0}
+    return {words[word][0] for word in _target_words(unit.document, role, where) if words[word]} - {0}
 
 
-def _words_asked(document: Document, role: str, where: str) -> Iterator[int]:
+def _target_words(document: Document, role: str, where: str) -> Iterator[int]:
     for name, source, target in document.relations:
-        if TOLD.get(name, name) != role:
+        if ROLE_OF.get(name, name) != role:
             continue
         if where == "later word":
             yield max(source, target)

@@ -238,12 +238,12 @@ def _look(
     return names, counts, np.stack([tally.mean(name) for name in names], 1).astype(np.float32)
 
 
-def _restored(values: np.ndarray, told: dict[str, Any], corpus: Any) -> HeadHistory:
-    made = HeadHistory(corpus, bool(told["relations"]))
-    made.steps = [int(step) for step in told["steps"]]
-    made.addresses = tuple(str(Address.parse(head)) for head in told["heads"])
-    made.names, made._digest = tuple(map(str, told["names"])), str(told["texts"])
-    made.counts = tuple(map(int, told["counts"]))
+def _restored(values: np.ndarray, stored: dict[str, Any], corpus: Any) -> HeadHistory:
+    made = HeadHistory(corpus, bool(stored["relations"]))
+    made.steps = [int(step) for step in stored["steps"]]
+    made.addresses = tuple(str(Address.parse(head)) for head in stored["heads"])
+    made.names, made._digest = tuple(map(str, stored["names"])), str(stored["texts"])
+    made.counts = tuple(map(int, stored["counts"]))
     shape = (len(made.steps), len(made.addresses), len(made.names))
     if values.shape != shape or values.dtype != np.float32 or made.steps != sorted(set(made.steps)):
         raise HeadwiseError(f"its numbers are {values.dtype} {values.shape}, not float32 {shape} in the order of steps")

@@ -119,7 +119,7 @@ class _Pass:
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
         texts = Reading.of(self.model, corpus, self.longest)
-        asked = self._asked(texts, arcs)
+        asked = self._documents_for_relations(texts, arcs)
         documents = (
             () if asked is None or self.control == "shuffled" else asked.documents()
         )  # where words have moved arcs
@@ -150,7 +150,7 @@ class _Pass:
             self.addresses, self.tally, relations, self.evidence.contexts(), cases, about, numbers, self.roles, climbs
         )
 
-    def _asked(self, texts: Reading, arcs: Any) -> Reading | None:
+    def _documents_for_relations(self, texts: Reading, arcs: Any) -> Reading | None:
         """Where relations are taken from: the texts themselves, if they have some, other documents, or nowhere."""
         if arcs is False or (isinstance(arcs, list) and not arcs):
             return None

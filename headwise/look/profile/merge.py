@@ -55,7 +55,7 @@ def merge_relations(tally: Tally, parts: Sequence[tuple[Tally, Relations]]) -> R
     return merged
 
 
-def merge_asked(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, bool]:
+def merge_sources(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, bool]:
     """What relations both are of, and whether they are the same documents, which count once. A profile that asked none adds
     none: only one shard of a corpus needs to ask."""
     asked = [about["relations"] for about in (one, other) if about["documents"]] or [one["relations"]]

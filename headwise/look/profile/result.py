@@ -18,7 +18,7 @@ from headwise.look.measure.relations import Relations
 from headwise.look.measure.repeats import INDUCTION
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING, SHARE
 from headwise.look.measure.tally import Tally
-from headwise.look.profile.merge import keep_effect, merge_asked, merge_evidence, merge_relations, merge_tallies
+from headwise.look.profile.merge import keep_effect, merge_evidence, merge_relations, merge_sources, merge_tallies
 from headwise.look.profile.roles import TABLE, Case, Role, Support, judge, make_cases, rest
 from headwise.look.profile.saved import VERSION, number_of, pack, role_of, support_of, unpack
 from headwise.look.record.buckets import REPORTING
@@ -59,7 +59,7 @@ class HeadProfile:
     measures: dict[str, float]
 
     @property
-    def told(self) -> str:
+    def role_label(self) -> str:
         """Its first role, and how many more it has: `possessive > +4`."""
         return " ".join(
             (self.role, *[self.detail] * bool(self.detail), *[f"+{len(self.roles) - 1}"] * (len(self.roles) > 1))
@@ -139,7 +139,7 @@ class Profile:
 
     def _examples(self, role: Support, head: int) -> tuple[Example, ...]:
         """Cases of a role; how often a head hits is known where that is its score."""
-        case = self._asked.get((role.role, role.detail))
+        case = self._role_cases.get((role.role, role.detail))
         if case is None:  # it was not found here
             return ()
         return self.cases.examples(
@@ -147,7 +147,7 @@ class Profile:
         )
 
     @cached_property
-    def _asked(self) -> dict[tuple[str, str], Case]:
+    def _role_cases(self) -> dict[tuple[str, str], Case]:
         """What was asked for each role, by its name and detail."""
         cases = make_cases(self.tally, self.relations, roles=(*TABLE, *self.own))
         return {(case.role.name, case.role.detail): case for case in cases}
@@ -225,7 +225,7 @@ class Profile:
         sample.
         """
         _check_alike(self, other)
-        texts, (asked, same) = self.about["texts"], merge_asked(self.about, other.about)
+        texts, (asked, same) = self.about["texts"], merge_sources(self.about, other.about)
         parts = [(made.tally, made.relations) for made in (self, other) if made.relations is not None]
         numbers = {**self.numbers, **other.numbers}
         tally = merge_tallies(self.tally, other.tally, numbers, [part.names[0] for _, part in parts if part.names])
@@ -365,24 +365,24 @@ def _check_alike(one: Profile, other: Profile) -> None:
         raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
 
 
-def _rebuilt(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
-    addresses = tuple(Address.parse(text) for text in told["heads"])
-    tally = Tally(len(addresses), {name: (group, place) for name, (group, place) in told["fields"].items()})
+def _rebuilt(stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
+    addresses = tuple(Address.parse(text) for text in stored["heads"])
+    tally = Tally(len(addresses), {name: (group, place) for name, (group, place) in stored["fields"].items()})
     for name, value in arrays.items():
         kind, _, group = name.partition("/")
         if kind in ("sums", "counts"):
             getattr(tally, kind)[group] = value
     relations = None
-    if "questions" in told:
-        relations = Relations(tally, tuple(Question(name, way) for name, way in told["questions"]), told["causal"])
+    if "questions" in stored:
+        relations = Relations(tally, tuple(Question(name, way) for name, way in stored["questions"]), stored["causal"])
         for name in relations.arrays():
             setattr(relations, name, arrays[f"relations/{name}"])
     return Profile(
-        addresses, tally, relations, [[Context(**c) for c in some] for some in told["hardest"]],
-        Cases.of(len(addresses), told["cases"], {name: value for name, value in arrays.items() if "cases/" in name}),
-        tuple(tuple(support_of(s) for s in some) for some in told["supports"]), [tuple(r) for r in told["rests"]],
-        told["family"], told["about"], {one["name"]: number_of(one) for one in told["numbers"]},
-        tuple(map(role_of, told["roles"])),
+        addresses, tally, relations, [[Context(**c) for c in some] for some in stored["hardest"]],
+        Cases.of(len(addresses), stored["cases"], {name: value for name, value in arrays.items() if "cases/" in name}),
+        tuple(tuple(support_of(s) for s in some) for some in stored["supports"]), [tuple(r) for r in stored["rests"]],
+        stored["family"], stored["about"], {one["name"]: number_of(one) for one in stored["numbers"]},
+        tuple(map(role_of, stored["roles"])),
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ PROBES = {
     "bracket": "later word", "quote": "later word", "copy": "later word", "if-then": "later word",
     "subject-verb": "later word", "nsubj": "later word", "pronoun-antecedent": "referent",
 }  # fmt: skip
-TOLD = {
+ROLE_OF = {
     "related": "semantic",
     "pronoun-antecedent": "coreference",
     "coref": "coreference",
@@ -176,7 +176,7 @@ def role_names(documents: Iterable[Document]) -> set[str]:
     ['subject-verb']
     """
     names = {arc.name for document in documents for arc in document.relations} | {*SETS}
-    return {role.name for role in TABLE} | {TOLD.get(name, name) for name in names - NO_ROLE}
+    return {role.name for role in TABLE} | {ROLE_OF.get(name, name) for name in names - NO_ROLE}
 
 
 def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
@@ -300,7 +300,7 @@ def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
             continue
         measure = told[MATCHED if name in SETS else HITS]
         role = Role(
-            TOLD.get(name, name), measure, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
+            ROLE_OF.get(name, name), measure, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
         )
         matched, fit = tally.per_bucket(told[MATCHED].name)
         others = tally.per_bucket(told[OTHERS].name)[0]

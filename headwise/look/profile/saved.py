@@ -16,10 +16,10 @@ from headwise.look.profile.roles import Role, Support
 VERSION = 4  # of the table: names, what they mean, where their sums stand
 
 
-def pack(path: str | Path, told: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
+def pack(path: str | Path, stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
     """Write a file, whole or not at all."""
     written = BytesIO()
-    table = np.frombuffer(json.dumps({"version": VERSION, **told}).encode(), dtype=np.uint8)
+    table = np.frombuffer(json.dumps({"version": VERSION, **stored}).encode(), dtype=np.uint8)
     np.savez_compressed(written, **arrays, told=table)  # pyright: ignore[reportArgumentType]
     return whole_file(path, written.getvalue())
 
@@ -40,17 +40,17 @@ def unpack(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return told, arrays
 
 
-def number_of(told: dict[str, Any]) -> Number:
+def number_of(stored: dict[str, Any]) -> Number:
     """A number as it was written."""
-    return Number(**{**told, "target": None if told["target"] is None else Target(**told["target"])})
+    return Number(**{**stored, "target": None if stored["target"] is None else Target(**stored["target"])})
 
 
-def role_of(told: dict[str, Any]) -> Role:
+def role_of(stored: dict[str, Any]) -> Role:
     """A role as it was written."""
-    return Role(**{**told, "measure": number_of(told["measure"])})
+    return Role(**{**stored, "measure": number_of(stored["measure"])})
 
 
-def support_of(told: dict[str, Any]) -> Support:
+def support_of(stored: dict[str, Any]) -> Support:
     """What spoke for a role."""
-    intervals = {name: tuple(told[name]) for name in ("interval", "effect_interval") if told[name] is not None}
-    return Support(**{**told, **intervals})
+    intervals = {name: tuple(stored[name]) for name in ("interval", "effect_interval") if stored[name] is not None}
+    return Support(**{**stored, **intervals})

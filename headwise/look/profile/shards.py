@@ -93,7 +93,7 @@ def profile_shards(
     own = relations is None and any(one.related for one in shards)
     todo = [number for number in range(len(shards)) if not _place(out, number).is_file()]
     done = len(shards) - len(todo)
-    asked = {number: _asked(number, shards[number], relations, own) for number in todo}
+    asked = {number: _documents_for(number, shards[number], relations, own) for number in todo}
     if alone:
         sources = sources_of(texts.files) or [texts.items]
         for number in todo:
@@ -162,7 +162,7 @@ def _place(out: Path, number: int) -> Path:
     return out / f"shard-{number:05d}.npz"
 
 
-def _asked(number: int, shard: TextShard, relations: Any, own: bool) -> Any:
+def _documents_for(number: int, shard: TextShard, relations: Any, own: bool) -> Any:
     """Where a shard takes relations from: its own documents; else the first asks for all."""
     if own:
         return None if shard.related else False

@@ -54,7 +54,7 @@ class Columns:
     of: Growing
     places: range
 
-    def read(self, head: int) -> Tensor:
+    def of_head(self, head: int) -> Tensor:
         """One key/value head, (B, S, ·)."""
         return self.of.buffer[:, head, self.places.start : self.places.stop]
 

@@ -77,20 +77,20 @@ class Reading:
 
     @staticmethod
     def of(
-        model: AnyModel, corpus: Any = None, longest: int | None = None, *, asked: bool = False, usual: int = LONGEST
+        model: AnyModel, corpus: Any = None, longest: int | None = None, *, answers: bool = False, usual: int = LONGEST
     ) -> "Reading":
         """A text, a list of texts, a path or a Corpus, as this model reads it; None: `documents_for` it. A reading for the
         same tokenizer stays as it is; where units shall be shorter they are cut, and not tokenised anew.
 
         Plain text is cut into units of at most `longest` tokens (None: the `usual`, or the model's context); documents and
-        pairs stay whole. What is `asked` of a model is judged by the text it should give: then an encoder-decoder reads
+        pairs stay whole. With `answers` a model is judged by the text it should give: then an encoder-decoder reads
         pairs, and only those.
         """
         if isinstance(corpus, Reading):
-            corpus._check(model, asked)
+            corpus._check(model, answers)
             return corpus if longest is None else corpus.cut(longest)
         tokenizer, corpus = tokenizer_of(model), documents_for(model) if corpus is None else Corpus.of(corpus)
-        _check_kind(model, corpus, asked)
+        _check_kind(model, corpus, answers)
         frame = Frame.of(model, longest, usual, corpus.paired)
         return Reading(corpus, tokenizer, frame, partial(_read, corpus, tokenizer, frame))
 
@@ -211,7 +211,7 @@ class Reading:
         assert self._counts is not None
         return self._counts
 
-    def _check(self, model: AnyModel, asked: bool) -> None:
+    def _check(self, model: AnyModel, answers: bool) -> None:
         """Whether a model can be given these units."""
         mine, theirs = self.tokenizer, tokenizer_of(model)
         if mine is not theirs and mine.backend.to_str() != theirs.backend.to_str():
@@ -219,7 +219,7 @@ class Reading:
                 f"this reading of {self.corpus.name} was made with another tokenizer than this model's; make one for it, "
                 f"Reading.of(model, corpus), or give the corpus itself."
             )
-        _check_kind(model, self.corpus, asked)
+        _check_kind(model, self.corpus, answers)
         room = model.spec.context if model.spec.positions == "learned" else None
         if self.corpus.paired and self.frame.start != model.start:
             raise HeadwiseError(
@@ -254,8 +254,8 @@ def _held(unit: Unit) -> int:
     return len(unit.ids) + len(unit.source)
 
 
-def _check_kind(model: AnyModel, corpus: Corpus, asked: bool) -> None:
-    if asked or (corpus.paired and model.spec.kind != "encoder-decoder"):
+def _check_kind(model: AnyModel, corpus: Corpus, answers: bool) -> None:
+    if answers or (corpus.paired and model.spec.kind != "encoder-decoder"):
         corpus.suits(model.spec.kind)
     elif corpus.paired:
         raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")

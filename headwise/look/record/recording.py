@@ -49,12 +49,12 @@ class HeadCall:
     @property
     def k(self) -> Tensor:
         """(B, S, d), after positions: all keys of then, those in a cache included."""
-        return _there(self._call.k, "k").read(self._kv_place)
+        return _there(self._call.k, "k").of_head(self._kv_place)
 
     @property
     def v(self) -> Tensor:
         """(B, S, e)"""
-        return _there(self._call.v, "v").read(self._kv_place)
+        return _there(self._call.v, "v").of_head(self._kv_place)
 
     @property
     def z(self) -> Tensor:
@@ -78,7 +78,7 @@ class HeadCall:
 
         With a sink rows sum to less than 1: the rest is the sink's. Dropout on weights is left out.
         """
-        q, k = _there(self._call.q, "map"), _there(self._call.k, "map").read(self._kv_place)
+        q, k = _there(self._call.q, "map"), _there(self._call.k, "map").of_head(self._kv_place)
         T, S = self._call.sizes
         chosen, wanted = _places(rows, T, "query"), _places(cols, S, "key")
         group = self._call.terms.groups[self._index]

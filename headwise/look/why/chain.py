@@ -28,7 +28,7 @@ def follow(stream: Stream, side: str, part: str, layer: int, place: int, directi
     """
     links: list[Link] = []
     while True:
-        names, read = stream.read(layer, [place])  # (P, 1, D)
+        names, read = stream.as_read(layer, [place])  # (P, 1, D)
         score = float(read[names.index(part), 0] @ direction)
         if part == BIASES or not part[0].isdigit():
             return [*links, Link(side, part, place, score)]
@@ -41,7 +41,7 @@ def follow(stream: Stream, side: str, part: str, layer: int, place: int, directi
         source = int(brought.abs().argmax())
         links.append(Link(side, part, place, score, source, float(weights[source]), float(brought[source])))
         layer, place, direction = head.layer, source, weights[source] * (one.W_V.double() @ reads)
-        names, read = stream.read(layer, [place])
+        names, read = stream.as_read(layer, [place])
         shares = read[:, 0] @ direction  # (P,)
         part = names[int(shares.abs().argmax())]
 

@@ -68,7 +68,7 @@ class Stream:
                 yield f"mlp.{number}", mlp[positions].double()
         yield BIASES, biases
 
-    def read(self, layer: int, positions: list[int]) -> tuple[list[str], Tensor]:
+    def as_read(self, layer: int, positions: list[int]) -> tuple[list[str], Tensor]:
         """The same as heads of that layer read them, the scale of its norm frozen: names, (parts, n, D).
 
         The norm's own bias is with the biases.

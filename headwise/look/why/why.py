@@ -181,7 +181,7 @@ def _turning(stream: Stream, head: Address) -> Turning:
     """What stood between W_Q, W_K and the scores of a head's layer in this pass."""
     layer = stream.layer_of(head)
     tokens = list(range(stream.caught.embedding.shape[0]))
-    read = stream.read(head.layer, tokens)[1].sum(0)  # (T, D)
+    read = stream.as_read(head.layer, tokens)[1].sum(0)  # (T, D)
     heads = list(stream.model.heads.select(layer.site.addresses))
     keys = {one.kv_index: one for one in reversed(heads)}  # one head for each key head
     sharing = [keys[i] for i in sorted(keys)]
@@ -203,7 +203,7 @@ def _projected(read: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _side(stream: Stream, turning: Turning, one: Head, letter: str, positions: list[int]) -> tuple[list[str], Tensor]:
     """What each part brings to one head's query, or key, at some positions: names, (P, n, d)."""
-    names, read = stream.read(one.address.layer, positions)  # (P, n, D)
+    names, read = stream.as_read(one.address.layer, positions)  # (P, n, D)
     weight, bias = (one.W_Q, one.b_Q) if letter == "q" else (one.W_K, one.b_K)
     made = read @ weight.double()  # (P, n, d)
     if bias is not None:

@@ -26,9 +26,9 @@ class Whole:
     def __init__(self, model: AnyModel, batches: list[TargetBatch]) -> None:
         self.model, self.batches = model, batches
         self.states = [self.run(i) for i in range(len(batches))]  # untouched, (B, R, D) each
-        self.clean = [asked.answers(model, x) for asked, x in zip(batches, self.states, strict=True)]
+        self.clean = [batch.answers(model, x) for batch, x in zip(batches, self.states, strict=True)]
         pairs = zip(batches, self.states, strict=True)
-        self.said = [Said(model, asked, x) if asked.targets is not None else None for asked, x in pairs]
+        self.said = [Said(model, batch, x) if batch.targets is not None else None for batch, x in pairs]
 
     def run(self, batch: int) -> Tensor:
         """Final states as they are now, at the places asked about: (B, R, D)."""
@@ -74,7 +74,7 @@ class FromLayer(Whole):
     def __init__(self, model: Transformer, batches: list[TargetBatch]) -> None:
         self.ours, self.blocks = model, [block for block in model.blocks if isinstance(block, Block)]
         self.place = 0
-        begun = [model.begin(asked.ids, padding=asked.padding) for asked in batches]
+        begun = [model.begin(batch.ids, padding=batch.padding) for batch in batches]
         self.streams, self.beside = [x for x, _ in begun], [beside for _, beside in begun]
         super().__init__(model, batches)
 
@@ -106,9 +106,9 @@ class FromLayer(Whole):
 class Said:
     """What the untouched model says at the places asked about, to hold what it says later against."""
 
-    def __init__(self, model: AnyModel, asked: TargetBatch, states: Tensor) -> None:
-        assert asked.targets is not None
-        targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)  # (B, R)
+    def __init__(self, model: AnyModel, batch: TargetBatch, states: Tensor) -> None:
+        assert batch.targets is not None
+        targets = batch.targets if batch.rows is None else batch.targets.gather(1, batch.rows)  # (B, R)
         self.model, self.states = model, states
         self.wanted = targets != IGNORE  # (B, R)
         self.rows = max(1, WHOLE // model.spec.vocab)

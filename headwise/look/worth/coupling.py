@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.basis import Matrices, in_basis
 from headwise.look.record.units import make_batches
 from headwise.look.worth.outputs import read_on
-from headwise.look.worth.rounded import WEIGHTS, AtBits, at_few_bits, check_asked, check_in_place, questions
+from headwise.look.worth.rounded import WEIGHTS, AtBits, at_few_bits, check_in_place, check_parts, questions
 from headwise.look.worth.sensitivity import TOKENS, usual_basis, walked
 from headwise.look.worth.targets import ask, askable_units, check_askable
 from headwise.model import AnyModel, quiet
@@ -68,7 +68,7 @@ def together(
     (1,)
     """
     check_askable(model, "loss")
-    check_asked(WEIGHTS, (bits,))
+    check_parts(WEIGHTS, (bits,))
     layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]
     parts: dict[str, list[AtBits]] = {}  # of each key head
     place: dict[str, int] = {}  # and its layer

@@ -247,29 +247,29 @@ class _Asks:
                 other = ask(self.model, donors, self.metric).record(self.model, heads)
             yield asked, self._stands(asked, other)
 
-    def _stands(self, asked: TargetBatch, other: Run | None) -> Stands:
-        return lambda site, chosen: stand_in(site, chosen, self.how, self.means, other, asked.real_at(site.address))
+    def _stands(self, batch: TargetBatch, other: Run | None) -> Stands:
+        return lambda site, chosen: stand_in(site, chosen, self.how, self.means, other, batch.real_at(site.address))
 
 
 def _ablate(
-    tally: Tally, model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands, tokens: int
+    tally: Tally, model: AnyModel, batch: TargetBatch, heads: Sequence[Address], stands: Stands, tokens: int
 ) -> None:
     """Add what a batch really loses by each head."""
-    lost, clean = sweep(model, asked, heads, stands, tokens)  # (heads, B)
-    own = clean if asked.targets is not None else torch.zeros(lost.shape[1])  # a mean state has no loss of its own
+    lost, clean = sweep(model, batch, heads, stands, tokens)  # (heads, B)
+    own = clean if batch.targets is not None else torch.zeros(lost.shape[1])  # a mean state has no loss of its own
     sums = torch.stack((lost.mT.cpu(), own.cpu()[:, None].expand(-1, len(heads))), -1)  # (B, heads, 2)
-    tally.add(("worth", "clean"), slice(0, len(heads)), asked.units, sums, asked.counts[:, None, None])
+    tally.add(("worth", "clean"), slice(0, len(heads)), batch.units, sums, batch.counts[:, None, None])
 
 
 def _estimate(
-    tally: Tally, model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands, sign: bool
+    tally: Tally, model: AnyModel, batch: TargetBatch, heads: Sequence[Address], stands: Stands, sign: bool
 ) -> None:
     """Add slopes: with their sign, token by token, like a loss; or the absolute value of each text's mean loss."""
-    found = slopes(model, asked, heads, stands).mT.cpu()  # (B, heads)
-    counts = asked.counts[:, None]
+    found = slopes(model, batch, heads, stands).mT.cpu()  # (B, heads)
+    counts = batch.counts[:, None]
     if not sign:
         found, counts = (found / counts).abs(), (counts > 0).double()
-    tally.add(("worth",), slice(0, len(heads)), asked.units, found[..., None], counts[..., None])
+    tally.add(("worth",), slice(0, len(heads)), batch.units, found[..., None], counts[..., None])
 
 
 def _sample(heads: tuple[Address, ...], count: int) -> tuple[Address, ...]:

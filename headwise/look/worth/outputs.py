@@ -138,7 +138,7 @@ def mean_activations(
 
 def read_on(model: AnyModel, on: Any, longest: int | None = None) -> Reading:
     """Texts, or pairs, that change and ablation are measured on: units of plain text have at most 256 tokens, unless said."""
-    return Reading.of(model, on, longest, asked=True, usual=LONGEST)
+    return Reading.of(model, on, longest, answers=True, usual=LONGEST)
 
 
 def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
@@ -156,7 +156,7 @@ def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
     if isinstance(given, Run):
         return given
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, str) for part in given):
-        batch = make_batch(list(Reading.of(model, [given], asked=True)), device=model.device)
+        batch = make_batch(list(Reading.of(model, [given], answers=True)), device=model.device)
         return record_z(model, batch.ids, heads, source=batch.source, source_padding=batch.source_padding)
     ids = torch.as_tensor(tokenizer_of(model).encode(given) if isinstance(given, str) else given, device=model.device)
     ids = ids[None] if ids.ndim == 1 else ids  # (B, T)

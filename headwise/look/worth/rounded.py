@@ -46,7 +46,7 @@ def questions(
     return made
 
 
-def check_asked(parts: tuple[str, ...], bits: tuple[int, ...]) -> None:
+def check_parts(parts: tuple[str, ...], bits: tuple[int, ...]) -> None:
     """Refuse parts and bits nobody has."""
     for part in parts:
         if part not in PARTS:
@@ -58,20 +58,20 @@ def check_asked(parts: tuple[str, ...], bits: tuple[int, ...]) -> None:
 
 
 @contextmanager
-def at_few_bits(layer: HasHeads, asked: AtBits, base: Matrices, group: int, clean: Seen | None) -> Iterator[None]:
+def at_few_bits(layer: HasHeads, setting: AtBits, base: Matrices, group: int, clean: Seen | None) -> Iterator[None]:
     """While open, this part of these heads is as it comes back from so many bits.
 
     `base` are the layer's weights in the basis they are rounded in; of cached keys and values, `clean` is the call.
     """
     spec = layer.spec
-    heads = [spec.head_ids.index(Address.parse(head).head) for head in asked.heads]
-    key = spec.kv_ids.index(Address.parse(asked.key).head)
-    if asked.part not in WEIGHTS:
+    heads = [spec.head_ids.index(Address.parse(head).head) for head in setting.heads]
+    key = spec.kv_ids.index(Address.parse(setting.key).head)
+    if setting.part not in WEIGHTS:
         assert clean is not None
-        with layer.site.replaced(lambda z: _cached(layer, clean, asked, key).to(z)):
+        with layer.site.replaced(lambda z: _cached(layer, clean, setting, key).to(z)):
             yield
         return
-    changes = list(_changes(Matrices.of(layer), base, asked, heads, key, group))
+    changes = list(_changes(Matrices.of(layer), base, setting, heads, key, group))
     before = [live.clone() for live, _ in changes]
     try:
         for live, new in changes:
@@ -83,30 +83,30 @@ def at_few_bits(layer: HasHeads, asked: AtBits, base: Matrices, group: int, clea
 
 
 def _changes(
-    live: Matrices, base: Matrices, asked: AtBits, heads: list[int], key: int, group: int
+    live: Matrices, base: Matrices, setting: AtBits, heads: list[int], key: int, group: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each matrix that is written, and what is written."""
-    if asked.part == "qk":
-        yield live.k[key], rounded(base.k[key], asked.bits, group)
+    if setting.part == "qk":
+        yield live.k[key], rounded(base.k[key], setting.bits, group)
         if live.b_k is not None and base.b_k is not None:
             yield live.b_k[key], base.b_k[key]
         for head in heads:
-            yield live.q[head], rounded(base.q[head], asked.bits, group)
+            yield live.q[head], rounded(base.q[head], setting.bits, group)
             if live.b_q is not None and base.b_q is not None:
                 yield live.b_q[head], base.b_q[head]
         return
-    yield live.v[key], rounded(base.v[key], asked.bits, group)
+    yield live.v[key], rounded(base.v[key], setting.bits, group)
     if live.b_v is not None and base.b_v is not None:
         yield live.b_v[key], base.b_v[key]
     for head in heads:
-        yield live.o[head], rounded(base.o[head].mT.contiguous(), asked.bits, group).mT  # along its own channels
+        yield live.o[head], rounded(base.o[head].mT.contiguous(), setting.bits, group).mT  # along its own channels
 
 
-def _cached(layer: HasHeads, clean: Seen, asked: AtBits, key: int) -> Tensor:
+def _cached(layer: HasHeads, clean: Seen, setting: AtBits, key: int) -> Tensor:
     """What heads find when the keys, or the values, of one key head come back from a cache: (B, H, T, e)."""
     k, v = clean.k.clone(), clean.v.clone()
-    held = k if asked.part == "keys" else v
-    held[:, key] = rounded(held[:, key], asked.bits)
+    held = k if setting.part == "keys" else v
+    held[:, key] = rounded(held[:, key], setting.bits)
     z = run(clean.q, k, v, clean.terms)
     return z if layer.gate is None else gated(z, layer.gate)
 

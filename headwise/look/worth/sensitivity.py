@@ -35,8 +35,8 @@ from headwise.look.worth.rounded import (
     WEIGHTS,
     AtBits,
     at_few_bits,
-    check_asked,
     check_in_place,
+    check_parts,
     chosen_heads,
     questions,
 )
@@ -68,7 +68,7 @@ class Sensitivity:
     """What each part of each head costs at few bits; sums by text are kept, so that intervals can be drawn."""
 
     about: dict[str, Any]  # what was asked, of which model, on which texts
-    asked: tuple[AtBits, ...]
+    settings: tuple[AtBits, ...]
     sums: np.ndarray  # (questions, texts): what each text loses
     drifts: np.ndarray  # (questions, texts): how far the model has drifted on it
     counts: np.ndarray  # (texts,): tokens it was asked for
@@ -99,19 +99,19 @@ class Sensitivity:
         return bootstrap(self.sums.T, np.broadcast_to(self.counts[:, None], self.sums.T.shape))
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self.settings)
 
     def __iter__(self) -> Iterator[Cost]:
-        for one, *figures in zip(self.asked, self.more, *self.interval, self.drift, strict=True):
+        for one, *figures in zip(self.settings, self.more, *self.interval, self.drift, strict=True):
             yield Cost(one.key, " ".join(one.heads), one.part, one.bits, *map(float, figures))
 
-    def __getitem__(self, asked: tuple[str, str, int]) -> Cost:
+    def __getitem__(self, wanted: tuple[str, str, int]) -> Cost:
         """What one part of one key head costs at so many bits: found["5.1", "qk", 4]."""
         for cost in self:
-            if (cost.key, cost.part, cost.bits) == asked:
+            if (cost.key, cost.part, cost.bits) == wanted:
                 return cost
-        key, part, bits = asked
-        known = [f"{one.key}:{one.part} at {one.bits}" for one in self.asked]
+        key, part, bits = wanted
+        known = [f"{one.key}:{one.part} at {one.bits}" for one in self.settings]
         raise HeadwiseError(f"{key}:{part} at {bits} bits was not measured; {close_names(f'{key}:{part}', known)}")
 
     def rows(self) -> list[list[str | int | float]]:
@@ -161,12 +161,12 @@ def sensitivity(
     >>> model = Transformer(ModelSpec(vocab=257, context=32, layers=2, attention=AttentionSpec(width=16, heads=2)))
     >>> model.tokenizer = byte_tokenizer()
     >>> found = sensitivity(model, ["To be or not to be", "that is the question"], bits=(8, 2))
-    >>> len(found), found.asked[0]
+    >>> len(found), found.settings[0]
     (16, AtBits(key='0.0', heads=('0.0',), part='qk', bits=8))
     """
     check_askable(model, "loss")
     parts, bits = tuple(parts), tuple(bits)
-    check_asked(parts, bits)
+    check_parts(parts, bits)
     check_group(group)
     basis = basis or usual_basis(model)
     check_basis(basis)

@@ -26,14 +26,14 @@ TOKENS = 2048  # run at once, copies included
 
 @torch.no_grad()
 def sweep(
-    model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
+    model: AnyModel, batch: TargetBatch, heads: Sequence[Address], stands: Stands, tokens: int = TOKENS
 ) -> tuple[Tensor, Tensor]:
     """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
     wanted = {site.address: chosen for site, chosen in chosen_sites(model, heads)}
     walk = model.walk(
-        asked.ids, wanted, asked.pick, padding=asked.padding, source=asked.source, source_padding=asked.source_real
+        batch.ids, wanted, batch.pick, padding=batch.padding, source=batch.source, source_padding=batch.source_real
     )
-    once = asked.ids.numel() + (0 if asked.source is None else asked.source.numel())
+    once = batch.ids.numel() + (0 if batch.source is None else batch.source.numel())
     most = 1 if model.whole_passes() else tokens // max(1, once)  # what must be run whole is run as it always was
     answers: dict[Address, Tensor] = {}
     for stop in walk:
@@ -43,35 +43,35 @@ def sweep(
             changed = z.repeat(len(some), 1, 1, 1, 1)  # (n, B, H, T, e)
             for copy, place in enumerate(some):
                 changed[copy, :, stop.site.index(chosen[place])] = standing[:, place]
-            made = asked.answers(model, stop.onward(changed.flatten(0, 1)))
+            made = batch.answers(model, stop.onward(changed.flatten(0, 1)))
             answers |= zip((chosen[i] for i in some), made.unflatten(0, (len(some), -1)), strict=True)
-    clean = asked.answers(model, walk.states)
-    lost = [asked.lost(answers[head], clean) for head in heads]
-    return torch.stack(lost) if lost else clean.new_zeros(0, len(asked.ids)), clean
+    clean = batch.answers(model, walk.states)
+    lost = [batch.lost(answers[head], clean) for head in heads]
+    return torch.stack(lost) if lost else clean.new_zeros(0, len(batch.ids)), clean
 
 
-def slopes(model: AnyModel, asked: TargetBatch, heads: Sequence[Address], stands: Stands) -> Tensor:
+def slopes(model: AnyModel, batch: TargetBatch, heads: Sequence[Address], stands: Stands) -> Tensor:
     """How steeply each text's summed surprise rises as each head begins to be replaced: (heads, B), from one backward pass.
 
     z becomes z + ε (stand-in − z), with an ε of its own for every head and text. Texts do not touch each other, so the
     slope in ε is that text's own; and as it comes from `autograd.grad`, nothing is ever added up in a `.grad`.
     """
-    if asked.targets is None:
+    if batch.targets is None:
         raise HeadwiseError(
             "without an output a model is compared with itself, and there the slope is 0; use by='ablation'."
         )
     leaves: dict[Address, Tensor] = {}
     with torch.enable_grad(), ExitStack() as stack:
         for site, chosen in chosen_sites(model, heads):
-            amounts = [torch.zeros(len(asked.ids), device=asked.ids.device, requires_grad=True) for _ in chosen]  # (B,)
+            amounts = [torch.zeros(len(batch.ids), device=batch.ids.device, requires_grad=True) for _ in chosen]  # (B,)
             leaves |= zip(chosen, amounts, strict=True)
             stack.enter_context(site.replaced(_begin_to_replace(site, chosen, amounts, stands(site, chosen))))
-        hidden = asked.pick(asked.run(model)).flatten(0, 1)  # (B·R, D)
-        targets = asked.targets if asked.rows is None else asked.targets.gather(1, asked.rows)
+        hidden = batch.pick(batch.run(model)).flatten(0, 1)  # (B·R, D)
+        targets = batch.targets if batch.rows is None else batch.targets.gather(1, batch.rows)
         assert model.output is not None
         total = model.output.cross_entropy(hidden, targets.flatten(), total=1)
         found = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()
-    return torch.stack([slope.double() for slope in found]) if found else torch.zeros(0, len(asked.ids))
+    return torch.stack([slope.double() for slope in found]) if found else torch.zeros(0, len(batch.ids))
 
 
 def _begin_to_replace(site: Site, chosen: tuple[Address, ...], amounts: list[Tensor], stand: Stand) -> Edit:

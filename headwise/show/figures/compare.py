@@ -31,7 +31,7 @@ def draw_map(compared: Comparison, profile: Profile | None = None) -> Drawing:
     tidy(panel, "distance is √(Jensen–Shannon divergence) of where heads look", "")
     panel.set_aspect("equal", adjustable="datalim")
     order = np.argsort([role == "unclear" for role in roles], kind="stable")  # those with a role are named first
-    _name(panel, places[order], [_told(str(compared.addresses[i]), roles[i]) for i in order])
+    _name(panel, places[order], [_head_label(str(compared.addresses[i]), roles[i]) for i in order])
     _legend(panel, roles)
     rows = [
         {"head": str(address), "role": role, "x": float(x), "y": float(y)}
@@ -82,7 +82,7 @@ def _roles(compared: Comparison, profile: Profile | None) -> tuple[list[str], li
     return roles, ["#c3c8ce" if role == "unclear" else sign(role)[1] for role in roles]
 
 
-def _told(head: str, role: str) -> str:
+def _head_label(head: str, role: str) -> str:
     return head if role == "unclear" else f"{head} {sign(role)[0]}"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Heads = Pattern | Sequence[str]
 MOST = 12  # heads in one picture
 FAINTEST = 0.02  # below this weight a line says nothing
-TOLD = 0.05  # from this weight on it is told as a number too
+PRINTED = 0.05  # from this weight on it is told as a number too
 PICKED = 3  # heads in a picture for which none were named
 
 
@@ -112,7 +112,7 @@ def _lines(panel: "Axes", attended: Attended, head: str, colour: str, source: Wo
         panel.text(-0.04, i, label, ha="right", va="center", fontsize=10, color=INK if lit else FAINT,
                    fontweight="bold" if i == only else "normal")  # fmt: skip
     for j, label in enumerate(map(safe, seen.labels)):
-        lit = met[j] >= TOLD
+        lit = met[j] >= PRINTED
         told = f"{label}  {met[j]:.2f}" if lit else label
         panel.text(1.04, j, told, ha="left", va="center", fontsize=10, color=INK if lit else FAINT)
     panel.set_xlim(-margin, 1 + margin)

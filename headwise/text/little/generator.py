@@ -54,15 +54,15 @@ def tell(scene: Setting) -> Fragment:
     return told
 
 
-def finish(told: Fragment) -> Document:
+def finish(fragment: Fragment) -> Document:
     """Give every word its place, add the relations that run through the whole document, and turn arcs into places."""
-    for place, word in enumerate(told.words):
+    for place, word in enumerate(fragment.words):
         word.place = place
-    arcs = [*told.arcs, *_copies(told.words), *_related(told.words), *_delimiters(told.words)]
+    arcs = [*fragment.arcs, *_copies(fragment.words), *_related(fragment.words), *_delimiters(fragment.words)]
     relations = sorted(Relation(name, source.place, target.place) for name, source, target in arcs)
-    words = tuple(word.text for word in told.words)
-    classes = tuple(word.kind for word in told.words)
-    phrases = sorted((first.place, last.place + 1) for first, last in told.phrases)
+    words = tuple(word.text for word in fragment.words)
+    classes = tuple(word.kind for word in fragment.words)
+    phrases = sorted((first.place, last.place + 1) for first, last in fragment.phrases)
     return Document(" ".join(words), words, tuple(relations), classes, tuple(phrases))
 
 

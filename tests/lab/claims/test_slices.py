@@ -3,7 +3,7 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.lab.engine.figure import Figures
-from headwise.lab.experiments.claims.slices import CLAIM, FULL, SLICED, WIDER, own_slice, read_overlap
+from headwise.lab.experiments.claims.slices import CLAIM, FULL, SLICED, WIDER, input_overlap, own_slice
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from tests.lab.told import told_lab
@@ -43,9 +43,9 @@ def test_one_head_overlaps_with_none():
 
 
 def test_sliced_heads_partition_and_random_ones_do_not():
-    assert read_overlap(model(input="slice")) == pytest.approx(0, abs=1e-6)
+    assert input_overlap(model(input="slice")) == pytest.approx(0, abs=1e-6)
     assert own_slice(model(input="slice")) == pytest.approx(6)
-    assert read_overlap(model()) == pytest.approx(1, abs=0.1)
+    assert input_overlap(model()) == pytest.approx(1, abs=0.1)
     assert own_slice(model()) == pytest.approx(1, abs=0.1)
 
 
@@ -55,11 +55,11 @@ def test_heads_that_read_the_same_overlap_wholly():
     for head in made.heads:
         for letter in "QKV":
             getattr(head, f"W_{letter}").copy_(getattr(made.heads[0], f"W_{letter}"))
-    assert read_overlap(made) == pytest.approx(6, rel=1e-5)  # chance is d/D = 1/6
+    assert input_overlap(made) == pytest.approx(6, rel=1e-5)  # chance is d/D = 1/6
 
 
 def test_keys_that_a_group_shares_are_left_out():
-    assert read_overlap(model(kv_heads=1)) == pytest.approx(1, abs=0.15)
+    assert input_overlap(model(kv_heads=1)) == pytest.approx(1, abs=0.15)
 
 
 def test_measured_and_on_a_given_model(tmp_path):

@@ -67,20 +67,20 @@ def points(lab: Lab) -> Iterator[Point]:
 def measure(lab: Lab) -> Figures:
     """Every seed's model; heads are chosen on some held-out documents and judged by others."""
     choosing, judging = (lab.documents(lab.seeds[0] + more) for more in (1, 2))
-    return _told([more_loss(lab.made(point).model(), choosing, judging) for point in points(lab)])
+    return _figures([more_loss(lab.made(point).model(), choosing, judging) for point in points(lab)])
 
 
 def on(model: AnyModel, text: Any = None) -> Figures:
     """The same with a model and its text."""
-    return _told([more_loss(model, *read_on(model, text).first(TEXTS).halves())])
+    return _figures([more_loss(model, *read_on(model, text).first(TEXTS).halves())])
 
 
 def judge(figures: Figures) -> Verdict:
     """By `rule`."""
-    little, some = (figures[_told_name(bar), WAYS["ablation"]].values for bar in (LITTLE, SOME))
+    little, some = (figures[_share_name(bar), WAYS["ablation"]].values for bar in (LITTLE, SOME))
     enough, for_more = ([share >= MANY for share in shares] for shares in (little, some))
     if all(enough):
-        blind = figures[_told_name(LITTLE), WAYS["random"]].mean
+        blind = figures[_share_name(LITTLE), WAYS["random"]].mean
         return Verdict("holds", f"{np.mean(little):.0%} chosen by what they are worth, at random {blind:.0%}")
     if any(enough):
         return Verdict("depends", f"on the seed: between {min(little):.0%} and {max(little):.0%} can go")
@@ -94,18 +94,18 @@ def _relative(made: Curve, by: str, heads: int) -> list[tuple[float, float]]:
     return [((heads - point.heads) / heads, point.more.mean / made.full.mean) for point in made.of(by)]
 
 
-def _told(found: list[dict[str, list[tuple[float, float]]]]) -> Figures:
+def _figures(found: list[dict[str, list[tuple[float, float]]]]) -> Figures:
     figures = Figures()
     for by, way in WAYS.items():
         for place, (gone, _) in enumerate(found[0][by]):
             figures.add(f"more loss, cut {way}", round(gone, 4), [one[by][place][1] for one in found])
     for bar in (LITTLE, SOME):
         for by, way in WAYS.items():
-            figures.add(_told_name(bar), way, [can_go(one[by], bar) for one in found])
+            figures.add(_share_name(bar), way, [can_go(one[by], bar) for one in found])
     return figures
 
 
-def _told_name(bar: float) -> str:
+def _share_name(bar: float) -> str:
     return f"share that can go for less than {bar:.0%} more loss"
 
 

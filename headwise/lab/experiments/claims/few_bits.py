@@ -123,7 +123,7 @@ def prices(model: AnyModel, texts: Any, bits: int = BITS, heads: int = HEADS, se
         raise HeadwiseError(f"intervals are over texts, two in each half at least; got {len(found.counts)} texts.")
     own = [head for key in keys for head in readers(model)[key]]
     cached = sensitivity(model, texts, bits=(bits,), parts=("keys", "values"), heads=",".join(own))
-    both = {(one.key, one.part): cached.drifts[place] for place, one in enumerate(cached.asked)}
+    both = {(one.key, one.part): cached.drifts[place] for place, one in enumerate(cached.settings)}
     n = len(keys)
     return Prices(
         found.drifts[:n], found.sums[:n], found.sums[n:-1], np.array(pairs), found.sums[-1],

@@ -43,7 +43,7 @@ def gradients(model: AnyModel, corpus: Any = None, texts: int = TEXTS) -> dict[s
     `of what it moves`: of W_V W_O as one D×D matrix, which does not hang on the basis a head keeps its channels in.
     `random vectors`: what as many random numbers would give.
     """
-    asked = _asked(model, corpus, texts)
+    asked = _target_batch(model, corpus, texts)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     reads: list[Tensor] = []
     writes: list[Tensor] = []
@@ -68,8 +68,8 @@ def gradients(model: AnyModel, corpus: Any = None, texts: int = TEXTS) -> dict[s
     }
 
 
-def _asked(model: AnyModel, corpus: Any, texts: int) -> TargetBatch:
-    fitting = askable_units(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
+def _target_batch(model: AnyModel, corpus: Any, texts: int) -> TargetBatch:
+    fitting = askable_units(model, Reading.of(model, corpus, answers=True, usual=LONGEST))
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
     if asked.targets is None:
         raise HeadwiseError("this model has no output over a vocabulary, so it has no loss to take gradients of.")

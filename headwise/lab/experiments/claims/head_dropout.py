@@ -62,14 +62,14 @@ def measure(lab: Lab) -> Figures:
     for place, name in enumerate(names):
         figures.add("loss", name, [pair[place].loss for pair in made])
         for field in asdict(found[0][place]):
-            figures.add(TOLD[field], name, [getattr(pair[place], field) for pair in found])
+            figures.add(NAMES[field], name, [getattr(pair[place], field) for pair in found])
     figures.add("cost of the worst head, with over without", None, [b.worst / max(1e-12, a.worst) for a, b in found])
     figures.add("Gini index, with − without", None, [b.gini - a.gini for a, b in found])
     figures.add("loss, with over without", None, [b.loss / a.loss for a, b in made])
     return figures
 
 
-TOLD = {
+NAMES = {
     "worst": "nats lost without the worst head",
     "mean": "nats lost without a head, on average",
     "top": "share of the worst head",
@@ -115,6 +115,6 @@ CLAIM = Claim(
     asks=every("cost of the worst head, with over without", "Gini index, with − without"),
     measure=measure,
     judge=judge,
-    picture=Picture(tuple(TOLD[name] for name in ("worst", "mean")), y="nats lost without one head"),
+    picture=Picture(tuple(NAMES[name] for name in ("worst", "mean")), y="nats lost without one head"),
     points=points,
 )

@@ -56,7 +56,7 @@ def forms(model: AnyModel, corpus: Any = None) -> list[Form]:
         scores = raw_scores(seen.q.double(), k.double(), seen.terms)[0]  # (H, T, T)
         for address, own in zip(seen.site.addresses, scores, strict=True):
             head = model.heads[address]
-            made = _read(x, head.W_Q, head.b_Q) @ _read(x, head.W_K, head.b_K).mT * seen.terms.scale
+            made = _projected(x, head.W_Q, head.b_Q) @ _projected(x, head.W_K, head.b_K).mT * seen.terms.scale
             rest = float((own - made).norm() / own.norm())
             found.append(Form(address, seen.q.shape[-1], len(x), numerical_rank(own), rest))
 
@@ -69,7 +69,7 @@ def forms(model: AnyModel, corpus: Any = None) -> list[Form]:
     return found
 
 
-def _read(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     made = x @ weight.double()  # (T, d)
     return made if bias is None else made + bias.double()
 

@@ -57,7 +57,7 @@ def interaction(
     every = [pair for site in model.sites() for pair in combinations(map(str, site.addresses), 2)]
     order = np.random.default_rng(seed).permutation(len(every))[:pairs]
     chosen = [every[place] for place in sorted(order)]
-    fitting = askable_units(model, Reading.of(model, corpus, asked=True, usual=LONGEST))
+    fitting = askable_units(model, Reading.of(model, corpus, answers=True, usual=LONGEST))
     asked = ask(model, make_batch(list(islice(fitting, texts)), device=model.device))
 
     def answers(*heads: str) -> Tensor:

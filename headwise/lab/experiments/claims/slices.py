@@ -21,7 +21,7 @@ SHARED = 0.5  # of the overlap that subspaces drawn at random have
 FULL, SLICED, WIDER = "full input", "slices", "slices with wider MLPs"
 
 
-def read_overlap(model: AnyModel) -> float:
+def input_overlap(model: AnyModel) -> float:
     """How much the spaces that heads of a layer read overlap, over chance: 1 as if drawn at random, 0 a partition.
 
     Mean of queries, keys and values over the pairs of each layer; norms before a layer are folded into its weights. What
@@ -33,7 +33,7 @@ def read_overlap(model: AnyModel) -> float:
         for site in model.sites():
             made = compare_weights(folded_heads(model, site.addresses))
             apart = ~np.eye(len(site.addresses), dtype=bool)
-            found += [np.nanmean(made[name][apart]) * spec.width / chance[name] for name in _asked(made, apart)]
+            found += [np.nanmean(made[name][apart]) * spec.width / chance[name] for name in _not_shared(made, apart)]
     if not found:
         raise HeadwiseError("no layer of this model has two heads, so there is no overlap; give one with more heads.")
     return float(np.mean(found))
@@ -65,7 +65,7 @@ def measure(lab: Lab) -> Figures:
             figures.add(f"right, {name}", relation, [one.marks[relation] for one in some])
         models = [one.model() for one in some]
         figures.add("maps apart (JS)", name, [diversity(model, texts)["js"] for model in models])
-        figures.add("overlap of what heads read, over chance", name, [read_overlap(model) for model in models])
+        figures.add("overlap of what heads read, over chance", name, [input_overlap(model) for model in models])
         figures.add("weight in the own slice, over chance", name, [own_slice(model) for model in models])
     for name in (SLICED, WIDER):
         pairs = zip(made[name], made[FULL], strict=True)
@@ -75,7 +75,7 @@ def measure(lab: Lab) -> Figures:
 
 def on(model: AnyModel, text: Any = None) -> Figures:
     """What the heads of a model read, by their weights."""
-    figures = Figures().add("overlap of what heads read, over chance", FULL, read_overlap(model))
+    figures = Figures().add("overlap of what heads read, over chance", FULL, input_overlap(model))
     return figures.add("weight in the own slice, over chance", FULL, own_slice(model))
 
 
@@ -122,7 +122,7 @@ def _wider(point: Point, other: Point) -> Point:
     return replace(point, spec=replace(spec, hidden=spec.hidden + more))
 
 
-def _asked(made: dict[str, np.ndarray], apart: np.ndarray) -> list[str]:
+def _not_shared(made: dict[str, np.ndarray], apart: np.ndarray) -> list[str]:
     """What heads read that they do not all share."""
     return [name for name in READS if np.isfinite(made[name][apart]).any()]
 
