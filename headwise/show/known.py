@@ -10,7 +10,7 @@ import torch
 from headwise.change.report import held_bytes
 from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
-from headwise.look.compare.weights import folded_heads, product_norms, read, written
+from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.worth.importance import Worth, importance
 from headwise.look.worth.outputs import read_on
@@ -179,7 +179,7 @@ def partners(model: AnyModel) -> dict[str, tuple[Kin | None, Kin | None]]:
     except HeadwiseError:  # heads of different sizes
         return {}
     W_V, W_O = (torch.stack([head.weights[letter] for head in heads]) for letter in "vo")
-    writes, reads = written(W_V, W_O), read(W_V, W_O)
+    writes, reads = fewest_rows(W_V, W_O), fewest_columns(W_V, W_O)
     sizes = (x.double().square().sum((1, 2)).sqrt().cpu().numpy() for x in (writes, reads))
     left, right = sizes
     turns = [(head.streams["o"], head.streams["v"]) for head in heads]

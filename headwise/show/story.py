@@ -12,7 +12,7 @@ from headwise.look.measure.questions import SETS
 from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
 from headwise.look.profile.result import HeadProfile, Profile
-from headwise.look.profile.roles import TOLD, Support
+from headwise.look.profile.roles import ROLE_OF, Support
 from headwise.look.worth.sensitivity import Cost
 from headwise.model import AnyModel
 from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
@@ -46,7 +46,7 @@ SURE = {
     "was not shown (effective).",
     "causal": "And the model needs it (causal).",
 }
-MASSES = {TOLD.get(name, name) for name in SETS}  # relations whose score is a share of weight, not of cases
+MASSES = {ROLE_OF.get(name, name) for name in SETS}  # relations whose score is a share of weight, not of cases
 PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
 COSINE = "1 − cosine"  # of a model without output
 MORE = 2  # roles told in full beside the first
