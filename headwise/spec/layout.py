@@ -76,7 +76,7 @@ def layout(
         return lambda: _count(name, spec, texts, heads, context, batch, element)
 
     ways = {"heads": row("heads", 1, processes), "fsdp": row("fsdp", processes, 1), "ddp": row("ddp", processes, 1)}
-    return tuple(_told(name, processes, count) for name, count in {**ways, "fsdp+heads": grid}.items())
+    return tuple(_in_words(name, processes, count) for name, count in {**ways, "fsdp+heads": grid}.items())
 
 
 def forward_flops(spec: ModelSpec, context: int | None = None) -> int:
@@ -118,7 +118,7 @@ def held_bytes(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number
     return tokens * sum(bytes_of_a_row(size, keeps.bits, bytes_per_number) for size in sizes)
 
 
-def _told(name: str, processes: int, count: Callable[[], Layout]) -> Layout:
+def _in_words(name: str, processes: int, count: Callable[[], Layout]) -> Layout:
     try:
         return count()
     except HeadwiseError as error:
