@@ -23,7 +23,7 @@ from headwise.show.known import Facts, Less, Missed, Wrote, cached, nearest, par
 from headwise.show.price import tell_prices
 from headwise.show.sentence import make_sentence
 from headwise.show.signs import sign
-from headwise.show.story import story
+from headwise.show.story import MEANS, story
 from headwise.show.words import WORDS
 
 __all__ = ["make_book", "make_sentence", "page_files"]
@@ -67,7 +67,8 @@ def make_book(
         "measures": _labels(profile),
         "words": {name: list(one) for name, one in WORDS.items()},
         "signs": {
-            role: list(sign(role)) for role in sorted({one["role"] for head in heads for one in head["supports"]})
+            role: [*sign(role), MEANS.get(role, f"follows {role}")]
+            for role in sorted({one["role"] for head in heads for one in head["supports"]})
         },
         "heads": heads,
         "relations": _relations(profile),

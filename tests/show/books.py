@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from headwise.show.sentence import Sights
+from headwise.show.signs import sign
+from headwise.show.words import WORDS
 from headwise.spec import Address
 
 ROLES = ("induction", "previous token", "delimiter", "subject-verb", "unclear")
@@ -42,6 +44,8 @@ def make_book(
             "layers": [{"address": str(x), "heads": [f"{x}.{h}" for h in range(heads)]} for x in range(layers)],
         },
         "about": {"texts": 640, "tokens": 10_240, "documents": 600, "family": 5_395},
+        "words": {name: list(word) for name, word in WORDS.items()},
+        "signs": {role: [*sign(role), f"means {role}"] for role in (*ROLES[:-1], "possessive")},
         "heads": [make_head(address, addresses, layers) for address in addresses],
         "relations": {"heads": addresses, "rows": [_relation(name, addresses) for name in ("subject-verb", "bracket")]},
         "importance": {"by": "ablation", "how": "mean", "metric": "loss", "texts": 64, "clean": 3.2},
@@ -141,6 +145,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
             {"role": role, "detail": ">", "on": "the probe set", "examples": [{**example, "hit": i != 3} for i in range(4)]}
             for role in (ROLES[kind], "possessive")
         ],
+        "story": [["role", f"Head {address} tells a <b>story</b>."], ["rests", "It rests on the first token."]],
         "hardest": [context] * 5,
         "writes": {
             "copying": 0.345678901, "spread": 0.0234,

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LAYERS, HEADS, TOKENS = 6, 12, 20  # of the report that is looked at
+
 
 def find_browser() -> str | None:
     """Where Chromium or Chrome is."""
@@ -28,3 +30,10 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
     yield made
     made.close()
     assert troubles == []
+
+
+def show(page: Any, report: Any, hash: str = "") -> None:
+    """Open a report at what stands behind #."""
+    page.goto("about:blank")
+    page.goto(f"{report.as_uri()}#{hash}")
+    page.wait_for_selector("html[data-ready]")

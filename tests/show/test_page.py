@@ -1,7 +1,6 @@
 """The page in a real browser: what is read from it is what the book holds; keys, links and both forms work."""
 
 import json
-import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -12,53 +11,9 @@ from headwise.show.book import page_files
 from headwise.show.claims import claims_book
 from headwise.show.report import write_report
 from tests.show import books
-from tests.show.browser import find_browser, opened
+from tests.show.browser import HEADS, LAYERS, TOKENS, opened, show
 
-LAYERS, HEADS, TOKENS = 6, 12, 20
-VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "plan", "claims")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    missing = None
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        sync_playwright, missing = None, "playwright is not installed: make install"
-    path = find_browser()
-    if path is None:
-        missing = "there is no Chromium or Chrome here: make browser"
-    if missing is not None or sync_playwright is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing or "no playwright")
-        pytest.skip(missing or "no playwright")
-    with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture(scope="module")
-def book():
-    sentences = [books.make_sentence(LAYERS, HEADS, TOKENS), books.make_sentence(LAYERS, HEADS, 7, seed=1)]
-    return books.make_book(LAYERS, HEADS, sentences, name="a <i>made</i> book")
-
-
-@pytest.fixture(scope="module")
-def report(book, tmp_path_factory):
-    return write_report(book, tmp_path_factory.mktemp("report") / "heads.html")
-
-
-@pytest.fixture
-def page(browser):
-    with opened(browser) as made:
-        yield made
-
-
-def show(page, report, hash=""):
-    page.goto("about:blank")
-    page.goto(f"{report.as_uri()}#{hash}")
-    page.wait_for_selector("html[data-ready]")
+VIEWS = ("overview", "sentence", "card", "flow", "compare", "relations", "curves", "plan", "claims", "words")
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -80,7 +35,7 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
         if head["score"] is not None:
             assert float(page.get_attribute('[data-fact="score"]', "data-value")) == head["score"]
             assert page.text_content('[data-fact="score"]') == f"{head['score']:.3f}"
-            assert float(page.get_attribute('[data-fact="by chance"]', "data-value")) == head["null"]
+            assert float(page.get_attribute('[data-fact="baseline"]', "data-value")) == head["null"]
         cells = page.locator('section[aria-label="Measures"] tbody td')
         assert cells.evaluate_all("all => all.map(x => Number(x.dataset.value))") == list(head["measures"].values())
         looked = page.locator('section[aria-label="Where it looked hardest"] .context mark.token').first
@@ -140,7 +95,7 @@ def test_the_grid_is_a_grid_to_a_screen_reader(page, report):
     assert page.locator('[role="grid"] [role="row"]').count() == LAYERS
     assert page.locator('[role="grid"] [role="gridcell"]').count() == LAYERS * HEADS
     label = page.get_attribute('[data-head="1.4"]', "aria-label")
-    assert label == "head 1.4: induction +1, the probe set, causal, 0.15 against 0.06 by chance"  # (1 + 4/100) / 7
+    assert label == "head 1.4: induction +1, the probe set, causal, 0.15 against 0.06, its baseline"  # (1 + 4/100) / 7
     nameless = page.evaluate(
         """[...document.querySelectorAll('button, select, input, canvas[tabindex]')].filter((one) =>
         !(one.textContent.trim() || one.getAttribute('aria-label') || one.closest('label'))).length"""
@@ -240,7 +195,7 @@ def test_a_book_of_claims_alone_shows_nothing_else(browser, book, tmp_path):
     with opened(browser) as page:
         page.set_viewport_size({"width": 400, "height": 800})
         show(page, path, "view=card")
-        assert page.locator("nav button").all_text_contents() == ["Claims"]
+        assert page.locator("nav button").all_text_contents() == ["Claims"]  # no words, no heads
         assert page.get_attribute("main", "data-view") == "claims"
         assert page.text_content("#model-facts") == "2 claims · 1 to 3 seeds"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -277,7 +232,7 @@ def test_hovering_a_token_shows_where_heads_look_from_it(page, report):
     assert page.locator("main .strip svg path").count() >= 2
     page.click('[data-token="9"]')
     assert "token=9" in page.evaluate("location.hash")
-    page.check('input[type="checkbox"]')
+    page.check('[data-key="weighted by what is fetched"]')
     page.wait_for_function("location.hash.includes('valued=1')")
 
 
@@ -370,7 +325,7 @@ def test_the_served_form_asks_the_server(browser, book):
             page.goto(f"http://127.0.0.1:{server.server_port}/#view=sentence&heads=5.1")
             page.wait_for_selector("html[data-ready]")
             page.fill("#live-text", "A new text")
-            page.click("text=Look")
+            page.click('[data-key="Look"]')
             page.wait_for_function("location.hash.includes('sentence=2')")
             page.fill('[data-key="switch off"]', "5.1")
             page.keyboard.press("Enter")

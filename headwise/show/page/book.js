@@ -23,6 +23,7 @@ function completed(head) {
   head.hardest ??= head.evidence ?? [];
   head.cases ??= [];
   head.on ??= "";
+  head.story ??= [];
 }
 
 // Ask the live server; what it refuses is told as it says it.
@@ -81,13 +82,14 @@ export function describeRole(head) {
 // What a head is, in a few words.
 export function describe(head) {
   const role = describeRole(head) + (head.on ? `, ${head.on}` : "");
-  const score = head.score === null ? "" : `, ${head.score.toFixed(2)} against ${head.null.toFixed(2)} by chance`;
+  const score = head.score === null ? "" : `, ${head.score.toFixed(2)} against ${head.null.toFixed(2)}, its baseline`;
   const rests = head.rest.length ? `; rests: ${head.rest.join(", ")}` : "";
   return `${role}, ${head.rung}${score}${rests}`;
 }
 
-// The heads asked for, or the one that is open and those whose roles are supported best; as many as there are colours.
-export function chosenHeads(sight) {
-  const asked = state.heads ? state.heads.split(",") : [state.head, ...bestHeads(4)].filter(Boolean).slice(0, 4);
+// The heads asked for, or the one that is open and those that matter most on this sentence; as many as there are colours.
+// `token`: the place whose looks count, −1 for the whole sentence.
+export function chosenHeads(sight, token = -1) {
+  const asked = state.heads ? state.heads.split(",") : [state.head, ...sight.matters(token)].filter(Boolean).slice(0, 4);
   return [...new Set(asked)].filter((head) => sight.has(head)).slice(0, 8);
 }

@@ -1,9 +1,10 @@
 // One head: what it does and how sure that is, where it rests, what it looks at, what it writes, whom it resembles.
 
-import { el, section, choice, press, grid, number, signed } from "./dom.js";
+import { el, section, choice, tools, press, grid, number, signed } from "./dom.js";
 import { state, change } from "./state.js";
 import { store, openSentence, bestHeads, describeRole } from "./book.js";
-import { roleColour } from "./colour.js";
+import { roleMark } from "./colour.js";
+import { word, whence } from "./words.js";
 import { offsetChart, lineChart } from "./chart.js";
 import { heatMap } from "./heat.js";
 import { silenceButton } from "./live.js";
@@ -13,11 +14,11 @@ export async function card(root) {
   const head = store.heads.get(state.head) ?? store.heads.get(bestHeads(1)[0]);
   const sight = await openSentence(state.sentence);
   root.append(
-    el("div", { class: "tools" }, headChoice("head", head.address, (address) => change({ head: address })), ...neighbours(head),
+    tools(headChoice("head", head.address, (address) => change({ head: address })), ...neighbours(head),
       press("On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
       press("Compare", () => change({ view: "compare", head: head.address })),
       store.live && silenceButton(head.address)),
-    el("div", { class: "cards" }, [role(head), casesOf(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), price(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
+    el("div", { class: "cards" }, [role(head), plainly(head), casesOf(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), price(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
 }
 
 // An input that takes an address: shorter than a list of a thousand heads.
@@ -33,17 +34,23 @@ function neighbours(head) {
 
 function role(head) {
   const facts = [
-    ["shown on", head.on || null], ["evidence", head.rung], ["score", head.score], ["by chance", head.null],
-    ["95 % interval", head.interval && `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}`],
-    ["without it, its probe loses", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
+    ["shown on", head.on || null], ["evidence", head.rung], ["score", head.score], ["baseline", head.null],
+    ["95 % CI", head.interval && `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}`],
+    ["effect", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
     ["rests", head.rest.join(", ") || "no"],
   ].filter(([, value]) => value !== null && value !== undefined);
   return section(`Head ${head.address}`,
-    el("p", { class: "big", "data-fact": "role", style: { color: roleColour(head.role) } }, describeRole(head)),
+    el("p", { class: "big" }, (head.roles.length ? head.roles : ["unclear"]).slice(0, 4).map(roleMark), " ", el("span", { "data-fact": "role" }, describeRole(head))),
     head.roles?.length > 1 && el("p", { "data-fact": "roles" }, `Also: ${head.supports.filter((one) => one.role !== head.role && head.roles.includes(one.role)).map((one) => `${one.role} ${one.detail} ${number(one.score, 2)}`).join(", ")}.`),
-    el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name),
-      typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, value)])),
-    head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above chance, on text it was not chosen on."));
+    el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, word(name)),
+      typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, name === "evidence" ? word(value) : value)])),
+    head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above its baseline, on text it was not chosen on."));
+}
+
+// The same in plain sentences; behind each a sign that says how its numbers are made.
+function plainly(head) {
+  if (!head.story.length) return null;
+  return section("In plain words", el("ul", { class: "story" }, head.story.map(([about, text]) => el("li", { "data-about": about }, text, " ", whence(about)))));
 }
 
 function distances(head) {
@@ -79,7 +86,7 @@ function writes(head) {
   const { copying, spread, words } = head.writes;
   const verdict = copying === null ? "it writes nothing" : Math.abs(copying) < 2 * spread ? "no more than random weights" : copying > 0 ? "it writes what it reads" : "it writes against what it reads";
   return section("What it writes",
-    el("dl", { class: "facts" }, el("dt", {}, "copying"), el("dd", { "data-fact": "copying", "data-value": copying }, `${number(copying, 2)}: ${verdict} (those spread by ${number(spread, 3)})`)),
+    el("dl", { class: "facts" }, el("dt", {}, word("copying")), el("dd", { "data-fact": "copying", "data-value": copying }, `${number(copying, 2)}: ${verdict} (those spread by ${number(spread, 3)})`)),
     words.length > 0 && grid("When it looks at a word, by the word's bare embedding", ["looks at", "makes likelier", "makes less likely"],
       words.map((one) => [one.token, one.promotes.map(([word]) => word.trim() || "␣").join("  "), one.suppresses.map(([word]) => word.trim() || "␣").join("  ")])));
 }
@@ -96,7 +103,7 @@ function worth(head) {
   const { worth: mean, low, high, above_layer: above, above_low: least, above_high: most } = head.importance, about = store.book.importance;
   return section("What it is worth",
     el("dl", { class: "facts" },
-      el("dt", {}, `lost without it (${about.metric})`), el("dd", { "data-fact": "worth", "data-value": mean }, `${number(mean, 4)}  (${number(low, 4)} to ${number(high, 4)})`),
+      el("dt", {}, word(`lost without it (${about.metric})`, "worth")), el("dd", { "data-fact": "worth", "data-value": mean }, `${number(mean, 4)}  (${number(low, 4)} to ${number(high, 4)})`),
       el("dt", {}, "more than others of its layer"), el("dd", {}, `${number(above, 4)}  (${number(least, 4)} to ${number(most, 4)})`)),
     el("p", { class: "note" }, `By ${about.by}${about.by === "ablation" ? `, ${about.how}` : ""}, on ${about.texts} texts. Later heads take over from one that is gone: this is the least it does.`));
 }
@@ -117,6 +124,7 @@ function life(head) {
 // A measure's name, with its words and unit where one points at it.
 function named(name) {
   const told = store.book.measures?.[name];
+  if (store.book.words?.[name]) return word(name);
   return told ? el("span", { title: [told.label, told.unit, told.more && `more: ${told.more}`].filter(Boolean).join("; ") }, name) : name;
 }
 
@@ -127,6 +135,6 @@ function measures(head) {
 function runnersUp(head) {
   if (!head.supports.length) return null;
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
-    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "shown on", "rung", "score", "by chance", "95 %", "p", "rows", "coverage", "effect"],
+    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect"].map((name) => word(name)),
       head.supports.map((one) => [one.role, one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], one.effect === null ? "" : [one.effect, 3]])));
 }

@@ -1,6 +1,7 @@
 // Colours: eight for roles, told apart by all eyes (signs.py), stronger the higher the rung; one ramp for weights; a few for
 // heads side by side.
 
+import { el } from "./dom.js";
 import { store } from "./book.js";
 
 const COLOURS = ["#4b8796", "#f09600", "#8700d2", "#78b4c3", "#961e00", "#d24b0f", "#005a69", "#b469ff"];
@@ -22,6 +23,12 @@ export function roleColour(role, alpha = 1) {
   if (role === "unclear") return `hsl(220 8% ${isDark() ? 70 : 50}% / ${alpha})`;
   const [r, g, b] = parts(roleSign(role)[1]);
   return `rgb(${r} ${g} ${b} / ${alpha})`;
+}
+
+// A role's letters on its colour.
+export function roleMark(role) {
+  if (role === "unclear") return el("span", { class: "sign none", "aria-hidden": "true" }, "·");
+  return el("span", { class: "sign", "aria-hidden": "true", style: { background: roleColour(role), color: letterInk(role) } }, roleSign(role)[0]);
 }
 
 // Dark or light, whichever is read better on a role's colour.

@@ -1,6 +1,6 @@
 // Two heads side by side; or one head in two books.
 
-import { el, section, choice, grid, number, signed, say, brief } from "./dom.js";
+import { el, section, choice, tools, grid, number, signed, say, brief } from "./dom.js";
 import { state, change } from "./state.js";
 import { store, openSentence, openOther, bestHeads, describeRole } from "./book.js";
 import { headChoice } from "./card.js";
@@ -15,7 +15,7 @@ export async function compare(root) {
   const usual = one.nearest[0]?.[0] ?? bestHeads(2).find((head) => head !== one.address) ?? one.address;
   const two = store.other ? elsewhere : store.heads.get(state.other) ?? store.heads.get(usual);
   root.append(
-    el("div", { class: "tools" },
+    tools(
       headChoice("head", one.address, (head) => change({ head })),
       !store.other && headChoice("beside", two.address, (other) => change({ other })),
       el("label", { class: "choice" }, el("span", {}, "or the same head in another report"), el("input", { type: "file", accept: ".html,.json", "data-key": "other book", onchange: read })),
@@ -39,7 +39,7 @@ async function read(event) {
 function said(one, two, names) {
   const line = (name, tell) => [name, tell(one), tell(two)];
   return section("What they do", grid("Roles", ["", ...names], [
-    line("role", describeRole), line("shown on", (head) => head.on), line("evidence", (head) => head.rung), line("score", (head) => [head.score, 3]), line("by chance", (head) => [head.null, 3]),
+    line("role", describeRole), line("shown on", (head) => head.on), line("evidence", (head) => head.rung), line("score", (head) => [head.score, 3]), line("baseline", (head) => [head.null, 3]),
     line("interval", (head) => (head.interval ? `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}` : "–")), line("rests", (head) => head.rest.join(", ") || "no"),
     line("worth", (head) => [head.importance?.worth ?? null, 4]),
   ]));

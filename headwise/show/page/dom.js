@@ -39,6 +39,13 @@ export function choice(label, options, value, act, key) {
   return el("label", { class: "choice" }, el("span", {}, label), select);
 }
 
+// Controls: beside each other where there is room, folded away on a narrow screen.
+let controlsOpen = false;
+export function tools(...children) {
+  return el("details", { class: "fold", open: controlsOpen || globalThis.innerWidth > 500, ontoggle: (event) => { if (globalThis.innerWidth <= 500) controlsOpen = event.target.open; } },
+    el("summary", {}, "Controls"), el("div", { class: "tools" }, children));
+}
+
 // A switch with a label behind it.
 export function tick(label, on, act) {
   const box = el("input", { type: "checkbox", "data-key": label, checked: on, onchange: (event) => act(event.target.checked) });

@@ -1,7 +1,7 @@
 // The flow of one token through one layer: its vector goes into every head, each looks in its own way, their outputs stand
 // side by side, and W_O blends them. The wider a stream, the larger the head's share of what is written.
 
-import { el, svg, section, choice, grid, brief, number } from "./dom.js";
+import { el, svg, section, choice, tools, grid, brief, number } from "./dom.js";
 import { state, change } from "./state.js";
 import { store, openSentence } from "./book.js";
 import { CHOSEN, ink } from "./colour.js";
@@ -15,7 +15,7 @@ export async function flow(root) {
   const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.special.lastIndexOf(false);
   const heads = layer.heads.filter((head) => sight.has(head));
   root.append(
-    el("div", { class: "tools" },
+    tools(
       choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1 })),
       choice("layer", layers.map((one) => [one.address, one.address]), layer.address, (address) => change({ layer: address })),
       choice("token", sight.tokens.map((label, i) => [i, `${i} ${label}`]), token, (i) => change({ token: Number(i), level: "token" }))),

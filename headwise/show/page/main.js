@@ -1,6 +1,6 @@
 // The page: which view is shown, and what all of them share.
 
-import { el, number, say } from "./dom.js";
+import { el, number, press, say } from "./dom.js";
 import { state, change, onChange, readHash } from "./state.js";
 import { store, openBook } from "./book.js";
 import { isDark } from "./colour.js";
@@ -13,9 +13,24 @@ import { relations } from "./relations.js";
 import { curves } from "./curves.js";
 import { plan } from "./plan.js";
 import { claims, counted } from "./claims.js";
+import { glossary, listenWords } from "./words.js";
+import { savePicture } from "./picture.js";
 
-const VIEWS = { overview, sentence, card, flow, compare, relations, curves, plan, claims };
-const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Price", claims: "Claims" };
+const VIEWS = { overview, sentence, card, flow, compare, relations, curves, plan, claims, words: glossary };
+const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Price", claims: "Claims", words: "Words" };
+// One line that says what is seen.
+const SEEN = {
+  overview: "Every square is one head: layers from top to bottom, heads from left to right. Colour and letters are what it does; grey: nothing was found.",
+  sentence: "One sentence: arcs lead from each word to the words it looks at, in the heads that matter here.",
+  card: "One head: what it does, how sure that is, what it writes, what the model loses without it.",
+  flow: "One token on its way through one layer: into every head, and out as the sum of what they write.",
+  compare: "Two heads side by side.",
+  relations: "For each grammatical relation the head that follows it best, beside the best fixed distance.",
+  curves: "What is lost as heads, bits or caches are taken away.",
+  plan: "What every head costs: bits of its weights, its cache, and what less of either would lose.",
+  claims: "What guides say about heads, each put to a test.",
+  words: "Every word of this page, what it means and where it is told how its number is made.",
+};
 let turn = 0;
 
 // Draw the view that is asked for; the focus stays where it was, if that is still there.
@@ -39,6 +54,7 @@ async function render() {
   for (const old of main.childNodes) if (old !== fresh) before.push(old);
   for (const old of before) old.remove();
   if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  document.getElementById("seen").textContent = SEEN[view];
   document.title = `${NAMES[view]} – ${store.book.model.name || "Headwise"}`;
   main.dataset.view = view;
 }
@@ -46,7 +62,7 @@ async function render() {
 // The views that have something to show; a book of claims alone has one.
 function views() {
   const { heads, curves: cut, plan: priced, claims: tried } = store.book;
-  const filled = { curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0 };
+  const filled = { curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0, words: Object.keys(store.book.words ?? {}).length > 0 };
   return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tried.length === 0));
 }
 
@@ -54,6 +70,34 @@ function navigation(there, now) {
   document.getElementById("views").replaceChildren(...there.map((view) => el("button", {
     type: "button", "data-key": `view ${view}`, "aria-current": view === now ? "page" : null, onclick: () => change({ view }),
   }, NAMES[view])));
+}
+
+// A link to what is shown, and pictures of it.
+function acts() {
+  const link = async () => {
+    try {
+      await navigator.clipboard.writeText(location.href);
+      say("the link to this view was copied");
+    } catch {
+      say(`the link to this view: ${location.href}`);
+    }
+  };
+  document.getElementById("acts").replaceChildren(press("Link", link, { class: "small", title: "Copy a link to just this view" }),
+    ...["svg", "png"].map((kind) => press(kind.toUpperCase(), () => savePicture(kind), { class: "small", title: `Save a picture of this view as ${kind.toUpperCase()}` })));
+}
+
+// Said once, to those who come for the first time.
+function hello() {
+  const key = "headwise-was-here";
+  try {
+    if (localStorage.getItem(key)) return;
+    localStorage.setItem(key, "1");
+  } catch { /* a browser that keeps nothing says it each time */ }
+  if (!store.book.heads.length) return;
+  const found = store.book.heads.filter((head) => head.roles.length).length;
+  const line = el("p", { id: "hello", role: "note" }, `New here? This page shows what each of the ${number(store.book.heads.length)} attention heads of ${store.book.model.name || "the model"} does: for ${number(found)} of them something was found that held on texts it was not chosen on. Point at a square, or press it. Underlined words explain themselves. `,
+    press("Got it", () => line.remove(), { class: "small" }));
+  document.getElementById("seen").before(line);
 }
 
 function setTheme() {
@@ -84,13 +128,16 @@ async function begin() {
     return document.getElementById("main").replaceChildren(el("p", { class: "note error", role: "alert" }, `There is nothing to show: ${error.message}`));
   }
   facts();
+  acts();
+  hello();
+  listenWords();
   onChange(render);
   document.getElementById("theme").addEventListener("click", () => change({ theme: isDark() ? "light" : "dark" }));
   globalThis.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     if (state.view !== "overview") change({ view: "overview" });
-    else if (state.role || state.search || state.verdict) change({ role: "", search: "", verdict: "" });
+    else if (state.role || state.search || state.verdict || state.cheap) change({ role: "", search: "", verdict: "", cheap: "" });
     say("");
   });
   let waiting = 0;

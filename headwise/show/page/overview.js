@@ -1,9 +1,11 @@
 // All heads at once: layers × heads, drawn on one canvas; over it lie light buttons, which keyboards and readers find.
 
-import { el, section, choice, press, canvas, number, brief } from "./dom.js";
+import { el, section, choice, tools, press, canvas, number, brief } from "./dom.js";
 import { state, change } from "./state.js";
 import { store, describe, describeRole, openSentence, RUNGS } from "./book.js";
-import { roleColour, strength, ramp, ink } from "./colour.js";
+import { roleColour, roleMark, roleSign, letterInk, strength, ramp, ink } from "./colour.js";
+import { fewBits } from "./plan.js";
+import { word } from "./words.js";
 
 const SORTS = [["layer", "layers × heads"], ["score", "score"], ["rung", "evidence"], ["role", "role"], ["importance", "importance"],
   ["entropy", "entropy"], ["confidence", "confidence"], ["write share", "write share"]];
@@ -13,10 +15,11 @@ export async function overview(root) {
   const peek = el("aside", { class: "peek", "aria-label": "The head under the pointer", "aria-live": "polite" });
   const board = el("div", { class: "board" });
   root.append(
-    el("div", { class: "tools" },
+    tools(
       search(() => mark(board)),
       choice("role", [["", "all roles"], ...roles().map(([role, count]) => [role, `${role} (${count})`])], state.role, (role) => change({ role })),
-      choice("order", SORTS.filter(([key]) => key !== "importance" || store.book.importance), state.sort, (sort) => change({ sort })),
+      prices().length > 1 && choice("price", prices(), state.cheap, (cheap) => change({ cheap })),
+      choice("order", [...SORTS.filter(([key]) => key !== "importance" || store.book.importance), ...costs()], state.sort, (sort) => change({ sort })),
       choice("pictures", [["map", "maps of the sentence"], ["offsets", "weight by distance"]], picture(sight), (thumb) => change({ thumb })),
       store.sentences.length > 0 && choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 50)]), state.sentence,
         (place) => change({ sentence: Number(place) }))),
@@ -28,9 +31,26 @@ export async function overview(root) {
 }
 
 function search(act) {
-  const box = el("input", { type: "search", "data-key": "search", value: state.search, placeholder: "5.1, induction, sink …",
+  const box = el("input", { type: "search", "data-key": "search", value: state.search, placeholder: "5.1, induction, a word …",
     oninput: (event) => { change({ search: event.target.value }, true); act(); } });
   return el("label", { class: "choice" }, el("span", {}, "find"), box);
+}
+
+// Heads by what they cost: those a plan touches, those that few bits would not be noticed in.
+const CHEAP = {
+  free: ({ price }) => price?.costs.length > 0 && price.costs.every(({ low, high }) => low <= 0 && high >= 0),
+  dear: ({ price }) => price?.costs.some(({ low }) => low > 0),
+  cut: ({ price }) => price?.cut, bits: ({ price }) => price && fewBits(price), cache: ({ price }) => price?.cache?.less,
+};
+const CHEAP_NAMES = { free: "few bits cost nothing that could be measured", dear: "few bits cost something", cut: "cut by the plan", bits: "at few bits", cache: "its cache keeps less" };
+
+function prices() {
+  return [["", "all prices"], ...Object.keys(CHEAP).filter((key) => store.book.heads.some(CHEAP[key])).map((key) => [key, CHEAP_NAMES[key]])];
+}
+
+// Orders by what a part costs at few bits.
+function costs() {
+  return (store.book.heads[0]?.price?.costs ?? []).map(({ part, bits }) => [`price ${part} ${bits}`, `price of ${part} at ${bits} bits`]);
 }
 
 function picture(sight) {
@@ -52,7 +72,7 @@ function rows() {
   const key = {
     score: (head) => -(head.score ?? -1), rung: (head) => -RUNGS.indexOf(head.rung) - (head.score ?? 0) / 10,
     importance: (head) => -(head.importance?.worth ?? -Infinity),
-  }[state.sort] ?? ((head) => -(head.measures[state.sort] ?? -Infinity));
+  }[state.sort] ?? (state.sort.startsWith("price ") ? (head) => -(costOf(head) ?? -Infinity) : null) ?? ((head) => -(head.measures[state.sort] ?? -Infinity));
   const ordered = state.sort === "role" ? shown.sort((a, b) => a.role.localeCompare(b.role)) : shown.sort((a, b) => key(a) - key(b));
   const wide = Math.max(8, Math.min(32, Math.ceil(Math.sqrt(ordered.length * 1.6))));
   const made = [];
@@ -61,11 +81,16 @@ function rows() {
   return made;
 }
 
+function costOf(head) {
+  const [, part, bits] = state.sort.split(" ");
+  return head.price?.costs.find((one) => one.part === part && one.bits === Number(bits))?.more;
+}
+
 function draw(board, sight) {
   const lines = rows();
   const widest = Math.max(1, ...lines.map((line) => (state.sort === "layer" ? numberOf(line.heads.at(-1)) + 1 : line.heads.length)));
-  const room = Math.max(320, board.clientWidth - 52);
-  const size = Math.max(18, Math.min(84, Math.floor(room / widest), Math.max(46, Math.floor(1500 / lines.length))));
+  const room = Math.max(280, board.clientWidth - 64);
+  const size = Math.max(24, Math.min(84, Math.floor(room / widest), Math.max(46, Math.floor(1500 / lines.length))));
   const wide = widest * size, high = Math.max(size, lines.length * size);
   const [picture_, pen] = canvas(wide, high, { class: "under", "aria-hidden": "true" });
   const sheet = el("div", { class: "sheet", role: "grid", "aria-label": `${store.book.heads.length} heads`, "aria-rowcount": lines.length,
@@ -86,7 +111,8 @@ function draw(board, sight) {
   const numbers = state.sort === "layer" && el("div", { class: "line numbers", "aria-hidden": "true", style: { "--cell": `${size}px`, "--wide": widest } },
     el("span", { class: "name" }, ""), Array.from({ length: widest }, (_, x) => el("span", {}, String(x))));
   sheet.prepend(picture_);
-  board.replaceChildren(...[numbers, sheet].filter(Boolean));
+  const across = el("p", { class: "axis-name", "aria-hidden": "true" }, state.sort === "layer" ? "↓ layer, → head" : `in order of ${state.sort}, ↓ place`);
+  board.replaceChildren(...[across, numbers, sheet].filter(Boolean));
   const first = sheet.querySelector(`[data-head="${CSS.escape(state.head)}"]`) ?? sheet.querySelector(".cell");
   first?.setAttribute("tabindex", "0");
 }
@@ -120,15 +146,43 @@ function pictures(sight) {
 }
 
 function paint(pen, head, x, y, size, scale) {
-  pen.fillStyle = roleColour(head.role, strength(head.rung));
-  pen.fillRect(x + 1, y + 1, size - 2, size - 2);
+  ground(pen, head, x, y, size);
   const rim = Math.max(2, Math.round(size * 0.09)), inner = (size - 2 - 2 * rim) * scale.sizeOf(head);
   const left = x + (size - inner) / 2, top = y + (size - inner) / 2;
-  if (scale.bars) return bars(pen, head, left, top, inner);
-  const from = scale.places.get(head.address);
-  if (!from) return;
-  pen.imageSmoothingEnabled = inner < scale.each;
-  pen.drawImage(scale.atlas, from[0], from[1], scale.each, scale.each, left, top, inner, inner);
+  const from = scale.bars ? null : scale.places.get(head.address);
+  if (scale.bars) bars(pen, head, left, top, inner);
+  else if (from) {
+    pen.imageSmoothingEnabled = inner < scale.each;
+    pen.drawImage(scale.atlas, from[0], from[1], scale.each, scale.each, left, top, inner, inner);
+  }
+  plate(pen, head, x, y, size);
+}
+
+// A band for each role, three at most; the stronger its colour, the better the evidence.
+function ground(pen, head, x, y, size) {
+  const there = head.roles.slice(0, 3), wide = (size - 2) / Math.max(1, there.length);
+  if (!there.length) {
+    pen.fillStyle = roleColour("unclear", strength("unclear"));
+    pen.fillRect(x + 1, y + 1, size - 2, size - 2);
+  }
+  there.forEach((role, place) => {
+    const rung = head.supports.find((one) => one.role === role)?.rung ?? head.rung;
+    pen.fillStyle = roleColour(role, strength(rung));
+    pen.fillRect(x + 1 + place * wide, y + 1, wide, size - 2);
+  });
+}
+
+// The letters of its first role; a + where it has more.
+function plate(pen, head, x, y, size) {
+  if (!head.roles.length) return;
+  const high = Math.max(8, Math.min(13, size * 0.27)), letters = roleSign(head.role)[0] + (head.roles.length > 1 ? "+" : "");
+  pen.font = `600 ${high}px system-ui, sans-serif`;
+  const wide = pen.measureText(letters).width + 4;
+  pen.fillStyle = roleColour(head.role);
+  pen.fillRect(x + 1, y + 1, wide, high + 3);
+  pen.fillStyle = letterInk(head.role);
+  pen.textBaseline = "top";
+  pen.fillText(letters, x + 3, y + 2.5);
 }
 
 function bars(pen, head, left, top, inner) {
@@ -170,14 +224,24 @@ function hasRole(head, role) {
   return head.role === role || head.roles.includes(role);
 }
 
+// All words that are told of a head, its story and cases too; put together once.
+const haystacks = new Map();
+function haystack(head) {
+  if (!haystacks.has(head)) {
+    const texts = [...head.cases.flatMap((one) => one.examples), ...head.hardest].map((one) => one.parts.map(([, text]) => text).join(""));
+    const names = [head.address, head.role, head.detail, head.rung, ...head.rest, ...head.supports.map((one) => one.role)];
+    haystacks.set(head, [...names, ...head.story.map(([, text]) => text), ...texts].join(" ").toLowerCase());
+  }
+  return haystacks.get(head);
+}
+
 // What does not match steps back; nothing is drawn anew.
 function mark(board) {
-  const wanted = state.search.trim().toLowerCase();
+  const wanted = state.search.trim().toLowerCase(), priced = CHEAP[state.cheap];
   for (const cell of board.querySelectorAll(".cell")) {
     const head = store.heads.get(cell.dataset.head);
-    const words = [head.address, head.role, head.detail, head.rung, ...head.rest, ...head.supports.map((one) => one.role)].join(" ").toLowerCase();
-    const fits = (!state.role || hasRole(head, state.role)) && (!wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : words.includes(wanted)));
-    cell.classList.toggle("dim", !fits);
+    const found = !wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : haystack(head).includes(wanted));
+    cell.classList.toggle("dim", !(found && (!state.role || hasRole(head, state.role)) && (!priced || priced(head))));
     cell.classList.toggle("here", head.address === state.head);
   }
 }
@@ -186,11 +250,11 @@ function tell(peek, head) {
   if (head === null) return peek.replaceChildren(el("p", { class: "note" }, "Point at a head, or walk through the grid with the arrow keys. Enter opens its card."));
   const [first] = head.cases, examples = first?.examples ?? [], seen = examples.find((one) => one.hit) ?? examples[0] ?? head.hardest[0];
   peek.replaceChildren(...[
-    el("h2", {}, `${head.address} `, el("span", { class: "role", style: { color: roleColour(head.role) } }, describeRole(head))),
+    el("h2", {}, `${head.address} `, (head.roles.length ? head.roles : ["unclear"]).slice(0, 3).map(roleMark), ` ${describeRole(head)}`),
     head.on && el("p", {}, `shown on ${head.on}`),
-    el("p", {}, `${head.rung}${head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.null, 2)} by chance`}`),
-    head.rest.length > 0 && el("p", {}, `rests: ${head.rest.join(", ")}`),
-    head.importance && el("p", {}, `worth ${number(head.importance.worth, 4)}`),
+    el("p", {}, word(head.rung), head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.null, 2)}, its `, head.score === null ? "" : word("baseline")),
+    head.rest.length > 0 && el("p", {}, word("rests"), ": ", head.rest.flatMap((one, i) => [i ? ", " : "", word(one)])),
+    head.importance && el("p", {}, word("worth"), ` ${number(head.importance.worth, 4)}`),
     seen && el("p", { class: "context" }, seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))),
     press("Open its card", () => change({ head: head.address, view: "card" }), { class: "small" }),
   ].filter(Boolean));
@@ -202,9 +266,9 @@ function legend() {
     el("ul", { class: "legend" }, roles().map(([role, count]) => el("li", {},
       el("button", { type: "button", "aria-pressed": String(state.role === role), "data-key": `legend ${role}`,
         onclick: () => change({ role: state.role === role ? "" : role }) },
-        sample({ background: roleColour(role) }), ` ${role} `, el("small", {}, count))))),
+        roleMark(role), ` ${role} `, el("small", {}, count))))),
     el("p", { class: "note" }, "The stronger the colour, the better the evidence:"),
-    el("ul", { class: "rungs" }, RUNGS.map((rung) => el("li", {}, sample({ background: roleColour("induction", strength(rung)) }), ` ${rung}`))),
+    el("ul", { class: "rungs" }, RUNGS.map((rung) => el("li", {}, sample({ background: rung === "unclear" ? roleColour(rung, 0.3) : roleColour("induction", strength(rung)) }), " ", word(rung)))),
     store.book.importance && el("p", { class: "note" }, "The larger the picture, the more is lost without the head."),
     el("p", { class: "note" }, state.thumb === "map" && store.sentences.length ? "Pictures: rows look at columns; the darker (lighter on a dark page), the harder." : "Pictures: mean weight at each distance, far back on the left, oneself " + (ahead() ? "in the middle, ahead on the right." : "on the right.")));
 }

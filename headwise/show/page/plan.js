@@ -26,7 +26,7 @@ function looks() {
   return made;
 }
 
-const fewBits = ({ bits }) => bits !== null && (bits.qk < 32 || bits.vo < 32);
+export const fewBits = ({ bits }) => bits !== null && (bits.qk < 32 || bits.vo < 32);
 
 function treated(price) {
   if (price.cut) return { sign: "✕", kind: "cut" };
@@ -41,7 +41,7 @@ function board(sight, name) {
   const widest = Math.max(1, ...store.book.heads.map((head) => head.head + 1));
   const rows = store.book.model.layers.map((layer) => el("div", { class: "prices", role: "row", style: { "--wide": widest } }, el("span", { class: "name", role: "rowheader" }, layer.address),
     layer.heads.map((address) => cell(store.heads.get(address), sight, most, colours))));
-  return el("div", { class: "scroll tall", role: "grid", "aria-label": `${name}, every head` }, rows);
+  return el("div", {}, el("p", { class: "axis-name", "aria-hidden": "true" }, "↓ layer, → head"), el("div", { class: "scroll tall", role: "grid", "aria-label": `${name}, every head` }, rows));
 }
 
 function cell(head, sight, most, colours) {

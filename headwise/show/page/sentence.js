@@ -1,9 +1,9 @@
 // One sentence: arcs from who looks to who is looked at, a map that can be pinned, and the next word.
 
-import { el, svg, section, choice, tick, press, grid, brief, visible, say } from "./dom.js";
+import { el, svg, section, choice, tick, tools, press, grid, brief, visible, say } from "./dom.js";
 import { state, change } from "./state.js";
 import { store, openSentence, chosenHeads } from "./book.js";
-import { CHOSEN } from "./colour.js";
+import { CHOSEN, roleMark } from "./colour.js";
 import { heatMap } from "./heat.js";
 import { barList } from "./chart.js";
 import { livePanel, whyPanel } from "./live.js";
@@ -14,14 +14,19 @@ export async function sentence(root) {
   const sight = await openSentence(state.sentence);
   if (store.live) root.append(livePanel());
   if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence here yet."));
-  const words = state.level === "word", heads = chosenHeads(sight);
+  const words = state.level === "word", tokenOf = (at) => (words && at >= 0 ? sight.tokensOf[at].at(-1) : at);
+  const pick = (at) => chosenHeads(sight, tokenOf(at)), chips = el("div", { class: "picked" });
+  const fill = (heads) => chips.replaceChildren(headChips(sight, heads));
+  const heads = pick(state.token);
+  fill(heads);
   root.append(
-    el("div", { class: "tools" },
+    tools(
       choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
       choice("level", [["token", "tokens"], ["word", "words"]], state.level, (level) => change({ level, token: -1, pin: "" })),
-      tick("weighted by what is fetched", state.valued, (valued) => change({ valued }))),
-    headChips(sight, heads),
-    el("div", { class: "stack" }, arcs(sight, heads, words), el("div", { class: "pair" }, mapSection(sight, heads, words), nextWord(sight))));
+      tick("weighted by what is fetched", state.valued, (valued) => change({ valued })),
+      tick("show resting places", state.rests, (rests) => change({ rests }))),
+    chips,
+    el("div", { class: "stack" }, arcs(sight, pick, words, fill), el("div", { class: "pair" }, mapSection(sight, heads, words), nextWord(sight))));
 }
 
 function headChips(sight, heads) {
@@ -32,13 +37,15 @@ function headChips(sight, heads) {
     else if (wanted) say(`there is no head ${wanted} here`);
   };
   return el("div", { class: "chips tools", role: "group", "aria-label": "Heads shown" },
+    !state.heads && el("span", { class: "note" }, "heads that matter here:"),
     heads.map((head, place) => el("span", { class: "chip", style: { "--chip": CHOSEN[place] } },
-      el("button", { type: "button", title: "Open its card", onclick: () => change({ view: "card", head }) }, `${head} ${store.heads.get(head)?.role ?? ""}`),
+      el("button", { type: "button", title: "Open its card", onclick: () => change({ view: "card", head }) }, roleMark(store.heads.get(head)?.role ?? "unclear"), ` ${head} ${store.heads.get(head)?.role ?? ""}`),
       el("button", { type: "button", "aria-label": `Show ${head} no more`, onclick: () => set(heads.filter((one) => one !== head)) }, "×"))),
     el("label", { class: "choice" }, el("span", {}, "add head"), el("input", { size: "7", placeholder: "5.1", "data-key": "add head", onchange: add })));
 }
 
-function arcs(sight, heads, words) {
+function arcs(sight, pick, words, told) {
+  let heads = pick(state.token);
   const labels = sight.labels(words);
   const drawing = svg("svg", { height: 150, width: 10, role: "img", "aria-label": "Arcs from each word to those it looks at" });
   const where = el("div", { class: "pair" });
@@ -50,11 +57,15 @@ function arcs(sight, heads, words) {
   const show = (active) => {
     if (active === shown) return;
     shown = active;
+    if (active >= 0) { // the heads that matter from the word last pointed at
+      heads = pick(active);
+      told(heads);
+    }
     places ??= buttons.map((button) => button.offsetLeft + button.offsetWidth / 2);
     paintArcs(drawing, sight, heads, words, active, places, row.offsetWidth);
     const strongest = active < 0 || heads.length === 0 ? null : sight.row(heads[0], active, words, state.valued);
     buttons.forEach((button, j) => {
-      const part = strongest ? Math.round(Math.sqrt(strongest[j]) * 70) : 0;
+      const part = strongest && (state.rests || !sight.rests(active, j, words)) ? Math.round(Math.sqrt(strongest[j]) * 70) : 0;
       button.style.background = part ? `color-mix(in srgb, ${CHOSEN[0]} ${part}%, var(--paper))` : "";
     });
     if (active >= 0) where.replaceChildren(...looksOf(sight, heads, words, active)); // and it stays: nothing jumps
@@ -75,6 +86,7 @@ function arcs(sight, heads, words) {
   requestAnimationFrame(() => show(state.token));
   return section(words ? "Words and what they look at" : "Tokens and what they look at", strip,
     el("p", { class: "note" }, `Point at a ${words ? "word" : "token"} to see where each head looks from it; press to keep it.`
+      + (state.rests ? "" : " Looks at resting places (the first token, special ones, itself) are left out.")
       + (sight.whole ? "" : ` Of ${sight.n} tokens the ${sight.perRow} strongest looks of each are kept.`)
       + (sight.cutFrom ? ` The text has ${sight.cutFrom} tokens; the first ${sight.n} are shown.` : "")), where);
 }
@@ -84,7 +96,7 @@ function paintArcs(drawing, sight, heads, words, active, places, wide) {
   heads.forEach((head, place) => {
     const rows = active < 0 ? places.keys() : [active];
     for (const i of rows) sight.row(head, i, words, state.valued).forEach((weight, j) => {
-      if (weight >= (active < 0 ? FAINT : 0.02)) found.push([weight, i, j, place]);
+      if (weight >= (active < 0 ? FAINT : 0.02) && (state.rests || !sight.rests(i, j, words))) found.push([weight, i, j, place]);
     });
   });
   found.sort((a, b) => b[0] - a[0]);
@@ -101,8 +113,8 @@ function paintArcs(drawing, sight, heads, words, active, places, wide) {
 // Two tables: the chosen heads, and those of all heads that look hardest from here.
 function looksOf(sight, heads, words, i) {
   const labels = sight.labels(words);
-  const best = (head) => [...sight.row(head, i, words, state.valued)].map((weight, j) => [weight, j]).sort((a, b) => b[0] - a[0]).slice(0, 3);
-  const told = (pairs) => pairs.filter(([weight]) => weight > 0).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ");
+  const best = (head) => [...sight.row(head, i, words, state.valued)].map((weight, j) => [weight, j]).filter(([, j]) => state.rests || !sight.rests(i, j, words)).sort((a, b) => b[0] - a[0]).slice(0, 3);
+  const told = (pairs) => pairs.filter(([weight]) => weight > 0).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ") || "rests";
   const hardest = sight.hardest(i, 8, words, state.valued);
   return [
     grid(`Where “${labels[i]}” looks`, ["head", "role", "looks at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", told(best(head))])),

@@ -104,6 +104,30 @@ export class Sight {
     return j === 0 || i === j || this.special[first];
   }
 
+  // Heads in the order in which they matter, from one token or on the whole sentence: how hard each looks anywhere but at
+  // resting places, times its share of what its layer writes there.
+  matters(token = -1) {
+    this.order ??= new Map();
+    if (this.order.has(token)) return this.order.get(token);
+    const n = this.n, from = Math.max(0, token), to = token < 0 ? n : token + 1;
+    const scored = this.heads.map((head, h) => {
+      let sum = 0;
+      for (let i = from; i < to; i++) {
+        const each = this.whole ? n : this.perRow, start = (h * n + i) * each;
+        let most = 0;
+        for (let e = 0; e < each; e++) {
+          const j = this.whole ? e : this.columns[start + e], byte = (this.whole ? this.maps : this.weights)[start + e];
+          if (byte > most && j !== 0 && j !== i && !this.special[j]) most = byte;
+        }
+        sum += WEIGHT[most] * this.shares[h * n + i];
+      }
+      return [head, sum];
+    });
+    const made = scored.sort((a, b) => b[1] - a[1]).map(([head]) => head);
+    this.order.set(token, made);
+    return made;
+  }
+
   // The heads in which a token looks hardest at another one: [head, place, weight].
   hardest(i, count, words, valued) {
     const found = [];

@@ -2,7 +2,7 @@
 
 const START = {
   view: "overview", head: "", other: "", sentence: 0, level: "token", valued: false, token: -1, heads: "", role: "",
-  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", verdict: "", claim: "", price: "", theme: "",
+  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", verdict: "", claim: "", price: "", cheap: "", word: "", rests: false, theme: "",
 };
 export const state = { ...START };
 const listeners = [];
@@ -13,7 +13,7 @@ export function onChange(listener) {
 
 // Change something and tell everyone. `quiet`: nobody has to be told. Another view, head or claim is a step one can go back from.
 export function change(patch, quiet = false) {
-  const step = ["view", "head", "other", "claim"].some((key) => key in patch && patch[key] !== state[key]);
+  const step = ["view", "head", "other", "claim", "word"].some((key) => key in patch && patch[key] !== state[key]);
   Object.assign(state, patch);
   const hash = `#${writeHash(state)}`;
   if (hash !== location.hash) history[step ? "pushState" : "replaceState"](null, "", hash);
