@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.change.report import held_bytes
 from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
@@ -20,6 +19,7 @@ from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.cache import ALL
+from headwise.spec.layout import held_bytes
 
 SAMPLE = {"rows": 64, "longest": 64}  # what heads are compared on
 NEAREST = 5  # heads that look alike, of each
