@@ -35,6 +35,7 @@ from headwise.cli import (
     why,
 )
 from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
+from headwise.cli.shell.pressed import noticed
 from headwise.errors import HeadwiseError
 
 VERBS = (
@@ -70,9 +71,14 @@ def _options(
 
 
 def main() -> None:
-    """Run a verb; an error a person can put right is one line, not a traceback."""
-    try:
-        app(prog_name="headwise")
-    except HeadwiseError as error:
-        print(f"headwise: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Run a verb; an error a person can put right is one line, not a traceback; Ctrl-C ends with 130, as a shell expects."""
+    with noticed() as pressed:
+        try:
+            app(prog_name="headwise")
+        except HeadwiseError as error:
+            if pressed:  # not an error of theirs: what was being read when it was pressed is whole
+                sys.exit(130)
+            print(f"headwise: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:  # pressed before a verb had begun
+            sys.exit(130)

@@ -30,6 +30,16 @@ def run(
     temperature: Annotated[float, typer.Option(help="Of the logits.")] = 2.0,
     alpha: Annotated[float, typer.Option(help="The share of the teacher's logits, beside the text.")] = 0.9,
     pairs: Annotated[str, typer.Option(help="Which heads belong together: order, best, or 0.0:1.1,0.1:3.2.")] = "best",
+    text_weight: Annotated[
+        float | None, typer.Option(help="Of the text itself; none: 1 − alpha beside logits, else 1.")
+    ] = None,
+    hidden_layers: Annotated[
+        str | None, typer.Option(help="For hidden, student:teacher: 0:2,1:5; none: spread evenly.")
+    ] = None,
+    relation_layers: Annotated[
+        str | None, typer.Option(help="For qkv, student:teacher: 1:5; none: the last of each.")
+    ] = None,
+    relation_heads: Annotated[int | None, typer.Option(help="For qkv, into how many heads channels are split.")] = None,
     keep: Annotated[Path | None, typer.Option(help="A folder for the teacher's logits, for a second run.")] = None,
     valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps.")] = None,
@@ -63,9 +73,14 @@ def run(
     numbers = given(steps=steps, batch=batch, context=context, rate=rate, warmup=warmup, precision=precision)
     recipe = replace(Recipe() if text else LITTLE, **numbers, seed=seed)
     folder = out or Path("runs") / f"distil-{Path(teacher).name}"
+    lesson = given(
+        text=text_weight, relation_heads=relation_heads,
+        layers=None if hidden_layers is None else _layers(hidden_layers),
+        relation_layers=None if relation_layers is None else _one_pair(relation_layers),
+    )  # fmt: skip
     made = distil(
         learner, loaded, text or None, recipe, by=_weights(by), out=folder, valid=valid, keep=keep,
-        device=device, temperature=temperature, alpha=alpha, pairs=_pairs(pairs),
+        device=device, temperature=temperature, alpha=alpha, pairs=_pairs(pairs), **lesson,
     )  # fmt: skip
     told = {**made.to_dict(), "by": by, "teacher": loaded.spec.parameters}
     if as_json:
@@ -93,3 +108,28 @@ def _weights(text: str) -> dict[str, float]:
 def _pairs(text: str) -> str | list[tuple[str, ...]]:
     """`order`, `best`, or pairs of heads."""
     return [tuple(pair.split(":")) for pair in text.split(",")] if ":" in text else text
+
+
+def _layers(text: str) -> list[tuple[int, int]]:
+    """`0:2,1:5`: layers of the student, each with the teacher's."""
+    from headwise.errors import HeadwiseError
+
+    try:
+        made = [tuple(int(number) for number in pair.split(":")) for pair in text.split(",")]
+    except ValueError:
+        made = []
+    if not made or any(len(pair) != 2 for pair in made):
+        raise HeadwiseError(
+            f"layers are pairs of numbers, the student's and the teacher's, as in 0:2,1:5; got {text!r}."
+        )
+    return [(pair[0], pair[1]) for pair in made]
+
+
+def _one_pair(text: str) -> tuple[int, int]:
+    """`1:5`: one layer of each."""
+    from headwise.errors import HeadwiseError
+
+    pairs = _layers(text)
+    if len(pairs) > 1:
+        raise HeadwiseError(f"relations are learned in one layer, as in --relation-layers 1:5; got {text!r}.")
+    return pairs[0]

@@ -1,6 +1,7 @@
 """headwise sensitivity: what few bits cost, head by head."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def run(
         raise HeadwiseError(f"bits are numbers with commas between, 4,3; got {bits!r}.")
     loaded: Any = load(model)
     texts = read_on(loaded, Corpus.named(text, None), length).first(limit)
-    with going_on(), show_progress() as progress:
+    with going_on() if out is not None else nullcontext(), show_progress() as progress:
         found = sensitivity(
             loaded, texts, bits=[int(one) for one in bits.split(",")], parts=[one.strip() for one in parts.split(",")],
             heads=heads, group=group, basis=basis, longest=length, out=out,  # pyright: ignore[reportArgumentType]

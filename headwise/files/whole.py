@@ -1,5 +1,6 @@
 """Writing whole or not at all: a file or a folder takes its place only when all of it is on the disk."""
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 
 from headwise.errors import HeadwiseError
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 EXPORTED = "headwise-export.json"  # lies in every folder that was exported, so that it may be replaced
 
 
@@ -57,7 +59,7 @@ def whole_file_of(path: str | Path, is_ours: Callable[[Path], bool], what: str) 
     except OSError as error:
         raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 @contextmanager
@@ -83,22 +85,42 @@ def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
         raise HeadwiseError(f"{folder} could not be written ({error}); nothing was changed.") from error
     finally:
         if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
+            _remove(new)
+
+
+def _remove(folder: Path) -> None:
+    """Take a folder away, also if Ctrl-C is pressed meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _take_place(new: Path, folder: Path) -> None:
-    """Put the new folder where the old one is; if that fails, the old one goes back."""
+    """Put the new folder where the old one is; the old one is then where the new one was, or gone."""
     if not folder.exists():
         new.rename(folder)
-        return
-    old = new.with_name(new.name + "-old")
-    folder.rename(old)
+    elif not _exchange(new, folder):
+        old = new.with_name(new.name + "-old")
+        try:
+            folder.rename(old)
+            new.rename(folder)
+        finally:  # after an error, or Ctrl-C in between, the old one goes back
+            if old.exists():
+                if folder.exists():
+                    _remove(old)
+                else:
+                    old.rename(folder)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step, so that there is no moment without either; False where that cannot be."""
     try:
-        new.rename(folder)
-    except OSError:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # not Linux, or an old one
+        return False
+    return swap(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
 
 
 def _flush(folder: Path) -> None:

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from headwise.errors import HeadwiseError
 from headwise.progress import Progress
 from headwise.train.progress import Now
 
@@ -37,8 +36,9 @@ def show_progress() -> Iterator[Progress]:
 
 @contextmanager
 def going_on() -> Iterator[None]:
-    """Ctrl-C in work that can be gone on with: one line that says so, instead of a traceback."""
+    """Ctrl-C in work that can be gone on with: one line that says so, and the end that a shell expects."""
     try:
         yield
     except KeyboardInterrupt:
-        raise HeadwiseError("stopped; what is finished is kept, and running the same again goes on.") from None
+        print("headwise: stopped; what is finished is kept, and running the same again goes on.", file=sys.stderr)
+        sys.exit(130)

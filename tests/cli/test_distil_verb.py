@@ -62,6 +62,31 @@ def test_a_student_that_is_there(files: Path) -> None:
     assert "the teacher of kind decoder" in headwise(*how, "--student", files / "encoder").refused
 
 
+def test_layers_and_weights_are_chosen(files: Path) -> None:
+    """What a lesson can be told in Python it can be told here; the run's own file says what was learned from."""
+    how = (
+        "distil",
+        files / "teacher",
+        files / "text.txt",
+        "--layers",
+        1,
+        *SHORT,
+        "--by",
+        "hidden,qkv",
+        "--text-weight",
+        0.25,
+    )
+    chosen = ("--hidden-layers", "0:1", "--relation-layers", "0:0", "--relation-heads", 2)
+    assert headwise(*how, *chosen, "--out", files / "run").code == 0
+    noted = json.loads(json.loads((files / "run" / "run.json").read_text())["loss"])
+    assert (noted["layers"], noted["relation_layers"], noted["relation_heads"]) == ([[0, 1]], [0, 0], 2)
+    assert noted["text"] == 0.25
+    wrong = (*how, "--out", files / "wrong")
+    assert "as in 0:2,1:5; got '0-1'" in headwise(*wrong, "--hidden-layers", "0-1").refused
+    assert "in one layer" in headwise(*wrong, "--relation-layers", "0:0,0:1").refused
+    assert "must be 0 or more" in headwise(*wrong, "--text-weight", -1).refused
+
+
 def test_ctrl_c_saves_and_the_same_again_goes_on(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ("--layers", 1, "--json", "--steps", 9, *SHORT[2:])
     how = ("distil", files / "teacher", files / "text.txt", *short, "--out")

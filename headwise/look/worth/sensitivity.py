@@ -282,8 +282,13 @@ def _resumed(path: Path, about: dict[str, Any]) -> Known:
 
 
 def _keep(path: str | Path | None, one: AtBits, lost: list[list[float]]) -> None:
-    if path is not None:
+    """One more line, on the disk at once."""
+    if path is None:
+        return
+    try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(one) | {"lost": lost}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+    except OSError as error:
+        raise HeadwiseError(f"{path} could not be written ({error}); answers that are in it are kept.") from error
