@@ -88,9 +88,10 @@ class RowSampler(Measure):
             )
         self._called.add(seen.site)
         if here:
-            self.maps.append(_by_head(rows_of(seen, places)[:, here]))
-            self.v.append(_by_head(spread(seen.v, seen.terms.groups)[:, here][:, :, places]))
-            self.z.append(_by_head(seen.z[:, here][:, :, places]))
+            first = call.scene.batch.first
+            self.maps.append(_by_head(_rows_of_texts(seen, places, first)[:, here]))
+            self.v.append(_by_head(_at(spread(seen.v, seen.terms.groups)[:, here], places, first)))
+            self.z.append(_by_head(_at(seen.z[:, here], places, first)))
 
 
 def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> SampledRows:
@@ -103,6 +104,28 @@ def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Addr
 def _by_head(x: Tensor) -> Tensor:
     """Texts one after the other, heads first, in at least float32: (B, h, r, ·) → (h, B·r, ·)."""
     return x.transpose(0, 1).flatten(1, 2).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _at(x: Tensor, places: list[int], first: Tensor) -> Tensor:
+    """What stands at some places of each text, counted from its first token: (B, h, T, e) → (B, h, r, e)."""
+    if not bool(first.any()):
+        return x[:, :, places]
+    rows = first[:, None] + torch.tensor(places, device=first.device)  # (B, r)
+    return x.gather(2, rows[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+
+def _rows_of_texts(seen: Seen, places: list[int], first: Tensor) -> Tensor:
+    """`rows_of` places counted from each text's first token, whose key has column 0."""
+    begins = first.tolist()
+    if not any(begins):
+        return rows_of(seen, places)
+    rows = sorted({begin + place for begin in begins for place in places})
+    made = rows_of(seen, rows)  # (B, H, n, S + 1)
+    texts = []
+    for text, begin in zip(made, begins, strict=True):
+        own = text[:, [rows.index(begin + place) for place in places]]  # (H, r, S + 1)
+        texts.append(torch.cat((own[..., :-1].roll(-begin, -1), own[..., -1:]), -1))
+    return torch.stack(texts)
 
 
 def rows_of(seen: Seen, places: list[int]) -> Tensor:

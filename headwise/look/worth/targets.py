@@ -53,9 +53,7 @@ class TargetBatch:
         """The same, asked for nothing at the first so many places: what a head that forgets cannot have forgotten yet."""
         if not tokens or self.targets is None:
             return self
-        targets = self.targets.clone()
-        targets[:, :tokens] = IGNORE
-        return replace(self, targets=targets)
+        return replace(self, targets=self.targets.masked_fill(self.real.cumsum(1) <= tokens, IGNORE))
 
     @cached_property
     def counts(self) -> Tensor:
@@ -99,24 +97,25 @@ class TargetBatch:
 
 
 def ask(model: AnyModel, batch: Batch, metric: Metric = "loss") -> TargetBatch:
-    """What a model is asked on a batch padded on the right: next tokens (all, or the last), hidden tokens, or its state."""
+    """What a model is asked on a batch: next tokens (all, or the last), hidden tokens, or its state."""
     units = tuple(unit.number for unit in batch.units)
-    padding = None if batch.whole else batch.real
     check_askable(model, metric)
+    # What stands behind a text is never seen where a model reads forwards: no mask, and the plain causal kernel.
+    unseen = model.spec.kind != "encoder" and not bool(batch.first.any())
+    padding = None if batch.whole or unseen else batch.real
     if model.output is None:
-        seen = padding if model.spec.kind == "encoder" else None
-        return TargetBatch(batch.ids, batch.real, None, seen, units, batch.source, batch.source_padding)
+        return TargetBatch(batch.ids, batch.real, None, padding, units, batch.source, batch.source_padding)
     if model.spec.kind == "encoder":
         ids, targets = _hide(model, batch)
         return TargetBatch(ids, batch.real, targets, padding, units)
-    targets = batch.ids[:, 1:].masked_fill(~batch.real[:, 1:], IGNORE)  # (B, T − 1)
+    # Nobody reads a text's last token to guess another, so it is not read at all.
+    asks = batch.real[:, :-1] & batch.real[:, 1:]  # (B, T − 1): a token, and one behind it
+    targets = batch.ids[:, 1:].masked_fill(~asks, IGNORE)  # (B, T − 1)
     if metric == "last":
-        last = (targets != IGNORE).sum(1, keepdim=True) - 1  # (B, 1)
-        places = torch.arange(targets.shape[1], device=last.device)
-        targets = targets.masked_fill(places != last, IGNORE)
-    # Nobody reads a text's last token to guess another, so it is not read at all. And what stands behind a text is never
-    # seen where a model reads forwards: no mask, and the plain causal kernel.
-    return TargetBatch(batch.ids[:, :-1], batch.real[:, 1:], targets, None, units, batch.source, batch.source_padding)
+        behind = asks.flip(1).cumsum(1).flip(1)  # (B, T − 1): how many are asked for from here on
+        targets = targets.masked_fill(behind != 1, IGNORE)
+    padding = None if padding is None else padding[:, :-1]
+    return TargetBatch(batch.ids[:, :-1], asks, targets, padding, units, batch.source, batch.source_padding)
 
 
 def askable_units(model: AnyModel, reading: Iterable[Unit]) -> Iterator[Unit]:

@@ -146,7 +146,8 @@ def _read(
 ) -> None:
     """Run a batch and hand every head's rows, and those of the random projections, to whoever fits or tests."""
     rows = torch.tensor([row for row, unit in enumerate(batch.units) for _ in labels[unit.number].places])
-    places = torch.tensor([p for unit in batch.units for p in labels[unit.number].places])
+    begins = zip(batch.units, batch.first.tolist(), strict=True)
+    places = torch.tensor([first + place for unit, first in begins for place in labels[unit.number].places])
     names = next(iter(labels.values())).targets
     wanted = {name: np.concatenate([labels[unit.number].targets[name] for unit in batch.units]) for name in names}
 
