@@ -5,14 +5,18 @@ nothing but what speaks of addresses may notice. `make test-cpus` runs with it.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HEADWISE_PRODUCT", "torch")  # a product chosen by its time may differ from run to run
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.team.crew import Crew
 
 SHIFT = int(os.environ.get("HEADWISE_TEST_SHIFT", "0"))
 
@@ -57,6 +61,16 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lab"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator["Crew"]:
+    """Two processes that know of each other, started by the first test that needs them."""
+    from tests.team.crew import Crew
+
+    crew = Crew(2)
+    yield crew
+    crew.stop()
 
 
 @pytest.fixture

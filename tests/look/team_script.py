@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from headwise.look.profile.make import profile
 from headwise.text.corpus import Corpus
 from tests.look.built import decoder, documents
@@ -23,10 +25,10 @@ def make(which: str) -> Any:
     return profile(untrained(), TEXTS[:1])
 
 
-def main() -> None:
-    folder, which = sys.argv[1:]
-    rank = int(os.environ.get("RANK", "0"))
+def keep(folder: str, which: str) -> None:
+    """Make it and write it into a folder, each process under its number."""
     made = make(which)
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     made.save(Path(folder) / f"{rank}.npz")
     (Path(folder) / f"{rank}.json").write_text(
         json.dumps(made.to_dict()), encoding="utf-8"
@@ -34,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    keep(*sys.argv[1:])

@@ -14,6 +14,7 @@ from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from tests.look.team_script import make
 from tests.look.test_merge import assert_same, untrained
+from tests.team.crew import Crew
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +29,8 @@ def team(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("which", ["documents", pytest.param("texts", marks=pytest.mark.slow)])
-def test_two_share_the_texts_and_tell_what_one_does(which: str, tmp_path: Path) -> None:
-    done = team("tests.look.team_script", str(tmp_path), which)
-    assert done.returncode == 0, done.stderr
+def test_two_share_the_texts_and_tell_what_one_does(two: Crew, which: str, tmp_path: Path) -> None:
+    two.run("tests.look.team_script:keep", str(tmp_path), which)
     both = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in "01"]
     assert both[0] == both[1], "ablations and all"
     one = make(which)

@@ -1,7 +1,6 @@
 """What each process of a team runs: python -m tests.teach.team_script FOLDER [STOP_AT]."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -39,11 +38,14 @@ def run(out: Path | None, stop: int = -1) -> Trained:
     return hw.distil(spec, make(), TEXT, RECIPE, by=by, out=out, call=look, every=1, progress=False)
 
 
-def main() -> None:
-    made = run(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else -1)
+def tell(out: str, stop: int = -1) -> dict[str, float]:
+    made = run(Path(out), stop)
     weight = float(sum(value.detach().double().abs().sum() for value in made.model.parameters()))
-    told = {"rank": int(os.environ["RANK"]), "loss": made.loss, "valid": made.valid_loss, "weight": weight}
-    sys.stdout.write(json.dumps(told) + "\n")
+    return {"loss": made.loss, "valid": made.valid_loss, "weight": weight}
+
+
+def main() -> None:
+    sys.stdout.write(json.dumps(tell(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1)) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ import pytest
 
 import headwise as hw
 from tests.teach.team_script import run
+from tests.team.crew import Crew
 from tests.train.test_team import team
 from tests.train.tiny import distance, same_weights
 
 SCRIPT = "tests.teach.team_script"
 
 
-def test_two_share_a_batch_and_end_where_one_does(tmp_path: Path) -> None:
-    told = team(str(tmp_path / "two"), script=SCRIPT)
-    assert sorted(row["rank"] for row in told) == [0, 1]
+def test_two_share_a_batch_and_end_where_one_does(two: Crew, tmp_path: Path) -> None:
+    told = two.run(f"{SCRIPT}:tell", str(tmp_path / "two"))
     for name in ("weight", "loss", "valid"):
         assert told[0][name] == told[1][name], "both hold the same model"
     one = run(None)

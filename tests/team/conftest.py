@@ -1,4 +1,4 @@
-"""Crews of two and of three, started by the first test that needs one."""
+"""Crews of other sizes than two, started by the first test that needs one."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,8 @@ from tests.team.crew import Crew
 
 
 @pytest.fixture(scope="package")
-def two() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.stop()
-
-
-@pytest.fixture(scope="package")
-def several() -> Iterator[dict[int, Crew]]:
-    crews = {size: Crew(size) for size in (2, 3, 4, 5)}
-    yield crews
-    for crew in crews.values():
+def several(two: Crew) -> Iterator[dict[int, Crew]]:
+    others = {size: Crew(size) for size in (3, 4, 5)}
+    yield {2: two, **others}
+    for crew in others.values():
         crew.stop()

@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise.train import train
 from tests.team.crew import Crew
-from tests.team.train_checks import SPECS, recipe_of, trained
+from tests.team.train_checks import SPECS, as_loaded, recipe_of, trained
 from tests.train.tiny import TEXT, distance, same_weights
 
 CHECKS = "tests.team.train_checks"
@@ -30,12 +30,48 @@ def test_two_end_where_one_does_and_after_a_stop_at_the_same_bits(
     assert found[0]["same"]
     whole = hw.load(tmp_path / "whole" / "model")
     assert distance(one_process(name), whole) < 1e-5  # pyright: ignore[reportArgumentType]
-    two.run(f"{CHECKS}:run", str(tmp_path / "broken"), name, parallel, 7)
+    two.run(f"{CHECKS}:kept", str(tmp_path / "broken"), name, parallel)
     shutil.copytree(tmp_path / "broken", tmp_path / "alone")
     assert two.run(f"{CHECKS}:run", str(tmp_path / "broken"), name, parallel)[0]["loss"] == found[0]["loss"]
     assert same_weights(whole, hw.load(tmp_path / "broken" / "model"))  # pyright: ignore[reportArgumentType]
-    trained(str(tmp_path / "alone"), name, parallel)  # on one process
+    numbers, other = as_loaded(str(tmp_path / "alone"), str(tmp_path / "broken"), name, parallel)  # on one process
+    assert (numbers, other) == (3 * SPECS[name].parameters, 0)
+    trained(str(tmp_path / "alone"), name, parallel)  # ten steps
     assert distance(whole, hw.load(tmp_path / "alone" / "model")) < 1e-5  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "sizes"), [("heads", (2, 3)), ("heads", (4, 2)), ("fsdp", (2, 4)), ("fsdp+heads", (4, 2))]
+)
+@pytest.mark.parametrize("name", ["grouped", "one key"])
+def test_on_another_number_it_begins_with_the_same_bits(
+    several: dict[int, Crew], tmp_path: Path, name: str, parallel: str, sizes: tuple[int, int]
+) -> None:
+    first, then = (several[size] for size in sizes)
+    first.run(f"{CHECKS}:kept", str(tmp_path / "run"), name, parallel)
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    here = then.run(f"{CHECKS}:as_loaded", str(tmp_path / "run"), str(tmp_path / "run"), name, parallel)
+    assert sum(numbers for numbers, _ in here) >= 3 * SPECS[name].parameters  # weights, and two moments of each
+    assert {other for _, other in here} == {0}
+    then.run(f"{CHECKS}:run", str(tmp_path / "run"), name, parallel)  # ten steps on another number
+    first.run(f"{CHECKS}:run", str(tmp_path / "whole"), name, parallel)
+    ends = [hw.load(tmp_path / run / "model") for run in ("run", "whole")]
+    assert distance(*ends) < 1e-5  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "heads"])
+@pytest.mark.parametrize("how", [{"precision": "bfloat16"}, {"checkpointing": True}], ids=["bfloat16", "checkpointing"])
+def test_bfloat16_and_checkpointing(two: Crew, parallel: str, how: dict) -> None:
+    one = train(SPECS["grouped"], TEXT, recipe_of("ddp", **how), progress=False)
+    plain = train(SPECS["grouped"], TEXT, recipe_of("ddp"), progress=False)
+    for loss in two.run(f"{CHECKS}:loss", "grouped", parallel, how):
+        if "checkpointing" in how:
+            assert loss == pytest.approx(plain.loss, rel=1e-5)  # what is computed again is the same
+        else:  # the order of sums is seen in 8 bits: as far from one process as one process is from float32, at most
+            assert abs(loss - one.loss) < max(abs(one.loss - plain.loss), 1e-2 * plain.loss)
+            assert loss != plain.loss
 
 
 @pytest.mark.slow

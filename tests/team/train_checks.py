@@ -1,19 +1,25 @@
 """What processes check about training together."""
 
+import json
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import headwise as hw
 from headwise.model.shard import Shard, part_of
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.team.layout import local
-from headwise.train import Recipe, Trained, train
+from headwise.train import Recipe, Trained, loop, train
+from headwise.train.pieces import _moments, _weights
 from tests.train.tiny import NOISY, TEXT, Stop
 
 SPECS = {
@@ -28,7 +34,7 @@ SPECS = {
     "noisy": NOISY,
 }  # fmt: skip
 RECIPE = Recipe(
-    steps=10, batch=8, accumulate=2, rate=1e-3, warmup=2, save_every=5, log_every=1, evaluate_every=5, seed=4, clip=0.5
+    steps=15, batch=8, accumulate=2, rate=1e-3, warmup=2, save_every=5, log_every=1, evaluate_every=5, seed=4, clip=0.5
 )
 
 
@@ -64,10 +70,13 @@ def run(folder: str, name: str, parallel: str, stop: int = -1) -> dict[str, Any]
     return {"loss": made.loss, "valid": made.valid_loss, "step": made.step, "same": same, "kind": type(model).__name__}
 
 
+def loss(name: str, parallel: str, how: dict[str, Any]) -> float:
+    """What a run without a folder ends at."""
+    return train(SPECS[name], TEXT, recipe_of(parallel, **how), progress=False).loss
+
+
 def memory(folder: str, parallel: str) -> int:
     """Bytes of weights, gradients and what the optimizer remembers, in this process."""
-    from headwise.train import loop
-
     found: list[int] = []
     step = loop.Loop._step
 
@@ -86,6 +95,65 @@ def memory(folder: str, parallel: str) -> int:
     finally:
         loop.Loop._step = step
     return max(found)
+
+
+@contextmanager
+def instead(name: str, work: Callable[[loop.Loop], Any]) -> Iterator[None]:
+    """Something before a part of the loop."""
+    usual = getattr(loop.Loop, name)
+
+    def both(self: loop.Loop, *given: Any) -> Any:
+        work(self)
+        return usual(self, *given)
+
+    setattr(loop.Loop, name, both)
+    try:
+        yield
+    finally:
+        setattr(loop.Loop, name, usual)
+
+
+def kept(folder: str, name: str, parallel: str) -> None:
+    """Train, break off behind the first checkpoint, and leave what this process held at that checkpoint beside it."""
+
+    def keep(self: loop.Loop) -> None:
+        if self.step == RECIPE.save_every:
+            held = {**_weights(self.learns_from), **_moments(self.learns_from, self.optimizer)}
+            places = {name: json.dumps([piece.offsets, piece.shape]) for name, piece in held.items()}
+            tensors = {name: piece.tensor.clone(memory_format=torch.contiguous_format) for name, piece in held.items()}
+            save_file(tensors, f"{folder}-held-{dist.get_rank()}", metadata=places)
+
+    with instead("_save", keep):
+        trained(folder, name, parallel, RECIPE.save_every + 2)
+
+
+def as_loaded(folder: str, held: str, name: str, parallel: str) -> list[int]:
+    """Go on, on another number of processes: of how many numbers that are here how many are not the bits they were there."""
+    wholes: dict[str, torch.Tensor] = {}
+    for path in Path(held).parent.glob(f"{Path(held).name}-held-*"):
+        with safe_open(path, "pt") as file:
+            for key, place in file.metadata().items():
+                offsets, shape = json.loads(place)
+                tensor = file.get_tensor(key)
+                whole = wholes.setdefault(key, torch.full(shape, torch.nan))
+                whole[_slices(offsets, tensor)] = tensor
+    counts = [0, 0]
+
+    def compare(self: loop.Loop) -> None:
+        assert self.step == RECIPE.save_every
+        for key, piece in {**_weights(self.learns_from), **_moments(self.learns_from, self.optimizer)}.items():
+            there = wholes[key][_slices(piece.offsets, piece.tensor)]
+            counts[0] += there.numel()
+            counts[1] += int((there != piece.tensor).sum())
+        raise Stop
+
+    with instead("_step", compare):
+        trained(folder, name, parallel)
+    return counts
+
+
+def _slices(offsets: Sequence[int], tensor: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))
 
 
 def disagree(folder: str) -> list[str]:
