@@ -163,14 +163,18 @@ def test_a_damaged_note_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number",
+    ("number", "executor"),
     [
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow, id="interrupted"),
-        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGINT, "processes", marks=pytest.mark.slow, id="interrupted"),
+        pytest.param(signal.SIGKILL, "processes", id="killed"),
+        pytest.param(signal.SIGKILL, "dask", marks=pytest.mark.slow, id="killed, then Dask"),
+        pytest.param(signal.SIGKILL, "slurm:cluster=local", marks=pytest.mark.slow, id="killed, then Slurm's jobs"),
     ],
 )
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number):
-    """Stopped in the middle of its second point: the first is not trained again, the second goes on."""
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number, executor):
+    """Stopped in the middle of its second point: the first is not trained again, the second goes on, by any executor."""
+    if executor != "processes":
+        pytest.importorskip("distributed" if executor == "dask" else "submitit")
     code = (
         "from headwise.lab.experiments.head_sweep import head_sweep\n"
         "if __name__ == '__main__':\n"
@@ -191,7 +195,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number):
     assert run.wait(60) != 0
     (first,) = tmp_path.glob(f"points/*/{DONE}")
     stamp = first.stat().st_mtime_ns
-    made = head_sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, cache=tmp_path)
+    made = head_sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, executor=executor, cache=tmp_path)
     assert first.stat().st_mtime_ns == stamp
     assert len(list(tmp_path.glob(f"points/*/{DONE}"))) == 2
     assert [row.heads for row in made.rows] == [1, 2]

@@ -3,11 +3,13 @@
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 import headwise as hw
 from headwise.errors import HeadwiseError
+from headwise.lab.engine.memory import STATUS
 from headwise.look.profile.result import HeadProfile
 from headwise.look.profile.shards import profile_shards
 from headwise.look.record.reading import Reading
@@ -25,7 +28,8 @@ from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY, LittleLanguage
 from headwise.text.shards import cut_shards, sources_of
-from tests.look.stream_script import make
+from tests.look.stream_script import ROOM, WORDS, make
+from tests.look.stream_script import write as write_words
 
 SIZE = 4000  # characters of a shard
 
@@ -157,26 +161,57 @@ def test_workers_give_the_same(executor: str, model: Transformer, folder: Path, 
     assert_same(made, hw.profile(hw.load(tmp_path / "model"), folder))
 
 
-@pytest.mark.slow
-def test_killed_ten_times(model: Transformer, tmp_path: Path) -> None:
-    """By the system, at moments spread over the work; each time the same is started again."""
-    model.save(tmp_path / "model")
-    corpus, out = write(tmp_path / "a.jsonl", little(600), True), tmp_path / "out"
-    command = [sys.executable, "-m", "headwise", "heads", str(tmp_path / "model"), str(corpus), "--out", str(out)]
-    command += ["--shard", str(SIZE), "--no-causal", "--json"]
-    kills, before = 0, set[Path]()
-    while kills < 10:
-        begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wanted = len(before) + 1 + kills % 3
+def killed(command: list[str], out: Path, times: int, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Kill it so often, at moments spread over the work, each time starting the same again; then let it end."""
+
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    before = set[Path]()
+    for kill in range(times):
+        begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=limited)
+        wanted = len(before) + 1 + kill % 3
         while begun.poll() is None and len(set(out.glob("shard-*.npz"))) < wanted:
             time.sleep(0.01)
-        assert begun.poll() is None, "the corpus is too small to kill it ten times"
+        assert begun.poll() is None, "the corpus is too small to kill it so often, or the limit too low"
         os.kill(begun.pid, signal.SIGKILL)
         begun.wait()
-        kills += 1
         now = set(out.glob("shard-*.npz"))
         assert before < now, "what was finished is there, and more of it"
         before = now
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=limited)
+
+
+def command_of(model: Path, corpus: Path, out: Path, size: int) -> list[str]:
+    command = [sys.executable, "-m", "headwise", "heads", str(model), str(corpus), "--out", str(out)]
+    return [*command, "--shard", str(size), "--no-causal", "--json"]
+
+
+@pytest.mark.slow
+def test_killed_ten_times(model: Transformer, tmp_path: Path) -> None:
+    model.save(tmp_path / "model")
+    corpus, out = write(tmp_path / "a.jsonl", little(600), True), tmp_path / "out"
+    done = killed(command_of(tmp_path / "model", corpus, out, SIZE), out, 10)
     assert len(json.loads(done.stdout)["heads"]) == len(model.heads)
     assert_same(hw.Profile.load(out / "profile.npz"), hw.profile(hw.load(tmp_path / "model"), corpus, causal=False))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.is_file(), reason="the limit is Linux's")
+def test_two_million_tokens_killed_ten_times_within_a_limit(tmp_path: Path) -> None:
+    """It may take 64 MB beyond what it takes for 8,000 tokens."""
+    make(WORDS).save(tmp_path / "model")
+    small, large = (write_words(tmp_path / f"{n}.txt", n) for n in (8_000, 2_000_000))
+    first, most = subprocess.Popen(command_of(tmp_path / "model", small, tmp_path / "small", 1 << 18)), 0
+    while first.poll() is None:
+        with suppress(OSError, StopIteration, ValueError):
+            told = Path(f"/proc/{first.pid}/status").read_text()
+            most = max(most, int(next(row for row in told.splitlines() if row.startswith("VmData")).split()[1]) << 10)
+        time.sleep(0.01)
+    assert first.returncode == 0
+    out = tmp_path / "out"
+    killed(command_of(tmp_path / "model", large, out, 1 << 18), out, 10, most + ROOM)
+    made = hw.Profile.load(out / "profile.npz")
+    assert made.about["tokens"] == 2_000_000
+    assert_same(made, hw.profile(hw.load(tmp_path / "model"), large, causal=False))
