@@ -16,7 +16,7 @@ import headwise
 
 ROOT = Path(__file__).parent.parent
 MODULES = ["headwise", *(found.name for found in pkgutil.walk_packages(headwise.__path__, "headwise."))]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
@@ -26,8 +26,9 @@ def test_doctests(name: str) -> None:
 
 
 @pytest.mark.usefixtures("few_documents")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_runs_and_prints_what_it_says(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what a page writes
     torch.manual_seed(0)
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
@@ -47,3 +48,18 @@ def keeps(printed: str, promise: str) -> bool:
     if promise.endswith("…"):
         return printed.startswith(promise.removesuffix("…").strip())
     return promise == printed or promise.startswith((f"{printed}, ", f"{printed}: "))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    listed = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+    rooms = {name: importlib.import_module(f"headwise.{headwise._ROOM_OF[name]}") for name in headwise.__all__}
+    public = [getattr(room, name) for name, room in rooms.items()]
+    assert listed == {f"{one.__module__}.{one.__qualname__}" for one in public}
+
+
+def test_the_glossary_has_the_words_of_the_page() -> None:
+    from headwise.show.words import WORDS
+
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((.+?)\) \|$", page, re.MULTILINE)
+    assert rows == [(name, word.meaning, word.docs) for name, word in WORDS.items()]

@@ -134,7 +134,7 @@ def test_the_sentence_shows_heads_that_matter_and_leaves_resting_places_out(page
     chips = 'main .chip button[title="Open its card"]'
 
     def shown():
-        return [re.search(r"\d+\.\d+", text)[0] for text in page.locator(chips).all_text_contents()]
+        return [re.findall(r"\d+\.\d+", text)[0] for text in page.locator(chips).all_text_contents()]
 
     show(page, report, "view=sentence")
     assert shown() == [given["heads"][i] for i in np.argsort(-scores.sum(1), kind="stable")[:4]]

@@ -106,7 +106,7 @@ function paintArcs(drawing, sight, heads, words, active, places, wide) {
     const from = places[i] + place * 2 - 3, to = places[j] + place * 2 - 3, rise = Math.min(high - 6, 14 + Math.abs(to - from) * 0.42);
     const d = i === j ? `M${from - 5} ${high}C${from - 14} ${high - 26} ${from + 14} ${high - 26} ${from + 5} ${high}`
       : `M${from} ${high}C${from} ${high - rise * 1.32} ${to} ${high - rise * 1.32} ${to} ${high}`;
-    return svg("path", { d, fill: "none", stroke: CHOSEN[place], "stroke-width": 0.6 + 3 * weight, opacity: Math.min(1, 0.15 + weight).toFixed(2) });
+    return svg("path", { d, fill: "none", stroke: CHOSEN[place], "stroke-width": 0.6 + 3 * weight, opacity: Math.min(1, 0.3 + weight).toFixed(2) });
   }));
 }
 
@@ -114,7 +114,7 @@ function paintArcs(drawing, sight, heads, words, active, places, wide) {
 function looksOf(sight, heads, words, i) {
   const labels = sight.labels(words);
   const best = (head) => [...sight.row(head, i, words, state.valued)].map((weight, j) => [weight, j]).filter(([, j]) => state.rests || !sight.rests(i, j, words)).sort((a, b) => b[0] - a[0]).slice(0, 3);
-  const told = (pairs) => pairs.filter(([weight]) => weight > 0).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ") || "rests";
+  const told = (pairs) => pairs.filter(([weight]) => weight >= 0.005).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ") || "rests";
   const hardest = sight.hardest(i, 8, words, state.valued);
   return [
     grid(`Where “${labels[i]}” looks`, ["head", "role", "looks at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", told(best(head))])),
