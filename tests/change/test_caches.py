@@ -21,6 +21,7 @@ LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n 
 def loss_past(model: hw.Transformer, lines: list[str], past: int) -> list[tuple[float, int]]:
     """Summed loss and number of the tokens behind the first so many, text by text, by plain logits."""
     made = []
+    assert model.tokenizer is not None
     for line in lines:
         ids = torch.tensor([model.tokenizer.encode(line)])
         with torch.no_grad():
@@ -94,6 +95,7 @@ def test_the_saved_model_says_it_all(tmp_path: Path) -> None:
     made = cache_study(model, study, out=tmp_path / "small", save_plan=tmp_path / "plan.json")
     assert made.plan is not None
     loaded = hw.load(tmp_path / "small")
+    assert isinstance(loaded, hw.Transformer)
     assert loaded.spec.cache == made.plan.cache
     prompt = torch.arange(model.spec.context)[None]  # full, so that no room is left over
     with torch.no_grad():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads import Cache, FixedCache, GrowingCache, MultiHeadAttention, SlidingCache, SourceCache
+from headwise.heads.cache import WholeCache
 from headwise.kernels import causal, window
 from headwise.spec import AttentionSpec
 from tests.contract.layers import LAYERS, WIDTH, B, assert_equal, make_layer, numbers
@@ -22,7 +23,7 @@ PIECES = {
 }
 VARIANTS = ["plain", "grouped-query", "wide values", "sink", "softcap", "alibi", "rotary, partial", "slice",
             "cut, uneven groups", "cut, no head left"]  # fmt: skip
-KEEPS_ALL: dict[str, Callable[[], Cache]] = {"growing": GrowingCache, "fixed": lambda: FixedCache(LENGTH)}
+KEEPS_ALL: dict[str, Callable[[], WholeCache]] = {"growing": GrowingCache, "fixed": lambda: FixedCache(LENGTH)}
 
 each_way = pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 each_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -90,7 +91,7 @@ def keys_values(length: int, seed: int = 0, batch: int = B) -> tuple[Tensor, Ten
     return numbers(batch, K, length, D, seed=seed), numbers(batch, K, length, E, seed=seed + 100)
 
 
-def fill(cache: Cache, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fill(cache: WholeCache, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Extend piece by piece; returns what came out last and all that went in."""
     given = [keys_values(length, seed) for seed, length in enumerate(lengths)]
     k = v = torch.empty(0)
@@ -146,7 +147,7 @@ def test_a_sliding_cache_shows_what_the_new_tokens_windows_can_see(lengths: list
     assert cache.bytes == min(size - 1, 9) * B * K * (D + E) * 8, "the next token brings its own key"
 
 
-MAKERS: dict[str, Callable[[], Cache]] = {
+MAKERS: dict[str, Callable[[], WholeCache]] = {
     "growing": GrowingCache,
     "fixed": lambda: FixedCache(20),
     "sliding": lambda: SlidingCache(6),
@@ -156,7 +157,7 @@ each_cache = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 @each_cache
-def test_rows_are_reordered(make: Callable[[], Cache]) -> None:
+def test_rows_are_reordered(make: Callable[[], WholeCache]) -> None:
     cache, rows = make(), torch.tensor([2, 0, 2])
     cache.reorder(rows)  # an empty one has nothing to reorder
     k, v = keys_values(4, batch=3)
@@ -173,7 +174,7 @@ def test_rows_are_reordered(make: Callable[[], Cache]) -> None:
 
 
 @each_cache
-def test_caches_hold_numbers_not_graphs(make: Callable[[], Cache]) -> None:
+def test_caches_hold_numbers_not_graphs(make: Callable[[], WholeCache]) -> None:
     cache = make()
     k, v = (x.requires_grad_() for x in keys_values(3))
     cache.extend(k * 1, v * 1)

@@ -59,9 +59,8 @@ def test_a_model_writes_the_same_by_every_product(name: str, monkeypatch: pytest
     assert torch.equal(decoder().generate(ids, 20), want)
     with torch.no_grad():
         cache = model.cache()
-        for token in want.split(1, 1):
-            last = model(token, cache=cache)
-    assert torch.allclose(last[:, -1], logits, atol=1e-5)
+        steps = [model(token, cache=cache) for token in want.split(1, 1)]
+    assert torch.allclose(steps[-1][:, -1], logits, atol=1e-5)
     assert set(chosen().values()) <= {name, "torch"}
     assert name in chosen().values()
 
@@ -93,6 +92,7 @@ def test_what_is_saved_and_loaded_steps_in_the_same_bits(tmp_path: Path, monkeyp
         _chosen.clear()
         model = decoder()
         again = hw.load(model.save(tmp_path / name))
+        assert isinstance(again, hw.Transformer)
         one, other = (m(torch.tensor([[7]]), cache=m.cache()) for m in (model, again))
         assert torch.equal(one, other)
 

@@ -125,6 +125,9 @@ def test_the_parallel_form_is_its_formula(norm: Any) -> None:
     y, mlp = normed(x, block.norm_attention, 0.1), block.mlp
     gate = mlp.gate
     assert gate is not None
+    assert gate.bias is not None
+    assert mlp.up.bias is not None
+    assert mlp.down.bias is not None
     bent = F.silu(y @ gate.weight.T + gate.bias) * (y @ mlp.up.weight.T + mlp.up.bias)
     want = x + block.attention(y, mask=causal()) + bent @ mlp.down.weight.T + mlp.down.bias
     assert_equal(block(x, Beside(causal=True)), want)
@@ -153,6 +156,7 @@ def test_outputs_are_of_their_kinds() -> None:
     assert hidden.shape == (B, T, WIDTH)
     out = encoder.output
     assert out is not None
+    assert out.vocabulary.bias is not None
     bent = normed(F.gelu(hidden @ out.transform.weight.T + out.transform.bias), out.norm, 1e-5)  # pyright: ignore
     want = bent @ encoder.embed.tokens.weight.T + out.vocabulary.bias
     assert_equal(run(encoder), want)

@@ -132,9 +132,9 @@ def write(file: Path, told: dict[str, Any]) -> None:
 def ask(file: str) -> None:
     """llama.cpp's ids of texts on standard input; in a process of its own, for the server does not end."""
     import os
+    from importlib import import_module
 
-    import xllamacpp  # pyright: ignore[reportMissingImports]
-
+    xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup, params.port, params.n_parallel = file, 64, False, 0, 1
     server = xllamacpp.Server(params)  # it serves as long as it is held
