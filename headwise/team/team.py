@@ -1,5 +1,6 @@
 """Several processes, one training: who I am, and how numbers are shared. Started by torchrun; alone, nothing happens."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,15 @@ class Team:
             shared = torch.from_numpy(numbers).to(self.device)
             reached(lambda: dist.all_reduce(shared, group=self.group))
             numbers[...] = shared.cpu().numpy()
+
+    def agree(self, what: str, otherwise: str) -> None:
+        """Refuse to go on, in every process, where they were given different things."""
+        if self.everyone.size > 1:
+            digests = np.zeros((self.everyone.size, 32))
+            digests[self.everyone.rank] = np.frombuffer(hashlib.sha256(what.encode()).digest(), np.uint8)
+            self.everyone.add_up(digests)
+            if (digests != digests[0]).any():
+                raise HeadwiseError(otherwise)
 
     def first_alone(self, work: Callable[[], object]) -> None:
         """What the first process does for all, while the others wait; what is refused there is refused everywhere."""

@@ -87,6 +87,9 @@ def prepare(request: TrainRequest, folder: Path, layout: TeamLayout) -> Prepared
         "weights": None if isinstance(given, ModelSpec) else weights_digest(given),
     }
 
+    for what in ("spec", "recipe", "text", "held out", "tokenizer"):
+        team.agree(json.dumps(asked[what]), f"the processes were given a different {what}; give every one the same.")
+
     def claim() -> None:
         known = is_same(folder, asked)
         if not known or not (folder / "tokens" / "tokens.json").is_file():

@@ -185,6 +185,9 @@ def refusals() -> list[str]:
     single = replace(SPECS["grouped"], attention=replace(SPECS["grouped"].attention, heads=1, kv_heads=1, head_dim=36))
     refused(lambda: hw.shard(model_of(single), mesh()))
     refused(lambda: part.heads["enc.0.9"])
+    speaks = both(SPEAKS)
+    refused(lambda: hw.profile(speaks[1], TEXTS[dist.get_rank() :], relations=False, causal=False))
+    refused(lambda: hw.profile(speaks[0], TEXTS[dist.get_rank() :], relations=False, causal=False))
     return told
 
 

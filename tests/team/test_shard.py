@@ -83,6 +83,8 @@ def test_bad_input_is_told_in_every_process(two: Crew) -> None:
             "token ids must lie in 0-52",
             "2 processes are more than the 1 heads of the largest layer",
             "enc.0.9",
+            "the processes have different texts",
+            "do not read the same texts; give every machine the same files",
         ],
         strict=True,
     ):

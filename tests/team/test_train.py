@@ -112,10 +112,12 @@ def test_a_process_holds_little_more_than_half(two: Crew, tmp_path: Path, parall
 
 def test_a_run_of_another_layout_is_refused(two: Crew, tmp_path: Path) -> None:
     two.run(f"{CHECKS}:run", str(tmp_path / "run"), "grouped", "heads", 6)
-    for layout, batch in two.run(f"{CHECKS}:disagree", str(tmp_path / "run")):
+    for text, layout, batch in two.run(f"{CHECKS}:disagree", str(tmp_path / "run")):
+        assert "given a different text" in text
         assert "holds another run" in layout
         assert "parallel 'heads', now 'ddp'" in layout
         assert "cannot be shared by 2 processes" in batch
+    assert not (tmp_path / "run-other").exists()
 
 
 @pytest.mark.slow

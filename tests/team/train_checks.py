@@ -157,8 +157,12 @@ def _slices(offsets: Sequence[int], tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def disagree(folder: str) -> list[str]:
-    """A run of one layout is taken up with another; a batch that cannot be shared out."""
+    """Texts that differ; a run of one layout is taken up with another; a batch that cannot be shared out."""
     told = []
+    try:
+        train(SPECS["grouped"], TEXT * (1 + dist.get_rank()), recipe_of("fsdp"), out=f"{folder}-other", progress=False)
+    except hw.HeadwiseError as error:
+        told.append(str(error))
     for how in (recipe_of("ddp"), recipe_of("fsdp", batch=9, accumulate=1)):
         try:
             train(SPECS["grouped"], TEXT, how, out=folder, progress=False)

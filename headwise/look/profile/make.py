@@ -34,12 +34,15 @@ from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, tokenizer_of
 from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
+from headwise.model.shard import Shard
 from headwise.progress import Progress
+from headwise.team.spread import check_same
 from headwise.team.team import Team, join_team
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
 CONTROLS = ("random-init", "shuffled")
+OTHER_TEXTS = "the processes do not read the same texts; give every machine the same files."
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
 SEQUENCES, REPEATED = 64, 16
 MEANS = 64  # texts over which the means are taken that stand in for heads
@@ -119,6 +122,9 @@ class _Pass:
 
     def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
         texts = Reading.of(self.model, corpus, self.longest)
+        self.team.agree(texts.corpus.fingerprint, OTHER_TEXTS)
+        if isinstance(self.model, Shard):  # all look at all of them, together
+            check_same(self.model.together, texts.corpus.fingerprint, "text")
         asked = self._documents_for_relations(texts, arcs)
         documents = (
             () if asked is None or self.control == "shuffled" else asked.documents()
@@ -224,20 +230,12 @@ class _Pass:
         """What every process counted, added up; the evidence of all."""
         if self.team.size == 1:
             return
-        self._agree(texts)
+        self.team.agree(texts.fingerprint, OTHER_TEXTS)  # as they were read: a tokenizer may be another one too
         for arrays in (self.tally.sums, self.tally.counts, *([] if relations is None else [relations.arrays()])):
             for name in sorted(arrays):
                 self.team.add_up(arrays[name])
         self.evidence.gather(self.team)
         cases.gather(self.team)
-
-    def _agree(self, texts: Reading) -> None:
-        """Whether all read the same: each had every other text, so of two corpora there would be a bit of both."""
-        digests = np.zeros((self.team.size, 32))
-        digests[self.team.rank] = np.frombuffer(bytes.fromhex(texts.fingerprint), np.uint8)
-        self.team.add_up(digests)
-        if (digests != digests[0]).any():
-            raise HeadwiseError("the processes do not read the same texts; give every machine the same files.")
 
     def _climb(self, texts: Reading, kept: "KeptTexts", found: Supports) -> Supports:
         """The last rung."""
