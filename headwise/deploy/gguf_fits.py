@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from headwise.errors import HeadwiseError
-from headwise.spec import ModelSpec
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.spec.attention import POSITION_BIASES
 
 ANY = object()
 
@@ -22,7 +23,8 @@ HEADS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY),
     **dict.fromkeys(("dropout", "head_dropout", "head_dropout_schedule"), ANY),
     "bias": ANY, "out_bias": ANY, "scale": ANY, "window": ANY, "kept": None, "cache": (), "weights": None,
-    "alibi": False, "buckets": 0, "softcap": None, "softmax": "plain", "input": "full", "gated": False,
+    **{field.name: field.default for field in fields(AttentionSpec) if field.name in POSITION_BIASES},  # it has none
+    "softcap": None, "softmax": "plain", "input": "full", "gated": False,
 }  # fmt: skip
 
 
