@@ -141,20 +141,32 @@ class Packed(nn.Module):
         return f"{self.rows} × {self.inputs}, bits: {told}"
 
 
-_forms: WeakKeyDictionary[Packed, tuple[object, Form | None]] = WeakKeyDictionary()  # made at a first step
+_forms: WeakKeyDictionary[Packed, dict[int, tuple[object, Form | None]]] = WeakKeyDictionary()  # made at a first step
 
 
 def multiplied(packed: Packed, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]) -> Tensor:
     """x Wᵀ + b; in a generation step through a form of the weight, if one can be made, else by its plain numbers."""
     read = x if packed.inputs_are_split else packed.as_input(x)  # what is split was rounded head by head
-    if not forms_wanted(x):
-        return linear(read, weight(), bias)
-    held = [(b.data_ptr(), b._version) for b in packed._buffers.values() if b is not None]  # written over: made anew
-    key, form = _forms.get(packed, (None, None))
-    if key != held:
-        form = half_form(weight())
-        _forms[packed] = held, form
+    form = _form((packed,), weight) if forms_wanted(x) else None
     return linear(read, weight(), bias) if form is None else form(read, bias)
+
+
+def multiplied_as_one(several: tuple[Packed, ...], x: Tensor) -> Tensor | None:
+    """In a generation step, side by side what each makes of one input, by one product; None where there is no such form."""
+    if not forms_wanted(x):
+        return None
+    form = _form(several, lambda: torch.cat([packed.unpacked().flatten(0, 1) for packed in several]))
+    return None if form is None else form(several[0].as_input(x), None)
+
+
+def _form(several: tuple[Packed, ...], weight: Callable[[], Tensor]) -> Form | None:
+    held = [(b.data_ptr(), b._version) for packed in several for b in packed._buffers.values() if b is not None]
+    there = _forms.setdefault(several[0], {})
+    key, form = there.get(len(several), (None, None))
+    if key != held:  # not made yet, or written over
+        form = half_form(weight())
+        there[len(several)] = held, form
+    return form
 
 
 def is_held(name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads.packed import Packed, multiplied
+from headwise.heads.packed import Packed, multiplied, multiplied_as_one
 from headwise.kernels import Angles
 from headwise.kernels.linear import linear
 from headwise.kernels.together import Together
@@ -71,14 +71,15 @@ class Read(nn.Module):
         q and k that come of one product are turned together.
         """
         out: list[Tensor] = []
-        for slab in self.slabs:
+        together = self._packed_as_one(x) if letters == "qkv" else None
+        for slab in self.slabs if together is None else ("qkv",):
             some = slab if slab in letters else "".join(letter for letter in slab if letter in letters)
             if not some:
                 continue
             if self.spec.input == "slice":
                 made = [self._project_slices(x, letter) for letter in some]
             else:
-                product = self._product(x, slab, some)  # (B, T, rows)
+                product = self._product(x, slab, some) if together is None else together  # (B, T, rows)
                 if angles is not None and some == "qkv":
                     out += self._turned(product, angles)
                     continue
@@ -97,6 +98,14 @@ class Read(nn.Module):
             weight = self.same_keys(weight, some)
             bias = None if bias is None else self.same_keys(bias, some)
         return linear(self._as_input(x, slab), weight, bias)
+
+    def _packed_as_one(self, x: Tensor) -> Tensor | None:
+        """q, k and v of packed weights by one product, where a generation step has one."""
+        q, k, v = (self._packed(letter) for letter in "qkv")
+        if q is None or k is None or v is None or self.same_keys is not None or self.spec.input == "slice":
+            return None
+        made = multiplied_as_one((q, k, v), x) if len(set(self.inputs.values())) == 1 else None
+        return made if made is None or not self.spec.bias else made + torch.cat([self._bias(c) for c in "qkv"])  # pyright: ignore
 
     def _by_head(self, product: Tensor, letter: str) -> Tensor:
         return product.reshape(*product.shape[:2], *self.sizes[letter]).transpose(1, 2)
