@@ -113,9 +113,10 @@ class Read(nn.Module):
     def _turned(self, product: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """q and k side by side are turned as heads of one: (B, T, rows) → (B, H, T, d) (B, K, T, d) (B, K, T, e)"""
         (H, d), (K, _), rows = self.sizes["q"], self.sizes["k"], self._rows("v")
-        both, v = product.split([product.shape[-1] - rows, rows], -1)
-        q, k = angles.turn(both.unflatten(-1, (H + K, d)).transpose(1, 2)).split([H, K], 1)
-        return q, k, self._by_head(v, "v")
+        turning = (H + K) * d
+        both = product.narrow(-1, 0, turning).view(*product.shape[:2], H + K, d).transpose(1, 2)
+        turned = angles.turn(both)  # narrow and view are called without a detour through Python, as split is not
+        return turned.narrow(1, 0, H), turned.narrow(1, H, K), self._by_head(product.narrow(-1, turning, rows), "v")
 
     def _project_slices(self, x: Tensor, letter: str) -> Tensor:
         """Each head reads its own slice of the embedding: a grouped 1×1 convolution."""
