@@ -1,11 +1,12 @@
 """Tokens per second of processor time while generating, one thread, batch 1, beside transformers' float32.
 
-python -m bench.generate                      256 tokens behind 64: SmolLM2, and GPT-2 small's size with random weights
-python -m bench.generate smollm2 --rounds 3   one of the two
-python -m bench.generate overhead             a step of SmolLM2 with its products left out
-python -m bench.generate engines --gguf F     llama.cpp (xllamacpp), where it is installed, on GGUF files
+python -m bench.generate                      256 tokens behind 64: SmolLM2, and GPT-2 small's size with random weights;
+                                              and a step of SmolLM2 with its products left out
+python -m bench.generate smollm2 --rounds 3   one of these: smollm2, gpt2 or overhead
+python -m bench.generate engines --folder D   SmolLM2 in llama.cpp, CTranslate2 and onnxruntime-genai too, which are installed
+                                              into D, an environment each (bench.engines)
 Everyone takes a turn each round; what is compared is the best round's processor time, which other work on the machine moves
-least. With --out F.json each model's figures are kept, and one that is there is not done again.
+least. With --out F.json figures are kept, and what is there is not done again.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ from rich.console import Console
 import headwise as hw
 import headwise.heads.projections as projections
 import headwise.kernels.linear as products
+from bench import engines
 from bench.measure import machine
 from headwise.files.whole import whole_file
 from headwise.show.tables import make_table
 
 BITS = (16, 8, 4)
 PROMPT, TOKENS = 64, 256
+IDS = list(range(100, 100 + PROMPT))
 
 
 def gpt2() -> tuple[hw.Transformer, Any]:
@@ -74,37 +78,39 @@ def bandwidth() -> float:
     return big.nbytes / best / 1e9
 
 
-def compare(name: str, rounds: int, tokens: int) -> dict[str, Any]:
-    """Each contestant's best seconds for the tokens behind the prompt, the prompt itself taken off."""
-    ours, theirs = MODELS[name]()
-    prompt = torch.arange(PROMPT)[None] + 100
-    small = {bits: hw.quantise(ours, bits) for bits in BITS}
+def turn(write: Callable[[int], Any], tokens: int) -> float:
+    """Seconds of processor time a token behind the prompt takes, the prompt itself taken off."""
+    began = time.process_time()
+    write(1)
+    first = time.process_time() - began
+    write(tokens + 1)
+    return (time.process_time() - began - 2 * first) / tokens
 
-    def others(count: int) -> Any:
+
+def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], float]]) -> dict[str, Any]:
+    """Each contestant's best seconds, and in each round how many times as quick as transformers."""
+    ours, theirs = MODELS[name]()
+    prompt = torch.tensor([IDS])
+
+    def elsewhere(count: int) -> Any:
         return theirs.generate(
             prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, use_cache=True
         )
 
-    made: dict[str, Callable[[int], Any]] = {"transformers float32": others}
+    made: dict[str, Callable[[int], Any]] = {"transformers float32": elsewhere}
     made["headwise float32"] = lambda count: ours.generate(prompt, count)
-    for bits, model in small.items():
-        made[f"headwise {bits} bits"] = lambda count, model=model: model.generate(prompt, count)
-    firsts: dict[str, list[float]] = {who: [] for who in made}
-    wholes: dict[str, list[float]] = {who: [] for who in made}
-    same: dict[str, bool] = {}
-    want = others(tokens)
-    for who, write in made.items():
-        same[who] = torch.equal(write(tokens) if who == "headwise float32" else want, want)
-    for turn in range(rounds):
-        names = list(made)[turn % len(made) :] + list(made)[: turn % len(made)]
+    for bits in BITS:
+        made[f"headwise {bits} bits"] = partial(hw.quantise(ours, bits).generate, prompt)
+    same = torch.equal(made["headwise float32"](64), elsewhere(64))
+    for write in made.values():
+        write(2)  # products are chosen, forms made
+    turns = {who: partial(turn, write, tokens) for who, write in made.items()} | others
+    seconds: dict[str, list[float]] = {who: [] for who in turns}
+    for number in range(rounds):
+        names = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
         for who in names:
-            began = time.process_time()
-            made[who](1)
-            firsts[who].append(time.process_time() - began)
-            began = time.process_time()
-            made[who](tokens + 1)
-            wholes[who].append(time.process_time() - began)
-    seconds = {who: [(one - min(firsts[who])) / tokens for one in wholes[who]] for who in made}
+            seconds[who].append(turns[who]())
+            print(f"round {number + 1}, {who}: {1e3 * seconds[who][-1]:.1f} ms a token", file=sys.stderr, flush=True)
     weights = sum(p.numel() * p.element_size() for p in ours.parameters()) / 1e9
     return {
         "per token": {who: min(some) for who, some in seconds.items()},
@@ -112,7 +118,7 @@ def compare(name: str, rounds: int, tokens: int) -> dict[str, Any]:
             who: sorted(b / own for b, own in zip(seconds["transformers float32"], some, strict=True))
             for who, some in seconds.items()
         },
-        "same": same["headwise float32"],
+        "same": same,
         "tokens": tokens,
         "bound": bandwidth() / weights,
         "weights": weights,
@@ -145,50 +151,34 @@ def overhead(rounds: int, steps: int = 32) -> float:
     return 1e3 * best
 
 
-def engine(file: Path, rounds: int, tokens: int) -> float:
-    """Seconds of processor time a token takes llama.cpp, one thread, the prompt taken off."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()  # pyright: ignore[reportAttributeAccessIssue]
-    params.model.path, params.n_ctx, params.n_predict = str(file), 1024, tokens
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.n_parallel = 1
-    server, best = xllamacpp.Server(params), float("inf")  # pyright: ignore[reportAttributeAccessIssue]
-    asked = {"prompt": list(range(100, 100 + PROMPT)), "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
-    for _ in range(rounds):
-        spent = []
-        for count in (1, tokens + 1):
-            began = time.process_time()
-            server.handle_completions({**asked, "n_predict": count, "max_tokens": count})
-            spent.append(time.process_time() - began)
-        best = min(best, (spent[1] - spent[0]) / tokens)
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["smollm2", "gpt2"], choices=[*MODELS, "overhead", "engines"])
+    parser.add_argument(
+        "what", nargs="*", default=["smollm2", "gpt2", "overhead"], choices=[*MODELS, "overhead", "engines"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="files for llama.cpp")
+    parser.add_argument("--folder", type=Path, help="where other engines and their models lie, or are put")
     parser.add_argument("--out", type=Path, help="keep figures in this JSON file, and do not make again what is there")
     given = parser.parse_args()
+    if "engines" in given.what and given.folder is None:
+        parser.error("engines are installed somewhere: give --folder")
     torch.set_num_threads(1)
     console = Console(file=sys.stdout, width=120)
     kept = json.loads(given.out.read_text()) if given.out and given.out.is_file() else {}
     for what in given.what:
+        if what not in kept:
+            if what == "overhead":
+                kept[what] = overhead(given.rounds)
+            else:
+                there = engines.ready(given.folder) if what == "engines" else {}
+                others = {name: partial(engines.seconds, one, IDS, given.tokens) for name, one in there.items()}
+                kept[what] = compare("smollm2" if there else what, given.rounds, given.tokens, others)
+            if given.out:
+                whole_file(given.out, json.dumps(kept, indent=1).encode())
         if what == "overhead":
-            console.print(f"A step of SmolLM2 without its products: {overhead(given.rounds):.1f} ms; {machine()}.")
-        elif what == "engines":
-            for file in given.gguf:
-                console.print(
-                    f"llama.cpp, {file.name}: {1 / engine(file, given.rounds, given.tokens):.1f} tokens a second"
-                )
+            console.print(f"A step of SmolLM2 without its products: {kept[what]:.1f} ms; {machine()}.")
         else:
-            if what not in kept:
-                kept[what] = compare(what, given.rounds, given.tokens)
-                if given.out:
-                    whole_file(given.out, json.dumps(kept, indent=1).encode())
             tell(console, what, kept[what])
 
 

@@ -1,0 +1,146 @@
+"""Other engines writing on with SmolLM2, one thread, batch 1, each in an environment of its own (bench.generate engines).
+
+llama.cpp (PyPI xllamacpp), CTranslate2 and onnxruntime-genai are installed from the Python package index into a folder, and
+given SmolLM2 as each of them wants it. Converters read our transformers folder with the torch and transformers that are here.
+"""
+
+import json
+import os
+import site
+import subprocess
+import sys
+import tempfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import headwise as hw
+from headwise.model import Transformer
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one is installed, given the model, and asked. The last two run in its environment and know nothing of ours."""
+
+    package: tuple[str, ...]
+    kinds: tuple[str, ...]  # of numbers
+    convert: tuple[str, ...]  # arguments of its Python: {folder}, {out} and {kind} are filled in; none: written by us
+    ask: str  # a program that defines write(model, kind, prompt) -> a function that writes so many tokens
+
+
+LLAMA_CPP = """
+def write(model, kind, prompt):
+    import xllamacpp
+    asked = xllamacpp.CommonParams()
+    asked.model.path, asked.n_ctx, asked.n_parallel = model, 1024, 1
+    asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(asked)
+    fixed = {"prompt": prompt, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+    return lambda count: server.handle_completions({**fixed, "n_predict": count, "max_tokens": count})
+"""
+
+CTRANSLATE2 = """
+def write(model, kind, prompt):
+    import ctranslate2, json
+    words = json.load(open(model + "/vocabulary.json"))
+    tokens = [[words[number] for number in prompt]]
+    made = ctranslate2.Generator(model, device="cpu", compute_type=kind, inter_threads=1, intra_threads=1)
+    def some(count):
+        out = made.generate_batch(
+            tokens, max_length=count, min_length=count, sampling_topk=1, include_prompt_in_result=False
+        )
+        assert len(out[0].sequences_ids[0]) == count, len(out[0].sequences_ids[0])
+    return some
+"""
+
+ONNX_GENAI = """
+def write(model, kind, prompt):
+    import json, onnxruntime_genai
+    path = model + "/genai_config.json"
+    said = json.load(open(path))
+    said["model"]["decoder"].setdefault("session_options", {}).update(intra_op_num_threads=1, inter_op_num_threads=1)
+    json.dump(said, open(path, "w"))
+    held = onnxruntime_genai.Model(model)
+    def some(count):
+        asked = onnxruntime_genai.GeneratorParams(held)
+        asked.set_search_options(max_length=1024, min_length=1024, do_sample=False)
+        writer = onnxruntime_genai.Generator(held, asked)
+        writer.append_tokens(prompt)
+        for _ in range(count):
+            writer.generate_next_token()
+    return some
+"""
+
+RUN = """
+import json, sys, time
+model, kind, prompt, tokens = sys.argv[1:]
+some, tokens = write(model, kind, json.loads(prompt)), int(tokens)
+some(2)
+spent = []
+for count in (1, tokens + 1):
+    began = time.process_time()
+    some(count)
+    spent.append(time.process_time() - began)
+print(json.dumps((spent[1] - spent[0]) / tokens))
+"""
+
+ENGINES = {
+    "llama.cpp": Engine(("xllamacpp",), ("f32", "f16", "q8_0", "q4_0"), (), LLAMA_CPP),
+    "CTranslate2": Engine(
+        ("ctranslate2",),
+        ("float32", "int8"),
+        ("-m", "ctranslate2.converters.transformers", "--model", "{folder}", "--output_dir", "{out}", "--force"),
+        CTRANSLATE2,
+    ),
+    "onnxruntime-genai": Engine(
+        ("onnxruntime-genai", "onnx", "onnx_ir"),
+        ("fp32", "int4"),
+        ("-m", "onnxruntime_genai.models.builder", "-i", "{folder}", "-m", "{folder}", "-o", "{out}",
+         "-p", "{kind}", "-e", "cpu", "-c", "{out}-kept"),
+        ONNX_GENAI,
+    ),
+}  # fmt: skip
+
+
+def ready(folder: Path) -> dict[str, tuple[Path, Engine, str, Path]]:
+    """Environments and models, made where they are not there yet: by name the Python, the engine, its numbers, the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, made = None, {}
+    for name, engine in ENGINES.items():
+        python = folder / name / "bin" / "python"
+        if not (folder / name / "installed").is_file():
+            venv.create(folder / name, clear=True, with_pip=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *engine.package], check=True)
+            beside = next((folder / name / "lib").glob("python*/site-packages"))
+            (beside / "zz-ours.pth").write_text("\n".join(site.getsitepackages()))  # torch, for its converter
+            (folder / name / "installed").touch()
+        for kind in engine.kinds:
+            place = folder / (f"smollm2-{kind}.gguf" if not engine.convert else f"{name}-{kind}")
+            if not place.exists():
+                model = hw.load("smollm2") if model is None else model
+                assert isinstance(model, Transformer)
+                _write(model, engine, kind, python, place)
+            made[f"{name}, {kind}"] = (python, engine, kind, place)
+    return made
+
+
+def _write(model: Transformer, engine: Engine, kind: str, python: Path, place: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+        out = Path(scratch) / place.name
+        if engine.convert:
+            given = {"folder": model.export(Path(scratch) / "theirs"), "out": out, "kind": kind}
+            call = [str(python), *(part.format(**given) for part in engine.convert)]
+            subprocess.run(call, check=True, capture_output=True)
+        else:
+            hw.export(model, out, to="gguf", dtype=kind)
+        out.rename(place)
+
+
+def seconds(made: tuple[Path, Engine, str, Path], prompt: list[int], tokens: int) -> float:
+    """Of processor time a token takes, the prompt taken off."""
+    python, engine, kind, place = made
+    call = [str(python), "-c", engine.ask + RUN, str(place), kind, json.dumps(prompt), str(tokens)]
+    done = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        sys.exit(f"{place.name}: {done.stderr[-2000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
