@@ -71,7 +71,7 @@ def test_what_a_step_multiplies_by_is_the_reference(
     others = tuple(packed(weight[None, :rows], bits, activations) for rows in (64, 31, 31))
     with step(layer, 3):
         got, joint = layer.product(x, bias), multiplied_as_one(others, x)
-    read = layer.as_read(x)
+    read = layer.as_input(x)
     assert_within(got, read, layer.unpacked()[0], bias)
     if joint is not None:
         assert_within(joint, read, torch.cat([one.unpacked()[0] for one in others]), None)
@@ -79,7 +79,7 @@ def test_what_a_step_multiplies_by_is_the_reference(
     with step(layer, 17):
         assert multiplied_as_one(others, many) is None
         assert torch.equal(
-            layer.product(many, bias), torch.nn.functional.linear(layer.as_read(many), layer.unpacked()[0], bias)
+            layer.product(many, bias), torch.nn.functional.linear(layer.as_input(many), layer.unpacked()[0], bias)
         )
 
 
