@@ -3,7 +3,10 @@
 python -m bench.spend cache --out F               everything below; the better part of two hours on one core
 python -m bench.spend cache --out F --only loss   past what is kept, whole and by each way to choose, at --lengths
   also: bytes (of a cache, and what the process grew by), speed (of writing on), passkeys, prompt (peak memory of a long one)
-Weights at few bits have a bench of their own, bench.bits; what is written a second, bench.generate.
+python -m bench.spend bits smollm2 --out F        what few bits cost (bench.bits, with its options)
+python -m bench.spend generate                    what is written a second, here and elsewhere (bench.generate)
+python -m bench.spend products                    torch's products of one row (bench.products)
+python -m bench.spend claim --full                claim 26: few bits and heads (headwise claims 26)
 Reads $HEADWISE_DATA/wikitext-2: heads are chosen on the validation text, judged by the test text. In F: plans and figures;
 what is there already is not done again.
 
@@ -264,9 +267,19 @@ def peak(options: argparse.Namespace) -> None:
     print(risen - cache.bytes / (1 << 20))
 
 
+ELSEWHERE = {
+    "bits": ("-m", "bench.bits"),
+    "generate": ("-m", "bench.generate"),
+    "products": ("-m", "bench.products"),
+    "claim": ("-m", "headwise", "claims", "26"),
+}
+
+
 def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in ELSEWHERE:
+        sys.exit(subprocess.run([sys.executable, *ELSEWHERE[sys.argv[1]], *sys.argv[2:]]).returncode)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cache",))
+    parser.add_argument("what", choices=("cache", *ELSEWHERE))
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
