@@ -23,6 +23,8 @@ from headwise.progress import Progress
 from headwise.teach.lesson import Lesson
 from headwise.text.corpus import Corpus
 
+HEAL_BY = "logits"  # what `python -m bench.distil` found best, on text of another kind than it was healed on
+
 
 @dataclass(frozen=True)
 class PruneStudy:
@@ -38,7 +40,7 @@ class PruneStudy:
     limit: int = 64
     length: int | None = None
     heal: int = 0  # then train it so many steps on the texts heads were chosen on
-    heal_by: str = "text"  # what it learns from: the text, or the model before the cut, by logits, hidden, maps, qkv
+    heal_by: str | None = None  # text, or of the model before the cut: logits (None), hidden, maps, qkv, with commas
     seeds: int = 3  # random cuts to compare with
     shares: tuple[float, ...] = ()  # also cut at each of these, by several ways: a curve
 
@@ -47,12 +49,21 @@ class PruneStudy:
             raise HeadwiseError(WHICH)
         if self.heal < 0 or (self.heal and not self.cuts):
             raise HeadwiseError(f"heal trains a model that was cut, so many steps, 1 or more; got {self.heal}.")
-        if self.heal_by != "text":
-            Lesson(tuple(self.heal_by.split(",")))  # refuses what nobody can learn from
+        if self.heal_by is not None:
+            _ = self.lesson  # refuses what nobody can learn from
             if not self.heal:
                 raise HeadwiseError(
                     f"heal_by says how a model is healed; say how long, too: heal=200, got {self.heal}."
                 )
+
+    @property
+    def lesson(self) -> tuple[str, ...]:
+        """What is learned of the model before the cut when it is healed; nothing: it learns from the text alone."""
+        if self.heal_by == "text":
+            return ()
+        learned = tuple((self.heal_by or HEAL_BY).split(","))
+        Lesson(learned)
+        return learned
 
     @property
     def cuts(self) -> bool:
@@ -122,7 +133,7 @@ def prune_study(
     healer = train_whole = None
     if study.heal:
         train_whole = partial(heal, corpus=choosing, steps=study.heal, seed=study.request.seed, progress=False)
-        taught = {} if study.heal_by == "text" else {"teacher": model, "learn": tuple(study.heal_by.split(","))}
+        taught = {"teacher": model, "learn": study.lesson} if study.lesson else {}
         healer = partial(train_whole, **taught)
     made = small = healed = measured = drawn = means = None
     # The folder is asked for first: long work must not end before a folder that cannot be written.

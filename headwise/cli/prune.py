@@ -29,8 +29,11 @@ def run(
     steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 200,
     heal: Annotated[int, typer.Option(help="Then train it so many steps on the texts heads were chosen on.")] = 0,
     heal_by: Annotated[
-        str, typer.Option(help="What it learns from then: text, or the whole model's logits, hidden, maps, qkv.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            help="What it learns from then: the whole model's logits (the default), hidden, maps, qkv; or text."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Save the smaller model in this folder.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
     test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,

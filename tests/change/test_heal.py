@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
+from headwise.change import study
 from headwise.change.cut import cut
 from headwise.change.heal import heal
+from headwise.change.request import PruneRequest
+from headwise.change.study import PruneStudy, prune_study
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -145,3 +148,19 @@ def test_with_a_teacher_the_cut_model_comes_nearer_to_it() -> None:
     assert apart() < before / 2
     with pytest.raises(hw.HeadwiseError, match="give teacher="):
         heal(small, texts, steps=1, learn="logits", progress=False)
+
+
+def test_a_study_heals_by_the_whole_model_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taught = new(GROUPED), []
+
+    def note(cut: Transformer, **given: Any) -> None:
+        taught.append((given.get("teacher"), given.get("learn")))
+
+    monkeypatch.setattr(study, "heal", note)
+    for by in (None, "text", "qkv,maps"):
+        request = PruneRequest(heads="0.1", on=rounds(8, seed=0))
+        prune_study(model, PruneStudy(request, heal=2, heal_by=by, seeds=0))
+    firsts = [pair for pair in taught if pair != (None, None)]
+    assert firsts == [(model, ("logits",)), (model, ("qkv", "maps"))], (
+        "whole models that are trained alike have no teacher"
+    )
