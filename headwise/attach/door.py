@@ -6,12 +6,14 @@ from headwise.attach.check import check_theirs
 from headwise.attach.handle import Attached
 from headwise.attach.store import make_layers
 from headwise.attach.tokens import wrap_tokenizer
+from headwise.files.pictures import Pixels
 
 
 def attach(model: Any, tokenizer: Any = None) -> Attached:
     """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
 
-    `tokenizer` is theirs, or one of ours, for what reads text. The handle is a context manager; `.detach()` ends it.
+    `tokenizer` is theirs, or one of ours, for what reads text; of a model that reads pictures, its image processor. The
+    handle is a context manager; `.detach()` ends it.
 
     >>> import torch, transformers
     >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)
@@ -28,4 +30,6 @@ def attach(model: Any, tokenizer: Any = None) -> Attached:
     True
     """
     check_theirs(model)
-    return Attached(model, make_layers(model), wrap_tokenizer(tokenizer)).tried()
+    pixels = Pixels.of(tokenizer.to_dict()) if hasattr(tokenizer, "image_mean") else None
+    words = wrap_tokenizer(tokenizer) if pixels is None else None
+    return Attached(model, make_layers(model), words, pixels).tried()

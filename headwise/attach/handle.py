@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.attach.around import hooks_around
 from headwise.attach.body import OutputHead, hidden_states, own_output, takes_ids
@@ -18,6 +18,8 @@ from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
 from headwise.attach.interface import MARKED, register, unregister
 from headwise.attach.layer import Layer
+from headwise.attach.modes import Modes
+from headwise.attach.pictures import Pictures
 from headwise.attach.prove import cut_proved
 from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
 from headwise.attach.store import PLANS, is_cut, keep_note, make_layers, read, write
@@ -25,6 +27,7 @@ from headwise.attach.trial import check_rebuilt, try_layers
 from headwise.attach.walk import make_walk, why_whole
 from headwise.attach.wiring import find_wiring
 from headwise.errors import HeadwiseError
+from headwise.files.pictures import Pixels
 from headwise.heads import Heads, Site
 from headwise.heads.head import Gates, Pattern, resolve_gates
 from headwise.model import Walk, Wiring, quiet
@@ -36,17 +39,21 @@ from headwise.spec.cache import Treatments
 from headwise.text import Tokenizer
 
 
-class Attached(nn.Module):
+class Attached(Modes):
     """A transformers model with its heads: `.heads`, `.sites()`, and the calls that looking and changing make."""
 
-    def __init__(self, model: Any, layers: list[Layer], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: Any, layers: list[Layer], tokenizer: Tokenizer | None, pixels: Pixels | None = None
+    ) -> None:
         super().__init__()
         self.model: Any = model
         self.tokenizer: Any = tokenizer
+        self.pixels = pixels  # how a picture becomes what the model reads
         self.family: str | None = getattr(model.config, "model_type", None)
         self._layers = layers
         self._spec: ModelSpec | None = None
         self._wiring: Wiring | None = None
+        self._pictures: Pictures | None = None
         self._whole_passes: str | None = None  # why ablated copies cost them; None: not tried yet
         self._said = False  # what saving a cut model means for others
         register(self)
@@ -114,7 +121,7 @@ class Attached(nn.Module):
             cut_proved(self.model, self._layers, gone, self._restart, self._unmark)
             keep_note(self.model)
         fold_in(self._layers, folded or {})
-        self._spec = self._wiring = self._whole_passes = None
+        self._spec = self._wiring = self._whole_passes = self._pictures = None
         return self
 
     def _restart(self, layers: list[Layer]) -> None:
@@ -163,31 +170,16 @@ class Attached(nn.Module):
         return next(self.model.parameters()).device
 
     @property
+    def pictures(self) -> Pictures | None:
+        """How it reads pictures; None where it reads something else."""
+        if self._pictures is None and getattr(self.model, "main_input_name", "") == "pixel_values":
+            self._pictures = Pictures(self.model, self._layers, self.pixels)
+        return self._pictures
+
+    @property
     def start(self) -> int:
         """The token before what an encoder-decoder writes, as its configuration has it."""
         return start_of(self.model)
-
-    @property
-    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the model is in training mode: theirs decides."""
-        model = self.__dict__.get("_modules", {}).get("model")
-        return False if model is None else model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        pass  # `train` passes the mode on to the model, which keeps it
-
-    @property
-    def checkpointing(self) -> bool:
-        """Whether activations inside blocks are recomputed in the backward pass."""
-        return bool(self.model.is_gradient_checkpointing)
-
-    @checkpointing.setter
-    def checkpointing(self, on: bool) -> None:
-        if on and not self.checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        elif not on and self.checkpointing:
-            self.model.gradient_checkpointing_disable()
 
     def norms(self) -> Norms | None:
         """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
@@ -290,7 +282,7 @@ class Attached(nn.Module):
         With `whole` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`. Without,
         plain transformers refuses a cut one: that is said on standard error, once.
         """
-        written = write(self.model, self._layers, self.tokenizer, folder, whole)
+        written = write(self.model, self._layers, (self.tokenizer, self.pixels), folder, whole)
         if is_cut(self._layers) and not whole and not self._said:
             self._said = True
             print(
@@ -311,7 +303,7 @@ class Attached(nn.Module):
         model, layers = read(folder, dtype, device)
         check_theirs(model)
         there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-        return cls(model, layers, Tokenizer.load(folder) if there else None).tried()
+        return cls(model, layers, Tokenizer.load(folder) if there else None, Pixels.read(folder)).tried()
 
     def check_own(self, what: str) -> None:
         """Refuse what only models of our own can do."""
@@ -327,7 +319,7 @@ class Attached(nn.Module):
         """Write the model for plain transformers, zeros in place of heads that were cut; it stays the family it is."""
         if family is not None and family != self.family:
             raise HeadwiseError(f"an attached model stays what it is, {self.family}; leave the family away.")
-        return write(self.model, self._layers, self.tokenizer, folder, whole=True, exported=True)
+        return write(self.model, self._layers, (self.tokenizer, self.pixels), folder, whole=True, exported=True)
 
     # Leaving.
 
@@ -377,7 +369,7 @@ class Attached(nn.Module):
         for layer in layers:
             if layer.site.address in known:
                 layer.learned_of(known[layer.site.address])
-        return Attached(model, layers, self.tokenizer)
+        return Attached(model, layers, self.tokenizer, self.pixels)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Attached":
         """A copy of the model, attached, with sites of its own."""

@@ -30,7 +30,7 @@ PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were c
 
 
 def write(
-    model: Any, layers: Sequence[Layer], tokenizer: Any, folder: str | Path, whole: bool, exported: bool = False
+    model: Any, layers: Sequence[Layer], beside: Sequence[Any], folder: str | Path, whole: bool, exported: bool = False
 ) -> Path:
     """Write a model, whole or not at all; one that is `exported` replaces only what was exported before."""
     from headwise.files.whole import EXPORTED, whole_folder
@@ -42,8 +42,9 @@ def write(
             _filled_up(model, layers).save_pretrained(new)
         else:
             model.save_pretrained(new)  # a cut one writes its note
-        if tokenizer is not None:
-            tokenizer.save(new)
+        for one in beside:  # what the model reads with: a tokenizer, or how pixels become numbers
+            if one is not None:
+                one.save(new)
     return Path(folder)
 
 

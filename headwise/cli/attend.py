@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def run(
     model: Model,
-    text: Annotated[str, typer.Argument(help="What the model reads.")],
+    text: Annotated[str, typer.Argument(help="What the model reads; of one that reads pixels, the path of a picture.")],
     head: Annotated[
         str | None,
         typer.Option(
@@ -22,7 +22,10 @@ def run(
             autocompletion=complete.heads,
         ),
     ] = None,
-    word: Annotated[str | None, typer.Option("--from", help="Show where this word looks; the#2 is the second.")] = None,
+    word: Annotated[
+        str | None,
+        typer.Option("--from", help="Show where this word looks; the#2 is the second; of a picture a patch, 2,5."),
+    ] = None,
     to: Annotated[str | None, typer.Option(help="With --from: rank heads by how hard it looks at this word.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Keep the tokens of a word apart.")] = False,
     source: Annotated[str | None, typer.Option(help="What an encoder-decoder reads; TEXT is what it writes.")] = None,

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from headwise.look.profile.result import Profile
     from headwise.model import AnyModel
     from headwise.spec import Address
+
+
+PICTURES = 6  # shown in a report
 
 
 def run(
@@ -81,7 +84,10 @@ def run(
     relations: Any = treebank if treebank is not None else Corpus.probe() if probe else None
     if treebank is not None and corpus is None:
         corpus, relations = treebank, None
-    check(loaded, layers, role, corpus, relations)  # before the work begins
+    if loaded.pictures is None:
+        check(loaded, layers, role, corpus, relations)  # before the work begins
+    elif out is not None or relations is not None:
+        raise HeadwiseError(f"{model} reads pictures: give a folder of them, without relations and without --out.")
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
     with show_progress() if leads else nullcontext() as progress:
         asked: dict[str, Any] = {
@@ -98,9 +104,11 @@ def run(
     if save is not None:
         made.save(save)
     if report is not None:
+        from headwise.look.record.picture import read_pictures
         from headwise.show.report import SENTENCES
 
-        shown = () if loaded.spec.kind == "encoder-decoder" else SENTENCES  # the page shows one text at a time
+        shown: Any = () if loaded.spec.kind == "encoder-decoder" else SENTENCES  # the page shows one text at a time
+        shown = shown if loaded.pictures is None else list(islice(read_pictures(loaded, corpus), PICTURES))
         made.report(report, loaded, name=Path(model).name, sentences=shown, **prices(costs, plan))
     _tell(made, layers, role, as_csv, as_json)
 

@@ -76,13 +76,16 @@ def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
     return made
 
 
-def _sentences(model: "AnyModel", corpus: Any) -> list[str]:
-    """A few texts to begin with: the first ones given, or of what a model reads where nothing is."""
+def _sentences(model: "AnyModel", corpus: Any) -> list[Any]:
+    """A few texts to begin with: the first ones given, or of what a model reads where nothing is. Or pictures."""
     from itertools import islice
 
+    from headwise.look.record.picture import read_pictures
     from headwise.look.record.reading import documents_for
     from headwise.text.corpus import Corpus
 
+    if model.pictures is not None:
+        return list(islice(read_pictures(model, corpus), SHOWN))
     items = (documents_for(model) if corpus is None else Corpus.of(corpus)).items()
     return [item.text[:400] for item in islice((item for item in items if item.text.strip()), SHOWN)]
 

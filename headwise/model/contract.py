@@ -18,6 +18,7 @@ from headwise.heads import Heads, Site
 from headwise.heads.head import Gates, Pattern
 from headwise.spec import ModelSpec, SiteAddress
 from headwise.spec.cache import Treatments
+from headwise.spec.grid import Grid
 
 if TYPE_CHECKING:
     from headwise.model.walk import Pick, Walk
@@ -35,6 +36,21 @@ class AnyOutput(Protocol):
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
         """(N, D), (N,) → the mean surprise at targets, IGNORE left out, or the sum divided by `total`; few logits at once."""
+        ...
+
+
+class AnyPictures(Protocol):
+    """How a model reads pictures."""
+
+    how: Any  # how pixels become what it reads, if that is known
+
+    @property
+    def grid(self) -> Grid:
+        """Which token is which patch; refused where tokens are no patches."""
+        ...
+
+    def read(self, given: Any) -> Tensor:
+        """A path, a Pillow image, or a tensor that is ready, as (C, height, width)."""
         ...
 
 
@@ -64,6 +80,11 @@ class AnyModel(Protocol):
     @property
     def output(self) -> AnyOutput | None:
         """From final hidden states to logits; None where it gives none."""
+        ...
+
+    @property
+    def pictures(self) -> AnyPictures | None:
+        """How it reads pictures; None where it reads something else."""
         ...
 
     @property

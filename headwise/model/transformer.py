@@ -55,6 +55,7 @@ class Transformer(nn.Module):
     ...     quieter = model(torch.tensor([[72, 105, 33]]))
     """
 
+    pictures = None  # it reads tokens
     is_shared = False  # whether other processes hold heads of it
 
     def __init__(

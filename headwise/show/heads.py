@@ -21,9 +21,11 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     """Print the grid, then the strongest head of each role with evidence."""
     console = console or Console()
     about = profile.about
+    related = f"{about['documents']:,} documents with relations; "
+    what, related = ("pictures", "") if about.get("pictures") else ("texts", related)
     console.print(
-        f"{len(profile)} heads on {about['texts']:,} texts, {about['tokens']:,} tokens; {about['documents']:,} documents "
-        f"with relations; {profile.family:,} tests{_left_out(profile)}",
+        f"{len(profile)} heads on {about['texts']:,} {what}, {about['tokens']:,} tokens; {related}{profile.family:,} "
+        f"tests{_left_out(profile)}",
         highlight=False,
     )
     console.print(grid(profile, wanted, console.width))
@@ -128,7 +130,8 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
     listed = [name for name in head.measures if not profile.numbers[name].series]
     console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in listed]))
     near = [(o, head.measures[OFFSET[o].name]) for o in range(8) if OFFSET[o].name in head.measures]
-    console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)
+    if near:
+        console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)
     for one in head.roles:
         if head.cases[one.role]:
             told = f"{one.role} {one.detail}".strip()

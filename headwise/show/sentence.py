@@ -20,9 +20,10 @@ from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
 from headwise.look.record.attend import Parts
+from headwise.look.record.picture import Picture, picture_unit, read_picture
 from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
-from headwise.look.record.units import Unit, tokenizer_of
+from headwise.look.record.units import Unit, make_batch, run, tokenizer_of
 from headwise.look.writes.attribution import logit_attribution
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
@@ -32,8 +33,9 @@ THUMB, EDGES, FAINT = 32, 3, 0.02  # beyond: thumbnails of so many pixels, so ma
 LIKELY = 10  # next words told
 
 
-def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_tokens: int = 512) -> dict[str, Any]:
-    """Run a model once on a text and keep what the page shows of it, ready for JSON. A longer text is cut.
+def make_sentence(model: AnyModel, text: Any, *, heads: Pattern = "*", most_tokens: int = 512) -> dict[str, Any]:
+    """Run a model once on a text and keep what the page shows of it, ready for JSON. A longer text is cut. Of a model that
+    reads pixels `text` is a picture: a path, a Pillow image, or a tensor that is ready for it.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -44,6 +46,8 @@ def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_toke
     >>> made["tokens"], made["words"], made["word_of"]
     (['[CLS]', 'The', 'cat', 's', 'sat', '[SEP]'], ['[CLS]', 'The', 'cats', 'sat', '[SEP]'], [0, 1, 2, 2, 3, 4])
     """
+    if model.pictures is not None:
+        return _make_picture(model, read_picture(model, text), heads)
     if model.spec.kind == "encoder-decoder":
         raise HeadwiseError(
             "the page reads one text at a time; an encoder-decoder needs two. Use hw.attend with source=…."
@@ -54,7 +58,7 @@ def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_toke
     chosen = pick(heads, model.spec.addresses)
     with quiet(model), torch.no_grad():
         seen = Sights(chosen, len(unit.ids))
-        hidden = seen.run(model, torch.tensor([unit.ids], device=model.device))
+        hidden = seen.run(model, unit)
         following = _next(model, list(unit.ids), hidden)
     whole = len(tokenizer_of(model).encode(text))
     return {
@@ -65,6 +69,22 @@ def make_sentence(model: AnyModel, text: str, *, heads: Pattern = "*", most_toke
         **seen.packed(),
         "next": following,
     }
+
+
+def _make_picture(model: AnyModel, picture: Picture, heads: Pattern) -> dict[str, Any]:
+    """The same of a picture: its tokens are patches, and the picture comes along."""
+    grid, chosen = picture.grid, pick(heads, model.spec.addresses)
+    unit = picture_unit(0, picture)
+    with quiet(model), torch.no_grad():
+        seen = Sights(chosen, len(grid), 2 * WHOLE)  # a few strong weights of a row are no picture
+        seen.run(model, unit)
+    names = list(grid.names)
+    shown = {"png": base64.b64encode(picture.png()).decode(), "rows": grid.rows, "columns": grid.columns}
+    return {
+        "text": picture.name, "cut_from": None, "tokens": names, "words": names, "word_of": list(range(len(names))),
+        "special": [cell < 0 for cell in grid.cells], "heads": [str(address) for address in chosen], **seen.packed(),
+        "next": None, "picture": {**shown, "cells": list(grid.cells)},
+    }  # fmt: skip
 
 
 def _cut(model: AnyModel, text: str, most: int) -> Unit:
@@ -87,17 +107,17 @@ def _tokens(unit: Unit) -> dict[str, Any]:
 class Sights:
     """What some heads did on one text, taken layer by layer and packed into bytes at the end."""
 
-    def __init__(self, chosen: tuple[Address, ...], tokens: int) -> None:
+    def __init__(self, chosen: tuple[Address, ...], tokens: int, most: int = WHOLE) -> None:
         self.chosen, self.tokens = chosen, tokens
-        self.whole = len(chosen) * tokens * tokens <= WHOLE
+        self.whole = len(chosen) * tokens * tokens <= most
         self.parts: dict[str, dict[Address, np.ndarray]] = {}
 
-    def run(self, model: AnyModel, ids: Tensor) -> Tensor:
-        """One pass of a model; gives the final hidden states."""
+    def run(self, model: AnyModel, unit: Unit) -> Any:
+        """One pass of a model; gives the final hidden states, or of pictures its own output."""
         with ExitStack() as listening:
             for site in model.all_sites():
                 listening.enter_context(site.listen(self.hear))
-            return model(ids, hidden=True)
+            return run(model, make_batch([unit], device=model.device))
 
     def hear(self, seen: Seen) -> None:
         """One layer's call."""

@@ -15,7 +15,9 @@ Model = Annotated[
         metavar="MODEL",
     ),
 ]
-Texts = Annotated[list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set.")]
+Texts = Annotated[
+    list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set. Or a folder of pictures.")
+]
 Executor = Annotated[
     str | None,
     typer.Option(

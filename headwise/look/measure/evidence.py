@@ -126,7 +126,9 @@ class Evidence(Measure):
 
     def _words(self, number: int, row: int, column: int) -> list[str]:
         """Who looked, at what, and the text around."""
-        names = self.units[number].pieces
+        names, picture = self.units[number].pieces, self.units[number].picture
+        if picture is not None:
+            return [names[row], names[column], f"{picture.name}: [{names[row]}] looks at *{names[column]}*"]
         return [names[row], names[column], written(marked(names, {column: "attended", row: "token"}))]
 
 

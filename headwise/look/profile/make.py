@@ -28,6 +28,7 @@ from headwise.look.measure.usual import usual_measures
 from headwise.look.measure.variability import LENGTH, TEXTS, Variability, read_alike
 from headwise.look.profile.causal import Few, climb
 from headwise.look.profile.merge import OWN
+from headwise.look.profile.pictures import profile_pictures
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
 from headwise.look.record.reading import Reading
@@ -75,7 +76,17 @@ def profile(
 
     An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both
     stacks can see. Cross-attention has no distances, so none of those, no relations and no repeats are asked of it.
+
+    A model that reads pixels looks at pictures: a folder of them, a list of paths, Pillow images or tensors. Its tokens are
+    patches, and it is asked what needs no words (`headwise.look.profile.pictures`).
     """
+    if model.pictures is not None:
+        if relations or longest is not None or detail != "full":
+            raise HeadwiseError(
+                "pictures have no relations, and are read whole; leave relations, longest and detail out."
+            )
+        own: dict[str, Any] = {"tokens": tokens, "every": every, "control": control, "seed": seed, "progress": progress}
+        return profile_pictures(model, corpus, measures=measures, roles=roles, **own)
     if control is not None and control not in CONTROLS:
         raise HeadwiseError(f"there is no control {control!r}; use {' or '.join(CONTROLS)}.")
     if detail not in ("full", "light") or every < 1:

@@ -190,7 +190,8 @@ class Profile:
     @property
     def columns(self) -> tuple[str, ...]:
         """The measures that have a column in the table of heads."""
-        return (*SHOWN, *(name for name, number in self.numbers.items() if number.column and name not in SHOWN))
+        there = tuple(name for name in SHOWN if name in self.numbers)  # of pictures some are not asked
+        return (*there, *(name for name, number in self.numbers.items() if number.column and name not in SHOWN))
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head."""
@@ -266,7 +267,7 @@ class Profile:
                 "rung before": before.rung if before else "", "rung after": after.rung if after else "",
             }  # fmt: skip
             if before and after:
-                row |= {name: after.measures[name] - before.measures[name] for name in SHOWN}
+                row |= {name: after.measures[name] - before.measures[name] for name in SHOWN if name in after.measures}
             rows.append(row)
         return rows
 
@@ -360,8 +361,9 @@ def _check_alike(one: Profile, other: Profile) -> None:
     ]
     if asked[0] != asked[1]:
         raise HeadwiseError("profiles with different measures or roles cannot be merged; measure both alike.")
-    repeats = (made.tally.per_bucket(INDUCTION[0].name)[0] for made in (one, other))
-    if not np.allclose(*repeats, rtol=1e-4, atol=1e-5):
+    said = INDUCTION[0].name if INDUCTION[0].name in one.numbers else None  # pictures are not said twice
+    repeats = [made.tally.per_bucket(said)[0] for made in (one, other)] if said else []
+    if one.about["model"] != other.about["model"] or (said and not np.allclose(*repeats, rtol=1e-4, atol=1e-5)):
         raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
 
 

@@ -261,7 +261,8 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
 def rest(tally: Tally, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
     """Where each head rests: on the first token, on special tokens, everywhere alike, or without writing anything."""
     told = (RESTING.name, SPECIAL, RELATIVE.name, SHARE.name)
-    first, special, relative, writes = (tally.mean(name) for name in told)
+    nothing = np.full(tally.heads, np.nan)  # pictures have no first token
+    first, special, relative, writes = (tally.mean(name) if name in tally.fields else nothing for name in told)
     share = writes * heads_in_layer
     flags = np.stack((first > 0.3, (special > 0.3) & (first <= 0.3), relative > 0.9, share < 0.2), -1)
     return [tuple(name for name, there in zip(RESTS, row, strict=True) if there) for row in flags]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
+from headwise.look.record.picture import Picture, picture_unit, read_picture
 from headwise.look.record.recording import HeadCall, Recording, pick, record
-from headwise.look.record.units import tokenizer_of
+from headwise.look.record.units import make_batch, run, tokenizer_of
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.text import Tokenizer
@@ -103,6 +104,7 @@ class Attended:
     _source_parts: Parts | None
     _recording: Recording
     _call: int | None = None  # which one, where a layer is called several times in a pass
+    picture: Picture | None = None  # what was looked at, where that is no text: its words are patches, `row,column`
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -141,6 +143,16 @@ class Attended:
         looking, seen = self.sides(head)
         weights = self._seen(self._head(head)).map()[0].float()  # (T, S)
         return looking.means(weights) @ (weights @ seen.sums(weights))
+
+    def over(self, head: str | Address | None = None, at: Word | tuple[int, int] | None = None) -> Tensor:
+        """A head's attention over the picture, (rows, columns): from a patch, (2, 3) or "2,3", from "[CLS]", or the mean
+        from all patches. What is on tokens that are no patches is left out."""
+        if self.picture is None:
+            raise HeadwiseError("what was looked at is a text; seen.map(head) is its map.")
+        grid, address = self.picture.grid, self._head(head)
+        rows = grid.places if at is None else (grid.find(at),)
+        weights = self._seen(address).map(rows=rows)[0].float().mean(0)  # (S,)
+        return weights[list(grid.places)].unflatten(0, (grid.rows, grid.columns))
 
     def row(self, word: Word, head: str | Address | None = None) -> list[tuple[str, float]]:
         """Where one word looks: (word, weight), the strongest first. A word is its text, "the#2", or its place."""
@@ -230,7 +242,7 @@ class Attended:
 
 def attend(
     model: AnyModel,
-    text: str,
+    text: Any,
     heads: Pattern = "*",
     *,
     words: bool = True,
@@ -242,6 +254,9 @@ def attend(
     An encoder-decoder reads `source` and writes `text`; its maps have the words of one or both. Where a layer is called
     several times in a pass, as ALBERT's one layer is, `call` says which is meant, from 0.
 
+    A model that reads pixels looks at a picture: a path, a Pillow image, or a tensor (C, height, width) that is ready for it.
+    Its words are patches, `row,column`; `over` gives a head's attention over the picture.
+
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
@@ -252,6 +267,8 @@ def attend(
     >>> seen.map("5.1").shape, round(sum(weight for _, weight in seen.row("cats")), 4)
     (torch.Size([5, 5]), 1.0)
     """
+    if model.pictures is not None:
+        return _attend_picture(model, read_picture(model, text), heads, call)
     tokenizer = tokenizer_of(model)
     aligned = _aligned(tokenizer, text, "the text")
     aligned_source = None if source is None else _aligned(tokenizer, source, "the source")
@@ -261,6 +278,15 @@ def attend(
         model(ids, source=source_ids, hidden=True)
     parts = None if aligned_source is None else Parts.of(aligned_source, words)
     return Attended(text, source, Parts.of(aligned, words), parts, recording, call)
+
+
+def _attend_picture(model: AnyModel, picture: Picture, heads: Pattern, call: int | None) -> Attended:
+    grid = picture.grid
+    special = tuple(cell < 0 for cell in grid.cells)
+    parts = Parts(grid.names, tuple((token,) for token in range(len(grid))), special)
+    with quiet(model), torch.no_grad(), record(model, heads, what="map") as recording:
+        run(model, make_batch([picture_unit(0, picture)], device=model.device))
+    return Attended(picture.name, None, parts, None, recording, call, picture)
 
 
 def _aligned(tokenizer: Tokenizer, text: str, what: str) -> Alignment:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Unit:
     source: tuple[int, ...] = ()
     text: str = ""  # what it covers; of a pair what is to be written
     source_text: str = ""  # of a pair
+    picture: Any = None  # the picture, where tokens are patches (picture.py)
 
     @property
     def size(self) -> int:
@@ -63,6 +65,7 @@ class Batch:
     real: Tensor  # (B, T): True at tokens, False at padding
     source: Tensor | None = None  # (B, S), of pairs
     source_real: Tensor | None = None  # (B, S)
+    pixels: Tensor | None = None  # (B, C, height, width), of pictures
 
     @cached_property
     def first(self) -> Tensor:
@@ -112,14 +115,20 @@ def make_batch(units: list[Unit], side: str = "right", device: torch.device | st
     """Units of any lengths, padded on one side; sources on the right."""
     ids, real = _stacked([unit.ids for unit in units], side)
     made = Batch(tuple(units), ids.to(device), real.to(device))
+    if units[0].picture is not None:
+        return replace(made, pixels=torch.stack([unit.picture.pixels for unit in units]).to(device))
     if not units[0].source:
         return made
     sources, there = _stacked([unit.source for unit in units])
     return replace(made, source=sources.to(device), source_real=there.to(device))
 
 
-def run(model: AnyModel, batch: Batch, hidden: bool = True) -> Tensor:
-    """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain."""
+def run(model: AnyModel, batch: Batch, hidden: bool = True) -> Any:
+    """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain. Of
+    pictures the model's own output comes back."""
+    if batch.pixels is not None:
+        own: Any = model
+        return own(pixel_values=batch.pixels.to(next(iter(model.parameters())).dtype))
     return read(model, batch.ids, None if batch.whole else batch.real, hidden)
 
 
@@ -131,6 +140,10 @@ def read(model: AnyModel, ids: Tensor, padding: Tensor | None = None, hidden: bo
 
 def tokenizer_of(model: AnyModel) -> Tokenizer:
     """The model's tokenizer, or an error that says what to do."""
+    if model.pictures is not None:
+        raise HeadwiseError(
+            "this model reads pictures, not text; give it a path, a Pillow image, a tensor, or a folder of pictures."
+        )
     if not isinstance(model.tokenizer, Tokenizer):
         raise HeadwiseError("this model has no tokenizer, so it cannot read text; set model.tokenizer.")
     return model.tokenizer

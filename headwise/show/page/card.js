@@ -9,16 +9,17 @@ import { offsetChart, lineChart } from "./chart.js";
 import { heatMap } from "./heat.js";
 import { silenceButton } from "./live.js";
 import { price } from "./plan.js";
+import { overPicture } from "./patches.js";
 
 export async function card(root) {
   const head = store.heads.get(state.head) ?? store.heads.get(bestHeads(1)[0]);
   const sight = await openSentence(state.sentence);
   root.append(
     tools(headChoice("head", head.address, (address) => change({ head: address })), ...neighbours(head),
-      press("On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
+      press(store.book.about.pictures ? "On the picture" : "On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
       press("Compare", () => change({ view: "compare", head: head.address })),
       store.live && silenceButton(head.address)),
-    el("div", { class: "cards" }, [role(head), plainly(head), casesOf(head), distances(head), looking(head), picture_(head, sight), writes(head), nearest(head), worth(head), price(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
+    el("div", { class: "cards" }, [role(head), plainly(head), casesOf(head), distances(head), looking(head), await picture_(head, sight), writes(head), nearest(head), worth(head), price(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
 }
 
 // An input that takes an address: shorter than a list of a thousand heads.
@@ -54,6 +55,7 @@ function plainly(head) {
 }
 
 function distances(head) {
+  if (!head.offsets.length) return null; // patches have no offsets
   return section("Weight by distance", offsetChart(head.offsets));
 }
 
@@ -76,8 +78,9 @@ function looking(head) {
     shown.length ? shown : el("p", { class: "note" }, "It only rested."));
 }
 
-function picture_(head, sight) {
+async function picture_(head, sight) {
   if (!sight?.has(head.address)) return null;
+  if (sight.picture) return overPicture(sight, [head.address]);
   return section("On the sentence", heatMap({ weights: sight.map(head.address), labels: sight.tokens, name: `Attention of head ${head.address}`, most: 256, under: sight.under(head.address) }));
 }
 

@@ -31,6 +31,7 @@ const SEEN = {
   claims: "What guides say about heads, each put to a test.",
   words: "Every word of this page, what it means and where it is told how its number is made.",
 };
+const PICTURED = "One picture: where each head looks from one patch, from another token, or from all patches on average.";
 let turn = 0;
 
 // Draw the view that is asked for; the focus stays where it was, if that is still there.
@@ -54,22 +55,26 @@ async function render() {
   for (const old of main.childNodes) if (old !== fresh) before.push(old);
   for (const old of before) old.remove();
   if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
-  document.getElementById("seen").textContent = SEEN[view];
-  document.title = `${NAMES[view]} – ${store.book.model.name || "Headwise"}`;
+  document.getElementById("seen").textContent = view === "sentence" && store.book.about.pictures ? PICTURED : SEEN[view];
+  document.title = `${nameOf(view)} – ${store.book.model.name || "Headwise"}`;
   main.dataset.view = view;
 }
 
 // The views that have something to show; a book of claims alone has one.
 function views() {
-  const { heads, curves: cut, plan: priced, claims: tried } = store.book;
-  const filled = { curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0, words: Object.keys(store.book.words ?? {}).length > 0 };
+  const { heads, curves: cut, plan: priced, claims: tried, about } = store.book;
+  const filled = { ...(about?.pictures ? { relations: false } : {}), curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0, words: Object.keys(store.book.words ?? {}).length > 0 };
   return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tried.length === 0));
 }
 
 function navigation(there, now) {
   document.getElementById("views").replaceChildren(...there.map((view) => el("button", {
     type: "button", "data-key": `view ${view}`, "aria-current": view === now ? "page" : null, onclick: () => change({ view }),
-  }, NAMES[view])));
+  }, nameOf(view))));
+}
+
+function nameOf(view) {
+  return view === "sentence" && store.book.about.pictures ? "Picture" : NAMES[view];
 }
 
 // A link to what is shown, and pictures of it.
@@ -111,7 +116,7 @@ function facts() {
   const sizes = [`${model.layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && `${number(model.parameters / 1e6, 1)} M parameters`];
   document.getElementById("model-name").textContent = model.name;
   if (model.heads === 0 && tried.length) return document.getElementById("model-facts").replaceChildren(`${counted(tried.length, "claim")} · ${seeds(tried)}`);
-  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} texts, ${number(about.tokens)} tokens`;
+  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} ${about.pictures ? "pictures" : "texts"}, ${number(about.tokens)} tokens`;
 }
 
 // With how many seeds claims were tried.

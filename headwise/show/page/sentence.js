@@ -7,13 +7,15 @@ import { CHOSEN, roleMark } from "./colour.js";
 import { heatMap } from "./heat.js";
 import { barList } from "./chart.js";
 import { livePanel, whyPanel } from "./live.js";
+import { overPicture } from "./patches.js";
 
 const FAINT = 0.1, ARCS = 400;
 
 export async function sentence(root) {
   const sight = await openSentence(state.sentence);
-  if (store.live) root.append(livePanel());
+  if (store.live && !store.book.about.pictures) root.append(livePanel());
   if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence here yet."));
+  if (sight.picture) return root.append(...(await pictureView(sight)));
   const words = state.level === "word", tokenOf = (at) => (words && at >= 0 ? sight.tokensOf[at].at(-1) : at);
   const pick = (at) => chosenHeads(sight, tokenOf(at)), chips = el("div", { class: "picked" });
   const fill = (heads) => chips.replaceChildren(headChips(sight, heads));
@@ -27,6 +29,14 @@ export async function sentence(root) {
       tick("show resting places", state.rests, (rests) => change({ rests }))),
     chips,
     el("div", { class: "stack" }, arcs(sight, pick, words, fill), el("div", { class: "pair" }, mapSection(sight, heads, words), nextWord(sight))));
+}
+
+// The same for a picture: its tokens are patches.
+async function pictureView(sight) {
+  const heads = chosenHeads(sight, state.token), chosen = tools(
+    choice("picture", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
+    tick("weighted by what is fetched", state.valued, (valued) => change({ valued })));
+  return [chosen, headChips(sight, heads), el("div", { class: "stack" }, await overPicture(sight, heads), mapSection(sight, heads, false))];
 }
 
 function headChips(sight, heads) {
@@ -129,7 +139,7 @@ function mapSection(sight, heads, words) {
   const labels = sight.labels(words), pin = state.pin.split(",").map(Number);
   const pinned = pin.length === 2 && pin.every((place) => place >= 0 && place < labels.length) ? pin : null;
   const rowTable = el("div", {}), reasons = el("div", {});
-  const mayAsk = store.live && (store.book.model.kind ?? "decoder") === "decoder";
+  const mayAsk = store.live && !sight.picture && (store.book.model.kind ?? "decoder") === "decoder";
   const fillReasons = (at) => reasons.replaceChildren(...(at === null || !mayAsk ? [] : [whyPanel(store.sentences[state.sentence].given.text, head, at[0], at[1], labels, words)]));
   const fillRow = (at) => rowTable.replaceChildren(at === null ? el("p", { class: "note" }, "Pin a row to read its numbers.")
     : grid(`Where “${labels[at[0]]}” looks in ${head}`, ["at", "weight"],

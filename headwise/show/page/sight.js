@@ -11,6 +11,7 @@ export class Sight {
     sight.wordOf = given.word_of;
     sight.special = given.special;
     sight.next = given.next;
+    sight.picture = given.picture ?? null; // where tokens are patches
     sight.cutFrom = given.cut_from;
     sight.whole = given.form === "whole";
     sight.heads = given.heads;

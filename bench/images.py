@@ -1,0 +1,164 @@
+"""A small ViT trained here on drawn shapes, and what its heads do: roles beside the same model before training.
+
+python -m bench.images                    trains (about three minutes of one core), then measures; the folder is kept
+python -m bench.images --out DIR          where the model, the pictures and the report go (default .lab/images)
+
+The task needs looking: a picture has one large shape (circle, square, triangle or cross) and one small mark (a dot or a
+bar) anywhere in it, over a slope of grey; the answer is which shape and which mark, eight classes. Rules, set before the first
+run: seeds 0 for training and 1 for the pictures measured; roles, thresholds and correction are those of hw.profile; a head
+counts where its role stands at `selective` or higher on the half of the pictures it was not chosen on; what a head is worth is
+the loss on 512 held-out pictures without it, zero in its place, told beside the other heads of its layer. Random models, seeds
+10 to 15, read the same pictures; the number of their heads with any role is told, and should be 0.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SIZE, PATCH = 48, 6  # pixels: 8 by 8 patches
+SHAPES, MARKS = ("circle", "square", "triangle", "cross"), ("dot", "bar")
+STEPS, BATCH, HELD_OUT, MEASURED = 900, 64, 512, 256
+
+
+def draw(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """One picture, (height, width) from 0 to 1, and its class."""
+    y, x = np.mgrid[0:SIZE, 0:SIZE].astype(float)
+    angle = rng.uniform(0, 2 * np.pi)
+    picture = 0.25 + 0.15 * (np.cos(angle) * (x / SIZE - 0.5) + np.sin(angle) * (y / SIZE - 0.5))
+    shape, mark, r = int(rng.integers(4)), int(rng.integers(2)), rng.uniform(9, 13)
+    cx, cy = rng.uniform(r, SIZE - r, 2)
+    dx, dy = x - cx, y - cy
+    inside = (
+        np.hypot(dx, dy) < r,
+        np.maximum(abs(dx), abs(dy)) < 0.85 * r,
+        (dy < 0.7 * r) & (dy > -r + 1.9 * abs(dx)),
+        ((abs(dx) < 0.3 * r) | (abs(dy) < 0.3 * r)) & (np.maximum(abs(dx), abs(dy)) < r),
+    )[shape]
+    picture = np.where(inside, rng.uniform(0.6, 0.75), picture)
+    mx, my = rng.uniform(3, SIZE - 3, 2)
+    small = np.hypot(x - mx, y - my) < 1.8 if mark == 0 else (abs(x - mx) < 3.2) & (abs(y - my) < 0.9)
+    picture = np.where(small, 1.0, picture) + rng.normal(0, 0.03, picture.shape)
+    return picture.clip(0, 1), 2 * shape + mark
+
+
+def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Pictures ready for the model, (N, 1, height, width) from -1 to 1, and their classes, (N,)."""
+    rng = np.random.default_rng(seed)
+    made = [draw(rng) for _ in range(count)]
+    pixels = np.rint(np.stack([picture for picture, _ in made]) * 255) / 255  # as a file would hold them
+    return torch.tensor(pixels[:, None], dtype=torch.float32) * 2 - 1, torch.tensor([kind for _, kind in made])
+
+
+def build(seed: int) -> Any:
+    """The model: 4 layers of 6 heads, 64 patches and a class token."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.ViTConfig(
+        hidden_size=96, num_hidden_layers=4, num_attention_heads=6, intermediate_size=192, image_size=SIZE, patch_size=PATCH,
+        num_channels=1, num_labels=len(SHAPES) * len(MARKS),
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def train(model: Any, steps: int = STEPS) -> None:
+    """AdamW with a warm-up and a cosine, on pictures drawn anew."""
+    rule = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    plan = torch.optim.lr_scheduler.OneCycleLR(rule, 1e-3, total_steps=steps, pct_start=0.1)
+    model.train()
+    for step in range(steps):
+        pixels, kinds = pictures(BATCH, 1_000 + step)
+        loss = model(pixel_values=pixels, labels=kinds).loss
+        rule.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rule.step()
+        plan.step()
+        if step % 100 == 0:
+            print(f"step {step}: loss {float(loss.detach()):.3f}", flush=True)
+    model.eval()
+
+
+@torch.no_grad()
+def judged(model: Any, pixels: Tensor, kinds: Tensor) -> tuple[float, float]:
+    """Loss and accuracy."""
+    parts = [model(pixel_values=some).logits for some in pixels.split(128)]
+    logits = torch.cat(parts)
+    return float(torch.nn.functional.cross_entropy(logits, kinds)), float((logits.argmax(1) == kinds).float().mean())
+
+
+def save(model: Any, out: Path, pixels: Tensor) -> None:
+    """The model's folder and some pictures as files."""
+    from headwise.files.pictures import Pixels, to_png
+
+    model.save_pretrained(out / "model")
+    Pixels((SIZE, SIZE), mean=(0.5,), std=(0.5,)).save(out / "model")
+    (out / "pictures").mkdir(exist_ok=True)
+    for number, picture in enumerate(pixels):
+        grey = np.rint((picture[0].numpy() + 1) / 2 * 255).astype(np.uint8)
+        (out / "pictures" / f"{number:03}.png").write_bytes(to_png(grey[..., None].repeat(3, -1)))
+
+
+def main() -> None:
+    """Train, or take the model that is there, and measure."""
+    import headwise as hw
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path(".lab/images"))
+    out: Path = parser.parse_args().out
+    torch.set_num_threads(1)
+    shown, _ = pictures(MEASURED, 1)
+    held, kinds = pictures(HELD_OUT, 2)
+    if not (out / "model" / "config.json").is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        model, start = build(0), time.process_time()
+        train(model)
+        print(f"trained in {time.process_time() - start:.0f} s of one core")
+        save(model, out, shown)
+    theirs = hw.load(out / "model")
+    own: Any = theirs
+    whole, right = judged(own.model, held, kinds)
+    print(f"held out: loss {whole:.3f}, right {right:.3f} of {HELD_OUT}")
+    start = time.process_time()
+    found = hw.profile(theirs, out / "pictures")
+    print(
+        f"profile: {len(found)} heads, {MEASURED} pictures, {time.process_time() - start:.1f} s of one core, {found.family} tests"
+    )
+    worth = {}
+    for head in found.addresses:
+        with theirs.heads[str(head)].silenced():
+            worth[str(head)] = judged(own.model, held, kinds)
+    lines = []
+    for head in found:
+        others = [
+            worth[str(one)][0] - whole
+            for one in found.addresses
+            if one.site == head.address.site and one != head.address
+        ]
+        told = [f"{one.role} {one.rung} {one.score:.2f}/{one.null:.2f} p {one.p:.4f}" for one in head.roles]
+        cost = worth[str(head.address)][0] - whole
+        lines.append(
+            f"{head.address} {'; '.join(told) or 'unclear'} | rests {','.join(head.rest) or '-'} | distance "
+            f"{head.measures['distance']:.2f} of {head.measures['uniform distance']:.2f} | class "
+            f"{head.measures['class token']:.2f} | cost {cost:+.3f} (others {np.mean(others):+.3f}), right {worth[str(head.address)][1]:.3f}"
+        )
+    print("\n".join(lines))
+    alarms = []
+    for seed in range(10, 16):
+        with hw.attach(build(seed).eval()) as random:
+            made = hw.profile(random, shown)
+            alarms.append(sum(bool(head.roles) for head in made))
+    print(f"random models, heads with a role of {len(found)} each: {alarms}")
+    found.save(out / "heads.npz")
+    found.report(out / "heads.html", theirs, name="shapes", sentences=sorted((out / "pictures").glob("*.png"))[:6])
+    (out / "told.json").write_text(json.dumps({"heads": lines, "alarms": alarms, "loss": whole, "right": right}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A profile over pictures: every head of a model that reads pixels, by the same ladder as over texts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.look.measure import patches
+from headwise.look.measure.cases import Cases
+from headwise.look.measure.evidence import Evidence
+from headwise.look.measure.measure import Measure
+from headwise.look.measure.runner import Runner
+from headwise.look.measure.tally import Tally
+from headwise.look.measure.trials import Trial
+from headwise.look.profile.result import Profile
+from headwise.look.profile.roles import Role, check_roles
+from headwise.look.record.picture import picture_unit, pictures_of, read_pictures
+from headwise.look.record.units import Unit, make_batches
+from headwise.model import AnyModel, quiet
+from headwise.progress import Progress
+
+# What a head may be said to do with a picture. Rows and columns are told above a head that looks as far in all directions
+# alike.
+ROLES = (
+    Role("local", patches.LOCAL.score, 0.3, None, f"within {patches.NEAR}"),
+    Role("row", patches.ROW.score, 0.2),
+    Role("column", patches.COLUMN.score, 0.2),
+    Role("global", patches.FAR.score, 0.3, None, "beyond half"),
+    Role("class token", patches.CLASS.score, 0.3),
+    Role("register", patches.REGISTER.score, 0.3),
+    Role("sink", patches.ONE.score, 0.3, None, "one patch"),
+)
+
+
+def profile_pictures(
+    model: AnyModel, pictures: Any, *, measures: Sequence[Measure] = (), roles: Sequence[Role] = (), tokens: int = 2048,
+    every: int = 1, control: str | None = None, seed: int = 0, progress: Progress | None = None,
+) -> Profile:  # fmt: skip
+    """What every head does over pictures: a folder, a list of paths, Pillow images or tensors, or a tensor (N, C, H, W)."""
+    if pictures is None:
+        raise HeadwiseError("this model reads pictures, and none come along; give a folder of them, or a list.")
+    if control not in (None, "random-init"):
+        raise HeadwiseError(f"of pictures there is the control random-init, got {control!r}.")
+    if any(isinstance(one, Trial) for one in measures):
+        raise HeadwiseError("trials read texts of their own; this model reads pictures.")
+    model = model.untrained(seed) if control == "random-init" else model
+    grid, sites = pictures_of(model).grid, model.all_sites()
+    addresses = tuple(address for site in sites for address in site.addresses)
+    taken = [*patches.picture_measures(grid), *measures]
+    told = {number.name: number for measure in taken for number in measure.numbers}
+    if len(told) < sum(len(measure.numbers) for measure in taken):
+        raise HeadwiseError("two measures have numbers of one name; give yours another name.")
+    asked = (*(role for role in ROLES if role.measure.name in told), *roles)
+    check_roles(asked, told.values())
+    tally, evidence, count = Tally(len(addresses)), Evidence(len(addresses)), 0
+
+    def units() -> Iterator[Unit]:
+        nonlocal count
+        for picture in read_pictures(model, pictures):
+            if progress is not None:
+                progress("pictures", count, None)
+            yield picture_unit(count, picture)
+            count += 1
+
+    with quiet(model), torch.no_grad():
+        Runner(tally, [evidence, *taken], every).read(model, make_batches(units(), tokens, device=model.device))
+    if progress is not None:
+        progress("pictures", count, count)
+    spec = model.spec
+    about = {
+        "texts": count, "tokens": count * len(grid), "documents": 0, "relations": "", "control": control, "seed": seed,
+        "layers": [str(site.address) for site in sites], "detail": "full", "every": every, "read": "the pictures given",
+        "asked": "", "pictures": [grid.rows, grid.columns],
+        "model": f"reader of pictures, {spec.layers} layers with {spec.attention.heads} heads, width {spec.width}, "
+        f"{grid.rows} by {grid.columns} patches",
+    }  # fmt: skip
+    cases = Cases(len(addresses))
+    return Profile.of(addresses, tally, None, evidence.contexts(), cases, about, told, asked)
