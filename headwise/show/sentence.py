@@ -20,7 +20,7 @@ from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
 from headwise.look.record.attend import Parts
-from headwise.look.record.picture import Picture, picture_unit, read_picture
+from headwise.look.record.picture import InputPicture, picture_unit, read_picture
 from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
 from headwise.look.record.units import Unit, make_batch, run, tokenizer_of
@@ -71,7 +71,7 @@ def make_sentence(model: AnyModel, text: Any, *, heads: Pattern = "*", most_toke
     }
 
 
-def _make_picture(model: AnyModel, picture: Picture, heads: Pattern) -> dict[str, Any]:
+def _make_picture(model: AnyModel, picture: InputPicture, heads: Pattern) -> dict[str, Any]:
     """The same of a picture: its tokens are patches, and the picture comes along."""
     grid, chosen = picture.grid, pick(heads, model.spec.addresses)
     unit = picture_unit(0, picture)

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.look.measure.call import Call
 from headwise.look.measure.measure import Measure, Number, Taker
 from headwise.look.measure.row_numbers import Rows
-from headwise.look.measure.rows import Block
+from headwise.look.measure.rows import RowBlock
 from headwise.look.measure.shape import DISTANCE, ENTROPY, RELATIVE, Confidence, Shape, Writes
 from headwise.spec.grid import Grid
 
@@ -124,7 +124,7 @@ class _Inside(Taker):
         B, H = call.seen.q.shape[:2]
         self.sums = call.norms.new_zeros(B, H, 3)
 
-    def see(self, block: Block) -> None:
+    def see(self, block: RowBlock) -> None:
         """One block: the weight, the null, the weight of what is fetched."""
         rows, cols = (slice(some.start, some.stop) for some in (block.rows, block.cols))
         cells, asked = self.cells[rows, cols], self.asked[rows].to(block.e)
@@ -170,7 +170,7 @@ class _Columns(Taker):
         self.weights, self.valued = (call.norms.new_zeros(2, B, H, len(grid)) for _ in range(2))
         self.visible = call.norms.new_zeros(len(grid))
 
-    def see(self, block: Block) -> None:
+    def see(self, block: RowBlock) -> None:
         """One block: what every key is given, by the rows of either colour."""
         rows, cols = (slice(some.start, some.stop) for some in (block.rows, block.cols))
         fetched = block.e * self.call.norms[:, block.heads, None, cols]  # (B, h, R, C)
@@ -227,7 +227,7 @@ class _Distances(Taker):
         B, H = call.seen.q.shape[:2]
         self.sums = call.norms.new_zeros(B, H, 2)
 
-    def see(self, block: Block) -> None:
+    def see(self, block: RowBlock) -> None:
         """One block."""
         rows, cols = (slice(some.start, some.stop) for some in (block.rows, block.cols))
         between, distance, asked = self.between[rows, cols], self.distance[rows, cols], self.patch[rows].to(block.e)

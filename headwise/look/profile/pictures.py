@@ -12,7 +12,7 @@ from headwise.look.measure.evidence import Evidence
 from headwise.look.measure.measure import Measure
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.trials import Trial
+from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import Role, check_roles
 from headwise.look.record.picture import picture_unit, pictures_of, read_pictures
@@ -42,8 +42,8 @@ def profile_pictures(
         raise HeadwiseError("this model reads pictures, and none come along; give a folder of them, or a list.")
     if control not in (None, "random-init"):
         raise HeadwiseError(f"of pictures there is the control random-init, got {control!r}.")
-    if any(isinstance(one, Trial) for one in measures):
-        raise HeadwiseError("trials read texts of their own; this model reads pictures.")
+    if any(isinstance(one, TaskMeasure) for one in measures):
+        raise HeadwiseError("tasks read texts of their own; this model reads pictures.")
     model = model.untrained(seed) if control == "random-init" else model
     grid, sites = pictures_of(model).grid, model.all_sites()
     addresses = tuple(address for site in sites for address in site.addresses)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
-from headwise.look.record.picture import Picture, picture_unit, read_picture
+from headwise.look.record.picture import InputPicture, picture_unit, read_picture
 from headwise.look.record.recording import HeadCall, Recording, pick, record
 from headwise.look.record.units import make_batch, run, tokenizer_of
 from headwise.model import AnyModel, quiet
@@ -104,7 +104,9 @@ class Attended:
     _source_parts: Parts | None
     _recording: Recording
     _call: int | None = None  # which one, where a layer is called several times in a pass
-    picture: Picture | None = None  # what was looked at, where that is no text: its words are patches, `row,column`
+    picture: InputPicture | None = (
+        None  # what was looked at, where that is no text: its words are patches, `row,column`
+    )
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -280,7 +282,7 @@ def attend(
     return Attended(text, source, Parts.of(aligned, words), parts, recording, call)
 
 
-def _attend_picture(model: AnyModel, picture: Picture, heads: Pattern, call: int | None) -> Attended:
+def _attend_picture(model: AnyModel, picture: InputPicture, heads: Pattern, call: int | None) -> Attended:
     grid = picture.grid
     special = tuple(cell < 0 for cell in grid.cells)
     parts = Parts(grid.names, tuple((token,) for token in range(len(grid))), special)

@@ -20,7 +20,7 @@ from headwise.text.align import Alignment
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class InputPicture:
     """One picture: what it is called, what the model reads, and where each token stands in it."""
 
     name: str
@@ -42,16 +42,16 @@ def pictures_of(model: AnyModel) -> AnyPictures:
     return model.pictures
 
 
-def read_picture(model: AnyModel, given: Any, name: str = "") -> Picture:
+def read_picture(model: AnyModel, given: Any, name: str = "") -> InputPicture:
     """A path, a Pillow image or a tensor (C, height, width) that is ready, as a picture."""
-    if isinstance(given, Picture):
+    if isinstance(given, InputPicture):
         return given
     reads = pictures_of(model)
     name = name or (Path(given).name if isinstance(given, str | Path) else "a picture")
-    return Picture(name, reads.read(given), reads.grid, reads.how)
+    return InputPicture(name, reads.read(given), reads.grid, reads.how)
 
 
-def read_pictures(model: AnyModel, given: Any) -> Iterator[Picture]:
+def read_pictures(model: AnyModel, given: Any) -> Iterator[InputPicture]:
     """A folder of pictures, one picture, a list of them, or a tensor (N, C, height, width), one after the other."""
     if isinstance(given, str | Path):
         path = Path(given).expanduser()
@@ -73,7 +73,7 @@ def _is_one(given: Any) -> bool:
     return given.ndim == 3 if isinstance(given, Tensor) else hasattr(given, "convert")
 
 
-def picture_unit(number: int, picture: Picture) -> Unit:
+def picture_unit(number: int, picture: InputPicture) -> Unit:
     """A picture as a unit of the statistics. Its tokens have no ids, so they are counted."""
     ids, names = tuple(range(len(picture.grid))), picture.grid.names
     align = partial(Alignment.of, "", ids, names, [(0, 0)] * len(ids))
