@@ -21,7 +21,11 @@ LONG = 1 << 20  # tokens, where a model does not say how many it can read
 def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
     """Kind, layers, heads and sizes. Heads that layers do not have, but others do, count as cut."""
     stacks = {layer.site.address.stack for layer in layers}
-    kind = "encoder-decoder" if "enc" in stacks else "decoder" if is_causal(layers[0]) else "encoder"
+    plain = stacks in ({""}, {"enc", "dec", "cross"}, {"enc", "dec"})
+    last = (
+        layers[0] if plain else next((layer for layer in layers if layer.site.address.stack in ("", "text")), layers[0])
+    )
+    kind = "encoder-decoder" if plain and "enc" in stacks else "decoder" if is_causal(last) else "encoder"
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     count = {
         stack: 1 + max(layer.site.address.layer for layer in layers if layer.site.address.stack == stack)
@@ -36,8 +40,8 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
     return ModelSpec(
         vocab=max(1, int(getattr(config, "vocab_size", None) or 1)),
         context=_context(model, config),
-        layers=count.get("", count.get("dec", 0)),
-        encoder_layers=count.get("enc", 0),
+        layers=count.get("", count.get("dec", count.get("text", max(count.values())))),
+        encoder_layers=count.get("enc", 0) if plain else 0,
         attention=AttentionSpec(
             width=largest.width, heads=largest.heads, head_dim=largest.head_dim, value_dim=largest.value_dim,
             kv_heads=largest.kv_heads, rotary=largest.rotary,
@@ -50,6 +54,7 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
         positions="learned" if has_learned_positions(model) else "none",
         output=outputs[kind] if has_output(model) else "none",  # pyright: ignore
         kept=_kept(layers, kind, count),
+        stacks=() if plain else tuple((stack, count[stack]) for stack in dict.fromkeys(a.site.address.stack for a in layers)),
     )  # fmt: skip
 
 
@@ -79,17 +84,19 @@ def is_causal(layer: Layer) -> bool:
 
 def _windows(layers: Sequence[Layer], count: dict[str, int]) -> tuple[int | None, ...]:
     """How far each layer sees, if any sees less than all; told of models with one stack."""
+    if set(count) != {""}:
+        return ()
     there = {layer.site.address.layer: layer.site.window for layer in layers if layer.site.address.stack == ""}
     return tuple(there.get(layer) for layer in range(count[""])) if any(there.values()) else ()
 
 
 def _kept(layers: Sequence[Layer], kind: str, count: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """The heads each layer has; layers without attention have none."""
-    stacks = ("enc", "dec", "cross") if kind == "encoder-decoder" else ("",)
+    stacks = ("enc", "dec", "cross") if kind == "encoder-decoder" else tuple(count)
     every = [
         SiteAddress(stack, layer)
         for stack in stacks
-        for layer in range(count.get("dec" if stack == "cross" else stack, 0))
+        for layer in range(count.get("dec" if stack == "cross" and kind == "encoder-decoder" else stack, 0))
     ]
     there = {layer.site.address: layer.spec.head_ids for layer in layers}
     return {str(site): there.get(site, ()) for site in every}

@@ -53,6 +53,12 @@ WATCHED = {
     "xlm": "MultiHeadAttention",
 }  # fmt: skip
 Way = Literal["sdpa", "eager", "watched"]  # how a module's attention runs, and is reached
+TOWERS = ("vision", "audio", "query", "text")  # in the order data walks through them
+# Words in a tower's path that say what it reads; the first that fits counts.
+SAYS = {
+    "query": ("qformer", "resampler", "perceiver"), "vision": ("vision", "visual", "image", "vit", "video", "sam_"),
+    "audio": ("audio", "speech", "sound"), "text": ("text", "language", "llm", "lm", "decoder"),
+}  # fmt: skip
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
@@ -77,6 +83,7 @@ class FoundAttention:
     apart: bool = False  # whether heads that shared keys have been given keys of their own
     layouts: tuple[str, ...] = ()  # of q, k and v, once found out, where heads were cut
     way: Way = "sdpa"
+    part: str = ""  # the path of the model that holds its tower, where there are several
     gives: int = 2  # how many things the module gives, None but for the first; 0: what it writes, as it is
 
     def reader(self, number: int) -> nn.Module:
@@ -85,8 +92,9 @@ class FoundAttention:
         return getattr(self.module, self.reads[1][number])
 
 
-def find(model: nn.Module) -> list[FoundAttention]:
-    """The attention modules of a model that are on the interface, encoder first, a block's own before its cross-attention."""
+def find(model: nn.Module, towers: bool = True) -> list[FoundAttention]:
+    """The attention modules of a model that are on the interface, encoder first, a block's own before its cross-attention; of
+    several towers those that are read first."""
     there = [
         (name, module)
         for name, module in model.named_modules()
@@ -95,9 +103,7 @@ def find(model: nn.Module) -> list[FoundAttention]:
     stacks = {_stack(name) for name, _ in there}
     two = _two_stacks(stacks)
     if len(stacks) > 1 and not two:
-        parts = " or ".join(f"hw.attach(model.{part})" for stack in sorted(stacks) for part in _part_of(model, stack))
-        instead = f"attach one of them: {parts}." if parts else "none of them can be attached by itself."
-        raise HeadwiseError(f"{type(model).__name__} has {len(stacks)} towers ({', '.join(sorted(stacks))}); {instead}")
+        return _find_towers(model, sorted(stacks), towers)
     found: dict[SiteAddress, FoundAttention] = {}
     for name, module in there:
         one = module.__dict__.get(CUT)
@@ -109,10 +115,46 @@ def find(model: nn.Module) -> list[FoundAttention]:
                 f"a block with several attentions has no addresses here."
             )
         found[one.address] = one
-    order = {"enc": 0, "": 1, "dec": 1, "cross": 1}
-    return sorted(
-        found.values(), key=lambda one: (order[one.address.stack], one.address.layer, one.address.stack != "dec")
-    )
+    # A block looks across behind its own attention; heads of a decoder by itself that do so are told behind all others.
+    keys = {
+        one: (one.address.stack != "enc", one.address.stack == "cross", one.address.layer) for one in found.values()
+    }
+    return sorted(found.values(), key=lambda one: (keys[one][0], keys[one][2], keys[one][1]) if two else keys[one])
+
+
+def _find_towers(model: nn.Module, stacks: list[str], allowed: bool) -> list[FoundAttention]:
+    """All towers of a model as one: each as it is found in the part that holds it alone, under a name of its own."""
+    parts = {stack: _part_of(model, stack) for stack in stacks}
+    paths = list(dict.fromkeys(path for there in parts.values() for path in there))
+    if not allowed or not all(parts.values()):
+        each = " or ".join(f"hw.attach(model.{path})" for path in paths)
+        instead = f"attach one of them: {each}." if paths else "none of them can be attached by itself."
+        raise HeadwiseError(f"{type(model).__name__} has {len(stacks)} towers ({', '.join(stacks)}); {instead}")
+    told = {path: _tower(model, path) for path in paths}
+    paths.sort(key=lambda path: (TOWERS.index(told[path]), path))
+    made: dict[SiteAddress, FoundAttention] = {}
+    met: dict[str, int] = {}
+    for path in paths:
+        met[told[path]] = often = met.get(told[path], 0) + 1
+        name = f"{told[path]}{often if often > 1 else ''}"
+        for one in find(model.get_submodule(path), towers=False):
+            stack = one.address.stack or name
+            address = SiteAddress(stack, one.address.layer)
+            if address in made:
+                raise HeadwiseError(
+                    f"{path}.{one.name} and {made[address].name} both are attention of layer {address}."
+                )
+            made[address] = replace(one, name=f"{path}.{one.name}", address=address, part=path)
+    return list(made.values())
+
+
+def _tower(model: nn.Module, path: str) -> str:
+    """What a tower reads: by the words of its path, or by what it is called with."""
+    for name, words in SAYS.items():
+        if any(word in part for part in path.split(".") for word in words):
+            return name
+    reads = getattr(model.get_submodule(path), "main_input_name", "")
+    return {"pixel_values": "vision", "input_features": "audio", "input_values": "audio"}.get(reads, "text")
 
 
 @cache
@@ -169,7 +211,7 @@ def _part_of(model: nn.Module, stack: str) -> list[str]:
         part = model.get_submodule(path)
         if isinstance(part, PreTrainedModel) and part._supports_sdpa:
             try:
-                there = find(part)
+                there = find(part, towers=False)
                 for one in there:
                     check_sums(type(part).__name__, one)
                 if there:
@@ -188,13 +230,8 @@ def _address(model: nn.Module, name: str, module: nn.Module, two: bool) -> SiteA
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")
     layer = int(numbers[0]) if numbers else 0
     crosses = any(part in CROSS for part in name.split(".")) or getattr(module, "is_cross_attention", False)
-    if crosses and not two:
-        raise HeadwiseError(
-            f"{name} is cross-attention, but {type(model).__name__} holds no encoder that it could read; only a model that "
-            f"holds both stacks can be attached."
-        )
-    if not two:
-        return SiteAddress("", layer)
+    if not two:  # a decoder by itself may look across at what it is given from outside
+        return SiteAddress("cross" if crosses else "", layer)
     return SiteAddress("cross" if crosses else "enc" if "encoder" in _stack(name).split(".") else "dec", layer)
 
 

@@ -42,12 +42,9 @@ from headwise.text import Tokenizer
 class Attached(Modes):
     """A transformers model with its heads: `.heads`, `.sites()`, and the calls that looking and changing make."""
 
-    def __init__(
-        self, model: Any, layers: list[Layer], tokenizer: Tokenizer | None, pixels: Pixels | None = None
-    ) -> None:
+    def __init__(self, model: Any, layers: list[Layer], tokenizer: Any, pixels: Pixels | None = None) -> None:
         super().__init__()
-        self.model: Any = model
-        self.tokenizer: Any = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.pixels = pixels  # how a picture becomes what the model reads
         self.family: str | None = getattr(model.config, "model_type", None)
         self._layers = layers
@@ -66,7 +63,8 @@ class Attached(Modes):
         """Find out, by one call on a few tokens, which of what is derived from heads holds here; the rest is withheld."""
         for hook in self._hooks:
             hook.remove()
-        try_layers(self.model, self._layers)
+        for part, layers in self._parts():
+            try_layers(part, layers)
         self._watch()
         check_rebuilt(self._layers, self.detach)
         return self
@@ -118,16 +116,26 @@ class Attached(Modes):
         self._check_attached()
         gone = heads_to_cut(self.spec, heads)
         if gone:
-            cut_proved(self.model, self._layers, gone, self._restart, self._unmark)
+            for part, layers in self._parts():
+                if here := [address for layer in layers for address in layer.site.addresses if address in gone]:
+                    cut_proved(part, layers, here, self._restart, self._unmark)
             keep_note(self.model)
         fold_in(self._layers, folded or {})
         self._spec = self._wiring = self._whole_passes = self._pictures = None
         return self
 
+    def _parts(self) -> list[tuple[Any, list[Layer]]]:
+        """The model with its layers; of several towers each one by itself, as it can be called alone."""
+        held: dict[str, list[Layer]] = {}
+        for layer in self._layers:
+            held.setdefault(layer.found.part, []).append(layer)
+        return [(self.model.get_submodule(path), layers) for path, layers in held.items()]
+
     def _restart(self, layers: list[Layer]) -> None:
-        """Look at other layers from now on."""
+        """Look at other layers from now on, in place of those at the same addresses."""
         self._unmark()
-        self._layers = layers
+        there = {layer.site.address: layer for layer in layers}
+        self._layers = [there.get(layer.site.address, layer) for layer in self._layers]
         self._mark()
         for hook in self._hooks:
             hook.remove()

@@ -107,9 +107,9 @@ def _tokens(unit: Unit) -> dict[str, Any]:
 class Sights:
     """What some heads did on one text, taken layer by layer and packed into bytes at the end."""
 
-    def __init__(self, chosen: tuple[Address, ...], tokens: int, most: int = WHOLE) -> None:
+    def __init__(self, chosen: tuple[Address, ...], tokens: int, most: int | None = None) -> None:
         self.chosen, self.tokens = chosen, tokens
-        self.whole = len(chosen) * tokens * tokens <= most
+        self.whole = len(chosen) * tokens * tokens <= (WHOLE if most is None else most)
         self.parts: dict[str, dict[Address, np.ndarray]] = {}
 
     def run(self, model: AnyModel, unit: Unit) -> Any:

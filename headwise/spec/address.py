@@ -1,7 +1,8 @@
 """The address of a head, and sets of them.
 
 A head lives at `layer.head`, zero-based: `5.1`. Encoder-decoder models name the stack as well: `enc.5.1`, `dec.5.1`,
-`cross.5.1`. Numbers are the original ones for ever: a head that was cut leaves a gap, its neighbours keep their names.
+`cross.5.1`; models of several towers name the tower: `vision.5.1`, `text.5.1`, `audio.5.1`. Numbers are the original ones
+for ever: a head that was cut leaves a gap, its neighbours keep their names.
 """
 
 import re
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 
 from headwise.errors import HeadwiseError
 
-STACKS = ("enc", "dec", "cross")
+STACKS = ("enc", "dec", "cross", "vision", "text", "audio", "query")
 
 _NUMBERS = r"\*|\d+(?:-\d+)?"
-_PATTERN = re.compile(rf"(?:({'|'.join(STACKS)})\.)?({_NUMBERS})(?:\.({_NUMBERS}))?")
+_PATTERN = re.compile(rf"(?:((?:{'|'.join(STACKS)})[2-9]?)\.)?({_NUMBERS})(?:\.({_NUMBERS}))?")
 
 
 @dataclass(frozen=True, order=True)

@@ -70,6 +70,9 @@ class ModelSpec(Wire):
     tied: bool = True
     dropout: float = 0.0  # on embeddings and on what each sub-layer adds
     kept: Kept = ()
+    stacks: tuple[
+        tuple[str, int], ...
+    ] = ()  # of models that are not ours: towers, by name, and their layers; (): by kind
     cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
     weights: tuple[
         WeightRule, ...
@@ -83,6 +86,7 @@ class ModelSpec(Wire):
         check_kind(self, float, "norm_eps", "embed_scale", "dropout")
         object.__setattr__(self, "hidden", self.hidden or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
+        object.__setattr__(self, "stacks", tuple((name, layers) for name, layers in self.stacks))
         if self.kind == "encoder-decoder":
             object.__setattr__(self, "encoder_layers", self.encoder_layers or self.layers)
         self._check()
@@ -139,6 +143,8 @@ class ModelSpec(Wire):
     @cached_property
     def sites(self) -> tuple[SiteAddress, ...]:
         """Every attention layer, in the order data walks through them."""
+        if self.stacks:
+            return tuple(SiteAddress(stack, layer) for stack, layers in self.stacks for layer in range(layers))
         if self.kind != "encoder-decoder":
             return tuple(SiteAddress("", layer) for layer in range(self.layers))
         encoder = [SiteAddress("enc", layer) for layer in range(self.encoder_layers)]

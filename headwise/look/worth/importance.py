@@ -23,6 +23,7 @@ from headwise.look.measure.tally import Tally
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch, make_batches
 from headwise.look.worth.ablate import HOWS, How, stand_in
+from headwise.look.worth.calls import Loss, is_calls, worth_of_calls
 from headwise.look.worth.outputs import Means, Run, chosen_sites, mean_of, read_on
 from headwise.look.worth.sweep import TOKENS, Stands, slopes, sweep
 from headwise.look.worth.targets import Metric, TargetBatch, ask, askable_units, check_askable
@@ -165,6 +166,7 @@ def importance(
     longest: int | None = None,
     tokens: int = TOKENS,
     check: int = 8,
+    loss: Loss | None = None,
     progress: Progress | None = None,
 ) -> Importance:
     """What every head is worth `on` some texts: by taking it away, or by slopes; the model stays as it is.
@@ -174,8 +176,18 @@ def importance(
     head's place; means not given are taken over these texts, and with "resample" each text borrows from the next. `check`
     is how many heads an attribution is compared on. `longest` cuts plain text into units of so many tokens (None: 256, or
     the model's context); `tokens` is how many are run at once. An encoder-decoder is asked about pairs.
+
+    `on` may also be calls of your own, a list of keyword arguments (`{"input_ids": …, "pixel_values": …, "labels": …}`): then
+    it is the loss of the whole model, or `loss` of what the model gives, with zero in a head's place; a call is a unit.
     """
     _check(by, how, tokens)
+    if is_calls(on):
+        if by == "attribution" or means is not None:
+            raise HeadwiseError("calls of your own are asked by ablation or gradient, with zero in a head's place.")
+        chosen, tally, count = worth_of_calls(model, on, by, heads, loss, progress)
+        return Importance(chosen, by, "zero", "loss", count, tally)
+    if loss is not None:
+        raise HeadwiseError("loss=… is for calls of your own: on=[{…}, …]; texts are asked by metric.")
     check_askable(model, metric)
     with quiet(model):
         reading = read_on(model, on, longest)
