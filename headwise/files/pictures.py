@@ -32,35 +32,35 @@ class Pixels:
     std: tuple[float, ...] | None = None
 
     @staticmethod
-    def of(told: Mapping[str, Any]) -> "Pixels":
+    def of(config: Mapping[str, Any]) -> "Pixels":
         """What an image processor of transformers says of itself, `processor.to_dict()` or `preprocessor_config.json`.
 
         >>> Pixels.of({"do_resize": True, "size": {"height": 8, "width": 8}, "do_rescale": True, "rescale_factor": 0.5}).scale
         0.5
         """
-        more = [name for name, value in told.items() if name.startswith("do_") and value and name not in KNOWN]
+        more = [name for name, value in config.items() if name.startswith("do_") and value and name not in KNOWN]
         if more:
             raise HeadwiseError(
                 f"its image processor also does {', '.join(more)}, which is not done here; give pictures as the tensors that "
                 f"the processor makes."
             )
-        size = told.get("size") if told.get("do_resize") else None
+        size = config.get("size") if config.get("do_resize") else None
         size = {"height": size, "width": size} if isinstance(size, int) else size or {}
         if size and not ({"height", "width"} <= set(size) or "shortest_edge" in size):
             raise HeadwiseError(
                 f"its image processor resizes to {size}; height and width or shortest_edge are known here."
             )
-        crop = told.get("crop_size") if told.get("do_center_crop") else None
+        crop = config.get("crop_size") if config.get("do_center_crop") else None
         crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-        normal = bool(told.get("do_normalize"))
+        normal = bool(config.get("do_normalize"))
         return Pixels(
             (size["height"], size["width"]) if "height" in size else None,
             size.get("shortest_edge"),
-            int(told.get("resample") or 2),
+            int(config.get("resample") or 2),
             None if crop is None else (crop["height"], crop["width"]),
-            float(told.get("rescale_factor", 1 / 255)) if told.get("do_rescale") else None,
-            tuple(told["image_mean"]) if normal else None,
-            tuple(told["image_std"]) if normal else None,
+            float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale") else None,
+            tuple(config["image_mean"]) if normal else None,
+            tuple(config["image_std"]) if normal else None,
         )
 
     @staticmethod

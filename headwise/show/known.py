@@ -153,7 +153,7 @@ def shares(spec: ModelSpec, head: Address) -> tuple[str, ...]:
 def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
     """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
     addresses = tuple(address for site in model.all_sites() for address in site.addresses)
-    if len(addresses) < 2:
+    if len(addresses) < 2 or model.pictures is not None:  # heads are compared on texts
         return {}
     sums, rows = np.zeros((len(addresses),) * 2), 0
     with quiet(model), torch.no_grad():

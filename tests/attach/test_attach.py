@@ -79,12 +79,12 @@ def test_models_that_cannot_be_attached_say_why() -> None:
         hw.attach(hw.Transformer(hw.preset("nano")))
 
 
-def test_two_towers_are_refused_and_one_of_them_is_not() -> None:
+def test_two_towers_are_attached_together_or_one_of_them() -> None:
     side = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     text, image = side | {"vocab_size": 31}, side | {"image_size": 8, "patch_size": 4}
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8))
-    with pytest.raises(hw.HeadwiseError, match="2 towers"):
-        hw.attach(model)
+    with hw.attach(model) as theirs:
+        assert {address.stack for address in theirs.heads.addresses} == {"vision", "text"}
     assert len(hw.attach(model.text_model).heads) == 2
 
 

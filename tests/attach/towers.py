@@ -112,11 +112,11 @@ ALL = (clip, llava, paligemma, gemma3, qwen, blip2, whisper)
 
 
 def made(build: Any) -> Made:
-    """A model and a call; what begins as zero does not stay so, or no tower would reach another."""
+    """A model and a call, in float64; what begins as zero does not stay so, or no tower would reach another."""
     torch.manual_seed(0)
     model, call = build()
     with torch.no_grad():
         for weight in model.parameters():
             if not bool(weight.any()):
                 weight.normal_(0, 0.1)
-    return model.eval(), call
+    return model.double().eval(), {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
