@@ -5,7 +5,7 @@ import { state, change } from "./state.js";
 import { store } from "./book.js";
 import { CHOSEN, ink } from "./colour.js";
 
-const PANEL = 260;
+const PANEL = 260, EVEN = 4; // a head that looks at all alike stays faint: full colour is four times an even share at least
 
 // The picture once for each head, weights laid over it; a press on a patch asks from there.
 export async function overPicture(sight, heads) {
@@ -27,7 +27,7 @@ export async function overPicture(sight, heads) {
   return section("The picture, and where each head looks",
     el("div", { class: "tools" }, buttons), asked,
     el("div", { class: "over" }, panels.map((one) => one.node)),
-    el("p", { class: "note" }, "Point at a patch to see where each head looks from it; press to keep it. The stronger the colour the more weight, against the largest of the head; what goes to tokens that are no patches stands below."));
+    el("p", { class: "note" }, "Point at a patch to see where each head looks from it; press to keep it. The stronger the colour the more weight: full colour is the largest weight of the head, or four even shares where that is more. What goes to tokens that are no patches stands below."));
 }
 
 function patchPanel(sight, image, head, colour) {
@@ -42,7 +42,7 @@ function patchPanel(sight, image, head, colour) {
   const draw = (at) => {
     now = at;
     const row = at < 0 ? meanOfPatches(sight, head) : sight.row(head, at, false, state.valued);
-    const most = Math.max(1e-9, ...cells.map((cell, token) => (cell < 0 ? 0 : row[token])));
+    const most = Math.max(EVEN / sight.n, ...cells.map((cell, token) => (cell < 0 ? 0 : row[token])));
     pen.globalAlpha = 1;
     pen.imageSmoothingEnabled = image.width > wide;
     pen.drawImage(image, 0, 0, wide, high);
@@ -52,7 +52,7 @@ function patchPanel(sight, image, head, colour) {
     pen.fillStyle = colour;
     cells.forEach((cell, token) => {
       if (cell < 0) return;
-      pen.globalAlpha = 0.85 * Math.sqrt(row[token] / most);
+      pen.globalAlpha = 0.85 * (row[token] / most);
       pen.fillRect((cell % columns) * across, Math.floor(cell / columns) * down, across, down);
     });
     pen.globalAlpha = 1;
