@@ -63,10 +63,10 @@ def test_on_another_number_it_begins_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp", "heads"])
 @pytest.mark.parametrize("how", [{"precision": "bfloat16"}, {"checkpointing": True}], ids=["bfloat16", "checkpointing"])
-def test_bfloat16_and_checkpointing(two: Crew, parallel: str, how: dict) -> None:
+def test_bfloat16_and_checkpointing(two: Crew, tmp_path: Path, parallel: str, how: dict) -> None:
     one = train(SPECS["grouped"], TEXT, recipe_of("ddp", **how), progress=False)
     plain = train(SPECS["grouped"], TEXT, recipe_of("ddp"), progress=False)
-    for loss in two.run(f"{CHECKS}:loss", "grouped", parallel, how):
+    for loss in two.run(f"{CHECKS}:loss", str(tmp_path / "run"), "grouped", parallel, how):
         if "checkpointing" in how:
             assert loss == pytest.approx(plain.loss, rel=1e-5)  # what is computed again is the same
         else:  # the order of sums is seen in 8 bits: as far from one process as one process is from float32, at most

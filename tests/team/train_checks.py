@@ -70,9 +70,9 @@ def run(folder: str, name: str, parallel: str, stop: int = -1) -> dict[str, Any]
     return {"loss": made.loss, "valid": made.valid_loss, "step": made.step, "same": same, "kind": type(model).__name__}
 
 
-def loss(name: str, parallel: str, how: dict[str, Any]) -> float:
-    """What a run without a folder ends at."""
-    return train(SPECS[name], TEXT, recipe_of(parallel, **how), progress=False).loss
+def loss(folder: str, name: str, parallel: str, how: dict[str, Any]) -> float:
+    """What a run ends at."""
+    return train(SPECS[name], TEXT, recipe_of(parallel, **how), out=folder, progress=False).loss
 
 
 def memory(folder: str, parallel: str) -> int:
