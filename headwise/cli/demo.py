@@ -14,6 +14,8 @@ from headwise.cli.shell.words import Json
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headwise.change.plan import Plan
+    from headwise.show.demo import Demo
     from headwise.show.demo_training import Training
 
 MINUTES = 4  # of the training, on two idle cores
@@ -90,7 +92,38 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     show_report(cut.report, console)
     console.print(f"The plan is in {cut.saved}: headwise prune {DECODER} --apply {cut.saved} --out smaller", highlight=False,
                   soft_wrap=True)  # fmt: skip
+    told |= _price(clock, demo, cut.plan)
     return told | {"cut": list(cut.plan.cut), "cost": cut.report.to_dict(), "seconds": clock.passed()}
+
+
+def _price(clock: "_Clock", demo: "Demo", plan: "Plan") -> dict[str, Any]:
+    """What single heads would cost at few bits, and the cut model in llama.cpp."""
+    from headwise.show.demo import DECODER, PROMPT
+    from headwise.show.demo_price import BITS, MISSING, ask_prices, cache_rows, run_elsewhere
+    from headwise.show.progress import show_progress
+    from headwise.show.tables import make_table
+
+    console = clock.console
+    clock.head(5, f"what two heads of {DECODER} cost, and would cost at {BITS[0]} bits, each alone")
+    with show_progress() as progress:
+        found = ask_prices(demo.writer, min(8, demo.amount.texts), progress)
+    rows = [[cost.heads, cost.part, cost.more, f"{cost.low:.4f} to {cost.high:.4f}", cost.drift] for cost in found]
+    columns = ["heads", "part", "loss gained", "95 % CI", "drift"]
+    console.print(make_table(f"At {BITS[0]} bits, {found.metric}, {len(found.counts)} texts", columns, rows))
+    caches = [[*row[:3], f"{row[3]:.1f}"] for row in cache_rows(demo.writer)]
+    console.print(make_table("Keys and values of 4,096 tokens", ["head", "key head", "shared with", "MB"], caches))
+    clock.head(6, "the cut model in another engine, llama.cpp, at 8 bits")
+    made = run_elsewhere(demo.writer, plan, demo.folder / "elsewhere", PROMPT, demo.amount.written)
+    if made is None:
+        console.print(MISSING, highlight=False, soft_wrap=True)
+        return {"elsewhere": None}
+    console.print(f"llama.cpp: {made.theirs}", highlight=False, markup=False)
+    console.print(f"here:      {made.ours}", highlight=False, markup=False)
+    size = made.file.stat().st_size / 1e6
+    console.print(
+        f"The first {made.same} tokens are the same; {made.file} has {size:.0f} MB.", highlight=False, soft_wrap=True
+    )
+    return {"elsewhere": {"file": str(made.file), "text": made.theirs, "same": made.same}}
 
 
 def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:
@@ -142,7 +175,7 @@ class _Clock:
     def head(self, number: int, title: str) -> None:
         """What comes now."""
         self.console.print(
-            f"\n{number} of 4, after {self.passed():.0f} s: {title}", style="bold", highlight=False, markup=False
+            f"\n{number} of 6, after {self.passed():.0f} s: {title}", style="bold", highlight=False, markup=False
         )
 
 

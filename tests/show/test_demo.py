@@ -83,3 +83,24 @@ def test_heads_of_a_real_model_are_cut_and_healed(tmp_path: Path) -> None:
     assert len(cut.plan.cut) == 27, "a tenth of 270"
     assert cut.report.healed is not None
     assert hw.Plan.load(cut.saved).cut == cut.plan.cut
+
+
+@pytest.mark.slow
+def test_two_heads_are_priced_and_the_cut_model_runs_in_llama_cpp(tmp_path: Path) -> None:
+    from headwise.show.demo_price import HEADS, ask_prices, cache_rows, run_elsewhere
+
+    model = hw.load("smollm2")
+    found = ask_prices(model, 4)
+    assert {cost.part for cost in found} == {"qk", "vo", "keys", "values"}
+    assert all(any(head in cost.heads.split() for head in HEADS) for cost in found)
+    assert [row[3] for row in cache_rows(model)] == [
+        4096 * 2 * 64 * 4 / 1e6
+    ] * 2  # keys and values of 64 numbers, 4 bytes
+    pytest.importorskip("xllamacpp")
+    made = run_elsewhere(
+        model, hw.Plan.make(model, cut="3.0,5.1,20.4", fold=False), tmp_path / "elsewhere", "Once upon a time", 6
+    )
+    assert made is not None
+    assert made.file.stat().st_size > 10**8
+    assert made.same >= 1
+    assert made.theirs.startswith("Once upon a time")
