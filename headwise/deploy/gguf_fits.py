@@ -17,7 +17,7 @@ ANY = object()
 SIZES = dict.fromkeys(("vocab", "context", "layers", "attention", "hidden", "norm_eps", "dropout", "kept"), ANY)
 MODEL = {
     **SIZES, "encoder_layers": 0, "windows": ANY, "embed_scale": 1.0, "tied": ANY, "cache": (), "weights": (),
-    "activations": 32,
+    "activations": 32, "stacks": (),
 }  # fmt: skip
 HEADS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY),
