@@ -57,6 +57,8 @@ def sources_of(files: Sequence[str | Path]) -> list[Source]:
 def cut_shards(corpus: Corpus, characters: int) -> list[TextShard]:
     """Shards of about so many characters, an item at least; read once, and nothing of it is held.
 
+    Blanks, such as the end of a file's last line, go with what is before them: alone there would be nothing to look at.
+
     >>> [(shard.first, shard.items) for shard in cut_shards(Corpus.of(["one", "two", "three"]), 6)]
     [(0, 2), (2, 1)]
     """
@@ -64,14 +66,15 @@ def cut_shards(corpus: Corpus, characters: int) -> list[TextShard]:
         raise HeadwiseError(f"a shard has at least one character, got {characters}.")
     shards: list[TextShard] = []
     begun: tuple[int, int] | None = None
-    items, size, related, made = 0, 0, False, hashlib.sha256()
+    items, size, related, made, filled = 0, 0, False, hashlib.sha256(), False
     sources = sources_of(corpus.files) or [corpus.items]
     for file, source in enumerate(sources):
         for place, item in enumerate(source()):
-            if begun is not None and size + len(item.text) > characters:
+            blank = not item.text.strip()
+            if begun is not None and filled and not blank and size + len(item.text) > characters:
                 shards.append(TextShard(*begun, items, size, related, made.hexdigest()))
-                begun, items, size, related, made = None, 0, 0, False, hashlib.sha256()
-            begun = begun or (file, place)
+                begun, items, size, related, made, filled = None, 0, 0, False, hashlib.sha256(), False
+            filled, begun = filled or not blank, begun or (file, place)
             made.update(_bytes(item))
             items, size, related = items + 1, size + len(item.text), related or isinstance(item, Document)
     if begun is not None:

@@ -32,6 +32,7 @@ from tests.look.stream_script import ROOM, WORDS, make
 from tests.look.stream_script import write as write_words
 
 SIZE = 4000  # characters of a shard
+FILES, TOKENS = 40, 2_000_000  # of a large corpus
 
 
 def little(count: int) -> list[Document]:
@@ -93,6 +94,14 @@ def test_shards_are_the_corpus(folder: Path) -> None:
     assert [item for shard in shards for item in shard.read(sources, "it").items()] == list(corpus.items())
     assert all(shard.characters <= SIZE for shard in shards)
     assert cut_shards(Corpus.of(next(iter(corpus.pieces())).text), 1)[0].items == 1, "an item at least"
+
+
+def test_the_end_of_a_line_is_no_shard(tmp_path: Path) -> None:
+    for number, text in enumerate(("one two three\n", "\n\none two three\n\n", "\n")):
+        (tmp_path / f"{number}.txt").write_text(text)
+    shards = cut_shards(Corpus.of(tmp_path), 5)
+    assert [shard.characters for shard in shards] == [14, 18], "what is blank goes with what is not"
+    assert sum(shard.items for shard in shards) == len(list(Corpus.of(tmp_path).items()))
 
 
 def test_merged_is_one_pass(folder: Path, model: Transformer, tmp_path: Path) -> None:
@@ -202,7 +211,10 @@ def test_killed_ten_times(model: Transformer, tmp_path: Path) -> None:
 def test_two_million_tokens_killed_ten_times_within_a_limit(tmp_path: Path) -> None:
     """It may take 64 MB beyond what it takes for 8,000 tokens."""
     make(WORDS).save(tmp_path / "model")
-    small, large = (write_words(tmp_path / f"{n}.txt", n) for n in (8_000, 2_000_000))
+    small, large = write_words(tmp_path / "small.txt", 8_000), tmp_path / "corpus"
+    large.mkdir()
+    for number in range(FILES):
+        write_words(large / f"{number}.txt", TOKENS // FILES + 40 * number - 20 * (FILES - 1))
     first, most = subprocess.Popen(command_of(tmp_path / "model", small, tmp_path / "small", 1 << 18)), 0
     while first.poll() is None:
         with suppress(OSError, StopIteration, ValueError):
@@ -213,5 +225,5 @@ def test_two_million_tokens_killed_ten_times_within_a_limit(tmp_path: Path) -> N
     out = tmp_path / "out"
     killed(command_of(tmp_path / "model", large, out, 1 << 18), out, 10, most + ROOM)
     made = hw.Profile.load(out / "profile.npz")
-    assert made.about["tokens"] == 2_000_000
+    assert made.about["tokens"] == TOKENS
     assert_same(made, hw.profile(hw.load(tmp_path / "model"), large, causal=False))
