@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -245,9 +245,11 @@ class Plan(Wire):
     def _check_model(self, model: AnyModel) -> None:
         check_model(model)
         if model.spec != self.spec:
+            names = [one.name for one in fields(ModelSpec)]
+            differs = [name for name in names if getattr(model.spec, name) != getattr(self.spec, name)]
             raise HeadwiseError(
                 f"the plan was made for another model: {_sizes(self.spec)}; this one has {_sizes(model.spec)}. "
-                f"Make a plan for it."
+                f"Their specs differ in {', '.join(differs)}. Make a plan for it."
             )
         if digest(model) != self.digest:
             raise HeadwiseError(

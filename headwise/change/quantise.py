@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
 from headwise.heads.packed import Packed
-from headwise.model import Transformer
+from headwise.model import Transformer, check_model
 from headwise.model.cut import built
 from headwise.spec import ModelSpec
 from headwise.spec.weights import FULL, GROUP, Bits
@@ -33,6 +33,7 @@ def quantise(
     >>> small.heads["5.1"].W_Q.shape
     torch.Size([384, 64])
     """
+    check_model(model)
     model.check_own("weights are packed by head in headwise's own models")
     check_basis(basis)
     spec = model.spec.quantised(weights, group=group, activations=activations)
@@ -60,6 +61,7 @@ def dequantise(model: Transformer) -> Transformer:
     >>> torch.equal(dequantise(small).heads["5.1"].W_O, small.heads["5.1"].W_O)
     True
     """
+    check_model(model)
     model.check_own("weights are packed by head in headwise's own models")
     state = dict(model.state_dict())
     for name, part in model.named_modules():

@@ -183,7 +183,10 @@ def _parsed(pattern: object) -> tuple[str, tuple[str, ...]]:
     where, _, pair = pattern.partition(":")
     if pair and pair not in PAIRS:
         raise HeadwiseError(f"a head has the pairs qk and vo: '5.1:qk'; got {pattern!r}.")
-    return where.strip(), (pair,) if pair else PAIRS
+    where = where.strip()
+    if where.isalpha() and where not in BESIDE:
+        raise HeadwiseError(f"weights beside those of heads are {' and '.join(BESIDE)}; got {where!r}.")
+    return where, (pair,) if pair else PAIRS
 
 
 def _most_bits(own: Mapping[Address, int], layers: Mapping[SiteAddress, "AttentionSpec"]) -> dict[Address, int]:

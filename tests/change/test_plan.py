@@ -142,6 +142,8 @@ def test_a_plan_cuts_and_packs(tmp_path: Path) -> None:
     assert same_weights(alone, quantise(model, 4, basis="balanced", group=5))
     with pytest.raises(HeadwiseError, match="another model"):
         plan.apply(make_model(MODELS["decoder"]).float())
+    with pytest.raises(HeadwiseError, match=r"Their specs differ in activation\. Make a plan"):
+        plan.apply(make_model(replace(model.spec, activation="relu")))
     with pytest.raises(HeadwiseError, match="8, 4, 3 or 2 bits"):
         Plan.make(model, weights=7)
     with pytest.raises(HeadwiseError, match=r"head 9.9 is not there"):

@@ -247,6 +247,10 @@ def test_what_is_refused() -> None:
     ]:
         with pytest.raises(HeadwiseError, match=told):
             quantise(model, weights)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(HeadwiseError, match="beside those of heads are mlp and vocabulary; got 'mpl'"):
+        quantise(model, {"mpl": 4})
+    with pytest.raises(HeadwiseError, match="needs a headwise model; got Linear"):
+        quantise(torch.nn.Linear(2, 2), 4)  # pyright: ignore[reportArgumentType]
     with pytest.raises(HeadwiseError, match="at few bits already"):
         quantise(small, 4)
     with pytest.raises(HeadwiseError, match="group counts"):
