@@ -18,6 +18,7 @@ over the texts decides.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
@@ -162,6 +163,7 @@ def held(options: argparse.Namespace) -> None:
     """In a process of its own: the bytes of a cache, and what the process grew by while it was filled."""
     model = whole_model()
     spec = model.spec if options.held == "plain" else hw.Plan.load(options.held).cache_spec(model)
+    ctypes.CDLL(None).malloc_trim(0)  # what loading has freed goes back, else the cache would be put there unnoticed
     before = resident()
     cache = filled(spec, options.lengths[0])
     print(json.dumps({"cache": cache.bytes, "process": resident() - before}))
