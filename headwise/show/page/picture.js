@@ -3,7 +3,7 @@
 import { el, say } from "./dom.js";
 import { isDark } from "./colour.js";
 
-const XHTML = "http://www.w3.org/1999/xhtml", DRAWING = "http://www.w3.org/2000/svg", MOST = 16_000_000; // pixels of a PNG
+const XHTML = document.documentElement.namespaceURI, DRAWING = "http://www.w3.org/2000/svg", MOST = 16_000_000; // pixels of a PNG
 
 // The view as an SVG document: [text, width, height].
 export function pictureOf(main) {
