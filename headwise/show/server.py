@@ -108,9 +108,10 @@ def address_of(host: str, at: socket.socket, token: str | None = None) -> str:
 
 def serve(app: App, turns: Turns, at: socket.socket, ready: Callable[[], object] = lambda: None) -> None:
     """Answer until Ctrl-C. A question that takes longer than its moment of grace goes on in a thread nobody waits for."""
+    # What is no HTTP is answered with 400 and not noted: somebody could fill the terminal with it.
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]  # plain dicts, where uvicorn names each kind of message
-        http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
+        http="h11", ws="none", loop="asyncio", lifespan="off", log_level="error", access_log=False,
         server_header=False, proxy_headers=False, timeout_keep_alive=5, timeout_graceful_shutdown=2,
         limit_concurrency=CONNECTIONS,
     )  # fmt: skip

@@ -70,8 +70,9 @@ def throw(view: View, count: int, seed: int) -> dict[str, int]:
     dice, met = random.Random(seed), {"answered": 0, "closed": 0, "left": 0}
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", view.port), timeout=30) as opened:
+            sent = any_request(dice)
             try:
-                opened.sendall(any_request(dice))
+                opened.sendall(sent)
                 if dice.random() < 0.1:
                     met["left"] += 1
                     continue
@@ -79,6 +80,8 @@ def throw(view: View, count: int, seed: int) -> dict[str, int]:
                 answer = opened.recv(4096)
             except ConnectionError:
                 answer = b""
+            except TimeoutError:
+                raise AssertionError(f"no answer within 30 s to {sent!r}") from None
         met["answered" if answer else "closed"] += 1
         if answer:
             assert answer.startswith(b"HTTP/1.1 "), answer[:80]
