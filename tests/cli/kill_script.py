@@ -75,7 +75,9 @@ def look(out: Path, call: Call, before: dict[str, bytes], made: dict[str, bytes]
     if call.goes_on:
         assert finish(call.words(out)) == 0, "the same again does not go on"
         left = contents(out, call)
-        assert left == made, f"it went on to another end: {[n for n in left.keys() | made if left.get(n) != made.get(n)]}"
+        assert left == made, (
+            f"it went on to another end: {[n for n in left.keys() | made if left.get(n) != made.get(n)]}"
+        )
         return 0
     left = contents(out, call)
     for name in call.made:  # each file or folder is whole, old or new

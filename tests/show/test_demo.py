@@ -74,7 +74,7 @@ def test_real_models_stage_by_stage(tmp_path: Path) -> None:
     assert demo.look().strongest(3, "their")[0].word == "their"
     seen, most = demo.heads()
     assert (tmp_path / "demo" / "minilm" / "report.html").is_file()
-    assert str(most.address) in story(seen, most)[0]
+    assert str(most.address) in story(seen, most)[0].text
 
 
 @pytest.mark.slow
