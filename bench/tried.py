@@ -22,6 +22,7 @@ from bench.tried_with import (
     calm_down,
     check_alike,
     check_same,
+    first_that_runs,
     is_reached,
     make_tokenizer,
     other_inputs,
@@ -32,6 +33,8 @@ from bench.tried_with import (
     some_heads,
     state_of,
 )  # fmt: skip
+
+VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")  # the worse the later
 
 
 @dataclass
@@ -60,8 +63,28 @@ def try_out(name: str, kind: Any, config_class: Any, built: Callable[[], object]
         return _follow(made, model, given, str(error))
     except Exception as error:
         return _end(made, "crash", error)
+    parts = list(dict.fromkeys(layer.found.part for layer in theirs.attention_layers()))
     theirs.detach()
+    if len(parts) > 1:
+        return _check_towers(made, model, given, parts)
     return _check_all(made, model, model, given)
+
+
+def _check_towers(made: Tried, model: Any, given: dict[str, Tensor], parts: list[str]) -> Tried:
+    """The whole bit by bit, silenced and cut; and every tower by itself, called as it can be called alone."""
+    made = _check_all(made, model, model, given, ("bitwise", "silence", "copying", "cut"))
+    for path in parts:
+        part = model.get_submodule(path)
+        try:
+            alone, _ = first_that_runs(part)
+        except Exception:
+            made.told[f"{path} alone"] = "no call of it alone could be made by rule; it was checked in the whole"
+            continue
+        inner = _check_all(Tried(made.name, made.model), part, part, alone)
+        made.told |= {f"{path}: {check}": what for check, what in inner.told.items()}
+        if VERDICTS.index(inner.verdict) > VERDICTS.index(made.verdict):
+            made.verdict, made.why = inner.verdict, made.why or inner.why
+    return made
 
 
 def _follow(made: Tried, model: Any, given: dict[str, Tensor], words: str) -> Tried:
@@ -101,9 +124,13 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _check_all(made: Tried, model: Any, part: Any, given: dict[str, Tensor]) -> Tried:
-    """Every check, each on the model as it was; `part` is what is attached."""
+def _check_all(
+    made: Tried, model: Any, part: Any, given: dict[str, Tensor], names: tuple[str, ...] | None = None
+) -> Tried:
+    """Every check, or some, each on the model as it was; `part` is what is attached."""
     for name, check in CHECKS.items():
+        if names is not None and name not in names:
+            continue
         try:
             check(model, part, given)
         except Wrong as error:
@@ -136,7 +163,7 @@ def _bitwise(model: Any, part: Any, given: dict[str, Tensor]) -> None:
             raise Wrong(f"{name}, its numbers differ")
     if state_of(part) != state:
         raise Wrong("detached, it is not what it was")
-    if not any(one.calls for one in recording):
+    if not recording.bytes:
         raise Wrong("nothing was recorded")
 
 

@@ -50,7 +50,7 @@ def _build(kind: Any, config: Any, known: bool) -> tuple[Any, dict[str, Tensor]]
                 weight.add_(noise * 0.1) if weight.ndim < 2 else weight.copy_(
                     noise * max(1.0, weight.numel() / max(1, len(weight))) ** -0.5
                 )
-    given, out = _first_that_runs(model)
+    given, out = first_that_runs(model)
     again = outputs(model, given)
     if not out or any(not bool(x.isfinite().all()) for x in out):
         raise ValueError("its numbers are not finite")
@@ -65,7 +65,8 @@ def _check_size(model: Any) -> None:
         raise ValueError(f"{size} weights after shrinking are too many for a tiny model")
 
 
-def _first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+def first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """What a model can be called with, and what it gives then."""
     first: Exception = ValueError("what it reads is not known")
     for number, given in enumerate(samples(model)):
         try:

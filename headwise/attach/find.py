@@ -36,7 +36,7 @@ READS: tuple[tuple[str, tuple[str, ...]], ...] = (
 WRITES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj", "projection_layer", "projection",
           "out", "linear_out")  # fmt: skip
 BESIDE = ("output.dense",)
-CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention")
+CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "encoder_attention", "cross_attention")
 CUT = "_headwise_cut"  # where a module keeps what it was found to be when heads were cut from it
 WINDOWS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "masks_for_generate")
 # Classes of attention that are not on the interface, but whose softmax and products can be watched; each was walked over.
@@ -105,10 +105,11 @@ def find(model: nn.Module, towers: bool = True) -> list[FoundAttention]:
     if len(stacks) > 1 and not two:
         return _find_towers(model, sorted(stacks), towers)
     found: dict[SiteAddress, FoundAttention] = {}
+    addresses = _addresses(there, two)
     for name, module in there:
-        one = module.__dict__.get(CUT)
-        one = _found(model, name, module, _address(model, name, module, two)) if one is None else one
-        one = replace(one, way=_way(model, module))
+        cut = module.__dict__.get(CUT)
+        one = _found(model, name, module, addresses[name]) if cut is None else cut
+        one = replace(one, name=name, address=addresses[name], part="", way=_way(model, module))
         if one.address in found:
             raise HeadwiseError(
                 f"{name} and {found[one.address].name} both are attention of layer {one.address}; "
@@ -226,13 +227,27 @@ def _two_stacks(stacks: set[str]) -> bool:
     return sides == ["dec", "enc"]
 
 
-def _address(model: nn.Module, name: str, module: nn.Module, two: bool) -> SiteAddress:
-    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")
-    layer = int(numbers[0]) if numbers else 0
-    crosses = any(part in CROSS for part in name.split(".")) or getattr(module, "is_cross_attention", False)
-    if not two:  # a decoder by itself may look across at what it is given from outside
-        return SiteAddress("cross" if crosses else "", layer)
-    return SiteAddress("cross" if crosses else "enc" if "encoder" in _stack(name).split(".") else "dec", layer)
+def _addresses(there: list[tuple[str, nn.Module]], two: bool) -> dict[str, SiteAddress]:
+    """The address of each module: by the number of its layer; where layers hold blocks, or a block several attentions that
+    are numbered (`layers.0.blocks.1`), all are counted through."""
+    places: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, module in there:
+        numbers = tuple(int(number) for number in re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")) or (0,)
+        places.setdefault(_kind(name, module, two), {})[name] = numbers
+    made = {}
+    for stack, found in places.items():
+        twice = len({numbers[0] for numbers in found.values()}) < len(found)
+        order = sorted(set(found.values()))
+        for name, numbers in found.items():
+            made[name] = SiteAddress(stack, order.index(numbers) if twice else numbers[0])
+    return made
+
+
+def _kind(name: str, module: nn.Module, two: bool) -> str:
+    """The stack of a module; a decoder by itself may look across at what it is given from outside."""
+    if any(part in CROSS for part in name.split(".")) or getattr(module, "is_cross_attention", False):
+        return "cross"
+    return ("enc" if "encoder" in _stack(name).split(".") else "dec") if two else ""
 
 
 def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress) -> FoundAttention:

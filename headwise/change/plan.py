@@ -323,7 +323,7 @@ def digest(model: AnyModel) -> str:
     for name, tensor in model.state_dict().items():
         if not (model.spec.tied and name == "output.vocabulary.weight"):
             made.update(f"{name}:{tuple(tensor.shape)}".encode())
-            made.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

@@ -149,6 +149,12 @@ def compare(
         raise HeadwiseError(f"heads are compared on at least 2 rows, got {rows}.")
     everywhere = tuple(address for site in model.all_sites() for address in site.addresses)
     addresses = everywhere if isinstance(heads, str) and heads == "*" else select(heads, everywhere)
+    towers = {address.stack for address in addresses} if model.spec.stacks else set()
+    if len(towers) > 1:
+        raise HeadwiseError(
+            f"heads of {', '.join(sorted(towers))} read different things, so they cannot be compared; say one of them: "
+            f"heads='{min(towers)}.*'."
+        )
     if len(addresses) < 2:
         raise HeadwiseError(f"it takes two heads to compare, got {', '.join(map(str, addresses)) or 'none'}.")
     z, texts = [], 0
