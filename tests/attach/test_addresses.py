@@ -1,4 +1,4 @@
-"""Where layers hold blocks, blocks several attentions, and decoders stand by themselves: addresses, and silence beside zeroed W_O."""
+"""Layers of blocks, blocks of several attentions, decoders by themselves: addresses, and silence beside zeroed W_O."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ import transformers as T
 import headwise as hw
 from headwise.attach.prove import tensors
 
-DECODER = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-           "decoder_ffn_dim": 32, "encoder_ffn_dim": 32, "vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1,
-           "eos_token_id": 2}  # fmt: skip
+DECODER = {
+    "d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 32, "encoder_ffn_dim": 32, "vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 IDS = torch.tensor([[5, 7, 11, 13, 17, 19], [6, 8, 12, 14, 18, 20]])
 
 
@@ -64,7 +65,8 @@ def musicgen() -> tuple[Any, dict[str, Any]]:
 
 ALONE = ["0", "1", "cross.0", "cross.1"]
 EXPECTED = {
-    swin: ["0", "1", "2", "3"], dia: ["enc.0", "enc.1", "dec.0", "cross.0", "dec.1", "cross.1"], longcat: ["0", "1", "2", "3"],
+    swin: ["0", "1", "2", "3"], dia: ["enc.0", "enc.1", "dec.0", "cross.0", "dec.1", "cross.1"],
+    longcat: ["0", "1", "2", "3"],
     bart: ALONE, whisper: ALONE, musicgen: ALONE,
 }  # fmt: skip
 
