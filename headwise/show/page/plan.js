@@ -68,7 +68,10 @@ export function words({ cut, bits, cache, shares }) {
 
 function priceLegend(sight, name) {
   if (name !== DONE) return el("p", { class: "note" }, `${sight.unit}; darker, or in the dark brighter, is more. Heads that share keys are asked about together and share the number.`);
-  const signs = [["✕", "cut"], ["4·3", "bits of W_Q and W_K, of W_V and W_O"], ["≋", "its key head streams: a few first tokens and the last ones"], ["k8", "its keys and values are kept at so many bits"], ["·", "kept as it is"]];
+  const some = (test) => store.book.heads.some(({ price }) => price && test(price));
+  const signs = [some(({ cut }) => cut) && ["✕", "cut"], some(fewBits) && ["4·3", "bits of W_Q and W_K, of W_V and W_O"],
+    some(({ cache }) => cache?.streams) && ["≋", "its key head streams: a few first tokens and the last ones"],
+    some(({ cache }) => cache?.less && !cache.streams) && ["k8", "its keys and values are kept at so many bits"], ["·", "kept as it is"]].filter(Boolean);
   return el("dl", { class: "facts legend" }, signs.flatMap(([sign, told]) => [el("dt", {}, sign), el("dd", {}, told)]));
 }
 
