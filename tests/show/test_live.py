@@ -125,3 +125,13 @@ def told(page: "Page", side: int) -> list[tuple[str, float]]:
     bars = page.locator("#outcome > div").nth(side).locator(".bars")
     chances = bars.locator(".number").evaluate_all("all => all.map((one) => Number(one.dataset.value))")
     return list(zip(bars.locator("code").all_text_contents(), chances, strict=True))
+
+
+@pytest.mark.slow
+def test_a_picture_is_saved_under_the_servers_content_policy(page: "Page", tmp_path: Path) -> None:
+    """Inline styles are refused there: the fixture fails on any word of the browser's."""
+    for kind, start in (("SVG", b"<svg"), ("PNG", b"\x89PNG")):
+        with page.expect_download() as waiting:
+            page.click(f"#acts >> text={kind}")
+        waiting.value.save_as(tmp_path / kind)
+        assert (tmp_path / kind).read_bytes().startswith(start)

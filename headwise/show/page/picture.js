@@ -12,7 +12,8 @@ export function pictureOf(main) {
   copy.querySelectorAll("canvas").forEach((one, i) => {
     const image = document.createElementNS(XHTML, "img");
     image.setAttribute("src", drawn[i].toDataURL());
-    for (const name of ["class", "style"]) if (drawn[i].hasAttribute(name)) image.setAttribute(name, drawn[i].getAttribute(name));
+    image.className = drawn[i].className;
+    image.style.cssText = drawn[i].style.cssText; // not as an attribute, which a strict content policy refuses
     one.replaceWith(image);
   });
   const fields = [...main.querySelectorAll("input, textarea")];
@@ -27,7 +28,7 @@ export function pictureOf(main) {
   const room = document.createElementNS(DRAWING, "foreignObject"), page = document.createElementNS(XHTML, "div");
   room.setAttribute("width", "100%");
   room.setAttribute("height", "100%");
-  page.setAttribute("style", `width:${wide}px;min-height:${high}px;background:var(--ground);color:var(--text)`);
+  page.style.cssText = `width:${wide}px;min-height:${high}px;background:var(--ground);color:var(--text)`;
   page.append(copy);
   room.append(page);
   made.append(style, room);
