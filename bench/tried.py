@@ -7,7 +7,6 @@ told before anything is computed; every other exception is a crash.
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +16,14 @@ import headwise as hw
 from bench.tried_cut import HalfRefused, check_cut
 from bench.tried_with import (
     CLOSE,
+    VERDICTS,
+    Tried,
     Wrong,
     build,
     calm_down,
     check_alike,
     check_same,
+    end,
     first_that_runs,
     is_reached,
     make_tokenizer,
@@ -29,23 +31,11 @@ from bench.tried_with import (
     outputs,
     reads_text,
     recorded_of,
+    short,
     slopes_of,
     some_heads,
     state_of,
 )  # fmt: skip
-
-VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")  # the worse the later
-
-
-@dataclass
-class Tried:
-    """What came of one architecture."""
-
-    name: str
-    model: str
-    verdict: str = "right"  # right, looking only, refused, wrong, crash, not built
-    why: str = ""
-    told: dict[str, str] = field(default_factory=dict)  # by check: what was refused, wrong or raised
 
 
 def try_out(name: str, kind: Any, config_class: Any, built: Callable[[], object] = lambda: None) -> Tried:
@@ -54,15 +44,15 @@ def try_out(name: str, kind: Any, config_class: Any, built: Callable[[], object]
     try:
         model, given = build(kind, config_class)
     except Exception as error:
-        return _end(made, "not built", error)
+        return end(made, "not built", error)
     built()
     try:
         theirs = hw.attach(model)
     except hw.HeadwiseError as error:
-        made = _end(made, "refused", error)
+        made = end(made, "refused", error)
         return _follow(made, model, given, str(error))
     except Exception as error:
-        return _end(made, "crash", error)
+        return end(made, "crash", error)
     parts = list(dict.fromkeys(layer.found.part for layer in theirs.attention_layers()))
     theirs.detach()
     if len(parts) > 1:
@@ -100,7 +90,7 @@ def _follow_one(made: Tried, model: Any, given: dict[str, Tensor], advice: re.Ma
         hw.attach(part).detach()
     except Exception as error:
         made.verdict = "wrong"
-        made.told[f"advice {advice[1]}"] = f"{type(error).__name__}: {_short(error)}"
+        made.told[f"advice {advice[1]}"] = f"{type(error).__name__}: {short(error)}"
         return made
     with hw.attach(part) as theirs:
         reached = is_reached(theirs, model, given)
@@ -113,15 +103,6 @@ def _follow_one(made: Tried, model: Any, given: dict[str, Tensor], advice: re.Ma
         made.verdict = inner.verdict
     made.told[f"advice {advice[1]}"] = f"{advice[1]} is {inner.verdict}"
     return made
-
-
-def _end(made: Tried, verdict: str, error: Exception) -> Tried:
-    made.verdict, made.why = verdict, (f"{type(error).__name__}: " if verdict != "refused" else "") + _short(error)
-    return made
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _check_all(
@@ -137,13 +118,13 @@ def _check_all(
             made.told[name] = f"wrong: {error}"
             made.verdict = "wrong" if made.verdict != "crash" else "crash"
         except HalfRefused as error:
-            made.told["cut layers"] = f"refused: {_short(error)}"
+            made.told["cut layers"] = f"refused: {short(error)}"
         except hw.HeadwiseError as error:
-            made.told[name] = f"refused: {_short(error)}"
+            made.told[name] = f"refused: {short(error)}"
             if name in ("silence", "writes") and made.verdict == "right":
-                made.verdict, made.why = "looking only", _short(error)
+                made.verdict, made.why = "looking only", short(error)
         except Exception as error:
-            made.told[name] = f"crash: {type(error).__name__}: {_short(error)}"
+            made.told[name] = f"crash: {type(error).__name__}: {short(error)}"
             made.verdict = "crash"
     return made
 

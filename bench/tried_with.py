@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,31 @@ from headwise.attach.sample import samples
 CLOSE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
 LARGEST = 5e7  # weights
 WORDS = [f"w{number}" for number in range(50)]
+
+
+VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")  # the worse the later
+
+
+@dataclass
+class Tried:
+    """What came of one architecture."""
+
+    name: str
+    model: str
+    verdict: str = "right"  # right, looking only, refused, wrong, crash, not built
+    why: str = ""
+    told: dict[str, str] = field(default_factory=dict)  # by check: what was refused, wrong or raised
+
+
+def end(made: Tried, verdict: str, error: Exception) -> Tried:
+    """What came of it, where that is an error."""
+    made.verdict, made.why = verdict, (f"{type(error).__name__}: " if verdict != "refused" else "") + short(error)
+    return made
+
+
+def short(error: Exception) -> str:
+    """The words of an error, in one line."""
+    return " ".join(str(error).split())[:300]
 
 
 class Wrong(Exception):  # noqa: N818 (a finding, not an error)
