@@ -11,6 +11,7 @@ from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
 from headwise.look.profile.result import HeadProfile, Profile
+from headwise.look.record.reading import Reading
 from headwise.look.worth.importance import Worth, importance
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.sensitivity import Cost, sensitivity
@@ -86,16 +87,18 @@ class Facts:
 def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress | None = None) -> Facts:
     """All that can be found out about one head in a minute or so: it is taken away, rounded and compared."""
     address, refused, found = head.address, [], {}
-    reading = read_on(model, on, None).first(TEXTS)
     unit = "nats a token" if model.output is not None else "1 − cosine"
 
+    def reading() -> Reading:  # an encoder-decoder is asked about pairs, which a profile has not read: that is refused
+        return read_on(model, on, None).first(TEXTS)
+
     def loss() -> Missed:
-        made = importance(model, reading, heads=f"{address.site}.*", progress=progress)
+        made = importance(model, reading(), heads=f"{address.site}.*", progress=progress)
         return Missed(made[address], made.by, made.how, unit, made.texts)
 
     def less() -> Less:
         parts = PARTS if address in reads_cached(model.spec) else PARTS[:2]
-        costs = sensitivity(model, reading, heads=str(address), bits=BITS, parts=parts, progress=progress)
+        costs = sensitivity(model, reading(), heads=str(address), bits=BITS, parts=parts, progress=progress)
         return Less(tuple(costs), costs.metric, len(costs.counts), *cached(model.spec, address))
 
     for name, work in (("wrote", lambda: _wrote(model, head)), ("loss", loss), ("less", less)):

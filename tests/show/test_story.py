@@ -135,3 +135,18 @@ def test_roles_of_the_probe_set_have_a_sentence():
 
     names = role_names(one for one in documents_for(hw.load("minilm")).items() if isinstance(one, Document))
     assert names - set(MEANS) == set()
+
+
+def test_an_encoder_decoder_is_told_as_far_as_texts_go():
+    torch.manual_seed(0)
+    attention = hw.AttentionSpec(width=16, heads=2)
+    model = hw.Transformer(
+        hw.ModelSpec(vocab=257, context=64, layers=1, kind="encoder-decoder", attention=attention)
+    ).eval()
+    model.tokenizer = byte_tokenizer()
+    seen = hw.profile(model, TEXTS[:3], causal=False)
+    for address in ("enc.0.1", "dec.0.0", "cross.0.1"):
+        found = ask(model, seen[address])
+        assert found.loss is None
+        assert any("pairs" in why for why in found.refused)
+        assert "nothing found" in lines(seen, seen[address], found)["unclear"]
