@@ -51,6 +51,7 @@ class CacheStudy:
     seed: int = 0
     steps: int = 60  # in which gates learn
     rounds: int = 1  # in which key heads are chosen, a few at a time
+    spare: float = 0.0  # the part of the key heads that never streams: those that find what is repeated best
     seeds: int = 3  # random plans to compare with
     shares: tuple[float, ...] = ()  # also with each of these shares streaming: a curve
     passkeys: int = 0  # numbers hidden in texts of that length and asked for
@@ -192,7 +193,7 @@ def _plan(model: Transformer, study: CacheStudy, choosing: Reading, length: int,
     if study.share is not None:
         return Plan.streaming(
             model, study.share, first=study.first, last=study.last, bits=study.bits, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, rounds=study.rounds, progress=progress,
+            seed=study.seed, steps=study.steps, rounds=study.rounds, spare=study.spare, progress=progress,
         )  # fmt: skip
     rest = {} if study.bits == ALL.bits else {"*": study.bits}
     named = {} if study.heads is None else {study.heads: Keeps(study.bits, study.first, study.last)}
@@ -250,7 +251,7 @@ def _curve(
     if ranked is None or not ranked.cache_scores:
         ranked = Plan.streaming(
             model, max(study.shares), first=study.first, last=study.last, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, rounds=study.rounds, progress=progress,
+            seed=study.seed, steps=study.steps, rounds=study.rounds, spare=study.spare, progress=progress,
         )  # fmt: skip
     heads = model.spec.key_heads
     order = [heads[i] for i in np.argsort(ranked.cache_scores, kind="stable")]

@@ -197,6 +197,7 @@ class Plan(Wire):
         seed: int = 0,
         steps: int = 60,
         rounds: int = 1,
+        spare: float = 0.0,
         progress: Progress | None = None,
     ) -> "Plan":
         """A plan in which the share of key heads that need it least keep the `first` tokens and the `last` alone.
@@ -204,11 +205,14 @@ class Plan(Wire):
         `by` ranks key heads on texts of `longest` tokens of the corpus `on`: mass (how much they look beyond), writes (how
         far what they write moves), loss (what is lost when one streams), gates that learn (`steps`), role (those that find
         what is repeated stay whole), random (`seed`). In several `rounds` a few are chosen at a time, and the others asked
-        about again with those streaming. With `bits`, all key heads keep keys and values at so many.
+        about again with those streaming. The part `spare` of the key heads, those that find what is repeated or to be copied
+        best, never streams, whatever the ranking. With `bits`, all key heads keep keys and values at so many.
         """
         check_model(model)
         keeps, rest = Keeps(first=first, last=last), {} if bits == 32 else {"*": Keeps(bits)}
-        chosen, scores, told = choose_streaming(model, share, keeps, by, on, longest, seed, steps, rounds, progress)
+        chosen, scores, told = choose_streaming(
+            model, share, keeps, by, on, longest, seed, steps, rounds, spare, progress
+        )
         return Plan(
             spec=model.spec,
             digest=digest(model),

@@ -119,6 +119,7 @@ def choose_streaming(
     seed: int,
     steps: int,
     rounds: int,
+    spare: float,
     progress: "Progress | None",
 ) -> tuple[tuple[Address, ...], Scores, str]:
     """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
@@ -146,15 +147,31 @@ def choose_streaming(
     if rounds > 1 and not way.again:
         several = " | ".join(name for name, other in STREAM_WAYS.items() if other.again)
         raise HeadwiseError(f"{by} ranks all key heads at once, so rounds say nothing; choose by {several}.")
+    if isinstance(spare, bool) or not isinstance(spare, int | float) or not 0 <= spare <= 1 - share:
+        raise HeadwiseError(
+            f"spare is the part of the key heads that never stream, at most {1 - share:g}; got {spare!r}."
+        )
     corpus = Corpus.of(on) if way.reads else None
     ask = StreamQuestion(corpus, share, keeps, longest, seed, steps, progress)
-    chosen, scores = _in_rounds(model, way, ask, rounds)
+    chosen, scores = _in_rounds(model, way, ask, rounds, _spared(model, ask, spare))
     told = "" if corpus is None else f"{corpus.name} ({corpus.fingerprint[:12]})"
     return tuple(head for head in model.spec.key_heads if head in chosen), scores, told
 
 
-def _in_rounds(model: Transformer, way: StreamWay, ask: StreamQuestion, rounds: int) -> tuple[set[Address], Scores]:
-    """A few key heads at a time; the others are then asked about again, with those streaming.
+def _spared(model: Transformer, ask: StreamQuestion, spare: float) -> set[Address]:
+    """The share of key heads that find most of what is repeated, however little they seem to matter on the texts asked."""
+    heads = model.spec.key_heads
+    number = round(spare * len(heads))
+    if not number:
+        return set()
+    found = _role(model, ask)
+    return set(sorted(heads, key=lambda head: found[head], reverse=True)[:number])
+
+
+def _in_rounds(
+    model: Transformer, way: StreamWay, ask: StreamQuestion, rounds: int, spared: set[Address]
+) -> tuple[set[Address], Scores]:
+    """A few key heads at a time; the others are then asked about again, with those streaming. Those spared stay whole.
 
     Nobody's score is told as less than that of a head chosen in an earlier round, so scores stay in the order of the choice.
     """
@@ -163,7 +180,7 @@ def _in_rounds(model: Transformer, way: StreamWay, ask: StreamQuestion, rounds: 
         with streaming_now(model, tuple(chosen), ask.keeps):
             found = way.rank(model, ask)
         scores |= {head: max(found[head], least) for head in heads if head not in chosen}
-        rest = sorted((head for head in heads if head not in chosen), key=lambda head: found[head])
+        rest = sorted((head for head in heads if head not in chosen | spared), key=lambda head: found[head])
         chosen |= set(rest[: round(ask.share * len(heads) * (number + 1) / rounds) - len(chosen)])
         least = math.nextafter(max((scores[head] for head in chosen), default=-math.inf), math.inf)
     return chosen, scores

@@ -28,6 +28,9 @@ def run(
         str, typer.Option(help="Key heads are ranked by mass, writes, loss, gates, role, random.")
     ] = "writes",
     steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 60,
+    spare: Annotated[
+        float, typer.Option(help="This share of key heads, those that find what is repeated best, never streams.")
+    ] = 0.0,
     rounds: Annotated[
         int, typer.Option(help="Choose in so many rounds, asking again with those streaming: mass, writes, loss.")
     ] = 1,
@@ -61,7 +64,7 @@ def run(
         share=stream, heads=heads, first=first, last=last, bits=bits, by=by,
         plan=None if apply is None else Plan.load(apply),
         on=Corpus.named(text, None) if text else None, test=None if test is None else Corpus.of(test),
-        limit=limit, length=length, seed=seed, steps=steps, rounds=rounds, seeds=seeds, passkeys=passkeys,
+        limit=limit, length=length, seed=seed, steps=steps, rounds=rounds, spare=spare, seeds=seeds, passkeys=passkeys,
         shares=_numbers(shares) if curve or plot else (),
     )  # fmt: skip
     loaded: Any = load(model)
