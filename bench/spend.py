@@ -114,10 +114,8 @@ def loss(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
     plans: dict[str, hw.Plan | None] = {"whole": None, **{by: plan_by(model, by, options) for by in options.by}}
     plans |= {f"random {seed}": plan_by(model, "random", options, seed) for seed in range(options.seeds)}
     for length in options.lengths:
-        kept = (
-            options.out
-            / f"losses-{length}-{options.judge}-{options.share}-{options.last}-{options.rounds}{f'-{options.spare}' if options.spare else ''}.json"
-        )
+        named = f"losses-{length}-{options.judge}-{options.share}-{options.last}-{options.rounds}"
+        kept = options.out / f"{named}{f'-{options.spare}' if options.spare else ''}.json"
         made = json.loads(kept.read_text()) if kept.is_file() else {}
         for place, ids in enumerate(texts(model, "test.txt", length, options.judge)):
             for name, plan in plans.items():

@@ -251,7 +251,8 @@ def _curve(
     if ranked is None or not ranked.cache_scores:
         ranked = Plan.streaming(
             model, max(study.shares), first=study.first, last=study.last, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, rounds=study.rounds, spare=study.spare, progress=progress,
+            seed=study.seed, steps=study.steps, rounds=study.rounds, spare=min(study.spare, 1 - max(study.shares)),
+            progress=progress,
         )  # fmt: skip
     heads = model.spec.key_heads
     order = [heads[i] for i in np.argsort(ranked.cache_scores, kind="stable")]
