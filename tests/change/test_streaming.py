@@ -207,6 +207,19 @@ def test_a_second_round_asks_with_the_first_s_choice_streaming() -> None:
 
 
 @torch.no_grad()
+def test_those_that_find_repeats_are_spared() -> None:
+    """The best by role stay whole, though they would be first to stream by what they write."""
+    model, text = make_reader(), "to be or not to be that is the question " * 4
+    roles = Plan.streaming(model, 0.0, **SHORT, by="role")
+    heads = model.spec.key_heads
+    best = sorted(heads, key=lambda head: roles.cache_scores[heads.index(head)], reverse=True)[: len(heads) // 2]
+    rest = {str(head) for head in heads if head not in best}
+    made = Plan.streaming(model, 0.5, **SHORT, by="writes", on=[text], rounds=2, spare=0.5)
+    assert {head for rule in made.cache for head in rule.heads} == rest
+    free = Plan.streaming(model, 1.0, **SHORT, by="writes", on=[text])
+    assert {head for rule in free.cache for head in rule.heads} == {str(head) for head in heads}
+
+
 def test_loss_is_what_each_model_loses() -> None:
     """From plans of one head each, applied; before the fifth token nothing can differ."""
     model, text = make_reader(), LONG[0]
@@ -245,6 +258,7 @@ def test_choosing_needs_what_it_needs() -> None:
         ({"on": ["at"]}, "no text is longer than the 4 tokens"),
         ({"by": "gates", "steps": 0}, "1 or more; got 0"),
         ({"rounds": 0}, "in rounds, 1 or more; got 0"),
+        ({"spare": 0.75}, "never stream, at most 0.5; got 0.75"),
         ({"by": "role", "rounds": 2}, r"rounds say nothing; choose by mass \| writes \| loss"),
     ):
         with pytest.raises(HeadwiseError, match=told):
