@@ -43,7 +43,7 @@ def run(
             known = ask(loaded, told, corpus, progress)
     if as_json:
         wrote = known.wrote
-        writes = None if wrote is None else [one._asdict() for one in wrote.words]
+        writes = None if wrote is None or not wrote.words else [one._asdict() for one in wrote.words]
         copies = None if wrote is None or math.isnan(wrote.copying) else wrote.copying
         lines = [line._asdict() for line in story(made, told, known)]
         print(json.dumps({**told.to_dict(), "story": lines, "copying": copies, "promotes": writes}, indent=2))

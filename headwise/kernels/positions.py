@@ -51,7 +51,7 @@ class Angles:
         if dims < x.shape[-1]:
             return torch.cat((self.turn(x[..., :dims]), x[..., dims:]), -1)
         half = self.layout == "half"
-        partners = x.roll(dims // 2, -1) if half else x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        partners = x.roll(dims // 2, -1) if half else x.reshape(*x.shape[:-1], dims // 2, 2).flip(-1).flatten(-2)
         return x * self.cos + partners * self.sin
 
 
