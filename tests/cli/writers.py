@@ -54,8 +54,11 @@ def make_place(folder: Path) -> Path:
 
 
 def contents(out: Path, call: Call) -> dict[str, bytes]:
-    """Every byte that a call has made."""
+    """Every byte that a call has made; what is hidden is nobody's result: a process that was killed may leave it behind."""
     files = [
         file for name in call.made for file in ((out / name).rglob("*") if (out / name).is_dir() else [out / name])
     ]
-    return {str(file.relative_to(out)): file.read_bytes() for file in sorted(files) if file.is_file()}
+    seen = {str(file.relative_to(out)): file for file in sorted(files) if file.is_file()}
+    return {
+        name: file.read_bytes() for name, file in seen.items() if not any(part[0] == "." for part in Path(name).parts)
+    }
