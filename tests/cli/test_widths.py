@@ -66,7 +66,7 @@ def verbs(place: Path, lab: Path = Path("lab")) -> dict[str, tuple[tuple[str, ..
         "train": ((*TINY, "--layers", "1", "--heads", "2", "--context", "32", "--warmup", "2", "--watch-heads",
                    "--evaluate-every", "2", "--out", str(place / "run")),),
         "heads": ((seen,),),
-        "head": ((seen, "0.1"),),
+        "head": ((seen, "0.1", "--all"),),
         "attend": ((model, TEXT), (model, TEXT, "--head", "0.1"), (model, TEXT, "--from", "sees", "--to", "dog")),
         "why": ((model, TEXT, "--head", "1.1", "--at", "sees"),),
         "layout": (("llama2-70b", "--processes", "8"),),

@@ -48,7 +48,7 @@ class Recited:
     """A model of one site that gives these calls: for R R, in which a token comes twice, and for R R′."""
 
     tokenizer = word_tokenizer([f"w{i}" for i in range(200)])
-    spec, device = SimpleNamespace(kind="decoder"), "cpu"
+    spec, device, pictures = SimpleNamespace(kind="decoder"), "cpu", None
 
     def __init__(self, calls: dict[bool, Seen]) -> None:
         self.calls, self.heard = calls, []
@@ -191,7 +191,7 @@ def test_what_is_read() -> None:
 
 def test_no_room_to_repeat() -> None:
     spec = ModelSpec(vocab=17, context=3, layers=1, attention=AttentionSpec(width=12, heads=2))
-    model = SimpleNamespace(spec=spec, tokenizer=word_tokenizer(["a", "b", "c"]), device="cpu")
+    model = SimpleNamespace(spec=spec, tokenizer=word_tokenizer(["a", "b", "c"]), device="cpu", pictures=None)
     made = make_repeats(model)  # pyright: ignore[reportArgumentType]
     assert len(made.twice) == 0
     tally = Tally(2)
