@@ -61,7 +61,7 @@ def build(seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.ViTConfig(
+    config = transformers.ViTConfig(  # pyright: ignore[reportCallIssue]  # num_labels is every configuration's
         hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=SIZE, patch_size=PATCH,
         num_channels=1, num_labels=len(SHAPES) * len(MARKS),
     )  # fmt: skip

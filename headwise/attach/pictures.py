@@ -159,7 +159,7 @@ def _others(model: nn.Module) -> list[Kind]:
     for name, weight in model.named_parameters():
         kind = TOKENS.get(name.rpartition(".")[2])
         if kind is not None:
-            found += [kind] * (1 if weight.ndim < 2 else weight.shape[-2])
+            found.extend(kind for _ in range(1 if weight.ndim < 2 else weight.shape[-2]))
     order: tuple[Kind, ...] = ("class", "other", "register")
     return [kind for kind in order for one in found if one == kind]
 

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as T
+import transformers
 
 import headwise as hw
 from headwise.attach.prove import tensors
+
+T: Any = transformers  # its configurations take more than they say
 
 DECODER = {
     "d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
@@ -92,7 +94,8 @@ def test_every_attention_has_an_address(build) -> None:
         for layer in theirs.attention_layers():
             with theirs.heads[str(layer.site.addresses[1])].silenced():
                 silent = numbers()
-            e, writes = layer.spec.value_dim, layer.found.writes
+            e: int = layer.spec.value_dim
+            writes: Any = layer.found.writes
             kept = writes.weight.detach().clone()
             with torch.no_grad():
                 writes.weight[:, e : 2 * e] = 0

@@ -1,11 +1,13 @@
 """Several towers as one model: maps beside transformers' eager path, silence beside zeroed rows of W_O, in every tower."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import headwise as hw
+from headwise.attach import Attached
 from headwise.attach.prove import tensors
 from headwise.errors import HeadwiseError
 from tests.attach import towers
@@ -35,7 +37,8 @@ def test_every_tower_is_seen_and_silenced(build) -> None:
         with hw.record(theirs, "*", what="map") as recording:
             assert all(map(torch.equal, numbers(model, call), before))  # looking changes no bit
         for layer in theirs.attention_layers():
-            head, e, writes = layer.site.addresses[1], layer.spec.value_dim, layer.found.writes
+            head, e = layer.site.addresses[1], layer.spec.value_dim
+            writes: Any = layer.found.writes
             for seen in recording[str(head)].calls:
                 torch.testing.assert_close(
                     seen.map().sum(-1), torch.ones(seen.map().shape[:-1]), atol=1e-9, rtol=0, check_dtype=False
@@ -85,10 +88,11 @@ def test_heads_are_worth_what_the_whole_model_loses() -> None:
         layer = theirs.attention_layers()[0]
         with torch.no_grad():
             clean = [float(model(**one).loss) for one in calls]
-            kept, e = layer.found.writes.weight.clone(), layer.spec.value_dim
-            layer.found.writes.weight[:, :e] = 0
+            writes: Any = layer.found.writes
+            kept, e = writes.weight.clone(), layer.spec.value_dim
+            writes.weight[:, :e] = 0
             lost = [float(model(**one).loss) for one in calls]
-            layer.found.writes.weight.copy_(kept)
+            writes.weight.copy_(kept)
         assert abs(found["vision.0.0"].worth - sum(b - a for a, b in zip(clean, lost, strict=True)) / 2) < 1e-6
         assert abs(found.clean - sum(clean) / 2) < 1e-6
         step = 1e-2
@@ -119,6 +123,8 @@ def test_heads_are_cut_from_every_tower(build, tmp_path) -> None:
         assert far(numbers(small.model, call), silent) < 1e-9
         small.save(tmp_path / "small")
         small.detach()
-    with hw.load(tmp_path / "small", dtype=torch.float64) as back:
+    back = hw.load(tmp_path / "small", dtype=torch.float64)
+    assert isinstance(back, Attached)
+    with back:
         assert far(numbers(back.model, call), silent) < 1e-9
         assert not {str(a) for a in back.heads.addresses} & {"vision.0.1", "vision.1.0", "text.0.1"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.attach import Attached
 from headwise.errors import HeadwiseError
 from headwise.files.pictures import Pixels, to_png
 from headwise.look.measure.patches import WeightIn, apart
@@ -20,6 +21,11 @@ Image = pytest.importorskip("PIL.Image")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 SIZES |= {"image_size": (20, 28), "patch_size": 4}
+
+
+def grid_of(theirs: Attached) -> Grid:
+    assert theirs.pictures is not None
+    return theirs.pictures.grid
 
 
 def vit(seed: int = 0, gain: float = 1.0, kind: str = "ViT", **sizes):
@@ -58,7 +64,7 @@ def dense(model, pixels: torch.Tensor) -> torch.Tensor:
 def test_tokens_are_found_to_be_patches(kind, before) -> None:
     sizes = {} if kind in ("ViT", "DeiT") else {"image_size": 16}
     with hw.attach(vit(kind=kind, **sizes)) as theirs:
-        grid = theirs.pictures.grid
+        grid = grid_of(theirs)
         rows, columns = (4, 4) if sizes else (5, 7)
         assert (grid.rows, grid.columns) == (rows, columns)
         assert grid.cells == (*[-1] * before, *range(rows * columns))
@@ -71,7 +77,7 @@ def test_tokens_that_are_no_patches_are_refused() -> None:
         hw.attach(vit(kind="ViTMAE", image_size=16)) as theirs,
         pytest.raises(HeadwiseError, match="more than one patch"),
     ):
-        theirs.pictures.grid
+        grid_of(theirs)
 
 
 @pytest.mark.parametrize("size", [(50, 70), (33, 20), (9, 9)])
@@ -107,12 +113,14 @@ def test_attend_over_a_picture_is_the_eager_map(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 seen.over("1.3", (2, 5)).flatten(), maps[1, 0, 3, 1 + 2 * 7 + 5, 1:], atol=1e-5, rtol=0
             )
-            assert seen.row("2,5", "1.3")[0][0] in theirs.pictures.grid.names
+            assert seen.row("2,5", "1.3")[0][0] in grid_of(theirs).names
             torch.testing.assert_close(seen.over("0.0").flatten(), maps[0, 0, 0, 1:, 1:].mean(0), atol=1e-5, rtol=0)
         theirs.save(tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(model(pixels).last_hidden_state, before)
-    with hw.load(tmp_path / "saved") as back:  # it knows how to read pictures
+    back = hw.load(tmp_path / "saved")
+    assert isinstance(back, Attached)
+    with back:  # it knows how to read pictures
         torch.testing.assert_close(hw.attend(back, file).map("1.3"), maps[1, 0, 3], atol=1e-5, rtol=0)
 
 
@@ -145,14 +153,14 @@ def naive(maps: torch.Tensor, grid: Grid) -> dict[str, np.ndarray]:
         rows = [sum(there is not None and sum(there) % 2 == one for there in places) for one in (0, 1)]
         best = [patches[int(column[one][patches].argmax())] for one in (0, 1)]
         note("one patch", (column[1][best[0]] + column[0][best[1]]) / sum(rows))
-    return {name: np.mean(values) for name, values in found.items()}
+    return {name: np.asarray(np.mean(values)) for name, values in found.items()}
 
 
 def test_measures_are_those_of_dense_maps() -> None:
     model, pixels = vit(3, gain=6.0), torch.randn(5, 3, 20, 28, generator=torch.Generator().manual_seed(0))
     maps = dense(model, pixels)
     with hw.attach(model) as theirs:
-        found, grid = hw.profile(theirs, pixels), theirs.pictures.grid
+        found, grid = hw.profile(theirs, pixels), grid_of(theirs)
     for head in found:
         expected = naive(maps[head.address.layer, :, head.address.head], grid)
         for name, value in expected.items():

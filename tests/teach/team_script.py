@@ -38,7 +38,7 @@ def run(out: Path | None, stop: int = -1) -> Trained:
     return hw.distil(spec, make(), TEXT, RECIPE, by=by, out=out, call=look, every=1, progress=False)
 
 
-def tell(out: str, stop: int = -1) -> dict[str, float]:
+def tell(out: str, stop: int = -1) -> dict[str, float | None]:
     made = run(Path(out), stop)
     weight = float(sum(value.detach().double().abs().sum() for value in made.model.parameters()))
     return {"loss": made.loss, "valid": made.valid_loss, "weight": weight}
