@@ -23,11 +23,17 @@ class Modes(nn.Module):
     @property
     def checkpointing(self) -> bool:
         """Whether activations inside blocks are recomputed in the backward pass."""
-        return bool(self.model.is_gradient_checkpointing)
+        return bool(getattr(self.model, _now_called(self.model, "is_{}_checkpointing")))
 
     @checkpointing.setter
     def checkpointing(self, on: bool) -> None:
         if on and not self.checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            getattr(self.model, _now_called(self.model, "{}_checkpointing_enable"))({"use_reentrant": False})
         elif not on and self.checkpointing:
-            self.model.gradient_checkpointing_disable()
+            getattr(self.model, _now_called(self.model, "{}_checkpointing_disable"))()
+
+
+def _now_called(model: Any, name: str) -> str:
+    """What transformers calls it: checkpointing of activations since 5.23, of gradients before."""
+    newer = name.format("activation")
+    return newer if hasattr(model, newer) else name.format("gradient")

@@ -198,7 +198,8 @@ def test_gradient_checkpointing_repeats_a_block_as_it_was(name: str, reentrant: 
                 if isinstance(getattr(part, name_of, None), float):
                     setattr(part, name_of, 0.0)
         if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads()
         heads = theirs.heads.addresses
