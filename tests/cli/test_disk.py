@@ -1,7 +1,6 @@
 """A disk that is full, a folder that may not be written: a line that says so, and nothing half-written, for every verb."""
 
 import os
-import resource
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.writers import WRITES, Call, contents, make_place
+from tests.files.full import files_up_to
 from tests.runner import headwise
 
 DEAR = ("export onnx", "export torch", "heads", "heads --out", "plot")  # seconds each
@@ -23,17 +23,6 @@ def place() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(make_place(Path(folder)))
         yield Path(folder)
-
-
-@contextmanager
-def full(size: int) -> Iterator[None]:
-    """Files that would become larger cannot be written, as on a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager
@@ -62,7 +51,7 @@ def check_full(place: Path, call: Call, size: int) -> None:
     made = whole(place, call)
     with tempfile.TemporaryDirectory(dir=place) as folder:
         out = Path(folder)
-        with full(size):
+        with files_up_to(size):
             said = headwise(*call.words(out))
         if size == 0:
             assert said.code, "nothing can be written, so nothing can be done"

@@ -1,8 +1,5 @@
 """Where things are written: what is there already, a disk that is full; and what a target refuses by name."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,20 +10,10 @@ import headwise as hw
 from headwise.deploy.check import Checked
 from headwise.spec import Keeps
 from tests.deploy.llamas import llama
+from tests.files.full import files_up_to
 
 TRACED = [pytest.param(*one, marks=pytest.mark.slow) for one in (("torch", "m.pt2"), ("onnx", "m"))]
 TARGETS = [("gguf", "m.gguf"), ("transformers", "m"), *TRACED]
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """As on a disk that is full: writing further fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
