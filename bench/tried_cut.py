@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from bench.tried_with import check_same, outputs, some_heads, tensors
+from bench.tried_with import check_same, outputs, some_heads
+from headwise.attach.prove import tensors
 
 
 class HalfRefused(Exception):  # noqa: N818 (a finding, not an error)

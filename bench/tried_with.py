@@ -12,6 +12,7 @@ from transformers import set_seed
 
 import headwise as hw
 from bench.shrink import VOCAB, tiny
+from headwise.attach.prove import tensors
 from headwise.attach.sample import samples
 
 CLOSE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
@@ -102,15 +103,6 @@ def first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
         except Exception as error:
             first = error if number == 0 else first
     raise first
-
-
-def tensors(made: Any) -> list[Tensor]:
-    """Every floating tensor an output holds, in order; caches are left out."""
-    if isinstance(made, Tensor):
-        return [made] if made.is_floating_point() else []
-    if isinstance(made, dict):
-        made = list(made.values())
-    return [x for one in made for x in tensors(one)] if isinstance(made, list | tuple) else []
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
