@@ -2,11 +2,14 @@
 could cost less."""
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from headwise.change.evaluation import Estimate, PairedEvaluation
+from headwise.change.streaming import streaming_now
 from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
@@ -16,9 +19,9 @@ from headwise.look.worth.importance import Worth, importance
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.sensitivity import Cost, sensitivity
 from headwise.look.writes.writes import Promoted, copying, promoted
-from headwise.model import AnyModel, quiet
+from headwise.model import AnyModel, Transformer, quiet
 from headwise.progress import Progress
-from headwise.spec import Address, ModelSpec
+from headwise.spec import Address, Keeps, ModelSpec
 from headwise.spec.cache import ALL
 from headwise.spec.layout import held_bytes
 
@@ -27,6 +30,7 @@ NEAREST = 5  # heads that look alike, of each
 MOST = 2e12  # multiplications for all compositions; beyond that they are left out, for they would take minutes
 LENGTH = 4096  # tokens that bytes of caches are told for
 TEXTS = 32  # texts one head is taken away on
+STREAMED = {"texts": 8, "longest": 512}  # long texts a key head streams on
 BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 
 
@@ -59,6 +63,17 @@ class Less:
     texts: int = 0
     cache: int = 0  # bytes of its key head at LENGTH tokens; 0: it keeps none
     key: str = ""
+    streamed: "Streamed | None" = None
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What the loss of later tokens gains when a key head keeps the first and the last tokens alone."""
+
+    keeps: Keeps
+    more: Estimate  # nats a token
+    texts: int
+    longest: int  # tokens of a text
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,10 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
     def less() -> Less:
         parts = PARTS if address in reads_cached(model.spec) else PARTS[:2]
         costs = sensitivity(model, reading(), heads=str(address), bits=BITS, parts=parts, progress=progress)
-        return Less(tuple(costs), costs.metric, len(costs.counts), *cached(model.spec, address))
+        held, key = cached(model.spec, address)
+        return Less(
+            tuple(costs), costs.metric, len(costs.counts), held, key, streamed(model, key, on) if held else None
+        )
 
     for name, work in (("wrote", lambda: _wrote(model, head)), ("loss", loss), ("less", less)):
         try:
@@ -151,6 +169,31 @@ def shares(spec: ModelSpec, head: Address) -> tuple[str, ...]:
     place = layer.kv_of_head[layer.head_ids.index(head.head)]
     pairs = zip(layer.head_ids, layer.kv_of_head, strict=True)
     return tuple(str(head.site.head(n)) for n, its in pairs if its == place and n != head.head)
+
+
+def streamed(model: AnyModel, key: str, on: Any = None) -> Streamed | None:
+    """What it would cost if this key head alone forgot the middle of a text; None where nobody can be asked.
+
+    Judged by tokens behind the first that is forgotten: earlier ones cannot differ.
+    """
+    if not isinstance(model, Transformer) or model.spec.kind != "decoder" or model.output is None or model.spec.cache:
+        return None
+    longest = min(STREAMED["longest"], model.spec.context)
+    keeps = Keeps(first=min(4, longest // 16), last=longest // 4)
+    try:
+        texts = Reading.of(model, joined(model) if on is None else on, longest).first(STREAMED["texts"])
+        asked = PairedEvaluation.of(model, texts, past=keeps.first + longest // 4)
+    except HeadwiseError:  # no text is so long
+        return None
+    with streaming_now(model, (Address.parse(key),), keeps):
+        lost = asked.losses(model)
+    return Streamed(keeps, asked.difference(lost, asked.full), int((asked.counts > 0).sum()), longest)
+
+
+def joined(model: AnyModel) -> str:
+    """The texts a model is asked about where none is given, one behind the other: alone they are too short to forget."""
+    enough = STREAMED["texts"] * STREAMED["longest"]
+    return " ".join(item.text for item in islice(Reading.of(model).corpus.items(), enough))
 
 
 def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:

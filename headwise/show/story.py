@@ -228,6 +228,15 @@ def _less(known: Facts) -> Iterator[Sentence]:
             f"Its key head {less.key} keeps {less.cache / 1e6:.1f} MB of keys and values at {LENGTH:,} tokens{shared}.",
         )
 
+    if less.streamed is not None:
+        one, more = less.streamed, less.streamed.more
+        yield Sentence(
+            "streaming",
+            f"If that key head kept the first {one.keeps.first} and the last {one.keeps.last} tokens alone, later tokens "
+            f"would cost {more.mean:+.2g} nats (95 % CI {more.low:+.2g} to {more.high:+.2g}; {one.texts:,} texts of "
+            f"{one.longest:,} tokens).",
+        )
+
 
 def _cost(one: Cost) -> str:
     return f"{one.more:+.2g} (95 % CI {one.low:+.2g} to {one.high:+.2g})"

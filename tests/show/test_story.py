@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.change.evaluation import Estimate
 from headwise.look.measure.cases import Example
 from headwise.look.profile.roles import Support
 from headwise.look.worth.importance import Worth
 from headwise.look.worth.sensitivity import Cost
 from headwise.look.writes.writes import Promoted
-from headwise.show.known import Facts, Kin, Less, Missed, Wrote, ask
+from headwise.show.known import Facts, Kin, Less, Missed, Streamed, Wrote, ask, streamed
 from headwise.show.story import MEANS, story
 from headwise.show.words import WORDS
 from headwise.text.make import byte_tokenizer
@@ -77,7 +78,8 @@ def test_every_number_given_is_told(profile):
     known = Facts(
         Wrote(0.45, 0.02, (Promoted(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),)),
         Missed(Worth("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
-        Less((Cost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token", 16, 2_097_152, "0.0"),
+        Less((Cost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token", 16, 2_097_152, "0.0",
+             Streamed(hw.Keeps(first=4, last=128), Estimate(0.0039, 0.0005, 0.0071), 8, 512)),
         ("0.1", "0.2"), Kin("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
     told = story(profile, head, known)
@@ -94,13 +96,38 @@ def test_every_number_given_is_told(profile):
         "loses 0.031 nats a token (95 % CI 0.02 to 0.04), +0.011 beside", "mean ablation on 64 texts",
         "Stored at 4 bits, with 0.1 and 0.2, which share its keys, "
         "the loss changes by: W_Q and W_K +0.0012 (95 % CI -0.001 to +0.003)",
+        "kept the first 4 and the last 128 tokens alone, later tokens would cost +0.0039 nats (95 % CI +0.0005 to +0.0071; ",
         "keeps 2.1 MB of keys and values at 4,096 tokens", "reads 0.3 (V-composition 0.19, random weights 0.04) most",
         "looks most like 1.1 (0.12 nats apart)",
     ):  # fmt: skip
         assert part in text, part
     assert [line.about for line in told] == [
-        "role", "evidence", "role", "role", "role", "hit", "rests", "copying", "writes", "worth", "bits", "cache", "partners"
+        "role", "evidence", "role", "role", "role", "hit", "rests", "copying", "writes", "worth", "bits", "cache",
+        "streaming", "partners",
     ]  # fmt: skip
+
+
+def test_what_streaming_costs_is_the_loss_behind_what_is_forgotten(random):
+    text = "".join(TEXTS)
+    found = streamed(random, "1.2", text)
+    assert found is not None
+    length, room = found.longest, found.keeps.first + found.keeps.last
+    ids = torch.tensor(random.tokenizer.encode(text))
+    pieces = [piece for piece in ids.split(length) if len(piece) > room + 1]
+    fewer = hw.Plan.make(random, cache={"1.2": found.keeps}).apply(random)
+
+    def lost(model):
+        with torch.no_grad():
+            surprise = [
+                torch.nn.functional.cross_entropy(model(piece[None])[0, room:-1], piece[room + 1 :], reduction="sum")
+                for piece in pieces
+            ]
+        return sum(surprise).item() / sum(len(piece) - room - 1 for piece in pieces)
+
+    assert found.texts == len(pieces)
+    assert found.more.mean == pytest.approx(lost(fewer) - lost(random), abs=1e-6)
+    assert found.more.mean != 0
+    assert streamed(random, "1.2", TEXTS) is None  # too short to forget anything
 
 
 def test_somebody_elses_model_has_a_story_too():
