@@ -31,7 +31,7 @@ def make_report(book: Mapping[str, Any]) -> str:
     """The same as text: styles and modules inlined, the book as JSON beside them."""
     page = {name: content.decode() for name, content in page_files().items()}
     # "<" never stands in the data, so nothing in it can end the element it stands in.
-    data = json.dumps(book, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_short(book), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         '<link rel="stylesheet" href="style.css">': f"<style>\n{page['style.css']}</style>",
         '<script type="module" src="main.js"></script>': (
@@ -44,6 +44,15 @@ def make_report(book: Mapping[str, Any]) -> str:
             raise HeadwiseError(f"the page must have {mark} once; found {made.count(mark)} times.")
         made = made.replace(mark, content)
     return made
+
+
+def _short(value: Any) -> Any:
+    """The same with numbers of six digits, which is more than the page shows."""
+    if isinstance(value, Mapping):
+        return {name: _short(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def joined(page: Mapping[str, str], first: str = "main.js") -> str:

@@ -160,7 +160,7 @@ class Sights:
             "thumb": made["thumbs"].shape[-1],
             "thumbs": pack(as_bytes(made["thumbs"])),
             "per_row": made["columns"].shape[-1],
-            "columns": pack(np.where(made["weights"] > 0, made["columns"], 0).astype("<u2")),
+            "columns": pack_pairs(np.where(made["weights"] > 0, made["columns"], 0)),
             "weights": pack(as_bytes(made["weights"])),
             "totals": _against_largest(made["totals"]),
         }
@@ -180,11 +180,20 @@ def pack(values: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(values).tobytes(), 9)).decode()
 
 
+def pack_pairs(values: np.ndarray) -> str:
+    """Whole numbers below 65,536 in two bytes each: all low bytes, then all high ones, which are alike and deflate well.
+
+    >>> list(zlib.decompress(base64.b64decode(pack_pairs(np.array([1, 258])))))
+    [1, 2, 0, 1]
+    """
+    return pack(values.astype("<u2").reshape(-1, 1).view(np.uint8).T)
+
+
 def _against_largest(values: np.ndarray) -> dict[str, Any]:
     """Lengths in two bytes each, against the largest of their head: (heads, n)."""
     largest = values.max(1)
     scaled = values / np.where(largest > 0, largest, 1.0)[:, None]
-    return {"top": [float(f"{x:.6g}") for x in largest], "data": pack(np.rint(scaled * 65535).astype("<u2"))}
+    return {"top": [float(f"{x:.6g}") for x in largest], "data": pack_pairs(np.rint(scaled * 65535))}
 
 
 def _next(model: AnyModel, ids: list[int], hidden: Tensor) -> dict[str, Any] | None:

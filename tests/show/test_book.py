@@ -46,8 +46,13 @@ def profile(model):
     return hw.profile(model, documents, causal=False)
 
 
-def numbers(text, kind="u1"):
-    return np.frombuffer(zlib.decompress(b64decode(text)), kind)
+def numbers(text):
+    return np.frombuffer(zlib.decompress(b64decode(text)), "u1")
+
+
+def pairs(text):
+    low, high = np.split(numbers(text).astype(int), 2)
+    return low + 256 * high
 
 
 def test_a_byte_is_off_by_at_most_the_root_of_the_weight_over_255():
@@ -67,9 +72,7 @@ def test_maps_and_lengths_are_those_of_the_heads(model):
     for place, head in enumerate(heads):
         exact = attend(model, text, head, words=False).map().numpy()
         assert np.abs(maps[place] - exact).max() < 1 / 255
-    lengths = (
-        numbers(made["norms"]["data"], "<u2").reshape(len(heads), n) / 65535 * np.array(made["norms"]["top"])[:, None]
-    )
+    lengths = pairs(made["norms"]["data"]).reshape(len(heads), n) / 65535 * np.array(made["norms"]["top"])[:, None]
     with torch.no_grad(), record(model, "2.3", what="v") as recording:
         model(torch.tensor([model.tokenizer.encode(text)]))
         exact = (recording["2.3"].v[0] @ model.heads["2.3"].W_O).norm(dim=-1).numpy()
@@ -81,7 +84,7 @@ def test_what_the_page_weighs_by_value_is_what_is_measured(model):
     made = make_sentence(model, text, heads="2.3")
     n = len(made["tokens"])
     p = (numbers(made["maps"]).reshape(n, n) / 255.0) ** 2
-    weighed = p * (numbers(made["norms"]["data"], "<u2") / 65535 * made["norms"]["top"][0])
+    weighed = p * (pairs(made["norms"]["data"]) / 65535 * made["norms"]["top"][0])
     weighed /= weighed.sum(1, keepdims=True)  # as sight.js does
     exact = value_weighted(model, text, "2.3", words=False).weighted.numpy()
     assert np.abs(weighed - exact).max() < 0.01
@@ -105,7 +108,7 @@ def test_large_sights_keep_thumbnails_and_the_strongest(model, monkeypatch):
     maps = numbers(whole["maps"]).reshape(H, n, n)
     thumbs = numbers(made["thumbs"]).reshape(H, made["thumb"], made["thumb"])
     assert (thumbs.max((1, 2)) == maps.max((1, 2))).all()
-    weights, columns = numbers(made["weights"]).reshape(H, n, k), numbers(made["columns"], "<u2").reshape(H, n, k)
+    weights, columns = numbers(made["weights"]).reshape(H, n, k), pairs(made["columns"]).reshape(H, n, k)
     expected = -np.sort(-maps.astype(int), -1)[..., :k]
     loud = expected >= 255 * np.sqrt(kept.FAINT) + 1
     assert loud.any()

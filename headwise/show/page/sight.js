@@ -23,7 +23,7 @@ export class Sight {
     const unpacked = names.map(async (name) => { sight[name] = await inflate(given[name]); });
     const measured = (sight.whole ? ["norms"] : ["norms", "totals"]).map(async (name) => { sight[name] = await lengths(given[name], sight.n); });
     await Promise.all([...unpacked, ...measured]);
-    if (!sight.whole) sight.columns = new Uint16Array(sight.columns.buffer);
+    if (!sight.whole) sight.columns = pairs(sight.columns);
     sight.tokensOf = sight.words.map(() => []);
     sight.wordOf.forEach((word, token) => sight.tokensOf[word].push(token));
     return sight;
@@ -147,6 +147,13 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
+// Numbers of two bytes: all low bytes come first, then all high ones.
+function pairs(bytes) {
+  const n = bytes.length / 2, made = new Uint16Array(n);
+  for (let i = 0; i < n; i++) made[i] = bytes[i] | (bytes[n + i] << 8);
+  return made;
+}
+
 function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const letters = atob(text), made = new Uint8Array(letters.length);
@@ -155,7 +162,7 @@ function fromBase64(text) {
 }
 
 async function lengths(given, n) {
-  const data = new Uint16Array((await inflate(given.data)).buffer), made = new Float32Array(data.length);
+  const data = pairs(await inflate(given.data)), made = new Float32Array(data.length);
   for (let i = 0; i < data.length; i++) made[i] = (data[i] / 65535) * given.top[Math.floor(i / n)];
   return made;
 }
