@@ -1,6 +1,7 @@
 """Calling a transformers model as ours are called: ids and padding in, hidden states or logits out."""
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -201,6 +202,9 @@ def _inputs_of(part: nn.Module) -> Iterator[list[Tensor]]:
 def _padded(model: Any, ids: Tensor, padding: Tensor | None) -> Tensor:
     """Where nothing stands there is the padding token: some models count positions by it."""
     pad = getattr(model.config, "pad_token_id", None)
+    pad = next(
+        (part.padding_idx for part in model.modules() if _counts(part)), pad
+    )  # which may be another than it says
     if padding is None or not isinstance(pad, int) or pad < 0:
         return ids
     return ids.masked_fill(~padding.bool(), pad)
@@ -219,10 +223,13 @@ def _positions(body: nn.Module, spec: ModelSpec, padding: Tensor | None) -> Tens
 
 def counts_positions(model: nn.Module) -> bool:
     """Whether a model counts positions by its padding token, as RoBERTa does, and begins behind that token's number."""
-    return any(
-        hasattr(part, "create_position_ids_from_input_ids") or type(part).__name__ == "MPNetEmbeddings"
-        for part in model.modules()
-    )
+    return any(map(_counts, model.modules()))
+
+
+def _counts(part: nn.Module) -> bool:
+    """Whether this part does it, by a function of its class or of its file."""
+    name, file = "create_position_ids_from_input_ids", sys.modules.get(type(part).__module__)
+    return hasattr(part, "padding_idx") and (hasattr(part, name) or hasattr(file, name))
 
 
 def _said(given: dict[str, Any]) -> dict[str, Any]:

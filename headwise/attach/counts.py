@@ -29,7 +29,7 @@ GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 PARTS = (
     *("q_proj", "q_gate_proj", "q_b_proj", "kv_b_proj", "k_b_proj", "v_b_proj", "q_up_proj", "kv_up_proj", "gate_proj"),
     *("g_proj", "gate", "attn_gate", "gate_layer", "g_b_proj", "o_gate", "output_gate", "to_gate_logits", "linear_pos"),
-    *("relative_k_proj", "r_proj"),
+    *("relative_k_proj", "r_proj", "pos_key_proj", "pos_query_proj"),
 )
 NUMBERS = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "gate_bias", "sinks")  # parameters with a row for every head
 NORMS = {"q_norm": False, "k_norm": True, "q_layernorm": False, "k_layernorm": True, "v_norm": True}  # of keys?

@@ -71,10 +71,16 @@ def _check_layer(layer: Layer) -> None:
     except HeadwiseError as error:
         raise HeadwiseError(f"heads of {name} cannot be cut: {str(error).rstrip('.')}; {instead}") from None
     for part in parts:
-        if hasattr(part, "in_features") and type(part) is not nn.Linear:
+        if hasattr(part, "in_features") and not _is_linear(part):
             raise HeadwiseError(
                 f"{found.name} projects with {type(part).__name__}, which cannot be cut here; {instead}"
             )
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """Whether weights are rows and columns: torch's own, or a class of a model's own file, which the proof then tries."""
+    kind = type(part)
+    return kind is nn.Linear or (issubclass(kind, nn.Linear) and kind.__module__.startswith("transformers.models."))
 
 
 def _by_site(gone: Iterable[Address]) -> dict[SiteAddress, set[int]]:

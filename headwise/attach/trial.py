@@ -242,7 +242,7 @@ def try_layers(model: Any, layers: Sequence[Layer]) -> None:
     """Call the model once, as it is outside of training, and tell each layer what was found out."""
     was = [(module, module.training) for module in model.modules()]
     trials = [LayerTrial(layer) for layer in layers if layer.spec.head_ids]
-    why = "what it reads is not known here"
+    why, first = "what it reads is not known here", ""
     around = [hook for layer in layers for hook in hooks_around(layer)]
     try:
         for module, _ in was:
@@ -252,6 +252,7 @@ def try_layers(model: Any, layers: Sequence[Layer]) -> None:
             why = _call(model, given, trials)
             if not why:
                 break
+            first = first or why  # said to what the model itself says it reads
     finally:
         for module, training in was:
             module.training = training
@@ -259,7 +260,7 @@ def try_layers(model: Any, layers: Sequence[Layer]) -> None:
             hook.remove()
     for trial in trials:
         if why:
-            _unseen(trial.layer, f"no call could be tried to check it ({why})")
+            _unseen(trial.layer, f"no call could be tried to check it ({first or why})")
         else:
             trial.conclude()
 

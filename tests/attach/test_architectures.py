@@ -23,7 +23,7 @@ MORE = {
 }  # fmt: skip
 
 
-NOT_CUT = ("codegen", "falcon", "bloom", "zaya", "inkling_text")
+NOT_CUT = ("codegen", "bloom", "zaya", "inkling_text")
 
 
 @pytest.mark.parametrize("name", QUICK)

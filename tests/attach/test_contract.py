@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.attach.models import BY_NAME, SIDES, Case, each_case, first, results, transformers
+from tests.attach.models import BY_NAME, PLAIN, SIDES, Case, each_case, first, results, transformers
 
 
 @each_case
@@ -237,3 +237,25 @@ def test_saving_a_cut_model_says_who_can_load_it(tmp_path: Path, capsys: pytest.
     with torch.no_grad():
         whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(**given).logits
         assert (whole - model(**given).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("MPNet", {"pad_token_id": 0}),  # it counts by token 1, whatever its configuration says
+        ("Esm", {"pad_token_id": 1, "mask_token_id": 2, "position_embedding_type": "absolute", "token_dropout": False}),
+        ("Roberta", {"pad_token_id": 0}),
+        ("XLMRoberta", {"pad_token_id": 1}),
+    ],
+)
+def test_positions_counted_by_the_padding_token_stay_so_on_the_left(kind: str, more: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{kind}Config")(**PLAIN, **more)
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config).double().eval()
+    ids = torch.tensor([[9, 9, 9, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17]])
+    real = torch.ones_like(ids, dtype=torch.bool)
+    real[0, :3] = False
+    with torch.no_grad(), hw.attach(model) as theirs:
+        together = theirs(ids, padding=real)
+        assert (together[0, 3:] - model(ids[:1, 3:]).logits[0]).abs().max() <= 1e-9
+        assert (together[1] - model(ids[1:]).logits[0]).abs().max() <= 1e-9

@@ -1,5 +1,5 @@
-"""Every verb of look/ and change/, over ours and six architectures of others: in both modes it gives the same numbers, and
-every part is in its mode again; padding on either side changes nothing; and what heads do with a cache they do without.
+"""Every verb of look/ and change/, over ours and fourteen architectures of others: in both modes it gives the same numbers,
+and every part is in its mode again; padding on either side changes nothing; and what heads do with a cache they do without.
 
 Verbs that read a corpus make their own batches, padded on the right; made to pad on the left, they give the same here.
 The grid of modes and sides is whole in the slow tests.
@@ -25,7 +25,10 @@ from tests.contract.anyones import (
     NAMES,
     NATIVE,
     PAIRED,
+    UNCUT,
+    UNWIRED,
     batch,
+    close,
     kept,
     some_heads,
     training,
@@ -39,13 +42,23 @@ REFUSED: dict[str, dict[str, str]] = {
     "match": dict.fromkeys(PAIRED, "heads are matched on single texts"),
     "coreference": dict.fromkeys(PAIRED, "needs what it reads"),
     "HeadHistory": dict.fromkeys(PAIRED, "reads one text at a time"),
-    "logit_attribution": dict.fromkeys((*ENCODERS, "bart"), "logits cannot be shared out")
-    | {"encoder-decoder": "logits are shared out in decoders"},
-    "vocabulary": dict.fromkeys((*ENCODERS, *PAIRED), "promotes cannot be read off"),
+    "logit_attribution": dict.fromkeys((*ENCODERS, "bart"), "logits (cannot be|are) shared out")
+    | {"encoder-decoder": "logits are shared out in decoders"}
+    | UNWIRED,
+    "vocabulary": dict.fromkeys((*ENCODERS, *PAIRED), "promotes cannot be read off")
+    | UNWIRED
+    | {"bloom": "bare embeddings are not what is read"},  # a norm stands behind them
+    "prune": UNCUT,
+    "report": UNCUT,
+    "curve": dict.fromkeys(UNCUT, "cannot be cut"),
+    "prune_study": dict.fromkeys(UNCUT, "cannot be cut"),
     "quantise": dict.fromkeys(OTHERS, "packed by head in headwise's own models"),
     "Plan.streaming": dict.fromkeys(NAMES[1:], OWN_DECODERS),
 }
 SLOW = ("profile, light", "importance, resample", "prune_study", "report")
+# Every verb on one model of each kind; on those that are reached another way, one that looks and one that cuts.
+FIRST = (*NATIVE, "gpt2", "llama", "mistral", "gpt_neox", "bert", "bart")
+SHORT = ("attend", "prune")
 # Verbs whose own batches hold no padding: weights alone, one text at a time, texts cut to one length; the caller's own batch,
 # which is tried below with padding on both sides; and healing, whose rows are those of training, padded on the right.
 UNPADDED = (
@@ -87,11 +100,13 @@ def check(name: str, verb: str, trains: bool, left: bool, monkeypatch: pytest.Mo
         got = flat(VERBS[verb](model, name))
     assert len(want)
     assert any(padded) == (left and verb not in UNPADDED), "what is padded on the left is really so"
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=max(1e-7, close(name)))
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in SLOW])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [(name, verb) for name in NAMES for verb in (VERBS if name in FIRST else SHORT) if verb not in SLOW],
+)
 def test_in_any_mode_and_padded_on_any_side_it_gives_the_same(
     name: str, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,12 +177,12 @@ def test_what_is_seen_of_a_padded_text_is_what_is_seen_of_it_alone(name: str, si
         want = record_z(model, **one)
         for site, z in run.z.items():
             there = real["source"] if site.stack == "enc" else real["ids"]
-            assert (z[row][:, there[row]] - want.z[site][0]).abs().max() <= 1e-9
+            assert (z[row][:, there[row]] - want.z[site][0]).abs().max() <= close(name)
         with hw.record(model, head) as single, hw.ablated(model, str(head), "mean", means=means), torch.no_grad():
             says = model(**one)
         found = recording[head].map()[row][queries[row]][:, keys[row]]
-        assert (found - single[head].map()[0]).abs().max() <= 1e-9
-        assert (said[row, given["padding"][row]] - says[0]).abs().max() <= 1e-9
+        assert (found - single[head].map()[0]).abs().max() <= close(name)
+        assert (said[row, given["padding"][row]] - says[0]).abs().max() <= close(name)
 
 
 # With a cache and without.
@@ -184,15 +199,19 @@ def test_a_recording_sees_the_same_rows_with_a_cache(name: str) -> None:
     for step in range(1, 4):
         place = ids.shape[1] + step - 1
         one = steps[head].call(step)
-        assert (one.z[:, -1] - whole[head].z[:, place]).abs().max() <= 1e-9
+        assert (one.z[:, -1] - whole[head].z[:, place]).abs().max() <= close(name)
         row, want = one.map()[0, -1], whole[head].map()[0, place]
-        assert (row - want[place + 1 - len(row) : place + 1]).abs().max() <= 1e-9
+        assert (row - want[place + 1 - len(row) : place + 1]).abs().max() <= close(name)
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "silenced", "cut"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_heads_taken_away_are_gone_with_a_cache_too(name: str, how: str) -> None:
     model, ids, head = kept(name), batch(name)["ids"][:1], str(some_heads(kept(name))[0])
+    if how == "cut" and name in UNCUT:
+        with pytest.raises(hw.HeadwiseError, match=UNCUT[name]):
+            hw.prune(model, heads=head, on=corpus(name))
+        return
     changed = hw.prune(model, heads=head, on=corpus(name)) if how == "cut" else model
     gone = {
         "silenced": model.heads[head].silenced, "cut": nullcontext, "zero": partial(hw.ablated, model, head, "zero"),

@@ -1,0 +1,51 @@
+"""Families that are cut, by name: a tiny random model of each without heads is what it was with them silenced."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from bench.architectures import architectures
+from bench.tried_cut import cuts_of
+from bench.tried_with import build, outputs
+
+transformers: Any = pytest.importorskip("transformers")
+
+# By the name that transformers gives each: the whole model, and its text where that can be had alone.
+FAMILIES = {
+    "Gemma4": ("gemma4", "gemma4_text"), "Qwen3.5": ("qwen3_5", "qwen3_5_text"), "Mixtral": ("mixtral",),
+    "Qwen-VL, its text": ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), "Qwen3-MoE": ("qwen3_moe",),
+    "Phi3": ("phi3",), "OLMo2": ("olmo2",), "OLMo3": ("olmo3",), "GLM4": ("glm4",), "SmolLM3": ("smollm3",),
+    "Granite": ("granite",), "T5": ("t5",), "ModernBERT": ("modernbert",), "XLM-R": ("xlm-roberta",), "ViT": ("vit",),
+    "CLIP": ("clip",), "DINOv2": ("dinov2",), "Whisper": ("whisper",), "Falcon": ("falcon",), "DeBERTa-v2": ("deberta-v2",),
+}  # fmt: skip
+KEEPS_ONE = ("t5",)  # its first layer makes the position bias of all, so it keeps a head
+
+
+def in_double(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny model and a call of it, in double precision, as far as its own parts are."""
+    model, given = build(getattr(transformers, architectures()[name]), transformers.CONFIG_MAPPING[name])
+    if any("expert" in part for part, _ in model.named_modules()):
+        model.set_experts_implementation("eager")  # the grouped product has no double precision
+    return model.double(), {key: x.double() if x.is_floating_point() else x for key, x in given.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in FAMILIES.items() for name in names])
+def test_cut_is_silence(family: str, name: str) -> None:
+    model, given = in_double(name)
+    whole = outputs(model, given)
+    with hw.attach(model) as theirs:
+        for which in cuts_of(theirs)[: 1 if name in KEEPS_ONE else None]:
+            with theirs.heads.select(which).silenced():
+                silent = outputs(model, given)
+            assert any((a - b).abs().max() > 1e-6 for a, b in zip(silent, whole, strict=True)), "these heads matter"
+            small = theirs.without(which)
+            assert not set(which) & set(small.heads.addresses)
+            for state in ("cut", "detached"):
+                inner = small.model if state == "cut" else small.detach()
+                for a, b in zip(outputs(inner, given), silent, strict=True):
+                    assert (a - b).abs().max() <= 1e-9 * max(1.0, float(b.abs().max())), f"{family}, {state}: {which}"
+            assert all(map(torch.equal, outputs(model, given), whole)), "and the first model is what it was"
