@@ -25,7 +25,7 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     what, related = ("pictures", "") if about.get("pictures") else ("texts", related)
     console.print(
         f"{len(profile)} heads on {about['texts']:,} {what}, {about['tokens']:,} tokens; {related}{profile.family:,} "
-        f"tests{_left_out(profile)}",
+        f"tests{_tried(profile)}{_left_out(profile)}",
         highlight=False,
     )
     console.print(grid(profile, wanted, console.width))
@@ -107,7 +107,7 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
             f"{s.p:.4f}",
             s.rows,
             s.coverage,
-            *("" if x is None else f"{x:+.3f}" for x in (s.effect, s.cost, s.bar)),
+            *("" if x is None else f"{x:+.3f}" for x in (s.effect, s.cost, s.control, s.bar)),
         ]
         for s in head.roles
     ]
@@ -124,6 +124,7 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
             "coverage",
             "effect",
             "cost",
+            "control",
             "bar",
         ]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
@@ -142,6 +143,11 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
         console.print(Text("looked hardest", "bold"))
     for seen in head.hardest:
         console.print(Text(f"  {seen.weight:.2f}  {seen.text}"))
+
+
+def _tried(profile: Profile) -> str:
+    """The other family of tests: heads taken away."""
+    return f", and of {profile.tried:,} heads whether answers hang on them" if profile.tried else ""
 
 
 def _left_out(profile: Profile) -> str:

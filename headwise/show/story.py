@@ -44,7 +44,7 @@ SURE = {
     "selective": "Whether it changes what the head writes was not shown (selective).",
     "effective": "It stands as well when each look counts by the length of what it fetches; whether the model needs it "
     "was not shown (effective).",
-    "causal": "And the model needs it (causal).",
+    "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
 }
 MASSES = {ROLE_OF.get(name, name) for name in SETS}  # relations whose score is a share of weight, not of cases
 PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
@@ -151,7 +151,10 @@ def _effect(one: Support) -> str:
         if one.effect_interval is None
         else f" (95 % CI {one.effect_interval[0]:+.3f} to {one.effect_interval[1]:+.3f})"
     )
-    return f" Without it the role's own test loses {one.effect:+.3f} nats an answer beside others of its layer{ends}."
+    told = f" Without it the role's own test loses {one.effect:+.3f} nats an answer beside others of its layer{ends}"
+    if one.cost is None or one.control is None:
+        return f"{told}; nowhere were the same answers found reached another way."
+    return f"{told}; {one.cost:+.3f} by itself, and {one.control:+.3f} where the same answers are reached another way."
 
 
 def _rests(head: HeadProfile) -> Sentence:

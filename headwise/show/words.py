@@ -43,12 +43,17 @@ WORDS = {
     "selective": Meaning("the role stands above its baseline on held-out texts, corrected for all tests made", LADDER),
     "effective": Meaning("it also stands when each look counts by the length of what it fetches", LADDER),
     "causal": Meaning(
-        "and the model needs it: without the head the role's own test gets worse, more than without others of its layer",
+        "and the role's answers hang on it: without the head they lose more than the same answers reached another way, and "
+        "more than without others of its layer, corrected for all heads tried",
         LADDER,
     ),
     "coverage": Meaning("the share of rows in which the role could be seen at all", LADDER),
     "effect": Meaning(
         "what taking the head away costs its role's own test, beyond others of its layer, in nats an answer", LADDER
+    ),
+    "cost": Meaning("what taking the head away costs its role's own test by itself, in nats an answer", LADDER),
+    "control": Meaning(
+        "what taking the head away costs the same answers where they are reached another way, in nats an answer", LADDER
     ),
     "hit": Meaning("a case in which the head looks hardest at the word the role means; the others are misses", LADDER),
     "rests": Meaning(

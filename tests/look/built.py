@@ -15,6 +15,7 @@ from headwise.text.make import word_tokenizer
 DIGITS = tuple(str(i) for i in range(1, 7))
 FILLERS = tuple(f"w{i}x" for i in range(34))
 OPENERS, CLOSERS = (tuple(f"{letter}{i}x" for i in range(12)) for letter in "ab")
+FOLLOWS = dict(zip(FILLERS[::2], FILLERS[1::2], strict=True))  # every other filler is followed by one of its own
 WORDS = (*DIGITS, *FILLERS, *OPENERS, *CLOSERS)
 V, P = len(WORDS) + 2, 80
 TOKEN, PLACE, BEFORE, SCRATCH, OUT = 0, V, V + P, 2 * V + P, 3 * V + P  # parts of the stream
@@ -22,7 +23,8 @@ WIDTH, BETA = 4 * V + P, 90.0
 
 
 def documents(count: int = 60, seed: int = 0) -> list[Document]:
-    """Random words; some open something that a word behind them closes, at any distance. The first word is a filler."""
+    """Random words; some open something that a word behind them closes, at any distance. The first word is a filler. A filler
+    behind one that has a follower is that follower."""
     draw, made = np.random.default_rng(seed), []
     for _ in range(count):
         n = int(draw.integers(24, 44))
@@ -34,6 +36,9 @@ def documents(count: int = 60, seed: int = 0) -> list[Document]:
             closes = int(draw.choice([p for p in places[4:] if words[p] not in CLOSERS]))
             words[opens], words[closes] = OPENERS[k], CLOSERS[k]
             arcs.append(Relation("bracket", closes, int(opens)))
+        for place, word in enumerate(words[1:], 1):
+            if word in FILLERS:
+                words[place] = FOLLOWS.get(words[place - 1], word)
         made.append(Document.of(words, arcs))
     return made
 
@@ -64,6 +69,11 @@ class Built:
         """From one token to another, (V, V); `at` BEFORE: to tokens behind it."""
         self.W_Q[:V, :V] += BETA * pairs
         self.W_K[at : at + V, :V] = torch.eye(V)
+        return self
+
+    def itself(self, level: float = 0.5) -> "Built":
+        """Look at its own place, if there is nothing better."""
+        self.W_Q[PLACE : PLACE + P, V:] += level * BETA * torch.eye(P)
         return self
 
     def never_itself(self) -> "Built":
@@ -133,9 +143,18 @@ DECODER = {
 }  # fmt: skip
 
 
+def foresee(model: Transformer, part: int = TOKEN, size: float = 1.0) -> Transformer:
+    """Let the model say the follower of the word that stands in a part of the stream, no head needed."""
+    assert model.output is not None
+    with torch.no_grad():
+        for word, follower in FOLLOWS.items():
+            model.output.vocabulary.weight[WORDS.index(follower), part + WORDS.index(word)] = size
+    return model
+
+
 def decoder() -> Transformer:
-    """Two layers of six heads; see DECODER."""
-    model = blank(heads=6, layers=2)
+    """Two layers of six heads, and followers without any head; see DECODER."""
+    model = foresee(blank(heads=6, layers=2))
     one, two = model.attention_layers()
     Built(one, 0).places(1).writes(BEFORE, 1.0)
     Built(one, 1).rest(1.0).writes()

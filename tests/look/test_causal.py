@@ -1,4 +1,4 @@
-"""The last rung: who is causal, and who only looks so beside heads that do nothing."""
+"""The last rung: who is causal; who only looks so, beside heads that do nothing or because any answer hangs on it."""
 
 import math
 
@@ -7,78 +7,226 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.profile.causal import Costs, effects, word_questions
+from headwise.look.measure.statistics import holm
+from headwise.look.profile.causal import Costs, lost_without
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
+from headwise.look.profile.roles import Effect, Support
+from headwise.look.profile.trials import CASES, LISTED, Row, list_trial, surprises, word_trial
 from headwise.look.record.reading import Reading
-from headwise.look.worth.outputs import mean_activations
+from headwise.look.worth.outputs import mean_of, record_z, run_on
 from headwise.model import Transformer
-from headwise.text.documents import Document
-from tests.look.built import BEFORE, OUT, Built, V, blank, decoder, documents
+from headwise.spec import Address
+from headwise.text.documents import Document, Relation
+from tests.look.built import BEFORE, FOLLOWS, OUT, PLACE, WORDS, Built, P, V, blank, decoder, documents
 
 
-def costs(*heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0) -> Costs:
-    """Texts of some answers each, in which every head costs so many nats an answer."""
-    return Costs(np.tile(answers * np.array(heads), (texts, 1)), np.full(texts, answers), clean)
+def costs(*heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0, control: float = 0.0) -> Costs:
+    """Cases of some answers each, in which every head costs so many nats an answer, and the first so many in the control."""
+    sums, other = np.tile(answers * np.array(heads), (texts, 1)), np.full((texts, 1), answers * control)
+    return Costs(sums, np.full(texts, answers), clean, other)
+
+
+def judged(made: Costs) -> Effect:
+    """The first head, with its mean costing as much as another case."""
+    effect = made.of(0, range(made.sums.shape[1]))
+    return made.by_mean(effect, made.sums[:, 0])
 
 
 def test_the_numbers() -> None:
-    found = costs(0.5, 0.1, 0.2, 0.3, 0.4).of(0)
+    found = judged(costs(0.5, 0.1, 0.2, 0.3, 0.4, control=0.2))
     assert found.cost == pytest.approx(0.5)
     assert found.more == pytest.approx(0.5 - 0.25)
     assert (found.low, found.high) == pytest.approx((0.25, 0.25))
     assert found.bar == pytest.approx(0.325), "three quarters of the way through .1, .2, .3, .4"
+    assert found.control == pytest.approx(0.2)
+    assert found.beyond == pytest.approx((0.3, 0.3))
+    assert found.p == pytest.approx(1 / 65536, rel=0.01), "no flip of twenty equal signs reaches the data"
     assert found.causal
 
 
+def test_the_same_answers_reached_another_way_must_lose_less() -> None:
+    assert judged(costs(0.5, 0.1, control=0.4)).causal
+    for control in (0.5, 0.7):
+        found = judged(costs(0.5, 0.1, control=control))
+        assert found.low > 0
+        assert not found.causal, "it hurts any answer as much"
+
+
+def test_a_control_that_one_case_alone_is_above_of() -> None:
+    made = costs(0.5, 0.0, texts=12, control=0.5)
+    made.sums[3, 0] = 50.0
+    found = judged(made)
+    assert found.beyond[0] == 0
+    assert not found.causal
+
+
+def test_without_a_control_nobody_is_causal() -> None:
+    found = Costs(np.ones((20, 2)) * [1, 0], np.ones(20), 0.0).of(0, range(2))
+    assert (found.cost, found.low, found.control) == (1, 1, None)
+    assert not found.causal
+
+
+def test_a_head_whose_mean_would_do_is_not_causal() -> None:
+    """Another case's answer misleads; with nothing said in its place nobody misses it."""
+    made = costs(0.7, 0.0)
+    for lost, needed in ((0.6, True), (0.005, False), (-0.1, False)):
+        assert made.by_mean(made.of(0, range(2)), np.full(20, 4 * lost)).causal == needed
+
+
+def test_more_heads_tried_ask_for_more() -> None:
+    """Six cases that all lose: one of 64 flips reaches as much, so p is 1/64; of four heads tried each needs .05/4."""
+    found = judged(costs(0.5, 0.0, texts=6))
+    assert found.p == pytest.approx(1 / 64)
+    assert found.causal
+    assert not found._replace(p=float(holm([found.p, 1, 1, 1])[0])).causal
+
+
 def test_a_head_that_costs_next_to_nothing_is_not_causal_beside_idle_ones() -> None:
-    found = costs(0.004, 0, 0, 0, 0, 0).of(0)
+    found = judged(costs(0.004, 0, 0, 0, 0, 0))
     assert found.low > 0, "it is above the others without a doubt"
     assert found.bar == 0.01
     assert not found.causal
 
 
 def test_the_least_that_counts_grows_with_the_surprise_of_the_whole_model() -> None:
-    assert costs(0.05, 0, 0, 0, clean=4.0).of(0).causal
-    found = costs(0.05, 0, 0, 0, clean=6.0).of(0)
+    assert judged(costs(0.05, 0, 0, 0, clean=4.0)).causal
+    found = judged(costs(0.05, 0, 0, 0, clean=6.0))
     assert found.bar == pytest.approx(0.06)
     assert not found.causal
 
 
 def test_idle_heads_do_not_make_one_of_several_causal() -> None:
     """Above the average of a layer in which five of eight others do nothing, but below the three that do most."""
-    found = costs(0.5, 1, 1, 1, 0, 0, 0, 0, 0).of(0)
+    found = judged(costs(0.5, 1, 1, 1, 0, 0, 0, 0, 0))
     assert found.more == pytest.approx(0.5 - 3 / 8)
     assert found.low > 0
     assert not found.causal
-    assert costs(0.5, 1, 0, 0, 0, 0, 0, 0, 0).of(0).causal, "second of nine"
+    assert judged(costs(0.5, 1, 0, 0, 0, 0, 0, 0, 0)).causal, "second of nine"
 
 
 def test_a_head_that_others_equal_is_not_causal() -> None:
     for heads in ((1.0, 1.0, 1.0), (0.3, 1.0), (-0.5, -1.0, -1.0)):
-        assert not costs(*heads).of(0).causal
+        assert not judged(costs(*heads, control=-2.0)).causal
 
 
-def test_a_loss_that_one_text_alone_shows_is_not_causal() -> None:
+def test_a_loss_that_one_case_alone_shows_is_not_causal() -> None:
     """It is missing from (11/12)¹² of all draws, which is 35 %, so the interval begins at 0."""
     lost = np.zeros((12, 4))
     lost[3, 0] = 12.0
-    found = Costs(lost, np.ones(12), 0.0).of(0)
+    found = judged(Costs(lost, np.ones(12), 0.0, np.zeros((12, 1))))
     assert (found.cost, found.low) == (1.0, 0.0)
     assert not found.causal
 
 
 def test_a_head_alone_in_its_layer() -> None:
-    found = costs(0.5, clean=2.0).of(0)
+    found = judged(costs(0.5, clean=2.0))
     assert (found.more, found.cost, found.bar) == pytest.approx((0.5, 0.5, 0.02))
     assert found.causal
-    assert not costs(0.5, texts=1).of(0).causal, "one text gives no interval"
+    assert not judged(costs(0.5, texts=1)).causal, "one case gives no interval"
 
 
 def test_nothing_was_asked() -> None:
-    found = Costs(np.zeros((8, 3)), np.zeros(8), 0.0).of(1)
+    found = Costs(np.zeros((8, 3)), np.zeros(8), 0.0).of(1, range(3))
     assert math.isnan(found.low)
     assert not found.causal
+
+
+# Trials.
+
+
+def reads(model: Transformer, count: int = 40) -> Reading:
+    return Reading.of(model, documents(count))
+
+
+@torch.no_grad()
+def test_lists_and_texts_ask_for_the_same() -> None:
+    model = decoder()
+    trial = list_trial(model, list(reads(model)), seed=3)
+    followers = {WORDS.index(word) for word in FOLLOWS.values()}
+    assert len(trial.cases) == len(trial.controls) == CASES
+    for one, other in zip(trial.cases, trial.controls, strict=True):
+        assert sorted(one.wanted.values()) == sorted(other.wanted.values())
+        assert {*one.wanted.values()} <= followers, "what this model foresees in a text"
+        first, second = one.unit.ids[:LISTED], one.unit.ids[LISTED:]
+        assert first == second
+        assert len({*first}) == LISTED
+        assert min(one.wanted) > LISTED, "nobody can foresee the first token of the second copy"
+        for place, token in other.wanted.items():
+            assert token not in other.unit.ids[:place], "a text in which nothing is said again"
+    costs = [
+        cost for rows in (trial.cases, trial.controls) for some in surprises(model, rows) for cost in some.values()
+    ]
+    assert max(costs) <= 3
+
+
+@torch.no_grad()
+def test_the_seed_draws_the_lists() -> None:
+    model = decoder()
+    texts = list(reads(model))
+    one, same, other = (list_trial(model, texts, seed) for seed in (3, 3, 4))
+    assert [row.unit.ids for row in one.cases] == [row.unit.ids for row in same.cases]
+    assert [row.unit.ids for row in one.cases] != [row.unit.ids for row in other.cases]
+
+
+@torch.no_grad()
+def test_a_model_that_foresees_nothing_has_no_control() -> None:
+    model = blank(heads=2, layers=1)
+    trial = list_trial(model, list(reads(model)), seed=0)
+    assert trial.controls == ()
+    assert len(trial.cases) == CASES, "lists of any words: what a head costs can still be told"
+
+
+def closers(model: Transformer) -> Transformer:
+    """Say each closer behind any of two words, `5` and `6`: twelve of them, so that each is one in twelve."""
+    assert model.output is not None
+    with torch.no_grad():
+        for word in ("5", "6"):
+            for closer in WORDS[-12:]:
+                model.output.vocabulary.weight[WORDS.index(closer), WORDS.index(word)] = 1.0
+    return model
+
+
+@torch.no_grad()
+def test_brackets_and_where_the_same_closer_comes_without_one() -> None:
+    """Closers behind a word that calls for them, once with their opener in the text and once without."""
+    model = closers(blank(heads=2, layers=1))
+    with_pairs = [Document.of(["w1x", f"a{k}x", "w3x", "5", f"b{k}x"], [Relation("bracket", 4, 1)]) for k in range(6)]
+    without = [Document.of(["w1x", f"a{(k + 1) % 12}x", "w5x", "6", f"b{k}x"], []) for k in range(6)]
+    trap = [Document.of(["w1x", f"a{k}x", "w7x", "w9x", "6", f"b{k}x"], []) for k in range(6)]
+    units = list(Reading.of(model, [*with_pairs, *without, *trap]))
+    trial = word_trial(model, units[:6], units[6:], "bracket", "later word")
+    assert [row.unit.ids for row in trial.cases] == [unit.ids for unit in units[:6]]
+    assert [row.unit.ids for row in trial.controls] == [unit.ids for unit in units[6:12]], "not where the opener stands"
+    assert trial.of_case == tuple((number,) for number in range(6))
+    assert word_trial(model, units[:6], units[6:10], "bracket", "later word").controls == (), "four are too few"
+
+
+@torch.no_grad()
+def test_another_case_stands_in() -> None:
+    """What the sweep loses is what the model loses with the head patched from the row before."""
+    model = decoder()
+    trial = list_trial(model, list(reads(model)), seed=3)
+    heads = [Address.parse("0.0"), Address.parse("1.0")]
+    lost, clean = lost_without(model, heads, trial.cases[:5])
+    means, _ = lost_without(model, heads, trial.cases[:5], "mean")
+
+    def surprise(row: Row) -> float:
+        logs = model(torch.tensor([row.read.ids]))[0].log_softmax(-1)
+        return -sum(float(logs[place - 1, token]) for place, token in row.wanted.items())
+
+    ids = [torch.tensor([row.read.ids]) for row in trial.cases[:5]]
+    over = mean_of(record_z(model, one) for one in ids)
+    for number, row in enumerate(trial.cases[:5]):
+        assert clean[number] == pytest.approx(surprise(row), abs=1e-5)
+        for place, head in enumerate(heads):
+            with hw.ablated(model, str(head), "resample", other=run_on(model, ids[number - 1])):
+                assert lost[number, place] == pytest.approx(surprise(row) - clean[number], abs=1e-4)
+            with hw.ablated(model, str(head), "mean", means=over):
+                assert means[number, place] == pytest.approx(surprise(row) - clean[number], abs=1e-4)
+
+
+# Built heads.
 
 
 def almost_idle(size: float) -> Transformer:
@@ -90,41 +238,13 @@ def almost_idle(size: float) -> Transformer:
 
 
 def test_a_layer_of_idle_heads() -> None:
-    """The head saves (1 − e⁻ˢ)/V nats an answer at most, s the logit it takes away: always so, and next to nothing."""
+    """Another case's token is taken away in place of its own: the answers lose next to nothing, and no control is found."""
     head = profile(almost_idle(0.1), documents(40))["0.0"].supports[0]
     assert head.role == "previous token"
-    assert head.effect is not None
-    assert head.effect_interval is not None
-    assert head.effect_interval[0] > 0, "an interval above 0 is not enough"
-    assert 0 < head.effect < 1.2 / V
+    assert head.cost is not None
+    assert abs(head.cost) < 2 / V
     assert head.bar == pytest.approx(0.01 * math.log(V), rel=0.02), "a model that knows nothing: ln V an answer"
-    assert head.rung == "effective"
-
-
-def test_what_is_asked_of_documents_is_what_whole_texts_say() -> None:
-    """Each closer is asked for, given all before it; to stop reading there changes nothing."""
-    model, some = decoder(), documents(8)
-    units = list(Reading.of(model, some))
-    questions = word_questions(units, "bracket", "later word")
-    asked = {unit: int(count) for one in questions for unit, count in zip(one.units, one.counts, strict=True)}
-    assert asked == {number: len(document.relations) for number, document in enumerate(some)}
-    assert sum(int(one.real.sum()) for one in questions) < sum(len(document.words) for document in some)
-    heads = [head.address for head in profile(model, some[:2], causal=False)][:3]
-    means = mean_activations(model, [document.text for document in some])
-    made = effects(model, heads, questions, means)
-
-    def surprise(document: Document) -> float:
-        ids = torch.tensor([model.tokenizer.encode(document.text)])  # pyright: ignore[reportOptionalMemberAccess]
-        logs = model(ids)[0].log_softmax(-1)
-        return -sum(float(logs[closer - 1, ids[0, closer]]) for _, closer, _ in document.relations)
-
-    with torch.no_grad():
-        clean = np.array([surprise(document) for document in some])
-        assert made.clean == pytest.approx(clean.sum() / sum(asked.values()), abs=1e-5)
-        for place, head in enumerate(heads):
-            with hw.ablated(model, str(head), "mean", means=means):
-                lost = [surprise(document) for document in some] - clean
-            assert made.sums[: len(some), place] == pytest.approx(lost, abs=1e-4)
+    assert (head.control, head.causal_p, head.rung) == (None, None, "effective")
 
 
 @pytest.fixture(scope="module")
@@ -132,18 +252,29 @@ def real() -> Profile:
     return profile(decoder(), documents(40))
 
 
+def first(made: Profile, address: str) -> Support:
+    return made[address].supports[0]
+
+
 def test_heads_that_copying_needs(real: Profile) -> None:
     """Both links of the chain; the duplicate-token head is asked the same, and nothing hangs on it."""
     for address in ("0.0", "1.0"):
-        head = real[address].supports[0]
+        head = first(real, address)
         assert head.rung == "causal"
         assert head.cost is not None
         assert head.bar is not None
+        assert head.control is not None
+        assert head.mean_cost is not None
         assert head.cost > 1 > head.bar
-    idle = real["0.2"].supports[0]
+        assert head.mean_cost > 1
+        assert abs(head.control) < 0.2, "followers are said without any head"
+        assert head.causal_p == pytest.approx(3 / 65536), "of three heads tried the first counts three times"
+    idle = first(real, "0.2")
     assert idle.rung == "effective"
     assert idle.cost is not None
     assert idle.cost < 0.2, "what it writes makes the stream longer, and that is all"
+    assert idle.mean_cost is None, "not asked any more"
+    assert real.tried == 3
 
 
 def test_two_heads_that_do_the_same_work() -> None:
@@ -155,3 +286,70 @@ def test_two_heads_that_do_the_same_work() -> None:
     made = profile(model, documents(40))
     for address in ("1.0", "1.4"):
         assert (made[address].role, made[address].rung) == ("induction", "causal")
+
+
+def test_two_heads_of_which_one_would_do() -> None:
+    """Each says the answer loud enough. One that says another case's answer misleads; one that says nothing is not missed."""
+    model = decoder()
+    _, two = model.attention_layers()
+    for number in (0, 4):
+        Built(two, number).tokens(torch.eye(V), at=BEFORE).rest().writes(OUT, 1.0)
+    assert model.output is not None
+    with torch.no_grad():
+        model.output.vocabulary.weight.mul_(4)
+    made = profile(model, documents(40))
+    for address in ("1.0", "1.4"):
+        head = first(made, address)
+        assert (head.role, head.rung) == ("induction", "effective")
+        assert head.cost is not None
+        assert 0.5 < head.cost < 0.7, "ln 2: two answers, equally loud; 0 where the other case has the same answer"
+        assert head.mean_cost is not None
+        assert head.mean_cost < 0.01
+
+
+def test_a_head_that_writes_whatever_the_answer_is() -> None:
+    """Where a token was said before it looks behind it, elsewhere at itself, and it writes what follows: every answer of the
+    model, however it was found, is written by this head. Its pattern is induction's, and lists lose all without it; texts
+    in which nothing is repeated lose as much."""
+    model = blank(heads=6, layers=2)
+    one, two = model.attention_layers()
+    Built(one, 0).places(1).writes(BEFORE, 1.0)
+    Built(two, 0).tokens(torch.eye(V), at=BEFORE).itself().writes(OUT, 2.0)
+    with torch.no_grad():
+        for word, follower in FOLLOWS.items():
+            two.heads[0].W_V[WORDS.index(word), WORDS.index(follower)] += 2 * two.heads[0].W_V[0, 0]
+    head = first(profile(model, documents(40)), "1.0")
+    assert head.role == "induction"
+    assert head.cost is not None
+    assert head.effect_interval is not None
+    assert head.bar is not None
+    assert head.effect_interval[0] > 0
+    assert head.cost > max(1, head.bar), "by its ablation alone it would be causal"
+    assert head.control is not None
+    assert head.control > head.cost
+    assert head.rung == "effective"
+
+
+def test_a_head_that_writes_a_constant_all_answers_need() -> None:
+    """One word would be said everywhere, and a head with the pattern of induction keeps it down, wherever it looks. Nothing
+    stands in its place: no answer is left. But it says nothing about any case, and another case's is as good."""
+    model = decoder()
+    _, two = model.attention_layers()
+    Built(two, 4).tokens(torch.eye(V), at=BEFORE).rest().writes(OUT, 0.0)
+    loud, quiet = 3.0, OUT + WORDS.index("4")
+    assert model.output is not None
+    with torch.no_grad():
+        model.output.vocabulary.weight[WORDS.index("4"), PLACE : PLACE + P] = loud
+        head = two.heads[4]
+        head.W_V.zero_()[PLACE : PLACE + P, 0] = (2 / V) ** 0.5
+        head.W_V[:V, 0] = 0.0
+        head.W_O.zero_()[0, quiet] = -loud
+    made = first(profile(model, documents(40)), "1.4")
+    assert (made.role, made.rung) == ("induction", "effective")
+    assert made.cost == pytest.approx(0, abs=0.05), "but for what norms make of the rest of the stream"
+    ids = torch.tensor([[WORDS.index(word) for pair in list(FOLLOWS.items())[:3] for word in pair]])
+    with torch.no_grad():
+        whole = model(ids)[0, 0].log_softmax(-1)[ids[0, 1]]
+        with hw.ablated(model, "1.4", "zero"):
+            without = model(ids)[0, 0].log_softmax(-1)[ids[0, 1]]
+    assert whole - without > 1

@@ -117,7 +117,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
     support = {
         "role": ROLES[kind], "detail": ">", "on": "the probe set", "rung": RUNGS[kind], "score": score or 0.25,
         "null": 0.0625, "interval": [0.21875, 0.71875], "p": 0.0004997501249375312, "rows": 314, "coverage": 0.875,
-        "probe": "repeats", "effect": 0.123456789, "cost": 0.23456789, "bar": 0.0123456789,
+        "probe": "repeats", "effect": 0.123456789, "cost": 0.23456789, "bar": 0.0123456789, "control": 0.03456789,
     }  # fmt: skip
     context = {
         "token": "ship", "attended": "painter", "weight": 0.8079661130905151, "unit": 429,

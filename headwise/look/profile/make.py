@@ -26,14 +26,15 @@ from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure, run_task
 from headwise.look.measure.usual import usual_measures
 from headwise.look.measure.variability import LENGTH, TEXTS, Variability, read_alike
-from headwise.look.profile.causal import Few, climb
+from headwise.look.profile.causal import climb
 from headwise.look.profile.merge import OWN
 from headwise.look.profile.pictures import profile_pictures
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
+from headwise.look.profile.trials import TEXTS as ANSWERS
+from headwise.look.profile.trials import Few
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, tokenizer_of
-from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
 from headwise.model.shard import Shard
 from headwise.progress import Progress
@@ -46,7 +47,6 @@ CONTROLS = ("random-init", "shuffled")
 OTHER_TEXTS = "the processes do not read the same texts; give every machine the same files."
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
 SEQUENCES, REPEATED = 64, 16
-MEANS = 64  # texts over which the means are taken that stand in for heads
 
 
 def profile(
@@ -162,7 +162,7 @@ class _Pass:
             "every": self.every, "read": in_words(texts.corpus), "asked": "" if asked is None else in_words(asked.corpus),
         }  # fmt: skip
         numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
-        climbs = partial(self._climb, texts, kept) if asks else None
+        climbs = partial(self._climb, kept) if asks else None
         return Profile.of(
             self.addresses, self.tally, relations, self.evidence.contexts(), cases, about, numbers, self.roles, climbs
         )
@@ -248,12 +248,10 @@ class _Pass:
         self.evidence.gather(self.team)
         cases.gather(self.team)
 
-    def _climb(self, texts: Reading, kept: "KeptTexts", found: Supports) -> Supports:
+    def _climb(self, kept: "KeptTexts", found: Supports) -> Supports:
         """The last rung."""
-        means = mean_activations(self.model, texts.only(kept.first))
-        short = make_repeats(self.model, sequences=10, length=12, seed=self.seed + 1)
         related = kept.few.units.values()
-        return climb(self.model, self.addresses, found, related, short, means, self.progress)
+        return climb(self.model, self.addresses, found, related, kept.first, self.seed + 1, self.progress)
 
 
 class KeptTexts:
@@ -262,7 +260,7 @@ class KeptTexts:
     def __init__(self, asks: bool) -> None:
         self.asks = asks
         self.long: list[Unit] = []  # the first that are long enough to be compared place by place
-        self.first: list[Unit] = []  # whose means stand in for heads
+        self.first: list[Unit] = []  # in which the last rung looks for answers
         self.few = Few()
         self.documents, self._digest = 0, hashlib.sha256()
 
@@ -270,13 +268,13 @@ class KeptTexts:
         """One text."""
         if len(self.long) < TEXTS and len(unit.ids) >= LENGTH:
             self.long.append(unit)
-        if self.asks and len(self.first) < MEANS:
+        if self.asks and len(self.first) < ANSWERS:
             self.first.append(unit)
 
     @property
     def full(self) -> bool:
         """Whether further texts would change nothing."""
-        return len(self.long) == TEXTS and (not self.asks or len(self.first) == MEANS)
+        return len(self.long) == TEXTS and (not self.asks or len(self.first) == ANSWERS)
 
     def see_document(self, unit: Unit) -> None:
         """One text that relations are asked about."""

@@ -73,7 +73,7 @@ def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
     for before in earlier:
         same = (before.role, before.detail) == (support.role, support.detail)
         if same and before.effect is not None and support.rung == "effective":
-            told = ("effect", "effect_interval", "cost", "bar")
+            told = ("effect", "effect_interval", "cost", "bar", "control", "beyond_interval", "mean_cost", "causal_p")
             rung = "causal" if before.rung == "causal" else support.rung
             return replace(support, rung=rung, **{name: getattr(before, name) for name in told})
     return support

@@ -51,9 +51,7 @@ class HeadProfile:
     supports: tuple[Support, ...]  # the same and mere patterns, which random heads show too
     rest: tuple[str, ...]
     on: str  # the texts on which its role was shown
-    evidence: tuple[
-        Example, ...
-    ]  # cases of its role, from the half for reporting: hits and misses as often as they are
+    evidence: tuple[Example, ...]  # cases of its role, from the half for reporting: hits as often as they are
     cases: dict[str, tuple[Example, ...]]  # the same for each of its roles
     hardest: tuple[Context, ...]  # where it looked hardest, whatever for
     measures: dict[str, float]
@@ -174,6 +172,11 @@ class Profile:
         """The head with the best support for a role, or None."""
         heads = self.roles().get(role)
         return self[heads[0]] if heads else None
+
+    @property
+    def tried(self) -> int:
+        """How many heads were tried on the last rung, each for one role: the family of its p-values."""
+        return sum(one.causal_p is not None for supports in self.supports for one in supports)
 
     def roles(self) -> dict[str, list[Address]]:
         """Every role that some head has, be it its first or not, with its heads, best first."""

@@ -3,11 +3,13 @@
     pattern     its score, on the half of the texts used for choosing, is above its null by the role's threshold
     selective   so it is on the other half, and the difference is no accident (max-T over all heads, roles and directions)
     effective   so it is when attention is weighted by the length of what it fetches
-    causal      taking the head away hurts the role's own probe more than taking away others of its layer (see causal.py)
+    causal      taking the head away costs the role's own answers more than the same answers reached another way, and more
+                than taking away others of its layer (see causal.py)
 
 No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -114,18 +116,29 @@ class Case:
 
 
 class Effect(NamedTuple):
-    """What taking a head away costs its role's probe, in nats an answer."""
+    """What taking a head away costs its role's own test, in nats an answer."""
 
     more: float  # than the other heads of its layer cost on average
     low: float  # the interval of that
     high: float
     cost: float  # by itself
     bar: float  # what the cost must be above
+    control: float | None = None  # what it costs where the same answers are reached another way; None: nowhere found
+    beyond: tuple[float, float] = (math.nan, math.nan)  # the interval of cost − control
+    p: float = 1.0  # that any of these is by chance: more, cost − control, and the cost by its mean
+    mean_cost: float | None = None  # with its mean in its place, asked of heads that stand so far
+    mean_low: float = math.nan  # the lower end of the interval of that
+    least: float = 0.0  # what the cost by its mean must be above
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is more than the others of its layer cost, and more than the control: so far it may be causal."""
+        return self.low > 0 and self.cost > self.bar and self.beyond[0] > 0 and self.p < 0.05
 
     @property
     def causal(self) -> bool:
-        """Whether the head is needed."""
-        return self.low > 0 and self.cost > self.bar
+        """Whether the role's answers hang on the head, and not just any answers."""
+        return self.stands and self.mean_low > 0 and (self.mean_cost or 0.0) > self.least
 
 
 @dataclass(frozen=True)
@@ -147,14 +160,23 @@ class Support:
     effect_interval: tuple[float, float] | None = None
     cost: float | None = None  # what it costs by itself
     bar: float | None = None  # and what that must be above for the head to be causal
+    control: float | None = None  # what it costs where the same answers are reached another way; None: nowhere found
+    beyond_interval: tuple[float, float] | None = None  # of cost − control
+    mean_cost: float | None = None  # what it costs with its mean in its place, asked of heads that stand so far
+    causal_p: float | None = None  # family-wise, over all heads and roles tried; None: not tried, for want of a control
     relation: bool = False  # whether it was asked of gold arcs
     on: str = ""  # the texts on which it was shown, in words
 
     def with_effect(self, found: Effect) -> "Support":
         """The same with what ablation showed."""
         rung = "causal" if found.causal else self.rung
-        return replace(
+        made = replace(
             self, rung=rung, effect=found.more, effect_interval=(found.low, found.high), cost=found.cost, bar=found.bar
+        )
+        if found.control is None:
+            return made
+        return replace(
+            made, control=found.control, beyond_interval=found.beyond, mean_cost=found.mean_cost, causal_p=found.p
         )
 
     @property

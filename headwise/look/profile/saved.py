@@ -13,7 +13,8 @@ from headwise.files.whole import whole_file
 from headwise.look.measure.measure import Number, Target
 from headwise.look.profile.roles import Role, Support
 
-VERSION = 4  # of the table: names, what they mean, where their sums stand
+VERSION = 5  # of the table: names, what they mean, where their sums stand
+INTERVALS = ("interval", "effect_interval", "beyond_interval")
 
 
 def pack(path: str | Path, stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
@@ -52,5 +53,5 @@ def role_of(stored: dict[str, Any]) -> Role:
 
 def support_of(stored: dict[str, Any]) -> Support:
     """What spoke for a role."""
-    intervals = {name: tuple(stored[name]) for name in ("interval", "effect_interval") if stored[name] is not None}
+    intervals = {name: tuple(stored[name]) for name in INTERVALS if stored[name] is not None}
     return Support(**{**stored, **intervals})

@@ -16,14 +16,12 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_file
-from headwise.look.measure.repeats import make_repeats
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.variability import VARIABILITY, read_alike
 from headwise.look.profile.causal import climb
 from headwise.look.profile.make import KeptTexts, profile
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.record.reading import Reading
-from headwise.look.worth.outputs import mean_activations
 from headwise.model import AnyModel, quiet
 from headwise.progress import Progress
 from headwise.team.executor import check_executor, work
@@ -233,9 +231,8 @@ def _finish(
 
     def climbs(found: Supports) -> Supports:
         with quiet(model), torch.no_grad():
-            means = mean_activations(model, texts.only(kept.first))
-            short = make_repeats(model, sequences=10, length=12, seed=how.seed + 1)
-            return climb(model, merged.addresses, found, kept.few.units.values(), short, means, progress)
+            related = kept.few.units.values()
+            return climb(model, merged.addresses, found, related, kept.first, how.seed + 1, progress)
 
     return Profile.of(
         merged.addresses, tally, merged.relations, merged.hardest, merged.cases, merged.about, merged.numbers, merged.own,

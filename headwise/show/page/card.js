@@ -33,11 +33,19 @@ function neighbours(head) {
   return [["← previous", at - 1], ["next →", at + 1]].map(([label, to]) => press(label, () => change({ head: all[to] }), { disabled: all[to] === undefined }));
 }
 
+function control(head) {
+  const one = head.supports.find((some) => some.role === head.role);
+  if (!one || one.effect === null) return null;
+  return (one.control ?? null) === null ? "the same answers were nowhere found reached another way"
+    : `${signed(one.cost, 3)} nats, and ${signed(one.control, 3)} where the same answers are reached another way`;
+}
+
 function role(head) {
   const facts = [
     ["shown on", head.on || null], ["evidence", head.rung], ["score", head.score], ["baseline", head.null],
     ["95 % CI", head.interval && `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}`],
     ["effect", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
+    ["control", control(head)],
     ["rests", head.rest.join(", ") || "no"],
   ].filter(([, value]) => value !== null && value !== undefined);
   return section(`Head ${head.address}`,
@@ -138,6 +146,6 @@ function measures(head) {
 function runnersUp(head) {
   if (!head.supports.length) return null;
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
-    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect"].map((name) => word(name)),
-      head.supports.map((one) => [one.role, one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], one.effect === null ? "" : [one.effect, 3]])));
+    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "control"].map((name) => word(name)),
+      head.supports.map((one) => [one.role, one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], ...[one.effect, one.cost, one.control].map((some) => (some === null ? "" : [some, 3]))])));
 }

@@ -1,0 +1,303 @@
+"""What the last rung asks: cases of a role, and beside each the same answers reached another way.
+
+    lists    tokens said twice (induction, duplicate, previous token). They are taken from a text in which the whole model
+             foresees them, each where it is said for the first time; that text is the control
+    words    documents with a relation (brackets, quotes, if-then …): the later word of the arc, or what is said of the noun
+             meant. The control is another text in which the same token is foreseen and the role has no part
+
+Both answers are foreseen by the whole model, so that there is something to lose on either side. Why the same answer: a head
+that hurts whatever is asked, or that writes answers however they were found, costs as much there
+(https://arxiv.org/abs/2606.08292).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from headwise.look.measure.classes import CLASSES, class_flags
+from headwise.look.measure.questions import CONTROLS
+from headwise.look.measure.repeats import make_repeats
+from headwise.look.measure.scene import SPECIAL
+from headwise.look.measure.statistics import FEWEST
+from headwise.look.measure.tasks import bare_unit
+from headwise.look.profile.roles import PROBES, ROLE_OF
+from headwise.look.profile.written import WRITTEN
+from headwise.look.record.reading import Reading
+from headwise.look.record.units import Unit, make_batches, tokenizer_of
+from headwise.look.worth.targets import TargetBatch
+from headwise.model import AnyModel
+from headwise.model.loss import IGNORE
+from headwise.text.documents import Document
+from headwise.text.little.quizzes import CHOICES
+
+CASES = 16  # lists said twice, at most
+DOCUMENTS = 20  # documents with a relation, at most
+TEXTS = 64  # texts in which answers to put into lists are looked for, at most
+LISTED = 8  # tokens in a list
+CUT = 24  # tokens of a text that are read for its answers
+NATS = 3.0  # an answer counts as foreseen if it costs the whole model no more (p is .05), and a nat less than guessing
+TOKENS = 128  # in a batch: texts of about one length, for a sweep pays for padding again and again
+# Relations that every sentence has, so that only gold arcs can tell a word that has no part in them.
+ANNOTATED = {"subject-verb", "nsubj", "coreference"}
+
+
+class Row(NamedTuple):
+    """A text, and the tokens asked for, by their places; nothing behind the last of them is read."""
+
+    unit: Unit
+    wanted: Mapping[int, int]
+
+    @property
+    def read(self) -> Unit:
+        """The text as it is read."""
+        return replace(self.unit, ids=self.unit.ids[: max(self.wanted)])
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Cases of a role, and for each the rows that ask for the same answers another way; no controls: none were found."""
+
+    cases: tuple[Row, ...]
+    controls: tuple[Row, ...] = ()
+    of_case: tuple[tuple[int, ...], ...] = ()  # for each case its controls
+
+    def by_case(self, values: np.ndarray) -> np.ndarray:
+        """Sums over the controls of each case: (controls, heads) → (cases, heads)."""
+        return np.stack([values[list(some)].sum(0) for some in self.of_case])
+
+
+class Few:
+    """The documents asked about, kept while a corpus streams by: of each role, and of each control, the first so many."""
+
+    def __init__(self) -> None:
+        self.units: dict[int, Unit] = {}
+        self._found: Counter[str] = Counter()
+
+    def see(self, unit: Unit) -> None:
+        """Keep a text if it is needed."""
+        if unit.document is None:
+            return
+        there = {name for name, _, _ in unit.document.relations}
+        for name, where in PROBES.items():
+            role = ROLE_OF.get(name, name)
+            self._keep(unit, role, bool(asked_places(unit, role, where)))
+            self._keep(unit, f"control of {role}", not there.isdisjoint(CONTROLS.get(name, ())))
+
+    def _keep(self, unit: Unit, what: str, needed: bool) -> None:
+        if needed and self._found[what] < DOCUMENTS:
+            self._found[what] += 1
+            self.units[unit.number] = unit
+
+
+def list_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
+    """Lists said twice, each made of tokens that the model foresees in one of the texts, where they were not said before."""
+    dice = np.random.default_rng(seed)
+    found = _answers_in_texts(model, [texts[i] for i in dice.permutation(len(texts))])
+    before, behind = tokenizer_of(model).around
+    pool = sorted({token for row in found for token in row.wanted.values()})
+    length = min(LISTED, len(pool), (_room(model) - len(before) - len(behind)) // 2)
+    if len(found) < FEWEST or length < 3:
+        return _plain_lists(model, seed)
+    lists: list[Row] = []
+    for number, row in enumerate(found):
+        own = [int(token) for token in dice.permutation(list(row.wanted.values()))][: length - 1]
+        others = [int(token) for token in dice.permutation(pool) if token not in own][: length - len(own)]
+        # Nobody can foresee the first of a list: another text's answer stands there and is not asked for.
+        rest = [*own, *others[1:]]
+        said = [*others[:1], *(rest[i] for i in dice.permutation(len(rest)))]
+        start = len(before) + len(said)
+        wanted = {start + place: token for place, token in enumerate(said) if place and token in own}
+        lists.append(Row(bare_unit(number, (*before, *said, *said), tokenizer_of(model)), wanted))
+    return _paired(lists, _foreseen(model, lists), found)
+
+
+def word_trial(model: AnyModel, units: Iterable[Unit], texts: Sequence[Unit], role: str, where: str) -> Trial:
+    """Documents with a relation: the word that depends on it; beside it, where the same token comes for another reason."""
+    units = list(units)
+    asked = [
+        Row(unit, {place: unit.ids[place] for place in asked_places(unit, role, where)})
+        for unit in units
+        if asked_places(unit, role, where)
+    ][:DOCUMENTS]
+    costs = surprises(model, asked)
+    limit = _limit(model)
+    partners: dict[int, set[str]] = {}  # for each answer the words that the role would look at
+    for row in asked:
+        for place, partner in asked_places(row.unit, role, where).items():
+            partners.setdefault(row.unit.ids[place], set()).add(partner)
+    written = list(Reading.of(model, list(WRITTEN[role]))) if role in WRITTEN else []
+    places = [
+        Row(unit, {place: unit.ids[place]})
+        for unit in {id(unit): unit for unit in (*written, *units, *texts)}.values()
+        for place in _control_places(model, unit, role, where, partners)
+    ]
+    pool: dict[int, list[tuple[float, int]]] = {}  # for each answer what it costs there, and where
+    for number, (row, cost) in enumerate(zip(places, surprises(model, places), strict=True)):
+        for place, nats in cost.items():
+            if nats <= limit:
+                pool.setdefault(row.wanted[place], []).append((nats, number))
+    used: Counter[int] = Counter()
+    cases, of_case = [], []
+    for row, cost in zip(asked, costs, strict=True):
+        wanted, mine = {}, []
+        for place, token in row.wanted.items():
+            if cost[place] <= limit and token in pool:  # those used least, then the one that costs the model as much
+                chosen = min(pool[token], key=lambda one: (used[one[1]], abs(one[0] - cost[place])))[1]
+                used[chosen] += 1
+                wanted[place] = token
+                mine.append(chosen)
+        if mine:
+            cases.append(Row(row.unit, wanted))
+            of_case.append(mine)
+    chosen = sorted(used)
+    if len(cases) < FEWEST or len({places[number].unit.ids for number in chosen}) < FEWEST:
+        return Trial(tuple(asked))
+    return Trial(
+        tuple(cases), tuple(places[i] for i in chosen), tuple(tuple(chosen.index(i) for i in some) for some in of_case)
+    )
+
+
+def asked_places(unit: Unit, role: str, where: str) -> dict[int, str]:
+    """The tokens of a text that are asked for, and for each the word at the other end of the arc."""
+    if unit.document is None:
+        return {}
+    words = unit.alignment.tokens_of_word
+    found = {words[word][0]: partner for word, partner in _asked_words(unit.document, role, where) if words[word]}
+    return {place: partner for place, partner in found.items() if place}
+
+
+def surprises(model: AnyModel, rows: Sequence[Row]) -> list[dict[int, float]]:
+    """What each answer costs the whole model, in nats, by its place."""
+    made: list[dict[int, float]] = [{} for _ in rows]
+    assert model.output is not None
+    for batch in target_batches(rows, model.device, tokens=2048):
+        assert batch.targets is not None
+        hidden, there = batch.run(model), batch.targets != IGNORE
+        costs = F.cross_entropy(model.output(hidden[there]), batch.targets[there], reduction="none").tolist()
+        for (row, place), cost in zip(there.nonzero().tolist(), costs, strict=True):
+            made[batch.units[row]][place + 1] = cost
+    return made
+
+
+def target_batches(
+    rows: Sequence[Row], device: torch.device | str = "cpu", tokens: int = TOKENS
+) -> Iterator[TargetBatch]:
+    """Rows side by side; `units` says which they are."""
+    numbered = [replace(row.read, number=number) for number, row in enumerate(rows)]
+    for batch in make_batches(numbered, tokens, device=device):
+        targets = torch.full_like(batch.ids, IGNORE)
+        for place, unit in enumerate(batch.units):
+            for at, token in rows[unit.number].wanted.items():
+                targets[place, at - 1] = token
+        padding = None if batch.whole else batch.real
+        yield TargetBatch(batch.ids, batch.real, targets, padding, tuple(unit.number for unit in batch.units))
+
+
+def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Row]:
+    """Of the first texts that have some: the tokens that the model foresees there and that were not said before."""
+    ordinary = class_flags(tokenizer_of(model), model.spec.vocab)[:, CLASSES.index(SPECIAL)] == 0
+    found: list[Row] = []
+    for start in range(0, len(texts), CASES):  # no more are read than needed
+        some = [replace(unit, ids=unit.ids[:CUT]) for unit in texts[start : start + CASES]]
+        new = [Row(unit, _first_times(unit.ids, ordinary)) for unit in some]
+        found += [row for row in _foreseen(model, [row for row in new if row.wanted]) if len(row.wanted) > 1]
+        if len(found) >= CASES:
+            break
+    return found[:CASES]
+
+
+def _first_times(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, int]:
+    """Ordinary tokens where they are said for the first time, by their places; nobody is asked for the first of all."""
+    return {place: token for place, token in enumerate(ids) if place and ordinary[token] and token not in ids[:place]}
+
+
+def _foreseen(model: AnyModel, rows: Sequence[Row]) -> list[Row]:
+    """The same rows, with the answers that the whole model foresees."""
+    limit = _limit(model)
+    return [
+        Row(row.unit, {place: token for place, token in row.wanted.items() if cost[place] <= limit})
+        for row, cost in zip(rows, surprises(model, rows), strict=True)
+    ]
+
+
+def _paired(lists: Sequence[Row], foreseen: Sequence[Row], texts: Sequence[Row]) -> Trial:
+    """Each list beside its text, with the answers foreseen in both."""
+    cases, controls = [], []
+    for one, other in zip(foreseen, texts, strict=True):
+        both = {*one.wanted.values()} & {*other.wanted.values()}
+        if both:
+            cases.append(Row(one.unit, {place: token for place, token in one.wanted.items() if token in both}))
+            controls.append(Row(other.unit, {place: token for place, token in other.wanted.items() if token in both}))
+    if len(cases) < FEWEST:
+        return Trial(tuple(lists))
+    return Trial(tuple(cases), tuple(controls), tuple((number,) for number in range(len(cases))))
+
+
+def _plain_lists(model: AnyModel, seed: int) -> Trial:
+    """Lists of any tokens, where the texts give no answers: what a head costs is told, and no more."""
+    repeats = make_repeats(model, CASES, LISTED, seed)
+    rows = []
+    for number, ids in enumerate(repeats.twice.tolist()):
+        places = range(repeats.second.start + 1, repeats.second.stop)
+        rows.append(Row(bare_unit(number, tuple(ids), tokenizer_of(model)), {place: ids[place] for place in places}))
+    return Trial(tuple(row for row in rows if row.wanted))
+
+
+def _asked_words(document: Document, role: str, where: str) -> Iterator[tuple[int, str]]:
+    words = document.words
+    for name, source, target in document.relations:
+        if ROLE_OF.get(name, name) != role:
+            continue
+        if where == "later word":
+            yield max(source, target), words[min(source, target)]
+        elif where == "referent" and words[source + 2 : source + 3] and words[source + 2] in CHOICES[where]:
+            yield source + 2, words[target]  # they are tired: what is said of the one meant
+
+
+def _control_places(
+    model: AnyModel, unit: Unit, role: str, where: str, partners: Mapping[int, set[str]]
+) -> Iterator[int]:
+    """Where an answer comes for another reason: gold says so, or what the role would look at does not stand before it."""
+    there = [place for place, token in enumerate(unit.ids) if place and token in partners]
+    if not there:
+        return
+    mine, names = asked_places(unit, role, where), {ROLE_OF.get(name, name): name for name in PROBES}
+    other = {place for name in CONTROLS.get(names[role], ()) for place in asked_places(unit, name, "later word")}
+    annotated = unit.document is not None and any(
+        ROLE_OF.get(one, one) == role for one, _, _ in unit.document.relations
+    )
+    for place in there:
+        if place in mine or (role in ANNOTATED and not annotated):
+            continue
+        if place in other or role in ANNOTATED:
+            yield place
+            continue
+        read = tokenizer_of(model).decode(list(unit.ids[:place]))
+        if not any(_says(read, word) for word in partners[unit.ids[place]]):
+            yield place
+
+
+def _says(text: str, word: str) -> bool:
+    """Whether a text has a word; marks count wherever they stand.
+
+    >>> _says("a different one", "if"), _says("see (above", "(")
+    (False, True)
+    """
+    return (
+        bool(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)) if word[:1].isalnum() else word in text
+    )
+
+
+def _limit(model: AnyModel) -> float:
+    return min(NATS, math.log(model.spec.vocab) - 1)
+
+
+def _room(model: AnyModel) -> int:
+    return model.spec.context if model.spec.positions == "learned" else 1 << 30
