@@ -306,8 +306,6 @@ class Profile:
 
         return widget_bundle(self)
 
-    # Files.
-
     def report(self, path: str | Path, model: "AnyModel | None" = None, **more: Any) -> Path:
         """Write one file that shows every head in a browser, offline. With the model it can tell more of them.
 
