@@ -12,7 +12,7 @@ from headwise.look.profile.causal import Costs, lost_without
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import Effect, Support
-from headwise.look.profile.trials import CASES, LISTED, Row, list_trial, surprises, word_trial
+from headwise.look.profile.trials import CASES, LISTED, Prompt, list_trial, surprises, word_trial
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_of, record_z, run_on
 from headwise.model import Transformer
@@ -211,7 +211,7 @@ def test_another_case_stands_in() -> None:
     lost, clean = lost_without(model, heads, trial.cases[:5])
     means, _ = lost_without(model, heads, trial.cases[:5], "mean")
 
-    def surprise(row: Row) -> float:
+    def surprise(row: Prompt) -> float:
         logs = model(torch.tensor([row.read.ids]))[0].log_softmax(-1)
         return -sum(float(logs[place - 1, token]) for place, token in row.wanted.items())
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from headwise.look.measure.statistics import bootstrap, holm, sign_flips
 from headwise.look.profile.roles import Effect, Support
-from headwise.look.profile.trials import Row, Trial, list_trial, target_batches, word_trial
+from headwise.look.profile.trials import Prompt, Trial, list_trial, target_batches, word_trial
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.ablate import How, stand_in
 from headwise.look.worth.outputs import mean_of, record_z
@@ -139,7 +139,7 @@ def costs_of(model: AnyModel, heads: Sequence[Address], tried: Sequence[Address]
 
 
 def lost_without(
-    model: AnyModel, heads: Sequence[Address], rows: Sequence[Row], how: How = "resample"
+    model: AnyModel, heads: Sequence[Address], rows: Sequence[Prompt], how: How = "resample"
 ) -> tuple[np.ndarray, np.ndarray]:
     """What each row loses by each head, summed over its answers, (rows, heads); and what they cost the whole model, (rows,).
 

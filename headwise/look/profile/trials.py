@@ -48,7 +48,7 @@ TOKENS = 128  # in a batch: texts of about one length, for a sweep pays for padd
 ANNOTATED = {"subject-verb", "nsubj", "coreference"}
 
 
-class Row(NamedTuple):
+class Prompt(NamedTuple):
     """A text, and the tokens asked for, by their places; nothing behind the last of them is read."""
 
     unit: Unit
@@ -64,8 +64,8 @@ class Row(NamedTuple):
 class Trial:
     """Cases of a role, and for each the rows that ask for the same answers another way; no controls: none were found."""
 
-    cases: tuple[Row, ...]
-    controls: tuple[Row, ...] = ()
+    cases: tuple[Prompt, ...]
+    controls: tuple[Prompt, ...] = ()
     of_case: tuple[tuple[int, ...], ...] = ()  # for each case its controls
 
     def by_case(self, values: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ class Few:
         there = {name for name, _, _ in unit.document.relations}
         for name, where in PROBES.items():
             role = ROLE_OF.get(name, name)
-            self._keep(unit, role, bool(asked_places(unit, role, where)))
+            self._keep(unit, role, bool(target_places(unit, role, where)))
             self._keep(unit, f"control of {role}", not there.isdisjoint(CONTROLS.get(name, ())))
 
     def _keep(self, unit: Unit, what: str, needed: bool) -> None:
@@ -105,7 +105,7 @@ def list_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
     length = min(LISTED, len(pool), (_room(model) - len(before) - len(behind)) // 2)
     if len(found) < FEWEST or length < 3:
         return _plain_lists(model, seed)
-    lists: list[Row] = []
+    lists: list[Prompt] = []
     for number, row in enumerate(found):
         own = [int(token) for token in dice.permutation(list(row.wanted.values()))][: length - 1]
         others = [int(token) for token in dice.permutation(pool) if token not in own][: length - len(own)]
@@ -114,7 +114,7 @@ def list_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
         said = [*others[:1], *(rest[i] for i in dice.permutation(len(rest)))]
         start = len(before) + len(said)
         wanted = {start + place: token for place, token in enumerate(said) if place and token in own}
-        lists.append(Row(bare_unit(number, (*before, *said, *said), tokenizer_of(model)), wanted))
+        lists.append(Prompt(bare_unit(number, (*before, *said, *said), tokenizer_of(model)), wanted))
     return _paired(lists, _foreseen(model, lists), found)
 
 
@@ -122,19 +122,19 @@ def word_trial(model: AnyModel, units: Iterable[Unit], texts: Sequence[Unit], ro
     """Documents with a relation: the word that depends on it; beside it, where the same token comes for another reason."""
     units = list(units)
     asked = [
-        Row(unit, {place: unit.ids[place] for place in asked_places(unit, role, where)})
+        Prompt(unit, {place: unit.ids[place] for place in target_places(unit, role, where)})
         for unit in units
-        if asked_places(unit, role, where)
+        if target_places(unit, role, where)
     ][:DOCUMENTS]
     costs = surprises(model, asked)
     limit = _limit(model)
     partners: dict[int, set[str]] = {}  # for each answer the words that the role would look at
     for row in asked:
-        for place, partner in asked_places(row.unit, role, where).items():
+        for place, partner in target_places(row.unit, role, where).items():
             partners.setdefault(row.unit.ids[place], set()).add(partner)
     written = list(Reading.of(model, list(WRITTEN[role]))) if role in WRITTEN else []
     places = [
-        Row(unit, {place: unit.ids[place]})
+        Prompt(unit, {place: unit.ids[place]})
         for unit in {id(unit): unit for unit in (*written, *units, *texts)}.values()
         for place in _control_places(model, unit, role, where, partners)
     ]
@@ -154,7 +154,7 @@ def word_trial(model: AnyModel, units: Iterable[Unit], texts: Sequence[Unit], ro
                 wanted[place] = token
                 mine.append(chosen)
         if mine:
-            cases.append(Row(row.unit, wanted))
+            cases.append(Prompt(row.unit, wanted))
             of_case.append(mine)
     chosen = sorted(used)
     if len(cases) < FEWEST or len({places[number].unit.ids for number in chosen}) < FEWEST:
@@ -164,16 +164,16 @@ def word_trial(model: AnyModel, units: Iterable[Unit], texts: Sequence[Unit], ro
     )
 
 
-def asked_places(unit: Unit, role: str, where: str) -> dict[int, str]:
+def target_places(unit: Unit, role: str, where: str) -> dict[int, str]:
     """The tokens of a text that are asked for, and for each the word at the other end of the arc."""
     if unit.document is None:
         return {}
     words = unit.alignment.tokens_of_word
-    found = {words[word][0]: partner for word, partner in _asked_words(unit.document, role, where) if words[word]}
+    found = {words[word][0]: partner for word, partner in _target_words(unit.document, role, where) if words[word]}
     return {place: partner for place, partner in found.items() if place}
 
 
-def surprises(model: AnyModel, rows: Sequence[Row]) -> list[dict[int, float]]:
+def surprises(model: AnyModel, rows: Sequence[Prompt]) -> list[dict[int, float]]:
     """What each answer costs the whole model, in nats, by its place."""
     made: list[dict[int, float]] = [{} for _ in rows]
     assert model.output is not None
@@ -187,7 +187,7 @@ def surprises(model: AnyModel, rows: Sequence[Row]) -> list[dict[int, float]]:
 
 
 def target_batches(
-    rows: Sequence[Row], device: torch.device | str = "cpu", tokens: int = TOKENS
+    rows: Sequence[Prompt], device: torch.device | str = "cpu", tokens: int = TOKENS
 ) -> Iterator[TargetBatch]:
     """Rows side by side; `units` says which they are."""
     numbered = [replace(row.read, number=number) for number, row in enumerate(rows)]
@@ -200,13 +200,13 @@ def target_batches(
         yield TargetBatch(batch.ids, batch.real, targets, padding, tuple(unit.number for unit in batch.units))
 
 
-def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Row]:
+def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Prompt]:
     """Of the first texts that have some: the tokens that the model foresees there and that were not said before."""
     ordinary = class_flags(tokenizer_of(model), model.spec.vocab)[:, CLASSES.index(SPECIAL)] == 0
-    found: list[Row] = []
+    found: list[Prompt] = []
     for start in range(0, len(texts), CASES):  # no more are read than needed
         some = [replace(unit, ids=unit.ids[:CUT]) for unit in texts[start : start + CASES]]
-        new = [Row(unit, _first_times(unit.ids, ordinary)) for unit in some]
+        new = [Prompt(unit, _first_times(unit.ids, ordinary)) for unit in some]
         found += [row for row in _foreseen(model, [row for row in new if row.wanted]) if len(row.wanted) > 1]
         if len(found) >= CASES:
             break
@@ -218,23 +218,25 @@ def _first_times(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, int]:
     return {place: token for place, token in enumerate(ids) if place and ordinary[token] and token not in ids[:place]}
 
 
-def _foreseen(model: AnyModel, rows: Sequence[Row]) -> list[Row]:
+def _foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
     """The same rows, with the answers that the whole model foresees."""
     limit = _limit(model)
     return [
-        Row(row.unit, {place: token for place, token in row.wanted.items() if cost[place] <= limit})
+        Prompt(row.unit, {place: token for place, token in row.wanted.items() if cost[place] <= limit})
         for row, cost in zip(rows, surprises(model, rows), strict=True)
     ]
 
 
-def _paired(lists: Sequence[Row], foreseen: Sequence[Row], texts: Sequence[Row]) -> Trial:
+def _paired(lists: Sequence[Prompt], foreseen: Sequence[Prompt], texts: Sequence[Prompt]) -> Trial:
     """Each list beside its text, with the answers foreseen in both."""
     cases, controls = [], []
     for one, other in zip(foreseen, texts, strict=True):
         both = {*one.wanted.values()} & {*other.wanted.values()}
         if both:
-            cases.append(Row(one.unit, {place: token for place, token in one.wanted.items() if token in both}))
-            controls.append(Row(other.unit, {place: token for place, token in other.wanted.items() if token in both}))
+            cases.append(Prompt(one.unit, {place: token for place, token in one.wanted.items() if token in both}))
+            controls.append(
+                Prompt(other.unit, {place: token for place, token in other.wanted.items() if token in both})
+            )
     if len(cases) < FEWEST:
         return Trial(tuple(lists))
     return Trial(tuple(cases), tuple(controls), tuple((number,) for number in range(len(cases))))
@@ -246,11 +248,11 @@ def _plain_lists(model: AnyModel, seed: int) -> Trial:
     rows = []
     for number, ids in enumerate(repeats.twice.tolist()):
         places = range(repeats.second.start + 1, repeats.second.stop)
-        rows.append(Row(bare_unit(number, tuple(ids), tokenizer_of(model)), {place: ids[place] for place in places}))
+        rows.append(Prompt(bare_unit(number, tuple(ids), tokenizer_of(model)), {place: ids[place] for place in places}))
     return Trial(tuple(row for row in rows if row.wanted))
 
 
-def _asked_words(document: Document, role: str, where: str) -> Iterator[tuple[int, str]]:
+def _target_words(document: Document, role: str, where: str) -> Iterator[tuple[int, str]]:
     words = document.words
     for name, source, target in document.relations:
         if ROLE_OF.get(name, name) != role:
@@ -268,8 +270,8 @@ def _control_places(
     there = [place for place, token in enumerate(unit.ids) if place and token in partners]
     if not there:
         return
-    mine, names = asked_places(unit, role, where), {ROLE_OF.get(name, name): name for name in PROBES}
-    other = {place for name in CONTROLS.get(names[role], ()) for place in asked_places(unit, name, "later word")}
+    mine, names = target_places(unit, role, where), {ROLE_OF.get(name, name): name for name in PROBES}
+    other = {place for name in CONTROLS.get(names[role], ()) for place in target_places(unit, name, "later word")}
     annotated = unit.document is not None and any(
         ROLE_OF.get(one, one) == role for one, _, _ in unit.document.relations
     )
