@@ -254,7 +254,7 @@ def _with(known: Facts) -> Iterator[Sentence]:
     if known.behind is not None:
         told.append(f"Of later heads {_partner(known.behind)} reads it most.")
     if known.alike:
-        told.append(f"It looks most like {known.alike[0][0]} ({known.alike[0][1]:.2f} nats apart).")
+        told.append(f"It looks most like {known.alike[0][0]} ({known.alike[0][1]:.2g} nats apart).")
     if told:
         yield Sentence("partners", " ".join(told))
 
