@@ -3,7 +3,7 @@ could cost less."""
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -176,16 +176,17 @@ def streamed(model: AnyModel, key: str, on: Any = None) -> Streamed | None:
 
     Judged by tokens behind the first that is forgotten: earlier ones cannot differ.
     """
-    if not isinstance(model, Transformer) or model.spec.kind != "decoder" or model.output is None or model.spec.cache:
+    if model.spec.kind != "decoder" or model.output is None or model.spec.cache:
         return None
     longest = min(STREAMED["longest"], model.spec.context)
     keeps = Keeps(first=min(4, longest // 16), last=longest // 4)
     try:
+        model.check_own("only headwise's own models forget head by head")
         texts = Reading.of(model, joined(model) if on is None else on, longest).first(STREAMED["texts"])
         asked = PairedEvaluation.of(model, texts, past=keeps.first + longest // 4)
-    except HeadwiseError:  # no text is so long
+    except HeadwiseError:  # somebody else's model, or no text is so long
         return None
-    with streaming_now(model, (Address.parse(key),), keeps):
+    with streaming_now(cast(Transformer, model), (Address.parse(key),), keeps):
         lost = asked.losses(model)
     return Streamed(keeps, asked.difference(lost, asked.full), int((asked.counts > 0).sum()), longest)
 
