@@ -110,7 +110,8 @@ def test_every_number_given_is_told(profile):
 def test_what_streaming_costs_is_the_loss_behind_what_is_forgotten(random):
     text = "".join(TEXTS)
     found = streamed(random, "1.2", text)
-    assert found is not None and found.keeps.last is not None
+    assert found is not None
+    assert found.keeps.last is not None
     length, room = found.longest, found.keeps.first + found.keeps.last
     ids = torch.tensor(random.tokenizer.encode(text))
     pieces = [piece for piece in ids.split(length) if len(piece) > room + 1]
