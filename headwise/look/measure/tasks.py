@@ -32,6 +32,11 @@ class TaskMeasure(Measure):
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
         """The texts, and the others, one for each. None at all where the model cannot be asked."""
 
+    def run(self, model: AnyModel, tally: Tally, seed: int = 0, progress: Progress | None = None) -> str:
+        """Ask, and add up what is found. What comes back says why nothing was asked; empty where something was."""
+        run_task(model, self, tally, seed, progress=progress)
+        return ""
+
 
 def run_task(
     model: AnyModel,

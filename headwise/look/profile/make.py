@@ -29,6 +29,7 @@ from headwise.look.measure.variability import LENGTH, TEXTS, Variability, read_a
 from headwise.look.profile.causal import climb
 from headwise.look.profile.merge import OWN
 from headwise.look.profile.pictures import profile_pictures
+from headwise.look.profile.prompted import PROMPTED, prompted_measures
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.profile.roles import Role, check_roles
 from headwise.look.profile.trials import TEXTS as ANSWERS
@@ -62,6 +63,7 @@ def profile(
     detail: str = "full",
     causal: bool = True,
     control: str | None = None,
+    prompts: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Profile:
@@ -71,7 +73,8 @@ def profile(
     `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `measures` and `roles` of your
     own are taken and judged beside the usual ones (docs/look.md). `longest`: tokens of a unit of
     plain text. `tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very
-    long texts, one block of 64 rows in so many is looked at. `causal`: climb the last rung, by ablation.
+    long texts, one block of 64 rows in so many is looked at. `causal`: climb the last rung, by ablation. `prompts`: ask for
+    the roles that need prompts of their own too (`headwise.look.profile.prompted`).
     `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
 
     An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both
@@ -81,9 +84,9 @@ def profile(
     patches, and it is asked what needs no words (`headwise.look.profile.pictures`).
     """
     if model.pictures is not None:
-        if relations or longest is not None or detail != "full":
+        if relations or longest is not None or detail != "full" or prompts:
             raise HeadwiseError(
-                "pictures have no relations, and are read whole; leave relations, longest and detail out."
+                "pictures have no relations, and are read whole; leave relations, longest, detail and prompts out."
             )
         own: dict[str, Any] = {"tokens": tokens, "every": every, "control": control, "seed": seed, "progress": progress}
         return profile_pictures(model, corpus, measures=measures, roles=roles, **own)
@@ -93,6 +96,8 @@ def profile(
         raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
     if control == "random-init":
         model = model.untrained(seed)
+    if prompts:
+        measures, roles = (*prompted_measures(), *measures), (*PROMPTED, *roles)
     progress = progress or (lambda what, done, of: None)
     with quiet(model), torch.no_grad(), join_team(model.device, alone=model.is_shared) as team:
         made = _Pass(model, longest, tokens, every, detail, seed, control, progress, team, measures, roles)
@@ -153,13 +158,13 @@ class _Pass:
         self._share(texts, relations, cases)
         run_task(self.model, self.echo, self.tally, self.seed, beside=[Echoes(cases)], progress=self.progress)
         read_alike(self.model, kept.long, self.tally)
-        for task in self.tasks:
-            run_task(self.model, task, self.tally, self.seed, progress=self.progress)
+        told = {task.score.name: task.run(self.model, self.tally, self.seed, self.progress) for task in self.tasks}
         about = {
             "texts": texts.texts, "tokens": texts.tokens, "documents": kept.documents,
             "relations": OWN if related is texts else kept.digest(), "layers": [str(s.address) for s in self.sites],
             "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
             "every": self.every, "read": in_words(texts.corpus), "asked": "" if asked is None else in_words(asked.corpus),
+            "unasked": {name: why for name, why in told.items() if why},
         }  # fmt: skip
         numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
         climbs = partial(self._climb, kept) if asks else None

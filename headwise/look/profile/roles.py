@@ -44,6 +44,7 @@ class Role:
     detail: str = ""  # told beside the role: an offset, a direction
     relation: bool = False  # asked of gold arcs
     hits: bool = False  # its score is how often a word looks hardest at the right one
+    apart: bool = False  # asked on prompts of its own, and tested in a family of its own
 
 
 def offset_role(offset: int) -> Role:
@@ -166,6 +167,7 @@ class Support:
     causal_p: float | None = None  # family-wise, over all heads and roles tried; None: not tried, for want of a control
     relation: bool = False  # whether it was asked of gold arcs
     on: str = ""  # the texts on which it was shown, in words
+    family: int = 0  # tests that p is corrected for, where they are not those of the profile
 
     def with_effect(self, found: Effect) -> "Support":
         """The same with what ablation showed."""
@@ -241,7 +243,17 @@ def make_cases(
 
 
 def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
-    """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests."""
+    """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests. Roles
+    `apart` are a second family, so that those of the first are judged as they are without them."""
+    first, second = ([case for case in cases if case.role.apart == apart] for apart in (False, True))
+    found, family = _judge(first, heads)
+    more, beside = _judge(second, heads)
+    made = [[*some, *(replace(one, family=beside) for one in others)] for some, others in zip(found, more, strict=True)]
+    return [_one_each(sorted(some, key=lambda one: one.rank, reverse=True)) for some in made], family
+
+
+def _judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
+    """One family."""
     if not cases:
         return [[] for _ in range(heads)], 0
     reporting = [case.half(REPORTING) for case in cases]
@@ -275,9 +287,7 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
                     relation=case.role.relation, on=case.role.measure.on,
                 )
             )  # fmt: skip
-    for supports in found:
-        supports.sort(key=lambda support: support.rank, reverse=True)
-    return [_one_each(supports) for supports in found], family
+    return found, family
 
 
 def rest(tally: Tally, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
