@@ -44,12 +44,14 @@ def pieces() -> Tokenizer:
     return Tokenizer(backend, {"bos": 1, "eos": 2, "unk": 0})
 
 
-def untrained(seed: int, gain: float, tokenizer: Tokenizer) -> Transformer:
+def untrained(
+    seed: int, gain: float, tokenizer: Tokenizer, layers: int = LAYERS, heads: int = HEADS, width: int = 48
+) -> Transformer:
     """As models begin, when attention is nearly even; or redrawn so that each layer keeps the length of what it reads, when
     heads pick and choose for no reason, the sharper the larger their queries are."""
     torch.manual_seed(seed)
-    attention = AttentionSpec(width=48, heads=HEADS)
-    model = Transformer(ModelSpec(vocab=len(tokenizer), context=160, layers=LAYERS, attention=attention))
+    attention = AttentionSpec(width=width, heads=heads)
+    model = Transformer(ModelSpec(vocab=len(tokenizer), context=160, layers=layers, attention=attention))
     if gain:
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -4,9 +4,10 @@
 
 (indirect object identification: https://arxiv.org/abs/2211.00593). The score of a head, where the name is due, is its
 weight on the name due, counted where it writes more for that name than for the other. The baseline is the same for the same
-name at the same place when the other sentence is asked, in which it is not due: `… Mary gave a book to`. So whoever looks
-at names, at the first name or at a fixed place, scores no more than the baseline. A pair counts if the model gets both
-sentences right.
+name at the same place when the other sentence is asked, in which it is not due, `… Mary gave a book to`; and besides the
+weight on the name due where the head writes more for the other. So whoever looks at names, at the first name or at a fixed
+place, or looks at the right one and writes now this and now that, scores no more than the baseline. A pair counts if the
+model gets both sentences right.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,10 +67,12 @@ class NameMover(PromptMeasure):
 def name_sums(looks: Looks) -> Sums:
     """From what heads did at the four dues of each pair: each name where it is due, and where the other is."""
     said = looks.lead > 0
-    score, valued = (_fours(made * said) for made in (looks.weight, looks.fetched))
+    score, valued, against = (_fours(x) for x in (looks.weight * said, looks.fetched * said, looks.weight * ~said))
     right = _fours(looks.right[:, None].astype(float))[..., 0]  # (pairs, 4)
-    counts = 2 * (right[:, [0, 2]].sum(1) == 2)
-    return Sums(score[:, [0, 2]].sum(1), score[:, [1, 3]].sum(1), valued[:, [0, 2]].sum(1), counts)
+    due, not_due = [0, 2], [1, 3]
+    counts = 2 * (right[:, due].sum(1) == 2)
+    null = score[:, not_due].sum(1) + against[:, due].sum(1)
+    return Sums(score[:, due].sum(1), null, valued[:, due].sum(1), counts)
 
 
 def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[Prompt]:

@@ -140,12 +140,11 @@ def _most(members: Sequence[Member], values: Tensor, site: Site, wiring: Wiring)
     said = torch.einsum("nhe,hec->nhc", values, to_words(wiring, site, tokens)).double().cpu().numpy()
     score, null = np.zeros(said.shape[:2]), np.zeros(said.shape[:2])
     for number, one in enumerate(members):
-        among = said[number][
-            :, [place[token] for token in (one.next, one.token, *one.others)]
-        ]  # itself twice: no matter
-        best = among.argmax(1)  # (H,)
-        score[number] = best == 0
-        null[number] = (best != 1) / len(one.others)  # of equals the first, which is the word itself
+        among = said[number][:, [place[token] for token in (one.next, *one.others)]]  # (H, class)
+        best = among == among.max(1, keepdims=True)
+        best = best / best.sum(1, keepdims=True)  # of equals each has its share
+        itself = best[:, 1 + one.others.index(one.token)]
+        score[number], null[number] = best[:, 0], (1 - itself) / len(one.others)
     return score, null
 
 

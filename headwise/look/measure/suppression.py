@@ -5,9 +5,12 @@
 The beginning of a text is said twice, so the model says it again. The score of a head is its weight on the token that is
 being foretold, where it stood the first time, counted where the head writes less for it than for the other tokens of the
 text on average. The baseline is the same at the same places when another text follows, in which that token is not being
-foretold: so a head that writes against whatever it looks at, wherever that is, scores no more than the baseline, and an
-induction head, which looks there and writes for it, scores 0. A token counts if the model itself would say it.
+foretold; and besides the weight there when the head writes for it. So a head that writes against whatever it looks at,
+wherever that is, scores no more than the baseline; nor does an induction head, which looks there and writes for the token,
+or now for and now against it. A token counts if the model itself would say it.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +28,7 @@ from headwise.look.measure.prompts import (
 from headwise.look.record.reading import documents_for
 from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel
+from headwise.text.corpus import Corpus
 
 TEXTS, LENGTH, CUE = 64, 8, 3  # beginnings; their tokens; and those that must have been said again before one is due
 
@@ -36,7 +40,8 @@ class CopySuppression(PromptMeasure):
     'weight on the token being foretold, where it writes against it'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, corpus: Any = None) -> None:
+        self.corpus = corpus  # whose texts are begun; none: as for a profile
         super().__init__(
             "copy suppression", "weight on the token being foretold, where it writes against it",
             "holds back what is about to be said again", "beginnings of texts said twice",
@@ -45,7 +50,7 @@ class CopySuppression(PromptMeasure):
     def measure(self, model: AnyModel, seed: int) -> Sums:
         """Beginnings said twice, and the same with another behind them."""
         wiring = check_reads_words(model, "copy suppression")
-        prompts = make_echoes(model, seed)
+        prompts = make_echoes(model, self.corpus, seed)
         made = suppression_sums(ask_prompts(model, prompts, wiring))
         return made.checked("beginnings said twice", "the model goes on with")
 
@@ -55,13 +60,14 @@ def suppression_sums(looks: Looks) -> Sums:
     against = looks.lead < 0
     shape = (-1, 2, LENGTH - CUE, looks.weight.shape[1])
     right = looks.right.reshape(shape[:3])[:, 0, :, None]  # (texts, dues, 1)
-    score, valued = ((made * against).reshape(shape) * right[:, None] for made in (looks.weight, looks.fetched))
-    return Sums(score[:, 0].sum(1), score[:, 1].sum(1), valued[:, 0].sum(1), right.sum((1, 2)))
+    made = (looks.weight * against, looks.fetched * against, looks.weight * ~against)
+    score, valued, said = ((x.reshape(shape) * right[:, None]).sum(2) for x in made)  # (texts, 2, heads)
+    return Sums(score[:, 0], score[:, 1] + said[:, 0], valued[:, 0], right.sum((1, 2)))
 
 
-def make_echoes(model: AnyModel, seed: int = 0, texts: int = TEXTS) -> list[Prompt]:
+def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[Prompt]:
     """Two prompts for each beginning: it is said twice; and another is said behind it, asked about at the same places."""
-    tokenizer, given = tokenizer_of(model), documents_for(model)
+    tokenizer, given = tokenizer_of(model), documents_for(model) if corpus is None else Corpus.of(corpus)
     before = tokenizer.around[0]
     room = model.spec.context if model.spec.positions == "learned" else 1 << 30
     bare = [tokenizer.encode(item.text, special=False)[:LENGTH] for item in given.items()]
@@ -74,7 +80,7 @@ def make_echoes(model: AnyModel, seed: int = 0, texts: int = TEXTS) -> list[Prom
     dice = np.random.default_rng(seed)
     for number in dice.permutation(len(fit))[:texts]:
         one = fit[number]
-        others = [ids for ids in fit if not {*ids} & {*one[CUE:]}]
+        others = [ids for ids in fit if not {*ids} & {*one[CUE - 1 :]}]  # nor is what comes before them said again
         if others:
             other = others[int(dice.integers(len(others)))]
             made += [_prompt(before, one, said) for said in (one, other)]

@@ -1,0 +1,85 @@
+"""Models that learned nothing, asked on prompts as if they got every one right: none of their heads has a role. Run it with -s
+to see the counts."""
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from headwise.look.measure import names, successor, suppression
+from headwise.look.measure.names import NAMES, TEMPLATES
+from headwise.look.measure.prompts import Looks, Prompt, ask_prompts
+from headwise.look.measure.queries import FACTS
+from headwise.look.measure.successor import CLASSES
+from headwise.look.measure.tally import Tally
+from headwise.look.profile.prompted import PROMPTED, prompted_measures
+from headwise.look.profile.roles import judge, make_cases
+from headwise.model import AnyModel, Wiring
+from headwise.text import Tokenizer
+from headwise.text.corpus import Corpus
+from headwise.text.make import bpe_tokenizer, word_tokenizer
+from tests.look.test_false_alarms import GAINS, untrained
+
+SEEDS = range(300, 312)
+SIZES = ((3, 6, 48), (2, 16, 64))  # layers, heads, width
+
+
+def said() -> list[str]:
+    """Whatever prompts may say, and the probe set."""
+    people = [
+        template.format(one, other, one) for template in TEMPLATES for one, other in zip(NAMES, NAMES[1:], strict=False)
+    ]
+    lists = [", ".join(f" {word}" for word in some) for some in CLASSES]
+    facts = [text for pair in FACTS for text in pair]
+    probe = [item.text for item in Corpus.probe().items()]
+    return [*people, *lists, *facts, *probe]
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    """Words apart by spaces; or byte pairs, in which each word of the prompts has become one token."""
+    texts = said()
+    if kind == "pairs":
+        return bpe_tokenizer([*texts, *texts, *texts], size=2500)
+    words = dict.fromkeys(word for text in texts for word in text.split())
+    bare = dict.fromkeys(word for some in CLASSES for word in some)
+    return word_tokenizer([*{**words, **bare, **{f"{word},": None for word in bare}}])
+
+
+def as_if_right(model: AnyModel, prompts: list[Prompt], wiring: Wiring) -> Looks:
+    looks = ask_prompts(model, prompts, wiring)
+    return looks._replace(right=np.ones_like(looks.right))
+
+
+def alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int], patch: pytest.MonkeyPatch) -> Counter[str]:
+    for module in (names, successor, suppression):
+        patch.setattr(module, "ask_prompts", as_if_right)
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        model = untrained(seed, gain, tokenizer(kind), *size)
+        tally = Tally(len(model.spec.addresses))
+        with torch.no_grad():
+            assert [task.run(model, tally, seed) for task in prompted_measures()] == [""] * len(PROMPTED)
+        supports, family = judge(make_cases(tally, None, roles=PROMPTED), tally.heads)
+        assert family == 0, "they are a family of their own"
+        found.update(f"{one.role}, {one.rung}" for some in supports for one in some if one.stands)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["words", "pairs"])
+def test_sharp_heads_that_learned_nothing_have_no_role(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert alarms(SEEDS[:1], 4.0, kind, SIZES[0], monkeypatch) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["words", "pairs"])
+@pytest.mark.parametrize("gain", GAINS)
+def test_heads_that_learned_nothing(
+    gain: float, kind: str, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = alarms(SEEDS, gain, kind, size, monkeypatch)
+    print(f"gain {gain:g}, {kind}, {size}: {told.total()} of {len(SEEDS) * size[0] * size[1]}: {dict(told)}")
+    assert told == {}
