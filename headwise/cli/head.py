@@ -15,6 +15,10 @@ def run(
     model: Model,
     head: Annotated[str, typer.Argument(help="Its address: 5.1.", autocompletion=complete.heads)],
     text: Texts = None,
+    prompts: Annotated[
+        bool,
+        typer.Option("--prompts", help="Ask also on prompts of their own: name movers, copy suppression and others."),
+    ] = False,
     all_numbers: Annotated[bool, typer.Option("--all", help="Every measure and every case, behind the story.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -38,7 +42,7 @@ def run(
         Address.parse(head)
         loaded.heads[head]  # a wrong address is told before the work begins
         with show_progress() as progress:
-            made = profile(loaded, corpus, progress=progress)
+            made = profile(loaded, corpus, prompts=prompts, progress=progress)
             told = made[head]
             known = ask(loaded, told, corpus, progress)
     if as_json:

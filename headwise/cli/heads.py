@@ -40,6 +40,10 @@ def run(
         str | None, typer.Option(help="random-init or shuffled: what would be seen without learning.")
     ] = None,
     no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
+    prompts: Annotated[
+        bool,
+        typer.Option("--prompts", help="Ask also on prompts of their own: name movers, copy suppression and others."),
+    ] = False,
     every: Annotated[int, typer.Option(help="For long texts: look at one block of 64 rows in so many.")] = 1,
     save: Annotated[Path | None, typer.Option(help="Write the whole profile to this file.")] = None,
     out: Annotated[
@@ -67,7 +71,7 @@ def run(
     from headwise.weights import load
 
     if model.endswith(".npz") and Path(model).is_file():
-        if text or treebank or probe or control or length or save or report or out or costs or plan:
+        if text or treebank or probe or control or length or save or report or out or costs or plan or prompts:
             raise HeadwiseError(
                 f"{model} is a profile that was made before; it is shown as it is, with --layers and --role."
             )
@@ -75,8 +79,10 @@ def run(
         return
     if out is None and (shard or workers or executor):
         raise HeadwiseError("--shard, --workers and --executor are for work into a folder; give --out FOLDER too.")
-    if out is not None and (control or not (text or treebank)):
-        raise HeadwiseError("--out is for a corpus of your own, without --control; give files or a folder.")
+    if out is not None and (control or prompts or not (text or treebank)):
+        raise HeadwiseError(
+            "--out is for a corpus of your own, without --control and --prompts; give files or a folder."
+        )
     if (costs or plan) and report is None:
         raise HeadwiseError("--costs and --plan are shown on the page; say where it goes: --report heads.html.")
     loaded = load(model)
@@ -85,7 +91,7 @@ def run(
     if treebank is not None and corpus is None:
         corpus, relations = treebank, None
     if loaded.pictures is None:
-        check(loaded, layers, role, corpus, relations)  # before the work begins
+        check(loaded, layers, role, corpus, relations, prompts)  # before the work begins
     elif out is not None or relations is not None:
         raise HeadwiseError(f"{model} reads pictures: give a folder of them, without relations and without --out.")
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
@@ -94,7 +100,7 @@ def run(
             "relations": relations, "longest": length, "every": every, "causal": not no_causal, "progress": progress,
         }  # fmt: skip
         if out is None:
-            made = profile(loaded, corpus, control=control, **asked)
+            made = profile(loaded, corpus, control=control, prompts=prompts, **asked)
         else:
             with going_on():
                 apart = given(shard=shard, processes=workers, executor=executor)
@@ -130,9 +136,12 @@ def _tell(made: "Profile", layers: str | None, role: str | None, as_csv: bool, a
         show_profile(made, wanted) if role is None else show_role(made, role, wanted)
 
 
-def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, relations: Any) -> None:
+def check(
+    model: "AnyModel", layers: str | None, role: str | None, corpus: Any, relations: Any, prompts: bool = False
+) -> None:
     """Whether there are such layers, and whether there may be such a role."""
     from headwise.errors import HeadwiseError, close_names
+    from headwise.look.profile.prompted import PROMPTED
     from headwise.look.profile.roles import role_names
     from headwise.look.record.reading import documents_for
     from headwise.text.corpus import Corpus
@@ -142,7 +151,10 @@ def check(model: "AnyModel", layers: str | None, role: str | None, corpus: Any, 
     if role is not None:
         given = [Corpus.of(some) for some in (corpus, relations) if some is not None]
         read = chain.from_iterable(some.items() for some in [*given, documents_for(model)])
-        known = role_names(item for item in read if isinstance(item, Document))
+        asked = {one.name for one in PROMPTED}
+        known = role_names(item for item in read if isinstance(item, Document)) | (asked if prompts else set())
+        if role in asked and not prompts:
+            raise HeadwiseError(f"{role} is asked on prompts of its own; give --prompts too.")
         if role not in known:
             raise HeadwiseError(f"there is no role {role!r}; {close_names(role, known)}")
 

@@ -46,6 +46,8 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     ]
     columns = ["role", "", "heads", "best", "", "rung", "score", "baseline", "95 % CI", "effect", "shown on", "told as"]
     console.print(make_table("The strongest head of each role", columns, rows))
+    for name, why in about.get("unasked", {}).items():
+        console.print(Text(f"Not asked for {name}: {why}", "dim"))
     for role, (head, _, _) in strongest.items():
         cases = head.cases[role]
         if cases:
@@ -68,7 +70,8 @@ def show_role(profile: Profile, role: str, wanted: set[str], console: Console | 
         if str(head) in wanted
     ]
     columns = ["head", "", "score", "baseline", "95 % CI", "p", "cases", "rung", "effect", "shown on"]
-    title = f"{len(rows)} of {len(profile)} heads have the role {role}; p is corrected for {profile.family:,} tests"
+    family = next((one.family for _, one in found if one.family), profile.family)
+    title = f"{len(rows)} of {len(profile)} heads have the role {role}; p is corrected for {family:,} tests"
     console.print(make_table(title, columns, rows))
 
 

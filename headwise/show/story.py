@@ -34,6 +34,9 @@ MEANS = {
     "verb-object": "joins a verb and its object", "adjective-noun": "joins an adjective and its noun",
     "determiner-noun": "joins a determiner and its noun",
     "question-answer": "joins a question and its answer", "sentence end": "joins a full stop and the one before",
+    "successor": "writes what comes next in a list", "name mover": "looks at the name that is due and writes it",
+    "copy suppression": "looks at the token about to be said again and writes against it",
+    "query focus": "looks from a question at the document it is about",
 }  # fmt: skip
 RESTS = {
     "sink": ("on the first token", RESTING.name), "special token": ("on special tokens", SPECIAL),
@@ -46,6 +49,7 @@ SURE = {
     "was not shown (effective).",
     "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
 }
+WRITTEN = ("successor",)  # roles whose score is a share of cases in which something is written
 MASSES = {ROLE_OF.get(name, name) for name in SETS}  # relations whose score is a share of weight, not of cases
 PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
 COSINE = "1 − cosine"  # of a model without output
@@ -128,6 +132,8 @@ def _role(one: Support) -> str:
     name = f" ({one.role}{f' {one.detail}' if one.detail else ''})"
     if one.relation and one.role not in MASSES:
         return f"{means}{name}: in {_share(one.score)} of the cases it looks hardest at the right word"
+    if one.role in WRITTEN:
+        return f"{means}{name}: so it does in {_share(one.score)} of the cases"
     return f"{means}{name}: {_share(one.score)} of its weight goes there"
 
 
@@ -135,7 +141,7 @@ def _sure(one: Support, family: int) -> str:
     on = f" ({one.on})" if one.on else ""
     return (
         f"Measured on {one.rows:,} held-out cases{on}: {_ends(one)}; its baseline has {_share(one.null)}; p = {one.p:.2g} "
-        f"after correction for {family:,} tests."
+        f"after correction for {one.family or family:,} tests."
     )
 
 

@@ -13,6 +13,7 @@ class Meaning(NamedTuple):
 
 LADDER, WRITES, BETWEEN = "look.md#roles-and-the-ladder", "look.md#what-it-writes", "look.md#between-heads"
 MEASURES, WORTH = "look.md#a-profile-every-head-over-a-corpus", "look.md#what-a-head-is-worth"
+PROMPTS = "look.md#roles-on-prompts-of-their-own"
 BITS, CACHES = "change.md#what-few-bits-cost-head-by-head", "change.md#caches-by-head"
 
 WORDS = {
@@ -69,6 +70,12 @@ WORDS = {
     "distance": Meaning("how many tokens away it looks, on average", MEASURES),
     "first": Meaning("the weight on the first token, on average", MEASURES),
     "write share": Meaning("the head's share in what its layer writes, by length", MEASURES),
+    "name mover": Meaning(
+        "where one of two names is due it looks at that one, and writes more for it than for the other", PROMPTS
+    ),
+    "copy suppression": Meaning("it looks at the token the model is about to say again, and writes against it", PROMPTS),
+    "successor": Meaning("shown a day, month, number or letter, it writes most for the one that comes next", PROMPTS),
+    "query focus": Meaning("the words of a question look at the document it is about, more than those of another", PROMPTS),
     "weighted by what is fetched": Meaning(
         "each weight counts by the length of what it brings in: a hard look at a word that brings nothing is worth nothing",
         WRITES,

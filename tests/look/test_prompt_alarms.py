@@ -1,8 +1,9 @@
-"""Models that learned nothing, asked on prompts as if they got every one right: none of their heads has a role. Run it with -s
-to see the counts."""
+"""Models that learned nothing, asked on prompts as if they got every one right: none of their heads has a role. Run it with
+-s to see the counts."""
 
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,9 +29,7 @@ SIZES = ((3, 6, 48), (2, 16, 64))  # layers, heads, width
 
 def said() -> list[str]:
     """Whatever prompts may say, and the probe set."""
-    people = [
-        template.format(one, other, one) for template in TEMPLATES for one, other in zip(NAMES, NAMES[1:], strict=False)
-    ]
+    people = [template.format(one, other, one) for template in TEMPLATES for one, other in pairwise(NAMES)]
     lists = [", ".join(f" {word}" for word in some) for some in CLASSES]
     facts = [text for pair in FACTS for text in pair]
     probe = [item.text for item in Corpus.probe().items()]

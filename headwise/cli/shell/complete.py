@@ -34,13 +34,14 @@ def heads(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def roles(incomplete: str) -> list[str]:
-    """The roles a head may have: those of the table, and those of the embedded probe set's relations."""
+    """The roles a head may have: those of the tables, and those of the embedded probe set's relations."""
+    from headwise.look.profile.prompted import PROMPTED
     from headwise.look.profile.roles import role_names
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 
     documents = (item for item in Corpus.probe().items() if isinstance(item, Document))
-    return _fitting(sorted(role_names(documents)), incomplete)
+    return _fitting(sorted(role_names(documents) | {role.name for role in PROMPTED}), incomplete)
 
 
 def _addresses(model: str) -> Iterable:

@@ -21,7 +21,7 @@ from headwise.look.measure.prompts import (
     Looks,
     Prompt,
     PromptMeasure,
-    Sums,
+    UnitSums,
     ask_prompts,
     check_reads_words,
     next_token,
@@ -56,7 +56,7 @@ class NameMover(PromptMeasure):
             "sentences about two people",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> Sums:
+    def measure(self, model: AnyModel, seed: int) -> UnitSums:
         """Both sentences of each pair, both names of each."""
         wiring = check_reads_words(model, "a name mover")
         prompts = make_pairs(tokenizer_of(model), seed)
@@ -64,7 +64,7 @@ class NameMover(PromptMeasure):
         return name_sums(looks).checked("pairs of sentences about two people", "the model ends rightly")
 
 
-def name_sums(looks: Looks) -> Sums:
+def name_sums(looks: Looks) -> UnitSums:
     """From what heads did at the four dues of each pair: each name where it is due, and where the other is."""
     said = looks.lead > 0
     score, valued, against = (_fours(x) for x in (looks.weight * said, looks.fetched * said, looks.weight * ~said))
@@ -72,7 +72,7 @@ def name_sums(looks: Looks) -> Sums:
     due, not_due = [0, 2], [1, 3]
     counts = 2 * (right[:, due].sum(1) == 2)
     null = score[:, not_due].sum(1) + against[:, due].sum(1)
-    return Sums(score[:, due].sum(1), null, valued[:, due].sum(1), counts)
+    return UnitSums(score[:, due].sum(1), null, valued[:, due].sum(1), counts)
 
 
 def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[Prompt]:

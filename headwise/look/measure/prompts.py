@@ -92,11 +92,11 @@ class PromptMeasure(TaskMeasure):
         return ""
 
     @abstractmethod
-    def measure(self, model: AnyModel, seed: int) -> "Sums":
-        """Sums over the cases of each unit; a HeadwiseError says why there are none."""
+    def measure(self, model: AnyModel, seed: int) -> "UnitSums":
+        """UnitSums over the cases of each unit; a HeadwiseError says why there are none."""
 
 
-class Sums(NamedTuple):
+class UnitSums(NamedTuple):
     """What a measure on prompts gives: sums over the cases of each unit, (units, heads), and how many, (units,)."""
 
     score: np.ndarray
@@ -104,7 +104,7 @@ class Sums(NamedTuple):
     valued: np.ndarray
     counts: np.ndarray
 
-    def checked(self, what: str, why: str) -> "Sums":
+    def checked(self, what: str, why: str) -> "UnitSums":
         """The same if it is enough to judge by; else it says what the model is too weak for."""
         there = int((self.counts > 0).sum())
         if there < ENOUGH:

@@ -55,7 +55,7 @@ FACTS = (
 PROMPTS, DOCUMENTS = 48, 3  # pairs of prompts, and documents in each
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """Documents and a question, as a model reads them: which tokens are of the document in question, which ask."""
 
     ids: tuple[int, ...]
@@ -77,7 +77,7 @@ class QueryFocus(TaskMeasure):
     GOLD, ASKS = "in question", "asks"
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, ...], Asked] = {}  # by the ids of a text
+        self.known: dict[tuple[int, ...], Query] = {}  # by the ids of a text
         self.columns = (
             Column(self.GOLD, lambda text: self.known[text.ids].gold),
             Column(self.ASKS, lambda text: self.known[text.ids].asks),
@@ -102,7 +102,7 @@ class QueryFocus(TaskMeasure):
         pairs = [
             (one, other) for one, other in make_queries(tokenizer, seed) if max(map(len, (one.ids, other.ids))) <= room
         ]
-        self.known = {asked.ids: asked for pair in pairs for asked in pair}
+        self.known = {query.ids: query for pair in pairs for query in pair}
         made = [[bare_unit(number, pair[i].ids, tokenizer) for number, pair in enumerate(pairs)] for i in (0, 1)]
         return made[0], made[1]
 
@@ -117,7 +117,7 @@ class QueryFocus(TaskMeasure):
         return torch.stack((sums[0], torch.zeros_like(sums[0]), sums[1]), -1), asks.sum(2)[..., None]
 
 
-def make_queries(tokenizer: Tokenizer, seed: int = 0, prompts: int = PROMPTS) -> list[tuple[Asked, Asked]]:
+def make_queries(tokenizer: Tokenizer, seed: int = 0, prompts: int = PROMPTS) -> list[tuple[Query, Query]]:
     """Three documents each, and a question about one of them; the twin has the same documents, of which the same is marked,
     and a question about another. None where the tokenizer does not know the words."""
     dice, made = np.random.default_rng(seed), []
@@ -125,17 +125,17 @@ def make_queries(tokenizer: Tokenizer, seed: int = 0, prompts: int = PROMPTS) ->
         drawn = dice.permutation(len(FACTS))[:DOCUMENTS]
         gold, other = (number % DOCUMENTS, (number + 1 + number // DOCUMENTS % (DOCUMENTS - 1)) % DOCUMENTS)
         facts = [FACTS[i][0] for i in drawn]
-        pair = [_asked(tokenizer, facts, FACTS[drawn[about]][1], gold) for about in (gold, other)]
+        pair = [_query(tokenizer, facts, FACTS[drawn[about]][1], gold) for about in (gold, other)]
         made.append((pair[0], pair[1]))
     unknown = tokenizer.special["unk"]
     return [pair for pair in made if not any(unknown in one.ids for one in pair)]
 
 
-def _asked(tokenizer: Tokenizer, facts: Sequence[str], question: str, gold: int) -> Asked:
+def _query(tokenizer: Tokenizer, facts: Sequence[str], question: str, gold: int) -> Query:
     """A text, with marks by the characters that tokens cover."""
     text = " ".join((*facts, question))
     aligned = tokenizer.align(text)
     start = sum(len(fact) + 1 for fact in facts[:gold])
     inside = [start <= a < b <= start + len(facts[gold]) for a, b in aligned.spans]
     asks = [a < b and a >= len(text) - len(question) for a, b in aligned.spans]
-    return Asked(aligned.ids, tuple(inside), tuple(asks))
+    return Query(aligned.ids, tuple(inside), tuple(asks))

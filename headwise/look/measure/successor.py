@@ -26,7 +26,7 @@ from headwise.look.measure.prompts import (
     Due,
     Prompt,
     PromptMeasure,
-    Sums,
+    UnitSums,
     ask_prompts,
     check_reads_words,
     next_token,
@@ -75,7 +75,7 @@ class Successor(PromptMeasure):
             "days, months, numbers and letters",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> Sums:
+    def measure(self, model: AnyModel, seed: int) -> UnitSums:
         """Each member alone, and at the end of a list."""
         wiring, tokenizer = check_reads_words(model, "a successor head"), tokenizer_of(model)
         members = find_members(tokenizer)
@@ -84,7 +84,7 @@ class Successor(PromptMeasure):
         listed = ask_prompts(model, [_listed(tokenizer, one) for one in members], wiring)
         score, null = written(model, wiring, members)
         right = listed.right[:, None]
-        made = Sums(score * right, null * right, listed.wins * right, listed.right.astype(int))
+        made = UnitSums(score * right, null * right, listed.wins * right, listed.right.astype(int))
         return made.checked("lists of days, months, numbers and letters", "the model goes on with")
 
 

@@ -21,7 +21,7 @@ from headwise.look.measure.prompts import (
     Looks,
     Prompt,
     PromptMeasure,
-    Sums,
+    UnitSums,
     ask_prompts,
     check_reads_words,
 )
@@ -47,7 +47,7 @@ class CopySuppression(PromptMeasure):
             "holds back what is about to be said again", "beginnings of texts said twice",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> Sums:
+    def measure(self, model: AnyModel, seed: int) -> UnitSums:
         """Beginnings said twice, and the same with another behind them."""
         wiring = check_reads_words(model, "copy suppression")
         prompts = make_echoes(model, self.corpus, seed)
@@ -55,14 +55,14 @@ class CopySuppression(PromptMeasure):
         return made.checked("beginnings said twice", "the model goes on with")
 
 
-def suppression_sums(looks: Looks) -> Sums:
+def suppression_sums(looks: Looks) -> UnitSums:
     """From what heads did at the dues of texts said twice and, behind each, of its twin."""
     against = looks.lead < 0
     shape = (-1, 2, LENGTH - CUE, looks.weight.shape[1])
     right = looks.right.reshape(shape[:3])[:, 0, :, None]  # (texts, dues, 1)
     made = (looks.weight * against, looks.fetched * against, looks.weight * ~against)
     score, valued, said = ((x.reshape(shape) * right[:, None]).sum(2) for x in made)  # (texts, 2, heads)
-    return Sums(score[:, 0], score[:, 1] + said[:, 0], valued[:, 0], right.sum((1, 2)))
+    return UnitSums(score[:, 0], score[:, 1] + said[:, 0], valued[:, 0], right.sum((1, 2)))
 
 
 def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[Prompt]:

@@ -53,7 +53,8 @@ function role(head) {
     head.roles?.length > 1 && el("p", { "data-fact": "roles" }, `Also: ${head.supports.filter((one) => one.role !== head.role && head.roles.includes(one.role)).map((one) => `${one.role} ${one.detail} ${number(one.score, 2)}`).join(", ")}.`),
     el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, word(name)),
       typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, name === "evidence" ? word(value) : value)])),
-    head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above its baseline, on text it was not chosen on."));
+    head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above its baseline, on text it was not chosen on."),
+    Object.entries(store.book.about.unasked ?? {}).map(([name, why]) => el("p", { class: "note", "data-fact": "unasked" }, `Not asked for ${name}: ${why}`)));
 }
 
 // The same in plain sentences; behind each a sign that says how its numbers are made.
@@ -145,7 +146,8 @@ function measures(head) {
 
 function runnersUp(head) {
   if (!head.supports.length) return null;
+  const apart = head.supports.find((one) => one.family)?.family; // roles on prompts of their own are tested apart
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
-    grid(`${number(store.book.about.family)} tests in the family`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "control"].map((name) => word(name)),
-      head.supports.map((one) => [one.role, one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], ...[one.effect, one.cost, one.control].map((some) => (some === null ? "" : [some, 3]))])));
+    grid(`${number(store.book.about.family)} tests in the family${apart ? `, ${number(apart)} in that of prompts` : ""}`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "control"].map((name) => word(name)),
+      head.supports.map((one) => [word(one.role), one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], ...[one.effect, one.cost, one.control].map((some) => (some === null ? "" : [some, 3]))])));
 }
