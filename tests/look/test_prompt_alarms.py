@@ -11,7 +11,7 @@ import torch
 
 from headwise.look.measure import names, successor, suppression
 from headwise.look.measure.names import NAMES, TEMPLATES
-from headwise.look.measure.prompts import Looks, Prompt, ask_prompts
+from headwise.look.measure.prompts import DuePrompt, Looks, ask_prompts
 from headwise.look.measure.queries import FACTS
 from headwise.look.measure.successor import CLASSES
 from headwise.look.measure.tally import Tally
@@ -47,7 +47,7 @@ def tokenizer(kind: str) -> Tokenizer:
     return word_tokenizer([*{**words, **bare, **{f"{word},": None for word in bare}}])
 
 
-def as_if_right(model: AnyModel, prompts: list[Prompt], wiring: Wiring) -> Looks:
+def as_if_right(model: AnyModel, prompts: list[DuePrompt], wiring: Wiring) -> Looks:
     looks = ask_prompts(model, prompts, wiring)
     return looks._replace(right=np.ones_like(looks.right))
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
+from headwise.look.measure.listening import listening
 from headwise.look.measure.names import NAMES, TEMPLATES, NameMover, make_pairs
-from headwise.look.measure.prompts import Due, Prompt, ask_prompts, next_token
+from headwise.look.measure.prompts import Due, DuePrompt, ask_prompts, next_token
 from headwise.look.measure.queries import FACTS, QueryFocus, make_queries
 from headwise.look.measure.successor import CLASSES, ROUND, Successor, find_members
 from headwise.look.measure.suppression import CUE, LENGTH, CopySuppression, make_echoes
@@ -14,11 +15,12 @@ from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.profile.make import profile
 from headwise.look.profile.prompted import PROMPTED
+from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
-from headwise.spec import AttentionSpec, ModelSpec, Rotary
+from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.make import byte_tokenizer, word_tokenizer
 from tests.contract.layers import make_model
-from tests.look.built import BEFORE, OUT, Built, decoder, documents
+from tests.look.built import BEFORE, OUT, Built, blank, documents
 from tests.look.built import V as BUILT
 from tests.look.worded import BETA, P, Worded, back, to_place
 
@@ -48,12 +50,14 @@ def people() -> Worded:
     built.head("1.0", tokens=20 * any_name, at=said, read=said, write=eye * names, into=avoided)
     built.head("2.0", tokens=20 * any_name, write=4 * eye, into=out)
     with torch.no_grad():
-        built.model.heads["2.0"].W_Q[built.part(avoided), :V] = -200 * BETA * eye
+        built.model.heads[Address.parse("2.0")].W_Q[built.part(avoided), :V] = -200 * BETA * eye
         for number in (1, 2, 3):
-            head, same = built.model.heads[f"2.{number}"], built.model.heads["2.0"]
+            head, same = built.model.heads[Address.parse(f"2.{number}")], built.model.heads[Address.parse("2.0")]
             for letter in ("W_Q", "W_K", "W_V"):
                 getattr(head, letter).copy_(getattr(same, letter))
-        built.model.heads["2.1"].W_O[:, built.part(out)] = -eye  # looks at the right name and writes against it
+        built.model.heads[Address.parse("2.1")].W_O[
+            :, built.part(out)
+        ] = -eye  # looks at the right name and writes against it
     return built
 
 
@@ -68,7 +72,7 @@ def test_the_head_that_finds_the_other_name_moves_it() -> None:
     assert (counts > 0).sum() == 64, "the model gets all of them right"
     found = profile(people().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False)
     assert [str(address) for address in found.roles()["name mover"]] == ["2.0"]
-    told = found["2.0"].roles[0]
+    told = next(one for one in found["2.0"].roles if one.role == "name mover")
     assert (told.role, told.rung, told.on) == ("name mover", "effective", "sentences about two people")
     assert told.family > 0
 
@@ -82,7 +86,7 @@ def test_a_head_that_looks_at_the_first_name_scores_its_baseline(beta: float) ->
     built.head("0.1", places=to_place(1, beta), write=1e-3 * eye, into=2)
     built.head("0.2", write=1e-3 * eye, into=2)  # alike everywhere: the name said twice is written most
     built.head("0.3", write=-1e-3 * eye, into=2)
-    lengths = np.array([len(prompt.ids) for prompt in make_pairs(built.model.tokenizer)[::2]])
+    lengths = np.array([len(prompt.ids) for prompt in make_pairs(tokenizer_of(built.model))[::2]])
     weights = np.exp(beta) / (np.exp(beta) + lengths - 1)
     weight = weights.mean()
     score, null, valued, _ = asked(built.model, NameMover())
@@ -95,7 +99,7 @@ def test_a_head_that_looks_at_the_first_name_scores_its_baseline(beta: float) ->
 
 
 def test_pairs_of_sentences_differ_in_one_name() -> None:
-    tokenizer = people().model.tokenizer
+    tokenizer = tokenizer_of(people().model)
     made = make_pairs(tokenizer)
     for one, other in zip(made[::2], made[1::2], strict=True):
         differ = [i for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)) if a != b]
@@ -130,7 +134,7 @@ def counting(heads: int = 5) -> Worded:
 
 def test_the_head_that_writes_the_next_is_a_successor() -> None:
     built = counting()
-    V, members = built.V, find_members(built.model.tokenizer)
+    V, members = built.V, find_members(tokenizer_of(built.model))
     assert len(members) == sum(len(some) if some in ROUND else len(some) - 3 for some in CLASSES)
     friday = torch.zeros(V, V).index_fill_(1, torch.tensor(built.ids(["Friday"])), 1e-3)
     built.head("0.1", places=back(0), write=1e-3 * torch.eye(V))  # says what it reads
@@ -150,14 +154,16 @@ def test_the_head_that_writes_the_next_is_a_successor() -> None:
     assert (score[3], valued[3]) == (1, pytest.approx(0))
     assert score[4] == 0
     found = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
-    rungs = {str(address): found[address].roles[0].rung for address in found.roles()["successor"]}
+    rungs = {
+        str(address): one.rung for address in found.addresses for one in found[address].roles if one.role == "successor"
+    }
     assert rungs == {"0.0": "effective", "0.3": "selective"}
 
 
 def test_a_model_that_is_too_weak_is_told_so() -> None:
     built = counting(1)
     with torch.no_grad():
-        built.model.heads["0.0"].W_O.zero_()
+        built.model.heads[Address.parse("0.0")].W_O.zero_()
     found = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
     assert "too weak for it: of 89 lists" in found.about["unasked"]["successor"]
     assert "single tokens" in found.about["unasked"]["name mover"]
@@ -168,17 +174,20 @@ def test_a_model_that_is_too_weak_is_told_so() -> None:
 def test_words_of_several_tokens_are_left_out() -> None:
     model = Transformer(ModelSpec(vocab=257, context=64, layers=1, attention=AttentionSpec(width=12, heads=2)))
     model.tokenizer = byte_tokenizer()
-    assert next_token(model.tokenizer, "Then", "Mary") is None
+    assert next_token(tokenizer_of(model), "Then", "Mary") is None
     with pytest.raises(HeadwiseError, match="of 24 names only 0 are single tokens"):
-        make_pairs(model.tokenizer)
-    assert find_members(model.tokenizer) == []
+        make_pairs(tokenizer_of(model))
+    assert find_members(tokenizer_of(model)) == []
 
 
 def test_the_head_that_writes_against_what_is_foretold_suppresses_it() -> None:
     """Beside an induction head, which makes the model say it; a head that looks at the same places whatever is read; one
     that looks there and writes for every other token."""
-    model, texts = decoder(), documents(120)
-    _, two = model.attention_layers()
+    model, texts = blank(heads=6, layers=2), documents(120)
+    one, two = model.attention_layers()
+    Built(one, 0).places(1).writes(BEFORE, 1.0)
+    Built(one, 1).rest(1.0).writes()
+    Built(two, 0).tokens(torch.eye(BUILT), at=BEFORE).rest().writes(OUT, 2.0)
     Built(two, 4).tokens(torch.eye(BUILT), at=BEFORE).rest().writes(OUT, -0.5)
     Built(two, 1).places(LENGTH - 1).writes(OUT, -0.1)
     half = torch.eye(BUILT) * (torch.arange(BUILT) % 2 == 0)  # writes for every other token, against the rest
@@ -202,7 +211,7 @@ def test_the_head_that_writes_against_what_is_foretold_suppresses_it() -> None:
 
 
 def test_what_is_said_twice() -> None:
-    model, texts = decoder(), documents(120)
+    model, texts = blank(heads=1, layers=1), documents(120)
     made = make_echoes(model, texts)
     for twice, once in zip(made[::2], made[1::2], strict=True):
         assert [(due.row, due.place, due.answer) for due in twice.dues] == [
@@ -233,7 +242,7 @@ def test_the_last_word_of_a_question_looks_at_its_document(kind: str) -> None:
     built.head("0.1", write=torch.eye(built.V))
     built.head("0.2", places=to_place(0), write=torch.eye(built.V))
     score, null, valued, counts = asked(built.model, QueryFocus())
-    pairs = make_queries(built.model.tokenizer)
+    pairs = make_queries(tokenizer_of(built.model))
     rows = [[i for i, asks in enumerate(one.asks) if asks] for one, _ in pairs]
     assert (counts > 0).sum() == len(pairs)
     assert [len(some) for some in rows] == counts[: len(rows)].tolist()
@@ -283,15 +292,14 @@ def test_against_whole_maps() -> None:
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(21)])
     draw = np.random.default_rng(0)
     prompts = [
-        Prompt(tuple(draw.integers(0, 21, n).tolist()), (Due(n - 2, 3, 5, (7, 2)), Due(n - 1, 1, 4, (6, 9))))
+        DuePrompt(tuple(draw.integers(0, 21, n).tolist()), (Due(n - 2, 3, 5, (7, 2)), Due(n - 1, 1, 4, (6, 9))))
         for n in (7, 7, 9, 7)
     ]
     looks, wiring = ask_prompts(model, prompts, model.wiring()), model.wiring()
     for number, prompt in enumerate(prompts):
         kept = []
-        for site in model.sites():
-            with site.listen(kept.append):
-                said = model(torch.tensor([prompt.ids]))[0]
+        with listening(model.sites(), lambda seen, _, kept=kept: kept.append(seen)):
+            said = model(torch.tensor([prompt.ids]))[0]
         for d, due in enumerate(prompt.dues):
             row = 2 * number + d
             for layer, seen in enumerate(kept):

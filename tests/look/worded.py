@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.model import Transformer
-from headwise.spec import AttentionSpec, ModelSpec
+from headwise.spec import Address, AttentionSpec, ModelSpec
 from headwise.text.make import word_tokenizer
 
 P, BETA = 40, 90.0
@@ -64,7 +64,7 @@ class Worded:
     ) -> None:  # fmt: skip
         """Scores by places (P, P) and by tokens (V, V), of a part of the query and a part of the key; what it fetches is a
         part of what it looks at, turned (V, V), and put into a part."""
-        head, V = self.model.heads[address], self.V
+        head, V = self.model.heads[Address.parse(address)], self.V
         if places is not None:
             head.W_Q[V : V + P, V:], head.W_K[V : V + P, V:] = places, torch.eye(P)
         if tokens is not None:

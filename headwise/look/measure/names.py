@@ -18,8 +18,8 @@ import numpy as np
 from headwise.look.measure.prompts import (
     ENOUGH,
     Due,
+    DuePrompt,
     Looks,
-    Prompt,
     PromptMeasure,
     UnitSums,
     ask_prompts,
@@ -75,7 +75,7 @@ def name_sums(looks: Looks) -> UnitSums:
     return UnitSums(score[:, due].sum(1), null, valued[:, due].sum(1), counts)
 
 
-def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[Prompt]:
+def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[DuePrompt]:
     """Two prompts for each pair, one after the other: each asks for the name due, and then for the one that is not. Names of
     several tokens are left out."""
     single = [name for name in NAMES if next_token(tokenizer, "Then", name) is not None]
@@ -88,7 +88,9 @@ def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[
     return [prompt for pair in made for prompt in pair]
 
 
-def _pairs(tokenizer: Tokenizer, template: str, couples: Iterable[tuple[str, str]]) -> Iterator[tuple[Prompt, Prompt]]:
+def _pairs(
+    tokenizer: Tokenizer, template: str, couples: Iterable[tuple[str, str]]
+) -> Iterator[tuple[DuePrompt, DuePrompt]]:
     """Those in which both names are one token wherever they stand."""
     for couple in couples:
         one, other = (_prompt(tokenizer, template, couple, again) for again in (1, 0))
@@ -96,7 +98,7 @@ def _pairs(tokenizer: Tokenizer, template: str, couples: Iterable[tuple[str, str
             yield one, other
 
 
-def _prompt(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: int) -> Prompt | None:
+def _prompt(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: int) -> DuePrompt | None:
     """One of two names is said again. The other is due, and comes first among what is asked; then the one that is not."""
     text = template.format(*names, names[again])
     aligned, behind = tokenizer.align(text), tokenizer.around[1]
@@ -111,7 +113,7 @@ def _prompt(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: 
     if 0 in places:  # the first token is no target
         return None
     row, due, other = len(ids) - 1, int(answers[1 - again] or 0), int(answers[again] or 0)
-    return Prompt(ids, (Due(row, places[1 - again], due, (other,)), Due(row, places[again], other, (due,))))
+    return DuePrompt(ids, (Due(row, places[1 - again], due, (other,)), Due(row, places[again], other, (due,))))
 
 
 def _fours(made: np.ndarray) -> np.ndarray:

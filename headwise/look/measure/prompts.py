@@ -44,7 +44,7 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class DuePrompt:
     """A text as a model reads it, and the tokens due in it."""
 
     ids: tuple[int, ...]
@@ -142,7 +142,7 @@ def next_token(tokenizer: Tokenizer, text: str, word: str) -> int | None:
     return after[-1]
 
 
-def ask_prompts(model: AnyModel, prompts: Sequence[Prompt], wiring: Wiring, batch: int = 1024) -> Looks:
+def ask_prompts(model: AnyModel, prompts: Sequence[DuePrompt], wiring: Wiring, batch: int = 1024) -> Looks:
     """Let the model read prompts, those of one shape side by side without padding, and look where tokens are due."""
     heads = sum(len(site.head_ids) for site in model.all_sites())
     starts = np.cumsum([0, *(len(prompt.dues) for prompt in prompts)])
@@ -172,7 +172,7 @@ class _Shown:
     """What the sites show while prompts of one shape are read: by the first head of a site, (B, H, R) each."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], rows: tuple[int, ...], wiring: Wiring, device: torch.device | str
+        self, prompts: Sequence[DuePrompt], rows: tuple[int, ...], wiring: Wiring, device: torch.device | str
     ) -> None:
         dues = [prompt.dues for prompt in prompts]
         self.rows, self.wiring = rows, wiring

@@ -24,7 +24,7 @@ from headwise.heads.site import Site
 from headwise.look.measure.prompts import (
     ENOUGH,
     Due,
-    Prompt,
+    DuePrompt,
     PromptMeasure,
     UnitSums,
     ask_prompts,
@@ -181,7 +181,7 @@ def _entering(wiring: Wiring, layers: Sequence[int]) -> Iterator[dict[int, Tenso
             hook.remove()
 
 
-def _listed(tokenizer: Tokenizer, member: Member) -> Prompt:
+def _listed(tokenizer: Tokenizer, member: Member) -> DuePrompt:
     """A list that ends with a member: its next is due, against the rest of the class."""
     ids = (*tokenizer.around[0], *tokenizer.encode(member.text, special=False))
-    return Prompt(ids, (Due(len(ids) - 1, len(ids) - 2, member.next, member.others),))
+    return DuePrompt(ids, (Due(len(ids) - 1, len(ids) - 2, member.next, member.others),))

@@ -18,8 +18,8 @@ from headwise.errors import HeadwiseError
 from headwise.look.measure.prompts import (
     ENOUGH,
     Due,
+    DuePrompt,
     Looks,
-    Prompt,
     PromptMeasure,
     UnitSums,
     ask_prompts,
@@ -65,7 +65,7 @@ def suppression_sums(looks: Looks) -> UnitSums:
     return UnitSums(score[:, 0], score[:, 1] + said[:, 0], valued[:, 0], right.sum((1, 2)))
 
 
-def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[Prompt]:
+def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[DuePrompt]:
     """Two prompts for each beginning: it is said twice; and another is said behind it, asked about at the same places."""
     tokenizer, given = tokenizer_of(model), documents_for(model) if corpus is None else Corpus.of(corpus)
     before = tokenizer.around[0]
@@ -76,7 +76,7 @@ def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int =
         raise HeadwiseError(
             f"too few texts begin with {LENGTH} different tokens, or there is no room to say them twice; {len(fit)} do."
         )
-    made: list[Prompt] = []
+    made: list[DuePrompt] = []
     dice = np.random.default_rng(seed)
     for number in dice.permutation(len(fit))[:texts]:
         one = fit[number]
@@ -87,8 +87,8 @@ def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int =
     return made
 
 
-def _prompt(before: tuple[int, ...], one: tuple[int, ...], said: tuple[int, ...]) -> Prompt:
+def _prompt(before: tuple[int, ...], one: tuple[int, ...], said: tuple[int, ...]) -> DuePrompt:
     """A beginning, and what is said behind it but for its last token: each token of the beginning is asked about."""
     start, rest = len(before), {*one}
     dues = [Due(start + LENGTH + i - 1, start + i, one[i], tuple(sorted(rest - {one[i]}))) for i in range(CUE, LENGTH)]
-    return Prompt((*before, *one, *said[:-1]), tuple(dues))
+    return DuePrompt((*before, *one, *said[:-1]), tuple(dues))

@@ -244,12 +244,14 @@ def make_cases(
 
 def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
     """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests. Roles
-    `apart` are a second family, so that those of the first are judged as they are without them."""
+    `apart` are a second family and come behind others of their rung, so that those are told, and tried by ablation, as they
+    are without them."""
     first, second = ([case for case in cases if case.role.apart == apart] for apart in (False, True))
     found, family = _judge(first, heads)
     more, beside = _judge(second, heads)
     made = [[*some, *(replace(one, family=beside) for one in others)] for some, others in zip(found, more, strict=True)]
-    return [_one_each(sorted(some, key=lambda one: one.rank, reverse=True)) for some in made], family
+    made = [sorted(some, key=lambda one: (one.rank[0], not one.family, one.gain), reverse=True) for some in made]
+    return [_one_each(some) for some in made], family
 
 
 def _judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
