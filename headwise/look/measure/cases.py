@@ -16,6 +16,7 @@ from headwise.team.team import Team
 
 ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and tokens
 SHOWN = 8  # cases told of a role
+AROUND = 6  # tokens told before and behind
 ROW, ECHO = "", "repeats"  # the questions of tokens
 MARKS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
 MOST = {"arcs": ARCS, "rows": ROWS}
@@ -202,7 +203,7 @@ def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str]
     (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
     """
     far = max(marks) - min(marks) > 30
-    around = 3 if far else 6
+    around = AROUND // 2 if far else AROUND
     low, high = max(0, min(marks) - around), min(max(marks) + around + 1, len(names))
     parts: list[tuple[str, str]] = []
     for i in range(low, high):

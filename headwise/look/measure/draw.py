@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from headwise.look.measure.call import Call
-from headwise.look.measure.cases import ARCS, ECHO, NAMES, ROW, ROWS, Cases, Place, weights_at
+from headwise.look.measure.cases import ARCS, AROUND, ECHO, NAMES, ROW, ROWS, Cases, Place, weights_at
 from headwise.look.measure.measure import Measure
 from headwise.look.measure.scene import ColumnLayout
 from headwise.look.record.units import Unit
@@ -60,10 +60,12 @@ class Smallest:
 
 
 class Draw(Measure):
-    """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases."""
+    """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases.
 
-    def __init__(self, heads: int, echoes: Iterable[Place], layout: ColumnLayout) -> None:
-        self.heads, self.echoes, self.marks = heads, tuple(echoes), layout.marks
+    `ahead`: whether any head may look at what comes after a token. Where none does, the rest of a text is not kept."""
+
+    def __init__(self, heads: int, echoes: Iterable[Place], layout: ColumnLayout, ahead: bool = True) -> None:
+        self.heads, self.echoes, self.marks, self.ahead = heads, tuple(echoes), layout.marks, ahead
         self.rules = tuple(aim.name for aim in layout.aims)  # that say where a row should look
         self._words: dict[str, Smallest] = {}
         self._tokens = Smallest(ROWS)
@@ -77,8 +79,8 @@ class Draw(Measure):
         keys = np.random.default_rng(_hashed(repr(unit.ids))).integers(1, 1 << 53, REACH).tolist()
         for row in range(1, min(len(unit.ids), REACH)):
             if self._tokens.takes(keys[row]):
-                place = Place(ROW, keys[row], unit.bucket, unit.number, row, unit.pieces)
-                n = len(place.names)
+                names = unit.pieces if self.ahead else unit.pieces[: row + AROUND + 1]
+                place, n = Place(ROW, keys[row], unit.bucket, unit.number, row, names), len(names)
                 sizes = {"maps": (self.heads, n), "marks": (n, len(self.marks)), "aims": (len(self.rules),)}
                 self._take(self._tokens, self._tokens_of, place, sizes)
 

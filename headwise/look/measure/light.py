@@ -11,7 +11,7 @@ from headwise.heads.site import Seen
 from headwise.kernels.masks import Causal
 from headwise.kernels.terms import Terms, spread
 from headwise.look.measure.call import Call
-from headwise.look.measure.row_numbers import Rows, fill_rows, join, looks_ahead
+from headwise.look.measure.row_numbers import Rows, fill_rows, looks_ahead
 from headwise.look.measure.scene import WINDOW
 
 MASK = 1 << 24  # entries of a mask that is handed over whole
@@ -45,10 +45,10 @@ def glance(call: Call) -> Rows:
     if empty is not None:
         total = total.masked_fill(empty, 0.0)
     ahead = looks_ahead(terms, T, S, q.device)
-    known = join([scene.known(sight) for sight in scene.sights(terms, T, S)], scene.batch.real)
-    aimed = {name: _at(q, k, lse, scale, known["sees"][name], target) for name, target in scene.aims.items()}
+    about = scene.about(terms, T, S)
+    aimed = {name: _at(q, k, lse, scale, about["sees"][name], target) for name, target in scene.aims.items()}
     return Rows(
-        seen, scene, call.gram, call.norms, **known, aimed=aimed, ahead=ahead, total=total,
+        seen, scene, call.gram, call.norms, **about, aimed=aimed, ahead=ahead, total=total,
         energy=scale * (q * keys).sum(-1) - lse, features=features, square=(twice.to(q) - 2 * lse).exp(),
         near=_window(q, k, lse, scale, mask, ahead), beyond=_beyond(q, k, lse, scale, mask) if ahead else None,
     )  # fmt: skip

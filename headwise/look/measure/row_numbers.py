@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from headwise.heads.site import Seen
 from headwise.kernels.terms import Terms
 from headwise.look.measure.call import Call
 from headwise.look.measure.rows import RowBlock, count_rows, sights, walk
-from headwise.look.measure.scene import NORM, WINDOW, FarRepeats, Known, Scene
+from headwise.look.measure.scene import NORM, WINDOW, FarRepeats, Scene
 
 EDGES = tuple(WINDOW << i for i in range(11))
 
@@ -132,7 +132,7 @@ See = Callable[[RowBlock], None]
 
 def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
     """Walk over a call, or over one block of rows in so many; `see` are shown each block as it goes by."""
-    seen, scene, norms, inputs, batch = call.seen, call.scene, call.norms, call.inputs, call.scene.batch
+    seen, scene, norms, inputs = call.seen, call.scene, call.norms, call.inputs
     (B, H, T, _), S, device = seen.q.shape, seen.k.shape[2], inputs.device
     n, ahead = count_rows(T, every), looks_ahead(seen.terms, T, S, inputs.device)
     new, hits = inputs.new_zeros, any(aim.hits for aim in scene.layout.aims)
@@ -142,52 +142,36 @@ def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
     beyond = new(B, H, n) if ahead else None
     aimed = {name: new(B, H, n) for name in scene.aims}
     equals, heaviest = (new(B, H, n), new(2, B, H, n)) if hits else (None, None)
-    known: list[Known] = []
-    pairs: list[FarRepeats] = []
-    slot = slice(0, 0)
+    about, repeats = scene.about(seen.terms, T, S, every), new(B, 1, n)
+    slot, pairs = slice(0, 0), None
     for block in walk(seen, inputs, every, scene.seen):
         heads = block.heads
         if heads.start == 0:
-            known.append(scene.known(block.sight))
-            pairs.append(scene.pairs(block.sight))
             slot = slice(slot.stop, slot.stop + len(block.rows))
+            pairs = scene.pairs(block.sight)
+            repeats[..., slot] = pairs.repeats.to(repeats)
         for into, made in ((total, block.total), (energy, block.energy), (features, block.features)):
             into[:, heads, slot] = made
         torch.linalg.vector_norm(block.e, dim=-1, out=square[:, heads, slot])
         near[:, heads, slot] = block.at(1 - WINDOW if ahead else 0, WINDOW)
         _add_top(block, scene.ordinary[:, block.cols.start : block.cols.stop], top[:, heads, slot])
         _add_bins(block, ahead, far[:, heads, slot], last[slot])
-        _add_repeated(block, pairs[-1], norms, repeated[:, :, heads, slot])
+        _add_repeated(block, pairs, norms, repeated[:, :, heads, slot])
         if beyond is not None:
             _add_beyond(block, beyond[:, heads, slot])
         for name, into in aimed.items():
-            into[:, heads, slot] = _at_aim(block, scene.aims[name][:, known[-1].places])
+            into[:, heads, slot] = _at_aim(block, scene.aims[name][:, about["places"][slot]])
         if equals is not None and heaviest is not None:
             equals[:, heads, slot] = (block.e == 1).sum(-1).to(equals)
             _add_heaviest(block, norms, heaviest[:, :, heads, slot])
         for one in see:
             one(block)
     return Full(
-        seen, scene, call.gram, norms, **join(known, batch.real), ahead=ahead, total=total, energy=energy, features=features,
+        seen, scene, call.gram, norms, **about, ahead=ahead, total=total, energy=energy, features=features,
         square=square.square_(), near=near, beyond=beyond, aimed=aimed, top=top, far=far, last=last,
-        repeats=torch.cat([one.repeats for one in pairs], 2).to(inputs), repeated=repeated, equals=equals,
+        repeats=repeats, repeated=repeated, equals=equals,
         heaviest=heaviest,
     )  # fmt: skip
-
-
-def join(known: list[Known], real: Tensor) -> dict[str, Any]:
-    """What is known of all rows of a call."""
-    places = torch.cat([one.places for one in known])  # (n,)
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        most = [max(part.shape[axis] for part in parts) for axis in (0, 1)]
-        return torch.cat([part.expand(*most, *part.shape[2:]) for part in parts], 2)
-
-    return {
-        "places": places, "counted": real[:, places], "visible": joined([one.visible for one in known]),
-        "marks": joined([one.marked for one in known]), "sees_first": joined([one.sees_first for one in known]),
-        "sees": {name: joined([one.sees[name] for one in known]) for name in known[0].sees},
-    }  # fmt: skip
 
 
 def looks_ahead(terms: Terms, T: int, S: int, device: torch.device) -> bool:
@@ -243,11 +227,11 @@ def _add_beyond(block: RowBlock, out: Tensor) -> None:
     torch.sum(torch.mul(block.e[..., cols], steps, out=block.scratch[..., cols]), -1, out=out)
 
 
-def _add_repeated(block: RowBlock, pairs: FarRepeats, norms: Tensor, out: Tensor) -> None:
+def _add_repeated(block: RowBlock, pairs: FarRepeats | None, norms: Tensor, out: Tensor) -> None:
     """The weight on repeated tokens, and what it fetches, into (2, B, h, R)."""
-    b, r, c = pairs.example, pairs.row, pairs.column
-    if not len(b):
+    if pairs is None or not len(pairs.row):
         return
+    b, r, c = pairs.example, pairs.row, pairs.column
     picked = block.e[b, :, r, c]  # (pairs, h)
     both = torch.stack((picked, picked * norms[:, block.heads][b, :, c + block.cols.start]), 1)
     out.permute(1, 3, 0, 2).index_put_((b, r), both, accumulate=True)

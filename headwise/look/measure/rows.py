@@ -21,6 +21,10 @@ from headwise.kernels.terms import Terms, spread
 ROWS = 64  # queries in a block
 CELLS = 1 << 21  # scores in a block, about
 LOWEST = -1e30  # the score of what is not seen: finite, so that 0 · score is 0
+PIECE = (
+    4096  # keys that meet a block of rows at once while sights, and what is known of them, are made: see `Scene.about`
+)
+KEPT = 1 << 23  # cells of sights that are kept from layer to layer; more are made again
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,21 +39,33 @@ class Sight:
     part: slice  # the columns in which some are not seen: of a causal block nothing but its last corner
     seen: Tensor  # (1 or B, 1 or H, R, P): which of those are
 
-    @cached_property
-    def forbid(self) -> Tensor:
-        """What is added to the scores of that part."""
-        return (~self.seen).float() * LOWEST
-
-    @cached_property
-    def keep(self) -> Tensor:
-        """What the weights of that part are multiplied with."""
-        return self.seen.float()
-
-    def allowed(self) -> Tensor:
-        """All of it: (1 or B, 1 or H, R, C)."""
-        made = torch.ones(*self.seen.shape[:3], len(self.cols), dtype=torch.bool, device=self.seen.device)
-        made[..., self.part] = self.seen
+    def allowed(self, piece: slice = slice(None)) -> Tensor:
+        """All of it, or some of its columns: (1 or B, 1 or H, R, C)."""
+        first, end, _ = piece.indices(len(self.cols))
+        made = torch.ones(*self.seen.shape[:3], end - first, dtype=torch.bool, device=self.seen.device)
+        low, high = max(first, self.part.start), min(end, self.part.stop)
+        if low < high:
+            made[..., low - first : high - first] = self.seen[..., low - self.part.start : high - self.part.start]
         return made
+
+    def sees(self, keys: Tensor) -> Tensor:
+        """Whether each row sees one key, `keys` (B, R) or (B, 1) by their places; none is below 0: (B, 1 or H, R)."""
+        column = (keys - self.cols.start).expand(-1, len(self.rows))  # (B, R)
+        there = ((column >= 0) & (column < len(self.cols)))[:, None]  # (B, 1, R)
+        if self.part.start == self.part.stop:
+            return there
+        inner = column - self.part.start
+        known = ((inner >= 0) & (inner < self.seen.shape[-1]))[:, None]
+        index = inner.clamp(0, self.seen.shape[-1] - 1)[:, None, :, None]  # (B, 1, R, 1)
+        seen = self.seen.expand(len(column), -1, -1, -1)
+        return there & (~known | seen.gather(-1, index.expand(-1, seen.shape[1], -1, -1))[..., 0])
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums over the keys each row sees, of `values` (B, S, c): (B, 1 or H, R, c)."""
+        inside = slice(self.cols.start + self.part.start, self.cols.start + self.part.stop)
+        before, behind = values[:, self.cols.start : inside.start], values[:, inside.stop : self.cols.stop]
+        whole = (before.sum(1) + behind.sum(1))[:, None, None]  # (B, 1, 1, c): of the columns all rows see
+        return self.seen.to(values) @ values[:, None, inside] + whole
 
     @cached_property
     def ahead(self) -> bool:
@@ -101,31 +117,62 @@ class RowBlock:
         return e.as_strided(sizes, (b, h, r + 1, 1), e.storage_offset() + start + left)
 
 
-Sights = dict[tuple[Mask | None, range, int, int], Sight]  # by mask, rows, T and S
+@dataclass(eq=False)
+class Sights:
+    """What was made for one layer and serves the next."""
+
+    made: dict[tuple[Mask | None, range, int, int], Sight] = field(default_factory=dict)  # by mask, rows, T and S
+    cells: int = 0
+
+    def of(self, terms: Terms, rows: range, T: int, S: int, device: torch.device) -> Sight:
+        """What some rows may see. A mask that is no corner of a block has as many cells as a map: few of those are kept."""
+        key = (terms.mask, rows, T, S)
+        if key in self.made:
+            return self.made[key]
+        sight = _sight(terms, rows, T, S, device)
+        if self.cells + sight.seen.numel() <= KEPT:
+            self.made[key] = sight
+            self.cells += sight.seen.numel()
+        return sight
 
 
 def sights(
     terms: Terms, T: int, S: int, device: torch.device, every: int = 1, known: Sights | None = None
 ) -> Iterator[Sight]:
     """What the rows of a call may see, block by block, or one block in so many. `known` keeps it for the next layer."""
-    known = {} if known is None else known
     for rows in row_blocks(T, every):
-        key = (terms.mask, rows, T, S)
-        if key not in known:
-            known[key] = _sight(terms, key[1], T, S, device)
-        yield known[key]
+        yield (known or Sights()).of(terms, rows, T, S, device)
 
 
 def _sight(terms: Terms, rows: range, T: int, S: int, device: torch.device) -> Sight:
     cols = terms.keys(rows, T, S) or range(1)
-    allowed = terms.mask_block(rows, cols, T, S, device)
-    if allowed is None:
+    if terms.mask is None or terms.mask.is_full(T, S):
         visible, nothing = torch.full((1, 1, len(rows)), len(cols), device=device), torch.ones(1, 1, len(rows), 0)
         return Sight(rows, cols, S - T, terms.mask, visible, slice(0, 0), nothing.bool().to(device))
-    allowed = allowed.expand(-1, -1, len(rows), -1)  # (1 or B, 1 or H, R, C)
-    hidden = (~allowed).flatten(0, -2).any(0).nonzero()[:, 0]  # columns in which something is
-    part = slice(int(hidden[0]), int(hidden[-1]) + 1) if len(hidden) else slice(0, 0)
-    return Sight(rows, cols, S - T, terms.mask, allowed.sum(-1), part, allowed[..., part].clone())
+    mask, hidden = terms.mask, [cols.stop, cols.start - 1]  # the first and the last column in which something is
+    visible = torch.zeros(1, 1, len(rows), dtype=torch.long, device=device)
+
+    def block(some: range) -> Tensor:
+        return mask.block(rows, some, T, S, device).expand(-1, -1, len(rows), len(some))  # (1 or B, 1 or H, R, c)
+
+    for some in pieces(cols):
+        allowed = block(some)
+        visible = visible + allowed.sum(-1)
+        columns = (~allowed).flatten(0, -2).any(0).nonzero()[:, 0]
+        if len(columns):
+            hidden = [min(hidden[0], some[int(columns[0])]), some[int(columns[-1])]]
+    part = range(hidden[0], hidden[1] + 1) or range(cols.start, cols.start)
+    columns = slice(part.start - cols.start, part.stop - cols.start)
+    return Sight(rows, cols, S - T, mask, visible, columns, block(part).clone())
+
+
+def pieces(cols: range) -> Iterator[range]:
+    """Columns a piece at a time.
+
+    >>> list(pieces(range(2, 5000)))
+    [range(2, 4098), range(4098, 5000)]
+    """
+    return (range(first, min(first + PIECE, cols.stop)) for first in range(cols.start, cols.stop, PIECE))
 
 
 def row_blocks(T: int, every: int = 1) -> Iterator[range]:
@@ -162,6 +209,8 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = No
     for sight in sights(terms, T, S, queries.device, every, known):
         rows, cols = (slice(r.start, r.stop) for r in (sight.rows, sight.cols))
         bias = terms.bias_block(sight.rows, sight.cols, T, S)
+        keep = sight.seen.to(dtype)  # (1 or B, 1 or H, R, P)
+        forbid = (1 - keep) * LOWEST
         for first in range(0, H, h):
             heads = slice(first, min(first + h, H))
             shape = (B, heads.stop - first, len(sight.rows), len(sight.cols))
@@ -173,14 +222,14 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = No
                 scores.add_(_of(bias, heads)).clamp_(min=LOWEST)  # it may say −inf
             corner = scores[..., sight.part]
             if corner.shape[-1]:
-                corner.add_(_of(sight.forbid, heads))
+                corner.add_(_of(forbid, heads))
             top = scores.amax(-1)  # (B, h, R)
             scores.sub_(top[..., None])
             if corner.shape[-1]:
-                corner.mul_(_of(sight.keep, heads))  # exp is many times slower where it underflows
+                corner.mul_(_of(keep, heads))  # exp is many times slower where it underflows
             torch.exp(scores, out=e)
             if corner.shape[-1]:
-                e[..., sight.part].mul_(_of(sight.keep, heads))
+                e[..., sight.part].mul_(_of(keep, heads))
             if bias is not None:
                 e.mul_((top > LOWEST / 2)[..., None])  # a row to which it forbids everything
             summed = e @ asked[:, heads, cols]  # (B, h, R, f)

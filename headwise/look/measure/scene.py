@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.kernels import Mask
 from headwise.kernels.terms import Terms
 from headwise.look.measure.measure import Aim, Column, Measure
-from headwise.look.measure.rows import Sight, Sights, sights
+from headwise.look.measure.rows import Sight, Sights, pieces, sights
 from headwise.look.record.units import Batch
 
 WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
@@ -87,7 +88,7 @@ class Scene:
 
     batch: Batch
     layout: ColumnLayout
-    seen: Sights = field(default_factory=dict)
+    seen: Sights = field(default_factory=Sights)
     _known: dict[RowKey, Known] = field(default_factory=dict)
     _pairs: dict[RowKey, FarRepeats] = field(default_factory=dict)
     _paired: int = 0  # how many of them are kept
@@ -123,8 +124,24 @@ class Scene:
         """What the rows of a call may see, block by block."""
         return sights(terms, T, S, self.batch.ids.device, every, self.seen)
 
-    def known(self, sight: Sight) -> Known:
-        """What is known of the rows of a sight."""
+    def about(self, terms: Terms, T: int, S: int, every: int = 1) -> dict[str, Any]:
+        """What is known of all rows of a call, whatever the weights are. Ask before a walk, not block by block: each block
+        needs more room than the last one left, and what is kept would lie in between. Such holes grow with the square of
+        a text."""
+        known = [self._known_of(sight) for sight in self.sights(terms, T, S, every)]
+        places = torch.cat([one.places for one in known])  # (n,)
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            most = [max(part.shape[axis] for part in parts) for axis in (0, 1)]
+            return torch.cat([part.expand(*most, *part.shape[2:]) for part in parts], 2)
+
+        return {
+            "places": places, "counted": self.batch.real[:, places], "visible": joined([one.visible for one in known]),
+            "marks": joined([one.marked for one in known]), "sees_first": joined([one.sees_first for one in known]),
+            "sees": {name: joined([one.sees[name] for one in known]) for name in known[0].sees},
+        }  # fmt: skip
+
+    def _known_of(self, sight: Sight) -> Known:
         key = (sight.mask, sight.rows, sight.past)
         if key not in self._known:
             self._known[key] = self._know(sight)
@@ -154,29 +171,29 @@ class Scene:
         return self._targets[key]
 
     def _know(self, sight: Sight) -> Known:
-        device, marks = self.batch.ids.device, self.marks
+        device = self.batch.ids.device
         places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
-        allowed = sight.allowed()  # (1 or B, 1 or H, R, C)
-        marked = allowed.to(marks) @ marks[:, None, sight.cols.start : sight.cols.stop]  # (B, 1 or H, R, c)
-        keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)
-        first = (keys == self.batch.first[:, None])[:, None, None]  # (B, 1, 1, C)
-        sees = {
-            name: (allowed & (aimed[:, places, None] == keys)[:, None]).any(-1) for name, aimed in self.aims.items()
-        }
-        return Known(places, sight.visible, marked, (allowed & first).any(-1).to(marks), sees)
+        marked = sight.sums(self.marks)  # (B, 1 or H, R, c)
+        sees = {name: sight.sees(aimed[:, places]) for name, aimed in self.aims.items()}
+        return Known(places, sight.visible, marked, sight.sees(self.batch.first[:, None]).to(marked), sees)
 
 
 def _pairs(sight: Sight, batch: Batch) -> FarRepeats:
-    device, cols = batch.ids.device, slice(sight.cols.start, sight.cols.stop)
+    device, start = batch.ids.device, sight.cols.start
     places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
-    keys = torch.arange(sight.cols.start, sight.cols.stop, device=device)  # (C,)
     ids = batch.ids.masked_fill(~batch.real, -1)
-    before = torch.nn.functional.pad(ids, (1, 0), value=-2)[:, cols]  # (B, C): what stands before each key
+    before = torch.nn.functional.pad(ids, (1, 0), value=-2)  # (B, S + 1): what stands before each key
     query = ids[:, places, None]  # (B, R, 1)
-    far = (places[:, None] - keys).abs() >= WINDOW  # (R, C)
-    same = ((ids[:, None, cols] == query) | (before[:, None] == query)) & far & batch.real[:, places, None]  # (B, R, C)
-    same = same & (keys > batch.first[:, None, None])
-    if sight.seen.shape[1] == 1:
-        same = same & sight.allowed()[:, 0]
-    example, row, column = same.nonzero(as_tuple=True)
-    return FarRepeats(example, row, column, same.sum(-1)[:, None])
+    found, repeats = [], torch.zeros(len(ids), len(places), dtype=torch.long, device=device)
+    for some in pieces(sight.cols):
+        cols = slice(some.start, some.stop)
+        keys = torch.arange(some.start, some.stop, device=device)  # (c,)
+        far = (places[:, None] - keys).abs() >= WINDOW  # (R, c)
+        same = ((ids[:, None, cols] == query) | (before[:, None, cols] == query)) & far  # (B, R, c)
+        same = same & batch.real[:, places, None] & (keys > batch.first[:, None, None])
+        if sight.seen.shape[1] == 1:
+            same = same & sight.allowed(slice(some.start - start, some.stop - start))[:, 0]
+        found.append(same.nonzero() + torch.tensor([0, 0, some.start - start], device=device))  # (pairs, 3)
+        repeats += same.sum(-1)
+    example, row, column = torch.cat(found).unbind(1)
+    return FarRepeats(example, row, column, repeats[:, None])

@@ -152,7 +152,8 @@ class _Pass:
             relations = Relations.of(self.tally, related.documents(), self.model.spec.kind != "encoder")
         asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
         kept = KeptTexts(asks)
-        draw = Draw(len(self.addresses), self._echoes(self.echo.repeats), ColumnLayout.of(self.measures))
+        echoes, ahead = self._echoes(self.echo.repeats), self.model.spec.kind != "decoder"
+        draw = Draw(len(self.addresses), echoes, ColumnLayout.of(self.measures), ahead)
         self._read(texts, related, relations, draw, kept)
         cases = draw.finish()
         self._share(texts, relations, cases)
