@@ -14,7 +14,7 @@ from headwise.kernels.terms import Terms
 from headwise.look.measure import rows, scene
 from headwise.look.measure.call import Call
 from headwise.look.measure.measure import Measure, Taker
-from headwise.look.measure.rows import RowBlock, Sights, sights
+from headwise.look.measure.rows import KeptSights, RowBlock, sights
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.usual import usual_measures
@@ -125,7 +125,7 @@ def test_sights_are_the_mask(name: str, piece: int, monkeypatch: pytest.MonkeyPa
 
 def test_few_cells_of_sights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "KEPT", 64 * 61)
-    known, terms = Sights(), Terms(1.0, (0, 1, 2), mask=MASKS["anything"])
+    known, terms = KeptSights(), Terms(1.0, (0, 1, 2), mask=MASKS["anything"])
     once, twice = (list(sights(terms, 61, 61, CPU, known=known)) for _ in range(2))
     assert known.cells == 0  # six planes of 61 × 61 are more
     assert torch.equal(once[0].seen, twice[0].seen)

@@ -118,7 +118,7 @@ class RowBlock:
 
 
 @dataclass(eq=False)
-class Sights:
+class KeptSights:
     """What was made for one layer and serves the next."""
 
     made: dict[tuple[Mask | None, range, int, int], Sight] = field(default_factory=dict)  # by mask, rows, T and S
@@ -137,11 +137,11 @@ class Sights:
 
 
 def sights(
-    terms: Terms, T: int, S: int, device: torch.device, every: int = 1, known: Sights | None = None
+    terms: Terms, T: int, S: int, device: torch.device, every: int = 1, known: KeptSights | None = None
 ) -> Iterator[Sight]:
     """What the rows of a call may see, block by block, or one block in so many. `known` keeps it for the next layer."""
     for rows in row_blocks(T, every):
-        yield (known or Sights()).of(terms, rows, T, S, device)
+        yield (known or KeptSights()).of(terms, rows, T, S, device)
 
 
 def _sight(terms: Terms, rows: range, T: int, S: int, device: torch.device) -> Sight:
@@ -192,7 +192,7 @@ def count_rows(T: int, every: int = 1) -> int:
     return sum(map(len, row_blocks(T, every)))
 
 
-def walk(seen: Seen, features: Tensor, every: int = 1, known: Sights | None = None) -> Iterator[RowBlock]:
+def walk(seen: Seen, features: Tensor, every: int = 1, known: KeptSights | None = None) -> Iterator[RowBlock]:
     """All blocks of a call, or one in so many; `features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e.
 
     The first feature is 1 for every key. `known` is where `sights` are kept.

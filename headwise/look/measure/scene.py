@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.kernels import Mask
 from headwise.kernels.terms import Terms
 from headwise.look.measure.measure import Aim, Column, Measure
-from headwise.look.measure.rows import Sight, Sights, pieces, sights
+from headwise.look.measure.rows import KeptSights, Sight, pieces, sights
 from headwise.look.record.units import Batch
 
 WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
@@ -88,7 +88,7 @@ class Scene:
 
     batch: Batch
     layout: ColumnLayout
-    seen: Sights = field(default_factory=Sights)
+    seen: KeptSights = field(default_factory=KeptSights)
     _known: dict[RowKey, Known] = field(default_factory=dict)
     _pairs: dict[RowKey, FarRepeats] = field(default_factory=dict)
     _paired: int = 0  # how many of them are kept
