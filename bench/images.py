@@ -1,6 +1,6 @@
 """A small ViT trained here on drawn shapes, and what its heads do: roles beside the same model before training.
 
-python -m bench.images                    trains (about 75 s of one core), then measures; the folder is kept
+python -m bench.images                    trains (about 7 minutes of one core), then measures; the folder is kept
 python -m bench.images --out DIR          where the model, the pictures and the report go (default .lab/images)
 
 The task needs looking: a picture has one large shape (circle, square, triangle or cross) and one small mark (a dot or a
@@ -24,7 +24,7 @@ from torch import Tensor
 
 SIZE, PATCH = 48, 6  # pixels: 8 by 8 patches
 SHAPES, MARKS = ("circle", "square", "triangle", "cross"), ("dot", "bar")
-STEPS, BATCH, HELD_OUT, MEASURED = 700, 64, 512, 128
+STEPS, BATCH, HELD_OUT, MEASURED = 4000, 64, 512, 128
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, int]:
