@@ -4,6 +4,7 @@ from headwise.change.cut import cut, fold
 from headwise.change.ways import RankingInput, Scores, way_of
 from headwise.errors import HeadwiseError
 from headwise.look.record.reading import Reading
+from headwise.look.record.units import read_sites
 from headwise.look.worth.outputs import Means
 from headwise.model import AnyModel
 from headwise.progress import Progress
@@ -23,6 +24,8 @@ def rank(
     called: str = "",
 ) -> Scores:
     """What each head is worth by one of `headwise.change.ways.WAYS`: those with the least are cut first."""
+    if on is not None:
+        read_sites(model, model.spec.addresses)  # heads that texts do not reach cannot be ranked beside those they do
     ask = RankingInput(on, keep, means, seed, steps, progress, called or f"ranking by {by}")
     return way_of(by).rank(model, ask)
 

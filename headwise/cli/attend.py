@@ -77,7 +77,7 @@ def _print(seen: "Attended", head: str | None, word: str | None, to: str | None,
 
     from headwise.show.tables import make_table
 
-    console = Console()
+    console, token = Console(), "word" if seen.picture is None else "patch"
     if word is not None and to is not None:
         rows = [(name, weight, _bar(weight)) for name, weight in seen.heads_for(word, to, most)]
         title = f"Heads in which {word} looks at {to}"
@@ -87,12 +87,12 @@ def _print(seen: "Attended", head: str | None, word: str | None, to: str | None,
             (look.head, look.word, look.attended, look.weight, _bar(look.weight)) for look in seen.strongest(most, word)
         ]
         title = "The hardest looks" if word is None else f"The hardest looks of {word}"
-        columns = ["head", "word", "looks at", "weight", ""]
+        columns = ["head", token, "looks at", "weight", ""]
         console.print(make_table(f"{title} (not at itself, the first or a special token)", columns, looks))
     else:
         for name in seen.heads:
             rows = _rows(seen, name, word, most)
-            console.print(make_table(f"Head {name}", ["word", "looks at", "weight", ""], rows))
+            console.print(make_table(f"Head {name}", [token, "looks at", "weight", ""], rows))
 
 
 def _rows(seen: "Attended", head: str, word: str | None, most: int) -> list[tuple[str, str, float, str]]:

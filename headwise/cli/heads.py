@@ -144,10 +144,11 @@ def check(
     from headwise.look.profile.prompted import PROMPTED
     from headwise.look.profile.roles import role_names
     from headwise.look.record.reading import documents_for
+    from headwise.look.record.units import read_sites
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 
-    in_layers(layers, [address for site in model.all_sites() for address in site.addresses])
+    in_layers(layers, [address for site in read_sites(model) for address in site.addresses])
     if role is not None:
         given = [Corpus.of(some) for some in (corpus, relations) if some is not None]
         read = chain.from_iterable(some.items() for some in [*given, documents_for(model)])

@@ -65,13 +65,14 @@ def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
     from headwise.errors import HeadwiseError
     from headwise.look.profile.make import profile
     from headwise.look.profile.result import Profile
+    from headwise.look.record.units import read_sites
     from headwise.show.progress import show_progress
 
     if saved is None:
         with show_progress() as progress:
             return profile(model, corpus, causal=False, progress=progress)
     made = Profile.load(saved)
-    if list(made.addresses) != [address for site in model.all_sites() for address in site.addresses]:
+    if list(made.addresses) != [address for site in read_sites(model) for address in site.addresses]:
         raise HeadwiseError(f"{saved} tells of {len(made.addresses)} heads that are not this model's; make it anew.")
     return made
 

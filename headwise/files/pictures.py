@@ -133,6 +133,8 @@ def open_picture(path: str | Path) -> Any:
             return opened.copy()
     except FileNotFoundError:
         raise HeadwiseError(f"there is no picture {path}.") from None
+    except IsADirectoryError:
+        raise HeadwiseError(f"{path} is a folder; give one of its pictures.") from None
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise HeadwiseError(f"{path} is no picture that can be read ({error}).") from None
 

@@ -15,6 +15,7 @@ from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.reading import Reading
+from headwise.look.record.units import read_sites
 from headwise.look.worth.importance import Worth, importance
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.sensitivity import Cost, sensitivity
@@ -128,7 +129,7 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
     alike = nearest(model).get(str(address), [])
     return Facts(
         **found, shares=shares(model.spec, address), before=before, behind=behind,
-        alike=tuple((str(other), float(far)) for other, far in alike), refused=tuple(refused),
+        alike=tuple((str(other), float(far)) for other, far in alike), refused=tuple(dict.fromkeys(refused)),
     )  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def joined(model: AnyModel) -> str:
 
 def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:
     """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
-    addresses = tuple(address for site in model.all_sites() for address in site.addresses)
+    addresses = tuple(address for site in read_sites(model) for address in site.addresses)
     if len(addresses) < 2 or model.pictures is not None:  # heads are compared on texts
         return {}
     sums, rows = np.zeros((len(addresses),) * 2), 0

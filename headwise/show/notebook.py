@@ -31,7 +31,8 @@ def profile_html(profile: Profile) -> str:
             [str(head.address), told, one.rung, _number(one.score), _number(one.null), cases[0].text if cases else ""]
         )
     about = profile.about
-    told = f"{len(profile)} heads on {about['texts']:,} texts, {about['tokens']:,} tokens"
+    what = "pictures" if about.get("pictures") else "texts"
+    told = f"{len(profile)} heads on {about['texts']:,} {what}, {about['tokens']:,} tokens"
     grid = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
     return f"<p>{told}</p>{grid}{_table(['best', 'role', 'rung', 'score', 'baseline', 'a case of it'], lines)}"
 

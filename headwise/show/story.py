@@ -38,6 +38,12 @@ MEANS = {
     "copy suppression": "looks at the token about to be said again and writes against it",
     "query focus": "looks from a question at the document it is about",
 }  # fmt: skip
+PICTURED = {  # what a role means where tokens are patches
+    "local": "looks at the eight patches around its own", "row": "looks along its row of patches",
+    "column": "looks along its column of patches", "global": "looks beyond half of the picture",
+    "class token": "looks at the class token", "register": "looks at registers",
+    "sink": "looks at one patch, whatever patch looks",
+}  # fmt: skip
 RESTS = {
     "sink": ("on the first token", RESTING.name), "special token": ("on special tokens", SPECIAL),
     "broad": ("nowhere: it looks everywhere nearly alike", RELATIVE.name),
@@ -100,20 +106,23 @@ def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> li
 
 
 def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
+    pictures = bool(profile.about.get("pictures"))
     if not head.roles:
         yield Sentence(
             "unclear",
-            f"Head {head.address}: nothing found. On {profile.about['texts']:,} texts no role of it stood above its "
-            f"baseline; {profile.family:,} tests were made over all heads and roles. Heads of random weights give the same "
-            "answer.",
+            f"Head {head.address}: nothing found. On {profile.about['texts']:,} {'pictures' if pictures else 'texts'} no "
+            f"role of it stood above its baseline; {profile.family:,} tests were made over all heads and roles. Heads of "
+            "random weights give the same answer.",
         )
         return
-    yield Sentence("role", f"Head {head.address} {_role(head.roles[0])}.")
+    yield Sentence("role", f"Head {head.address} {_role(head.roles[0], pictures)}.")
     yield Sentence(
         "evidence", f"{_sure(head.roles[0], profile.family)} {SURE[head.roles[0].rung]}{_effect(head.roles[0])}"
     )
     for one in head.roles[1 : 1 + MORE]:
-        yield Sentence("role", f"It also {_role(one)} ({one.rung}; {_ends(one)}; baseline {_share(one.null)}).")
+        yield Sentence(
+            "role", f"It also {_role(one, pictures)} ({one.rung}; {_ends(one)}; baseline {_share(one.null)})."
+        )
     others = [f"{one.role} {_share(one.score)}" for one in head.roles[1 + MORE :]]
     if others:
         yield Sentence("role", f"Further roles, with weaker evidence: {', '.join(others)}.")
@@ -127,8 +136,8 @@ def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
         )
 
 
-def _role(one: Support) -> str:
-    means = MEANS.get(one.role, f"follows {one.role}")
+def _role(one: Support, pictures: bool) -> str:
+    means = (PICTURED if pictures else MEANS).get(one.role, f"follows {one.role}")
     name = f" ({one.role}{f' {one.detail}' if one.detail else ''})"
     if one.relation and one.role not in MASSES:
         return f"{means}{name}: in {_share(one.score)} of the cases it looks hardest at the right word"

@@ -1,6 +1,7 @@
 """Several towers as one model: maps beside transformers' eager path, silence beside zeroed rows of W_O, in every tower."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import headwise as hw
 from headwise.attach import Attached
 from headwise.attach.prove import tensors
 from headwise.errors import HeadwiseError
+from headwise.look.measure.variability import variability
 from tests.attach import towers
+from tests.contract.anyones import TEXTS, TOKENIZER
 
 NAMES = {
     "clip": {"vision", "text"}, "llava": {"vision", "text"}, "paligemma": {"vision", "text"}, "gemma3": {"vision", "text"},
@@ -128,3 +131,43 @@ def test_heads_are_cut_from_every_tower(build, tmp_path) -> None:
     with back:
         assert far(numbers(back.model, call), silent) < 1e-9
         assert not {str(a) for a in back.heads.addresses} & {"vision.0.1", "vision.1.0", "text.0.1"}
+
+
+def test_texts_ask_the_towers_that_they_reach() -> None:
+    """Of the tower of pictures nothing is said, no NaN either; whoever asks for it by name is told why not."""
+    model, _ = towers.made(towers.llava)
+    text = [f"text.{layer}.{head}" for layer in range(2) for head in range(4)]
+    with hw.attach(model, TOKENIZER) as theirs:
+        seen = hw.attend(theirs, TEXTS[0])
+        assert list(seen.heads) == text
+        assert all(bool(seen.map(head).isfinite().all()) for head in seen.heads)
+        found = hw.profile(theirs, TEXTS, relations=False, causal=False)
+        assert [str(head) for head in found.addresses] == text
+        assert all(math.isfinite(head.measures["entropy"]) for head in found)
+        for by in ("ablation", "gradient", "attribution"):
+            worth = hw.importance(theirs, TEXTS, by=by, check=0)
+            assert [str(head) for head in worth.addresses] == text
+            assert all(map(math.isfinite, worth.mean))
+        spread = variability(theirs, TEXTS, length=5)
+        assert list(spread) == text
+        assert all(map(math.isfinite, spread.values()))
+        assert [str(head) for head in hw.compare(theirs, TEXTS, rows=8).addresses] == text
+        for ask in (
+            lambda: hw.attend(theirs, TEXTS[0], heads="vision.0.1"),
+            lambda: hw.importance(theirs, TEXTS, heads="vision.0.*,text.0.1"),
+            lambda: variability(theirs, TEXTS, "vision.*", length=5),
+            lambda: hw.compare(theirs, TEXTS, heads="vision.*"),
+            lambda: hw.prune(theirs, keep=0.5, on=TEXTS),
+        ):
+            with pytest.raises(
+                HeadwiseError, match=r"a text alone does not reach head vision.*Heads it reaches: text\.\*"
+            ):
+                ask()
+
+
+def test_a_model_that_needs_pictures_beside_words_says_so() -> None:
+    model, _ = towers.made(towers.clip)
+    with hw.attach(model, TOKENIZER) as theirs:
+        for ask in (lambda: hw.attend(theirs, TEXTS[0]), lambda: hw.importance(theirs, TEXTS)):
+            with pytest.raises(HeadwiseError, match="cannot be called with token ids alone"):
+                ask()

@@ -24,6 +24,7 @@ from headwise.look.compare.weights import (
     ov_copying,
     shared,
 )
+from headwise.look.record.units import read_sites
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress, select
 
@@ -147,7 +148,7 @@ def compare(
     """
     if rows < 2:
         raise HeadwiseError(f"heads are compared on at least 2 rows, got {rows}.")
-    everywhere = tuple(address for site in model.all_sites() for address in site.addresses)
+    everywhere = tuple(address for site in read_sites(model, heads) for address in site.addresses)
     addresses = everywhere if isinstance(heads, str) and heads == "*" else select(heads, everywhere)
     towers = {address.stack for address in addresses} if model.spec.stacks else set()
     if len(towers) > 1:

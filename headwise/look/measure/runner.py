@@ -21,7 +21,7 @@ from headwise.look.measure.row_numbers import See, fill_rows
 from headwise.look.measure.rows import unknown_gram, walk
 from headwise.look.measure.scene import ColumnLayout, Scene
 from headwise.look.measure.tally import Tally
-from headwise.look.record.units import Batch, run
+from headwise.look.record.units import Batch, read_sites, run
 from headwise.model import AnyModel
 
 
@@ -50,7 +50,7 @@ class Runner:
 
     def read(self, model: AnyModel, batches: Iterable[Batch]) -> None:
         """Let a model read batches."""
-        sites = model.all_sites()
+        sites = read_sites(model)
         for batch in batches:
             self.scene(batch)  # counted even where every head is cut
             with listening(sites, self.see, batch):

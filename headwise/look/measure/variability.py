@@ -22,7 +22,7 @@ from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
 from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick
-from headwise.look.record.units import Unit, make_batch
+from headwise.look.record.units import Unit, make_batch, read_sites
 from headwise.model import AnyModel, quiet
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
@@ -45,7 +45,7 @@ def variability(
     """
     if length < 1 or texts < 2:
         raise HeadwiseError(f"texts are compared with each other: two of one token at least; got {texts} of {length}.")
-    addresses = tuple(address for site in model.all_sites() for address in site.addresses)
+    addresses = tuple(address for site in read_sites(model, heads) for address in site.addresses)
     wanted, chosen = set(pick(heads, addresses)), sample(Reading.of(model, corpus), length, texts)
     if len(chosen) < 2:
         raise HeadwiseError(

@@ -18,6 +18,7 @@ from headwise.look.measure.statistics import bootstrap, bootstrap_difference, ma
 from headwise.look.profile.result import Profile
 from headwise.look.record.buckets import BUCKETS, CHOOSING, REPORTING, in_half
 from headwise.look.record.reading import Reading
+from headwise.look.record.units import read_sites
 from headwise.model import AnyModel, quiet
 from headwise.text.treebank import Pronoun
 
@@ -104,7 +105,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
     if model.spec.kind == "decoder":  # what is not seen yet cannot be looked at
         asked = [case for case in asked if max(*case.a, *case.b) < case.pronoun]
     units = list(Reading.of(model, [case.document for case in asked]))
-    addresses = [address for site in model.all_sites() for address in site.addresses]
+    addresses = [address for site in read_sites(model) for address in site.addresses]
     right = np.zeros((BUCKETS, len(addresses)))
     counts, nearer = np.zeros(BUCKETS), np.zeros(BUCKETS)
     for unit, case in zip(units, asked, strict=True):
@@ -118,7 +119,7 @@ def coreference(model: AnyModel, cases: Iterable[Pronoun]) -> Coreference:
             weights.append(torch.stack([p[:, place].sum(-1) for place in names], -1))  # (H, 2)
 
         with quiet(model), ExitStack() as stack:
-            for site in model.all_sites():
+            for site in read_sites(model):
                 stack.enter_context(site.listen(see))
             model(torch.tensor([unit.ids], device=model.device), hidden=True)
         choice = torch.cat(weights).cpu().numpy()  # (heads, 2)

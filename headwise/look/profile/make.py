@@ -35,7 +35,7 @@ from headwise.look.profile.roles import Role, check_roles
 from headwise.look.profile.trials import TEXTS as ANSWERS
 from headwise.look.profile.trials import Few
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import Batch, Unit, make_batches, tokenizer_of
+from headwise.look.record.units import Batch, Unit, make_batches, read_sites, tokenizer_of
 from headwise.model import AnyModel, quiet
 from headwise.model.shard import Shard
 from headwise.progress import Progress
@@ -123,7 +123,7 @@ class _Pass:
     ) -> None:
         self.model, self.longest, self.tokens, self.every, self.progress = model, longest, tokens, every, progress
         self.detail, self.seed, self.control, self.team = detail, seed, control, team
-        self.sites = model.all_sites()
+        self.sites = read_sites(model)
         self.addresses = tuple(address for site in self.sites for address in site.addresses)
         self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
         self.tasks = [measure for measure in measures if isinstance(measure, TaskMeasure)]

@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.look.record.picture import InputPicture, picture_unit, read_picture
 from headwise.look.record.recording import HeadCall, Recording, pick, record
-from headwise.look.record.units import make_batch, run, tokenizer_of
+from headwise.look.record.units import make_batch, read_sites, run, tokenizer_of
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address
 from headwise.text import Tokenizer
@@ -276,6 +276,7 @@ def attend(
     aligned_source = None if source is None else _aligned(tokenizer, source, "the source")
     ids = torch.tensor([aligned.ids], device=model.device)  # (1, T)
     source_ids = None if aligned_source is None else torch.tensor([aligned_source.ids], device=model.device)
+    heads = pick(heads, [address for site in read_sites(model, heads) for address in site.addresses])
     with quiet(model), torch.no_grad(), record(model, heads, what="map") as recording:
         model(ids, source=source_ids, hidden=True)
     parts = None if aligned_source is None else Parts.of(aligned_source, words)

@@ -1,6 +1,7 @@
 """What a model reads while it is looked at: texts as units, units in batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel
+from headwise.heads import Site
+from headwise.heads.head import Pattern
+from headwise.model import AnyModel, quiet
+from headwise.spec import SiteAddress, select
 from headwise.text import Tokenizer
 from headwise.text.align import Alignment
 from headwise.text.corpus import Pair
@@ -142,11 +146,36 @@ def tokenizer_of(model: AnyModel) -> Tokenizer:
     """The model's tokenizer, or an error that says what to do."""
     if model.pictures is not None:
         raise HeadwiseError(
-            "this model reads pictures, not text; give it a path, a Pillow image, a tensor, or a folder of pictures."
+            "this model reads pictures, not text; hw.attend, hw.profile and hw.record look at them, what is asked on texts "
+            "cannot be asked of it."
         )
     if not isinstance(model.tokenizer, Tokenizer):
         raise HeadwiseError("this model has no tokenizer, so it cannot read text; set model.tokenizer.")
     return model.tokenizer
+
+
+def read_sites(model: AnyModel, heads: Pattern = "*") -> list[Site]:
+    """Where attention happens when a model reads texts, or pictures: of several towers those that token ids alone reach.
+
+    Found out by a call of a few tokens; a pattern that names heads of other towers is refused.
+    """
+    sites = model.all_sites()
+    if not model.spec.stacks or model.pictures is not None:
+        return sites
+    called: set[SiteAddress] = set()
+    with quiet(model), torch.no_grad(), ExitStack() as listening:
+        for site in sites:
+            listening.enter_context(site.listen(lambda seen: called.add(seen.site.address)))
+        model(torch.tensor([tokenizer_of(model).encode("one two three")], device=model.device), hidden=True)
+    if not (isinstance(heads, str) and heads.strip() == "*"):
+        unread = [one for one in select(heads, model.spec.addresses) if one.site not in called]
+        if unread:
+            reached = ", ".join(f"{stack}.*" for stack in dict.fromkeys(one.stack for one in called))
+            raise HeadwiseError(
+                f"a text alone does not reach head {unread[0]}: its tower reads something else. Heads it reaches: {reached}; "
+                f"for others call the model inside hw.record, or give hw.importance your own calls; name heads to cut."
+            )
+    return [site for site in sites if site.address in called]
 
 
 def _stacked(rows: Sequence[tuple[int, ...]], side: str = "right") -> tuple[Tensor, Tensor]:

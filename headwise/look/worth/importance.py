@@ -21,7 +21,7 @@ from headwise.heads.head import Pattern
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference
 from headwise.look.measure.tally import Tally
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import Unit, make_batch, make_batches
+from headwise.look.record.units import Unit, make_batch, make_batches, read_sites
 from headwise.look.worth.ablate import HOWS, How, stand_in
 from headwise.look.worth.calls import Loss, is_calls, worth_of_calls
 from headwise.look.worth.outputs import Means, Run, chosen_sites, mean_of, read_on
@@ -191,7 +191,8 @@ def importance(
     check_askable(model, metric)
     with quiet(model):
         reading = read_on(model, on, longest)
-        chosen = tuple(head for _, there in chosen_sites(model, heads) for head in there)
+        reached = {site.address for site in read_sites(model, heads)}
+        chosen = tuple(head for site, there in chosen_sites(model, heads) if site.address in reached for head in there)
         how = "zero" if by == "gradient" else how  # a gate closes towards zero
         count = reading.count_ahead()
         asks = _Asks(model, reading, metric, how, means, max(1, tokens // TEXTS) if by == "ablation" else tokens)

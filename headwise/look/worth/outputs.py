@@ -12,8 +12,8 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen, Site
 from headwise.look.record.reading import Reading
-from headwise.look.record.recording import HasSites
-from headwise.look.record.units import make_batch, make_batches, tokenizer_of
+from headwise.look.record.recording import HasSites, pick
+from headwise.look.record.units import make_batch, make_batches, read_sites, tokenizer_of
 from headwise.model import AnyModel, quiet
 from headwise.spec import Address, SiteAddress, select
 
@@ -120,6 +120,7 @@ def mean_activations(
     read at once.
     """
     batches = make_batches(read_on(model, on, longest), tokens, device=model.device)
+    heads = pick(heads, [address for site in read_sites(model, heads) for address in site.addresses])
     return mean_of(
         (
             record_z(

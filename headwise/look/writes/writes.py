@@ -17,7 +17,7 @@ from headwise.look.profile.result import HeadProfile
 from headwise.look.record.attend import attend
 from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick, record
-from headwise.look.record.units import make_batches, run, tokenizer_of
+from headwise.look.record.units import make_batches, read_sites, run, tokenizer_of
 from headwise.look.writes.attribution import Attribution, logit_attribution
 from headwise.model import AnyModel, Step, Wiring, quiet
 from headwise.spec import Address
@@ -151,7 +151,7 @@ def write_share(
 
     The bias b_O is nobody's. One streaming pass; nothing of the shape (B, T, H, D) is built.
     """
-    sites = model.all_sites()
+    sites = read_sites(model)
     starts = dict(zip(sites, _starts([len(site.head_ids) for site in sites]), strict=True))
     tally = Tally(sum(len(site.head_ids) for site in sites))
     with quiet(model), torch.no_grad():
