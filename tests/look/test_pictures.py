@@ -14,6 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.pictures import Pixels, to_png
 from headwise.look.measure.patches import WeightIn, apart
 from headwise.look.profile.result import Profile
+from headwise.show.story import tell_story
 from headwise.spec.grid import Grid
 
 transformers = pytest.importorskip("transformers")
@@ -223,6 +224,10 @@ def test_planted_heads_get_their_roles() -> None:
     assert all(found[f"0.{head}"].rung == "effective" for head in range(5))
     assert {one.role for one in found["0.0"].roles} <= {"row"}  # nothing besides
     assert {one.role for one in found["0.1"].roles} <= {"column"}
+    for head, words in enumerate(
+        ("along its row", "along its column", "eight patches around", "beyond half", "class token")
+    ):
+        assert words in str(tell_story(found, found[f"0.{head}"])), "a story speaks of patches"
 
 
 @pytest.mark.parametrize("gain", [0.3, 1.0, 4.0])
@@ -268,6 +273,7 @@ def test_bad_pictures_are_told(tmp_path: Path) -> None:
         for given, words in (
             (tmp_path / "not.png", "no picture that"),
             (tmp_path / "gone.png", "no picture"),
+            (tmp_path, "is a folder; give one of its pictures"),
             (3, "a path"),
         ):
             with pytest.raises(HeadwiseError, match=words):
