@@ -1,0 +1,104 @@
+"""Roles of SmolLM2 on three sets of texts: which of those found on one are found on another; and its heads for syntax.
+
+    python -m bench.depth --data DATA --out depth     # profiles are kept in depth/; started again it goes on
+
+The probe set; the first 160,000 characters of WikiText-2's test text; UD English-EWT's test sentences. A role is found where it
+stands above its baseline on held-out texts (selective or better). It holds on other texts if the same head has it there too,
+corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn anew. Relations have other
+names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and duplicate token are left out.
+"""
+
+import argparse
+from itertools import permutations
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import headwise as hw
+from headwise.look.profile.best_heads import best_heads
+from headwise.look.profile.result import Profile
+from headwise.look.profile.roles import make_cases
+from headwise.show.tables import make_table
+
+CHARACTERS = 160_000
+EWT, WIKITEXT = "ud-english-ewt/en_ewt-ud-test.conllu", "wikitext-2/test.txt"
+SAME = {
+    "nsubj": "subject-verb", "obj": "verb-object", "amod": "adjective-noun", "det": "determiner-noun",
+    "nmod:poss": "possessive",
+}  # fmt: skip
+OWN_TEXTS = {"induction", "duplicate token"}
+
+
+def make_profiles(data: Path, out: Path) -> dict[str, Profile]:
+    """One for each set of texts, from `out` where it is there."""
+    made: dict[str, Profile] = {}
+    for name in ("probe set", "WikiText-2", "UD-EWT"):
+        path = out / f"{name}.npz"
+        if not path.exists():
+            model = hw.load("smollm2")
+            if name == "WikiText-2":
+                text = (data / WIKITEXT).read_text("utf-8")[:CHARACTERS]
+                new = hw.profile(model, text, relations=False, longest=256, causal=False)
+            else:
+                new = hw.profile(model, data / EWT if name == "UD-EWT" else None, causal=False)
+            new.save(path)
+        made[name] = Profile.load(path)
+    return made
+
+
+def roles_found(profile: Profile) -> dict[str, set[str]]:
+    """The heads that have each role, by the name it has in the probe set."""
+    found: dict[str, set[str]] = {}
+    for role, heads in profile.roles().items():
+        if role not in OWN_TEXTS:
+            found.setdefault(SAME.get(role, role), set()).update(map(str, heads))
+    return found
+
+
+def roles_asked(profile: Profile) -> set[str]:
+    """The roles that could have been found."""
+    cases = make_cases(profile.tally, profile.relations)
+    return {SAME.get(case.role.name, case.role.name) for case in cases} - OWN_TEXTS
+
+
+def main() -> None:
+    """The profiles, and both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder with ud-english-ewt/ and wikitext-2/")
+    parser.add_argument("--out", type=Path, default=Path("depth"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    made, console = make_profiles(options.data, options.out), Console(width=200)
+    for name, one in made.items():
+        about = one.about
+        having = sum(bool({*(role.role for role in head.roles)} - OWN_TEXTS) for head in one)
+        console.print(
+            f"{name}: {about['texts']:,} texts, {about['tokens']:,} tokens, {one.family:,} tests; {having} of {len(one)} heads "
+            "have a role, those of repeated tokens left out",
+            highlight=False,
+        )
+    for one, other in permutations(made, 2):
+        here, there, askable = roles_found(made[one]), roles_found(made[other]), roles_asked(made[other])
+        rows = []
+        for role, heads in sorted(here.items()):
+            hold = heads & there.get(role, set())
+            chance = len(heads) * len(there.get(role, ())) / len(made[other])
+            told = [len(hold), f"{chance:.1f}"] if role in askable else ["not asked", ""]
+            rows.append([role, len(heads), *told, " ".join(sorted(hold)), " ".join(sorted(heads - hold))])
+        columns = ["role", f"on {one}", f"hold on {other}", "by chance", "which", "which not"]
+        console.print(make_table(f"Found on {one}", columns, rows))
+    rows = [
+        [
+            *(f"{row.relation} {row.way}", row.arcs, row.head, f"{row.accuracy:.2f} ({row.low:.2f}–{row.high:.2f})"),
+            *(f"{row.offset_accuracy:.2f} ({row.offset:+d})", f"{row.excess:+.2f}", row.coverage, f"{row.p:.4f}"),
+        ]
+        for row in best_heads(made["UD-EWT"])
+    ]
+    columns = ["relation", "words", "head", "accuracy", "best offset", "excess", "coverage", "p"]
+    console.print(make_table("SmolLM2 on UD English-EWT test: words that lead back", columns, rows))
+
+
+if __name__ == "__main__":
+    main()
