@@ -2,10 +2,11 @@
 
     python -m bench.depth --data DATA --out depth     # profiles are kept in depth/; started again it goes on
 
-The probe set; the first 160,000 characters of WikiText-2's test text; UD English-EWT's test sentences. A role is found where it
-stands above its baseline on held-out texts (selective or better). It holds on other texts if the same head has it there too,
-corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn anew. Relations have other
-names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and duplicate token are left out.
+The probe set; the first 160,000 characters of WikiText-2's test text; UD English-EWT's test sentences. A role is found where
+it stands above its baseline on held-out texts (selective or better). It holds on other texts if the same head has it there
+too, corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn anew. Relations
+have other names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and duplicate token are
+left out.
 """
 
 import argparse
@@ -75,8 +76,8 @@ def main() -> None:
         about = one.about
         having = sum(bool({*(role.role for role in head.roles)} - OWN_TEXTS) for head in one)
         console.print(
-            f"{name}: {about['texts']:,} texts, {about['tokens']:,} tokens, {one.family:,} tests; {having} of {len(one)} heads "
-            "have a role, those of repeated tokens left out",
+            f"{name}: {about['texts']:,} texts, {about['tokens']:,} tokens, {one.family:,} tests; {having} of {len(one)} "
+            "heads have a role, those of repeated tokens left out",
             highlight=False,
         )
     for one, other in permutations(made, 2):
