@@ -159,17 +159,17 @@ def _ends(one: Support) -> str:
 
 
 def _effect(one: Support) -> str:
-    if one.effect is None:
+    """What taking it away showed, so far as it was asked."""
+    if one.cost is None:
         return ""
-    ends = (
-        ""
-        if one.effect_interval is None
-        else f" (95 % CI {one.effect_interval[0]:+.3f} to {one.effect_interval[1]:+.3f})"
-    )
-    told = f" Without it the role's own test loses {one.effect:+.3f} nats an answer beside others of its layer{ends}"
-    if one.cost is None or one.control is None:
+    told = f" Without what it says of a case the role's own test loses {one.cost:+.3f} nats an answer"
+    if one.control is None:
         return f"{told}; nowhere were the same answers found reached another way."
-    return f"{told}; {one.cost:+.3f} by itself, and {one.control:+.3f} where the same answers are reached another way."
+    told += f", and {one.control:+.3f} where the same answers are reached another way"
+    if one.effect is None or one.effect_interval is None:
+        return f"{told}."
+    low, high = one.effect_interval
+    return f"{told}; {one.effect:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
 
 
 def _rests(head: HeadProfile) -> Sentence:

@@ -21,115 +21,110 @@ from headwise.text.documents import Document, Relation
 from tests.look.built import BEFORE, FOLLOWS, OUT, PLACE, WORDS, Built, P, V, blank, decoder, documents
 
 
-def costs(*heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0, control: float = 0.0) -> Costs:
-    """Cases of some answers each, in which every head costs so many nats an answer, and the first so many in the control."""
-    sums, other = np.tile(answers * np.array(heads), (texts, 1)), np.full((texts, 1), answers * control)
-    return Costs(sums, np.full(texts, answers), clean, other)
+def judged(*heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0, control: float = 0.0) -> Effect:
+    """The first of some heads of a layer: cases of some answers each, in which every head costs so many nats an answer, the
+    first so many in the control; its mean in its place costs as much as another case."""
+    lost = np.tile(answers * np.array(heads), (texts, 1))
+    return judge_all(lost, np.full((texts, 1), answers * control), np.full(texts, answers), clean)
 
 
-def judged(made: Costs) -> Effect:
-    """The first head, with its mean costing as much as another case."""
-    effect = made.of(0, range(made.sums.shape[1]))
-    return made.by_mean(effect, made.sums[:, 0])
+def judge_all(lost: np.ndarray, control: np.ndarray, counts: np.ndarray, clean: float = 0.0) -> Effect:
+    costs = Costs(counts, clean * counts.sum())
+    found = costs.beyond(lost[:, 0], control[:, 0])
+    found = costs.beside(found, lost[:, 0], lost[:, 1:]) if found.causal else found
+    return costs.by_mean(found, lost[:, 0]) if found.causal else found
 
 
 def test_the_numbers() -> None:
-    found = judged(costs(0.5, 0.1, 0.2, 0.3, 0.4, control=0.2))
+    found = judged(0.5, 0.1, 0.2, 0.3, 0.4, control=0.2)
     assert found.cost == pytest.approx(0.5)
     assert found.more == pytest.approx(0.5 - 0.25)
-    assert (found.low, found.high) == pytest.approx((0.25, 0.25))
+    assert found.interval == pytest.approx((0.25, 0.25))
     assert found.bar == pytest.approx(0.325), "three quarters of the way through .1, .2, .3, .4"
     assert found.control == pytest.approx(0.2)
     assert found.beyond == pytest.approx((0.3, 0.3))
+    assert found.mean_cost == pytest.approx(0.5)
     assert found.p == pytest.approx(1 / 65536, rel=0.01), "no flip of twenty equal signs reaches the data"
     assert found.causal
 
 
 def test_the_same_answers_reached_another_way_must_lose_less() -> None:
-    assert judged(costs(0.5, 0.1, control=0.4)).causal
+    assert judged(0.5, 0.1, control=0.4).causal
     for control in (0.5, 0.7):
-        found = judged(costs(0.5, 0.1, control=control))
-        assert found.low > 0
-        assert not found.causal, "it hurts any answer as much"
+        found = judged(0.5, 0.1, control=control)
+        assert (found.p, found.more) == (1, None), "it hurts any answer as much, and no more is asked"
 
 
 def test_a_control_that_one_case_alone_is_above_of() -> None:
-    made = costs(0.5, 0.0, texts=12, control=0.5)
-    made.sums[3, 0] = 50.0
-    found = judged(made)
+    """It is missing from (11/12)¹² of all draws, which is 35 %, so the interval begins at 0."""
+    lost = np.tile([2.0, 0.0], (12, 1))
+    lost[3, 0] = 50.0
+    found = judge_all(lost, np.full((12, 1), 2.0), np.full(12, 4.0))
+    assert found.beyond is not None
     assert found.beyond[0] == 0
     assert not found.causal
 
 
 def test_without_a_control_nobody_is_causal() -> None:
-    found = Costs(np.ones((20, 2)) * [1, 0], np.ones(20), 0.0).of(0, range(2))
-    assert (found.cost, found.low, found.control) == (1, 1, None)
+    found = Costs(np.ones(20), 0.0).beyond(np.ones(20), None)
+    assert (found.cost, found.control, found.beyond) == (1, None, None)
     assert not found.causal
 
 
 def test_a_head_whose_mean_would_do_is_not_causal() -> None:
     """Another case's answer misleads; with nothing said in its place nobody misses it."""
-    made = costs(0.7, 0.0)
+    costs, found = Costs(np.full(20, 4.0), 0.0), judged(0.7, 0.0)
     for lost, needed in ((0.6, True), (0.005, False), (-0.1, False)):
-        assert made.by_mean(made.of(0, range(2)), np.full(20, 4 * lost)).causal == needed
+        assert costs.by_mean(found, np.full(20, 4 * lost)).causal == needed
 
 
 def test_more_heads_tried_ask_for_more() -> None:
     """Six cases that all lose: one of 64 flips reaches as much, so p is 1/64; of four heads tried each needs .05/4."""
-    found = judged(costs(0.5, 0.0, texts=6))
+    found = judged(0.5, 0.0, texts=6)
     assert found.p == pytest.approx(1 / 64)
     assert found.causal
     assert not found._replace(p=float(holm([found.p, 1, 1, 1])[0])).causal
 
 
 def test_a_head_that_costs_next_to_nothing_is_not_causal_beside_idle_ones() -> None:
-    found = judged(costs(0.004, 0, 0, 0, 0, 0))
-    assert found.low > 0, "it is above the others without a doubt"
+    found = judged(0.004, 0, 0, 0, 0, 0)
+    assert found.beyond is not None
+    assert found.beyond[0] > 0, "it is above its control without a doubt"
     assert found.bar == 0.01
     assert not found.causal
 
 
 def test_the_least_that_counts_grows_with_the_surprise_of_the_whole_model() -> None:
-    assert judged(costs(0.05, 0, 0, 0, clean=4.0)).causal
-    found = judged(costs(0.05, 0, 0, 0, clean=6.0))
+    assert judged(0.05, 0, 0, 0, clean=4.0).causal
+    found = judged(0.05, 0, 0, 0, clean=6.0)
     assert found.bar == pytest.approx(0.06)
     assert not found.causal
 
 
 def test_idle_heads_do_not_make_one_of_several_causal() -> None:
     """Above the average of a layer in which five of eight others do nothing, but below the three that do most."""
-    found = judged(costs(0.5, 1, 1, 1, 0, 0, 0, 0, 0))
+    found = judged(0.5, 1, 1, 1, 0, 0, 0, 0, 0)
     assert found.more == pytest.approx(0.5 - 3 / 8)
-    assert found.low > 0
+    assert found.interval is not None
+    assert found.interval[0] > 0
     assert not found.causal
-    assert judged(costs(0.5, 1, 0, 0, 0, 0, 0, 0, 0)).causal, "second of nine"
+    assert judged(0.5, 1, 0, 0, 0, 0, 0, 0, 0).causal, "second of nine"
 
 
 def test_a_head_that_others_equal_is_not_causal() -> None:
     for heads in ((1.0, 1.0, 1.0), (0.3, 1.0), (-0.5, -1.0, -1.0)):
-        assert not judged(costs(*heads, control=-2.0)).causal
-
-
-def test_a_loss_that_one_case_alone_shows_is_not_causal() -> None:
-    """It is missing from (11/12)¹² of all draws, which is 35 %, so the interval begins at 0."""
-    lost = np.zeros((12, 4))
-    lost[3, 0] = 12.0
-    found = judged(Costs(lost, np.ones(12), 0.0, np.zeros((12, 1))))
-    assert (found.cost, found.low) == (1.0, 0.0)
-    assert not found.causal
+        assert not judged(*heads, control=-2.0).causal
 
 
 def test_a_head_alone_in_its_layer() -> None:
-    found = judged(costs(0.5, clean=2.0))
+    found = judged(0.5, clean=2.0)
     assert (found.more, found.cost, found.bar) == pytest.approx((0.5, 0.5, 0.02))
     assert found.causal
-    assert not judged(costs(0.5, texts=1)).causal, "one case gives no interval"
+    assert not judged(0.5, texts=1).causal, "one case gives no interval"
 
 
 def test_nothing_was_asked() -> None:
-    found = Costs(np.zeros((8, 3)), np.zeros(8), 0.0).of(1, range(3))
-    assert math.isnan(found.low)
-    assert not found.causal
+    assert not judge_all(np.zeros((8, 3)), np.zeros((8, 1)), np.zeros(8)).causal
 
 
 # Trials.
@@ -244,6 +239,7 @@ def test_a_layer_of_idle_heads() -> None:
     assert head.cost is not None
     assert abs(head.cost) < 2 / V
     assert head.bar == pytest.approx(0.01 * math.log(V), rel=0.02), "a model that knows nothing: ln V an answer"
+    assert head.effect is None, "its layer is not asked"
     assert (head.control, head.causal_p, head.rung) == (None, None, "effective")
 
 
@@ -321,10 +317,7 @@ def test_a_head_that_writes_whatever_the_answer_is() -> None:
     head = first(profile(model, documents(40)), "1.0")
     assert head.role == "induction"
     assert head.cost is not None
-    assert head.effect_interval is not None
-    assert head.bar is not None
-    assert head.effect_interval[0] > 0
-    assert head.cost > max(1, head.bar), "by its ablation alone it would be causal"
+    assert head.cost > 1, "by its ablation alone it would be causal"
     assert head.control is not None
     assert head.control > head.cost
     assert head.rung == "effective"

@@ -6,13 +6,14 @@ closing bracket for heads that look at the opening one, and so on; and the same 
 a list is being repeated, and only what it says about this one goes. A head is causal if its loss
 
     is above what the same answers lose where they are reached another way: the 95 % interval over cases lies above 0;
+    is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters;
     is above what the other heads of its layer cost on average: the 95 % interval over cases lies above 0;
     is above what three in four of those others cost: beside idle ones any head would be above the average;
-    is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters;
     is so much, and its interval above 0, with the mean over the cases in the head's place: another case's answer misleads,
     and a head that others could do without would be told for that alone;
 
-and if these are no accident: p < .05 by sign flips over cases, corrected for all heads and roles that are tried (Holm).
+and if these are no accident: p < .05 by sign flips over cases, corrected for all heads and roles that are tried (Holm). What
+comes later is not asked of heads that fail, and their p is 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,18 +62,8 @@ def climb(
         progress("ablations", number, len(wanted))
         lists = probe == "repeats"
         trial = list_trial(model, texts, seed) if lists else word_trial(model, related, texts, role, probe)
-        if len(trial.cases) < 2:
-            continue
-        layers = {addresses[head].site for head in heads}
-        beside = [address for address in addresses if address.site in layers]
-        costs = costs_of(model, beside, [addresses[head] for head in heads], trial)
-        for head in heads:
-            mates = [place for place, other in enumerate(beside) if other.site == addresses[head].site]
-            effects[head] = costs.of(beside.index(addresses[head]), mates, heads.index(head))
-        standing = [head for head in heads if effects[head].stands]
-        means = lost_without(model, [addresses[head] for head in standing], trial.cases, "mean")[0]
-        for place, head in enumerate(standing):
-            effects[head] = costs.by_mean(effects[head], means[:, place])
+        if len(trial.cases) > 1:
+            effects |= zip(heads, try_heads(model, addresses, [addresses[head] for head in heads], trial), strict=True)
     tried = [head for head, effect in effects.items() if effect.control is not None]
     for head, p in zip(tried, holm([effects[head].p for head in tried]), strict=True):
         effects[head] = effects[head]._replace(p=float(p))
@@ -82,60 +73,83 @@ def climb(
     return made
 
 
+def try_heads(model: AnyModel, addresses: Sequence[Address], heads: Sequence[Address], trial: Trial) -> list[Effect]:
+    """What some heads cost the cases; their controls; then, of those that may still be causal, the others of their layer, and
+    their means. p is not corrected yet."""
+    lost, clean = lost_without(model, heads, trial.cases)
+    costs = Costs(np.array([float(len(row.wanted)) for row in trial.cases]), float(clean.sum()))
+    control = trial.by_case(lost_without(model, heads, trial.controls)[0]) if trial.controls else None
+    made = [costs.beyond(lost[:, i], None if control is None else control[:, i]) for i in range(len(heads))]
+    left = [i for i, one in enumerate(made) if one.causal]
+    layers = {heads[i].site for i in left}
+    others = [address for address in addresses if address.site in layers and address not in heads]
+    everyone, all_lost = [*heads, *others], np.concatenate((lost, lost_without(model, others, trial.cases)[0]), 1)
+    for i in left:
+        mates = [k for k, other in enumerate(everyone) if other.site == heads[i].site and k != i]
+        made[i] = costs.beside(made[i], lost[:, i], all_lost[:, mates])
+    left = [i for i in left if made[i].causal]
+    means = lost_without(model, [heads[i] for i in left], trial.cases, "mean")[0]
+    for place, i in enumerate(left):
+        made[i] = costs.by_mean(made[i], means[:, place])
+    return made
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What taking away each of some heads costs: lost log-probability by case, and over how many answers."""
+    """How what a head costs is judged: over how many answers of each case, and what all of them cost the whole model."""
 
-    sums: np.ndarray  # (cases, heads)
     counts: np.ndarray  # (cases,)
-    clean: float  # what an answer costs the whole model, in nats
-    control: np.ndarray | None = None  # (cases, tried heads): the same answers reached another way
+    clean: float  # nats
 
-    def of(self, place: int, layer: Sequence[int], tried: int = 0) -> Effect:
-        """One head beside the others of its layer, and beside its control, in nats an answer.
+    def beyond(self, lost: np.ndarray, control: np.ndarray | None) -> Effect:
+        """What the cases lose by a head, summed over their answers, beside what their controls do: (cases,) each.
 
-        >>> lost = np.zeros((20, 5))
-        >>> lost[:, 0] = 0.5
-        >>> effect = Costs(lost, np.ones(20), clean=2.0, control=np.full((20, 1), 0.25)).of(0, range(5))
-        >>> effect.more, effect.cost, effect.bar, effect.control, effect.beyond
-        (0.5, 0.5, 0.02, 0.25, (0.25, 0.25))
+        >>> effect = Costs(np.ones(20), clean=40.0).beyond(np.full(20, 0.5), np.full(20, 0.25))
+        >>> effect.cost, effect.bar, effect.control, effect.beyond, effect.p < 0.001
+        (0.5, 0.02, 0.25, (0.25, 0.25), True)
         """
-        mine, others = self.sums[:, place], self.sums[:, [one for one in layer if one != place]]
-        answers = max(1.0, self.counts.sum())
-        more = mine - (others.mean(1) if others.shape[1] else 0.0)
-        low, high = bootstrap(more, self.counts)
-        most = float(np.quantile(others.sum(0) / answers, MOST)) if others.shape[1] else 0.0
-        cost = float(mine.sum() / answers)
-        effect = Effect(float(more.sum() / answers), float(low), float(high), cost, max(most, self.least))
-        if self.control is None:
+        effect = Effect(self._mean(lost), self.least)
+        if control is None:
             return effect
-        beyond = mine - self.control[:, tried]
-        ends = bootstrap(beyond, self.counts)
-        control = cost - float(beyond.sum() / answers)
-        # All must be so, and the largest p is that of all: a head that fails one is found by it as rarely as told.
-        p = max(self._p(more), self._p(beyond))
-        return effect._replace(control=control, beyond=(float(ends[0]), float(ends[1])), p=p)
+        ends, stands = self._interval(lost - control), effect.cost > self.least
+        p = self._p(lost - control) if stands and ends[0] > 0 else 1.0
+        return effect._replace(control=self._mean(control), beyond=ends, p=p)
+
+    def beside(self, effect: Effect, lost: np.ndarray, others: np.ndarray) -> Effect:
+        """The same beside what the cases lose by the other heads of its layer, (cases, heads).
+
+        All must be so, and the largest p is that of all: a head that fails one is found by it as rarely as told.
+        """
+        more = lost - (others.mean(1) if others.shape[1] else 0.0)
+        most = float(np.quantile(others.sum(0) / self._answers, MOST)) if others.shape[1] else 0.0
+        ends, bar = self._interval(more), max(most, self.least)
+        p = max(effect.p, self._p(more)) if ends[0] > 0 and effect.cost > bar else 1.0
+        return effect._replace(more=self._mean(more), interval=ends, bar=bar, p=p)
 
     def by_mean(self, effect: Effect, lost: np.ndarray) -> Effect:
         """The same with what the cases lose when the head's mean stands in its place, (cases,)."""
-        cost, low = float(lost.sum() / max(1.0, self.counts.sum())), float(bootstrap(lost, self.counts)[0])
-        return effect._replace(mean_cost=cost, mean_low=low, least=self.least, p=max(effect.p, self._p(lost)))
+        cost, stands = self._mean(lost), self._interval(lost)[0] > 0
+        p = max(effect.p, self._p(lost)) if stands and cost > self.least else 1.0
+        return effect._replace(mean_cost=cost, p=p)
 
     @property
     def least(self) -> float:
         """The least loss that counts."""
-        return max(NATS, SHARE * self.clean)
+        return max(NATS, SHARE * self.clean / self._answers)
+
+    @property
+    def _answers(self) -> float:
+        return max(1.0, float(self.counts.sum()))
+
+    def _mean(self, sums: np.ndarray) -> float:
+        return float(sums.sum() / self._answers)
+
+    def _interval(self, sums: np.ndarray) -> tuple[float, float]:
+        low, high = bootstrap(sums, self.counts)
+        return float(low), float(high)
 
     def _p(self, differences: np.ndarray) -> float:
         return float(sign_flips(differences, self.counts, draws=FLIPS))
-
-
-def costs_of(model: AnyModel, heads: Sequence[Address], tried: Sequence[Address], trial: Trial) -> Costs:
-    """What taking away each head costs the cases, and each of those tried the controls."""
-    sums, clean = lost_without(model, heads, trial.cases)
-    counts = np.array([float(len(row.wanted)) for row in trial.cases])
-    control = trial.by_case(lost_without(model, tried, trial.controls)[0]) if trial.controls else None
-    return Costs(sums, counts, float(clean.sum() / max(1.0, counts.sum())), control)
 
 
 def lost_without(

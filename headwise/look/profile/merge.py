@@ -72,7 +72,7 @@ def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
     """What ablation showed for the same role of the same head: it is about the model, and is not asked again."""
     for before in earlier:
         same = (before.role, before.detail) == (support.role, support.detail)
-        if same and before.effect is not None and support.rung == "effective":
+        if same and before.cost is not None and support.rung == "effective":
             told = ("effect", "effect_interval", "cost", "bar", "control", "beyond_interval", "mean_cost", "causal_p")
             rung = "causal" if before.rung == "causal" else support.rung
             return replace(support, rung=rung, **{name: getattr(before, name) for name in told})

@@ -9,7 +9,6 @@
 No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -117,29 +116,21 @@ class Case:
 
 
 class Effect(NamedTuple):
-    """What taking a head away costs its role's own test, in nats an answer."""
+    """What taking a head away costs its role's own test, in nats an answer; what is not asked any more is None."""
 
-    more: float  # than the other heads of its layer cost on average
-    low: float  # the interval of that
-    high: float
     cost: float  # by itself
     bar: float  # what the cost must be above
     control: float | None = None  # what it costs where the same answers are reached another way; None: nowhere found
-    beyond: tuple[float, float] = (math.nan, math.nan)  # the interval of cost − control
-    p: float = 1.0  # that any of these is by chance: more, cost − control, and the cost by its mean
-    mean_cost: float | None = None  # with its mean in its place, asked of heads that stand so far
-    mean_low: float = math.nan  # the lower end of the interval of that
-    least: float = 0.0  # what the cost by its mean must be above
-
-    @property
-    def stands(self) -> bool:
-        """Whether it is more than the others of its layer cost, and more than the control: so far it may be causal."""
-        return self.low > 0 and self.cost > self.bar and self.beyond[0] > 0 and self.p < 0.05
+    beyond: tuple[float, float] | None = None  # the interval of cost − control
+    more: float | None = None  # than the other heads of its layer cost on average
+    interval: tuple[float, float] | None = None  # of that
+    mean_cost: float | None = None  # with its mean in its place
+    p: float = 1.0  # that any of these is by chance; 1 for a head that fails one of them
 
     @property
     def causal(self) -> bool:
         """Whether the role's answers hang on the head, and not just any answers."""
-        return self.stands and self.mean_low > 0 and (self.mean_cost or 0.0) > self.least
+        return self.p < 0.05
 
 
 @dataclass(frozen=True)
@@ -171,15 +162,12 @@ class Support:
 
     def with_effect(self, found: Effect) -> "Support":
         """The same with what ablation showed."""
-        rung = "causal" if found.causal else self.rung
-        made = replace(
-            self, rung=rung, effect=found.more, effect_interval=(found.low, found.high), cost=found.cost, bar=found.bar
-        )
-        if found.control is None:
-            return made
+        tried = found.control is not None
         return replace(
-            made, control=found.control, beyond_interval=found.beyond, mean_cost=found.mean_cost, causal_p=found.p
-        )
+            self, rung="causal" if found.causal else self.rung, effect=found.more, effect_interval=found.interval,
+            cost=found.cost, bar=found.bar, control=found.control, beyond_interval=found.beyond,
+            mean_cost=found.mean_cost, causal_p=found.p if tried else None,
+        )  # fmt: skip
 
     @property
     def stands(self) -> bool:

@@ -35,7 +35,7 @@ function neighbours(head) {
 
 function control(head) {
   const one = head.supports.find((some) => some.role === head.role);
-  if (!one || one.effect === null) return null;
+  if (!one || (one.cost ?? null) === null) return null;
   return (one.control ?? null) === null ? "the same answers were nowhere found reached another way"
     : `${signed(one.cost, 3)} nats, and ${signed(one.control, 3)} where the same answers are reached another way`;
 }
