@@ -136,7 +136,7 @@ def test_what_ablation_showed_stays() -> None:
             assert made[address].effect == first[address].effect
             assert made[address].supports[0].effect_interval == first[address].supports[0].effect_interval
         assert made["0.2"].rung == "effective"
-        assert made["0.2"].effect is not None
+        assert made["0.2"].supports[0].cost is not None
     assert "causal" not in {head.rung for head in second.merge(second)}
 
 
