@@ -53,7 +53,7 @@ def run(
         turns = Turns()
         app = make_app(live, book, files=page_files(), turns=turns, host=host, token=secret)
         address = address_of(host, at, secret)
-        serve(app, turns, at, lambda: _tell(address, as_json, not no_browser))
+        serve(app, turns, at, lambda: _tell(address, as_json, not no_browser, loaded.pictures is not None))
     # Nothing is left to save, so nobody waits for a forward pass in its thread, nor for Python to take torch apart.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -91,16 +91,19 @@ def _sentences(model: "AnyModel", corpus: Any) -> list[Any]:
     return [item.text[:400] for item in islice((item for item in items if item.text.strip()), SHOWN)]
 
 
-def _tell(address: str, as_json: bool, browser: bool) -> None:
+def _tell(address: str, as_json: bool, browser: bool, pictures: bool) -> None:
     """Called when the server listens."""
     shown = address + "#view=sentence"  # where the box for a text is
     print(json.dumps({"url": address}) if as_json else shown, flush=True)
     if not as_json:
+        words = (
+            "Type a sentence and press Look; point at a word to see where each head looks from it;\n"
+            "switch heads off and press Predict to see what changes."
+        )
+        patches = "Point at a patch of a picture to see where each head looks from it."
         print(
-            "Open it in a browser. Type a sentence and press Look; point at a word to see where each head looks from it;\n"
-            "switch heads off and press Predict to see what changes. Ctrl-C here ends it.",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"Open it in a browser. {patches if pictures else words} Ctrl-C here ends it.", file=sys.stderr, flush=True
+        )
     if browser and sys.stdout.isatty():
         import threading
         import webbrowser

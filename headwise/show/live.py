@@ -48,7 +48,8 @@ class Live:
     most_tokens: int = TOKENS
 
     def __post_init__(self) -> None:
-        tokenizer_of(self.model)
+        if self.model.pictures is None:  # of pictures the page shows what was made; nothing is typed
+            tokenizer_of(self.model)
         if self.model.spec.kind == "encoder-decoder":
             raise HeadwiseError(
                 "the live view reads one text at a time; an encoder-decoder needs two. Use hw.attend with source=…."

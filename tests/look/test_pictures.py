@@ -14,6 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.pictures import Pixels, to_png
 from headwise.look.measure.patches import WeightIn, apart
 from headwise.look.profile.result import Profile
+from headwise.show.live import Live
 from headwise.show.story import tell_story
 from headwise.spec.grid import Grid
 
@@ -266,8 +267,9 @@ def test_bad_pictures_are_told(tmp_path: Path) -> None:
                 hw.profile(theirs, given)
         with pytest.raises(HeadwiseError, match="no patch"):
             hw.attend(theirs, torch.zeros(3, 20, 28)).over("0.0", (5, 0))
-        with pytest.raises(HeadwiseError, match="reads pictures"):
-            hw.importance(theirs, ["a text"])
+        for ask in (lambda: hw.importance(theirs, ["a text"]), lambda: Live(theirs).predict("a text")):
+            with pytest.raises(HeadwiseError, match="reads pictures"):
+                ask()
     processor = transformers.ViTImageProcessorPil(size={"height": 20, "width": 28})
     with hw.attach(vit(), processor) as theirs:
         for given, words in (

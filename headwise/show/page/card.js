@@ -18,7 +18,7 @@ export async function card(root) {
     tools(headChoice("head", head.address, (address) => change({ head: address })), ...neighbours(head),
       press(store.book.about.pictures ? "On the picture" : "On the sentence", () => change({ view: "sentence", head: head.address, heads: head.address })),
       press("Compare", () => change({ view: "compare", head: head.address })),
-      store.live && silenceButton(head.address)),
+      store.live && !store.book.about.pictures && silenceButton(head.address)),
     el("div", { class: "cards" }, [role(head), plainly(head), casesOf(head), distances(head), looking(head), await picture_(head, sight), writes(head), nearest(head), worth(head), price(head), life(head), measures(head), runnersUp(head)].filter(Boolean)));
 }
 

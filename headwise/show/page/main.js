@@ -100,7 +100,7 @@ function hello() {
   } catch { /* a browser that keeps nothing says it each time */ }
   if (!store.book.heads.length) return;
   const found = store.book.heads.filter((head) => head.roles.length).length;
-  const line = el("p", { id: "hello", role: "note" }, `New here? This page shows what each of the ${number(store.book.heads.length)} attention heads of ${store.book.model.name || "the model"} does: for ${number(found)} of them something was found that held on texts it was not chosen on. Point at a square, or press it. Underlined words explain themselves. `,
+  const line = el("p", { id: "hello", role: "note" }, `New here? This page shows what each of the ${number(store.book.heads.length)} attention heads of ${store.book.model.name || "the model"} does: for ${number(found)} of them something was found that held on ${store.book.about.pictures ? "pictures" : "texts"} it was not chosen on. Point at a square, or press it. Underlined words explain themselves. `,
     press("Got it", () => line.remove(), { class: "small" }));
   document.getElementById("seen").before(line);
 }
