@@ -10,6 +10,7 @@ from headwise.change.streaming import Scores, StreamQuestion, layer_keeping, str
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
+from headwise.look.measure.far import mass_beyond
 from headwise.look.measure.listening import listening
 from headwise.look.measure.repeats import make_repeats
 from headwise.look.measure.retrieval import make_needles
@@ -22,17 +23,16 @@ ROWS = 64  # queries of a text whose attention is looked at
 
 
 @torch.no_grad()
-def mass_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
+def looks_beyond(model: Transformer, ask: StreamQuestion) -> Scores:
     """The share of attention on keys the key head would have forgotten, over queries that have forgotten any: of that head
     among its readers which looks there most. A mean would hide one that needs them behind two that do not."""
     total = {site.address: torch.zeros(len(site.head_ids), dtype=torch.float64) for site in model.all_sites()}
-    first, last, seen_rows = ask.keeps.first, ask.room - ask.keeps.first, 0
+    seen_rows = 0
 
     def see(seen: Seen, rows: list[int], _first: int) -> None:
         for row in rows:
-            shares = maps_of_rows(seen.q, seen.k, seen.terms, range(row, row + 1))[0, :, 0]  # (H, S)
-            forgotten = shares[:, first : row + 1 - last]
-            total[seen.site.address] += forgotten.sum(-1).double().cpu()
+            forgotten = mass_beyond(seen.rows([row])[0], [row], ask.keeps)  # (H, 1)
+            total[seen.site.address] += forgotten[:, 0].double().cpu()
 
     texts = _texts(model, ask)
     for number, ids in enumerate(texts):

@@ -52,9 +52,9 @@ class StreamWay:
 
 
 def _mass(model: Transformer, ask: StreamQuestion) -> Scores:
-    from headwise.change.stream_ways import mass_beyond
+    from headwise.change.stream_ways import looks_beyond
 
-    return mass_beyond(model, ask)
+    return looks_beyond(model, ask)
 
 
 def _writes(model: Transformer, ask: StreamQuestion) -> Scores:

@@ -7,6 +7,8 @@ from rich.text import Text
 
 from headwise.look.measure.cases import Example
 from headwise.look.measure.diagonals import OFFSET
+from headwise.look.measure.far import BEYOND, KEEPS
+from headwise.look.profile.prompted import STREAMS, could_stream
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import Support
 from headwise.show.grid import LEGEND, grid
@@ -46,6 +48,13 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     ]
     columns = ["role", "", "heads", "best", "", "rung", "score", "baseline", "95 % CI", "effect", "shown on", "told as"]
     console.print(make_table("The strongest head of each role", columns, rows))
+    streams = could_stream(profile.tally)
+    if streams is not None:
+        console.print(
+            f"{streams.sum()} of {len(profile)} heads could stream: surely less than {STREAMS:.0%} of their weight, on "
+            f"{BEYOND.on}, lies on what a cache of the first {KEEPS.first} and the last {KEEPS.last} tokens would forget",
+            highlight=False,
+        )
     for name, why in about.get("unasked", {}).items():
         console.print(Text(f"Not asked for {name}: {why}", "dim"))
     for role, (head, _, _) in strongest.items():

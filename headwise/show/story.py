@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from headwise.look.measure.far import BEYOND, KEEPS
 from headwise.look.measure.questions import SETS
 from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
+from headwise.look.profile.prompted import could_stream
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import ROLE_OF, Support
 from headwise.look.worth.sensitivity import Cost
@@ -37,6 +39,8 @@ MEANS = {
     "successor": "writes what comes next in a list", "name mover": "looks at the name that is due and writes it",
     "copy suppression": "looks at the token about to be said again and writes against it",
     "query focus": "looks from a question at the document it is about",
+    "far offset": "looks at the token a fixed number of places away, far off",
+    "fixed place": "looks at one place of the text, from far away",
 }  # fmt: skip
 PICTURED = {  # what a role means where tokens are patches
     "local": "looks at the eight patches around its own", "row": "looks along its row of patches",
@@ -98,6 +102,7 @@ def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> li
     return [
         *_does(profile, head),
         _rests(head),
+        *_beyond(profile, head),
         *_writes(known.wrote),
         *_without(known.loss),
         *_less(known),
@@ -170,6 +175,17 @@ def _effect(one: Support) -> str:
         return f"{told}."
     low, high = one.effect_interval
     return f"{told}; {one.effect:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
+
+
+def _beyond(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
+    streams, value = could_stream(profile.tally), head.measures.get(BEYOND.name, math.nan)
+    if streams is not None and math.isfinite(value):
+        could = "Looking alone, it could stream" if streams[profile.addresses.index(head.address)] else "It needs more"
+        yield Sentence(
+            "beyond",
+            f"{could}: on {BEYOND.on} {_share(value)} of its weight lies on what a cache of the first {KEEPS.first} and the "
+            f"last {KEEPS.last} tokens would forget.",
+        )
 
 
 def _rests(head: HeadProfile) -> Sentence:

@@ -76,6 +76,13 @@ WORDS = {
     "copy suppression": Meaning("it looks at the token the model is about to say again, and writes against it", PROMPTS),
     "successor": Meaning("shown a day, month, number or letter, it writes most for the one that comes next", PROMPTS),
     "query focus": Meaning("the words of a question look at the document it is about, more than those of another", PROMPTS),
+    "far offset": Meaning("it looks a fixed number of tokens away, farther than the window of the offsets", PROMPTS),
+    "fixed place": Meaning("it looks at the same place of every text, however far away that is", PROMPTS),
+    "beyond": Meaning(
+        "the weight on what a cache that keeps the first 4 and the last 32 tokens would forget: with next to none a head "
+        "could stream",
+        PROMPTS,
+    ),
     "weighted by what is fetched": Meaning(
         "each weight counts by the length of what it brings in: a hard look at a word that brings nothing is worth nothing",
         WRITES,

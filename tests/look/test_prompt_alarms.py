@@ -60,7 +60,7 @@ def alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int], pat
         model = untrained(seed, gain, tokenizer(kind), *size)
         tally = Tally(len(model.spec.addresses))
         with torch.no_grad():
-            assert [task.run(model, tally, seed) for task in prompted_measures()] == [""] * len(PROMPTED)
+            assert [task.run(model, tally, seed) for task in prompted_measures()[:-1]] == [""] * 4  # far.py has its own
         supports, family = judge(make_cases(tally, None, roles=PROMPTED), tally.heads)
         assert family == 0, "they are a family of their own"
         found.update(f"{one.role}, {one.rung}" for some in supports for one in some if one.stands)

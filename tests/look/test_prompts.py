@@ -1,5 +1,7 @@
 """Roles on prompts of their own: heads built by hand score what their closed forms say."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.profile.make import profile
 from headwise.look.profile.prompted import PROMPTED
+from headwise.look.profile.result import Profile
 from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
@@ -158,6 +161,26 @@ def test_the_head_that_writes_the_next_is_a_successor() -> None:
         str(address): one.rung for address in found.addresses for one in found[address].roles if one.role == "successor"
     }
     assert rungs == {"0.0": "effective", "0.3": "selective"}
+
+
+def test_other_roles_are_told_as_they_are_without_prompts(tmp_path: Path) -> None:
+    """The same numbers, in the same order; and a profile with prompts is saved, read and merged like any other."""
+    texts = ["The one two three four five six", "The a b c d", "The Monday Tuesday Friday"]
+    built = counting(2)
+    built.head("0.1", places=back(1), write=1e-3 * torch.eye(built.V))
+    plain = profile(built.model, texts * 4, relations=False)
+    more = profile(built.model, texts * 4, relations=False, prompts=True)
+    assert [[one for one in some if not one.family] for some in more.supports] == [
+        list(some) for some in plain.supports
+    ]
+    assert plain.family == more.family
+    assert any(one.family for some in more.supports for one in some)
+    more.save(tmp_path / "more.npz")
+    again = Profile.load(tmp_path / "more.npz")
+    assert again.supports == more.supports
+    both = more.merge(profile(built.model, ["The ten nine"], relations=False, prompts=True))
+    assert both.roles()["successor"] == more.roles()["successor"]
+    np.testing.assert_array_equal(both.measure("successor"), more.measure("successor"))
 
 
 def test_a_model_that_is_too_weak_is_told_so() -> None:

@@ -23,16 +23,18 @@ class Worded:
     layers: int = 1
     parts: int = 1
     kind: str = "decoder"
+    places: int = P
 
     def __post_init__(self) -> None:
         tokenizer = word_tokenizer(self.words)
         self.V = V = len(tokenizer)
-        width = V * (1 + self.parts) + P
+        N = self.places
+        width = V * (1 + self.parts) + N
         # ‖x‖² is 2 at first, a token and a place: there a score is what W_Q W_Kᵀ says.
-        attention = AttentionSpec(width=width, heads=self.heads, head_dim=V + P, value_dim=V, scale=2.0 / width)
+        attention = AttentionSpec(width=width, heads=self.heads, head_dim=V + N, value_dim=V, scale=2.0 / width)
         self.model = Transformer(
             ModelSpec(
-                vocab=V, context=P, layers=self.layers, attention=attention, hidden=3, norm="rms",
+                vocab=V, context=N, layers=self.layers, attention=attention, hidden=3, norm="rms",
                 norm_eps=1e-12, tied=False, mlp_bias=False,
                 kind=self.kind, output="lm" if self.kind == "decoder" else "none",  # pyright: ignore[reportArgumentType]
             )
@@ -43,14 +45,14 @@ class Worded:
                     parameter.zero_()
             self.model.embed.tokens.weight[:, :V] = torch.eye(V)
             assert self.model.embed.positions is not None
-            self.model.embed.positions.weight[:, V : V + P] = torch.eye(P)
+            self.model.embed.positions.weight[:, V : V + N] = torch.eye(N)
             if self.model.output is not None:
                 self.model.output.vocabulary.weight[:, self.part(self.parts - 1)] = torch.eye(V)
         self.model.tokenizer = tokenizer
 
     def part(self, number: int) -> slice:
         """Where a part stands in the stream; -1: the tokens themselves."""
-        first = self.V + P + number * self.V if number >= 0 else 0
+        first = self.V + self.places + number * self.V if number >= 0 else 0
         return slice(first, first + self.V)
 
     def ids(self, words: Sequence[str]) -> list[int]:
@@ -66,7 +68,8 @@ class Worded:
         part of what it looks at, turned (V, V), and put into a part."""
         head, V = self.model.heads[Address.parse(address)], self.V
         if places is not None:
-            head.W_Q[V : V + P, V:], head.W_K[V : V + P, V:] = places, torch.eye(P)
+            there = slice(V, V + self.places)
+            head.W_Q[there, V:], head.W_K[there, V:] = places, torch.eye(self.places)
         if tokens is not None:
             head.W_Q[self.part(asked), :V], head.W_K[self.part(at), :V] = tokens, torch.eye(V)
         head.W_V[self.part(read)] = torch.eye(V)
@@ -74,11 +77,11 @@ class Worded:
             head.W_O[:, self.part(into)] = write
 
 
-def to_place(place: int, level: float = BETA) -> Tensor:
+def to_place(place: int, level: float = BETA, places: int = P) -> Tensor:
     """Every row looks at one place: (P, P)."""
-    return torch.zeros(P, P).index_fill_(1, torch.tensor([place]), level)
+    return torch.zeros(places, places).index_fill_(1, torch.tensor([place]), level)
 
 
-def back(offset: int, level: float = BETA) -> Tensor:
+def back(offset: int, level: float = BETA, places: int = P) -> Tensor:
     """Every row that can looks so many places back: (P, P)."""
-    return level * torch.eye(P).roll(-offset, 1).tril()
+    return level * torch.eye(places).roll(-offset, 1).tril()

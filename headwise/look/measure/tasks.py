@@ -1,7 +1,7 @@
 """Tasks: measures on texts of their own, whatever the corpus is."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,11 @@ class TaskMeasure(Measure):
     """
 
     tokens = TOKENS
+
+    @property
+    def chosen(self) -> Mapping[str, Sequence[int]]:
+        """What was chosen for each head while it was asked, by number: told beside its role."""
+        return {}
 
     @abstractmethod
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:

@@ -166,6 +166,7 @@ class _Pass:
             "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
             "every": self.every, "read": in_words(texts.corpus), "asked": "" if asked is None else in_words(asked.corpus),
             "unasked": {name: why for name, why in told.items() if why},
+            "chosen": {name: list(places) for task in self.tasks for name, places in task.chosen.items()},
         }  # fmt: skip
         numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
         climbs = partial(self._climb, kept) if asks else None

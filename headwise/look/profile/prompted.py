@@ -3,21 +3,49 @@
 They are a family of tests of their own: the roles of every profile keep their numbers, whether these are asked or not.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headwise.look.measure.far import BEYOND, FAR, FIXED, FarPlaces
 from headwise.look.measure.names import NameMover
 from headwise.look.measure.queries import QueryFocus
+from headwise.look.measure.statistics import bootstrap
 from headwise.look.measure.successor import Successor
 from headwise.look.measure.suppression import CopySuppression
+from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
-from headwise.look.profile.roles import Role
+from headwise.look.profile.roles import Role, Support
+
+STREAMS = 0.05  # a head could stream if surely less of its weight lies beyond what such a cache keeps
 
 
 def prompted_measures() -> tuple[TaskMeasure, ...]:
     """What is asked, anew for each profile."""
-    return Successor(), NameMover(), CopySuppression(), QueryFocus()
+    return Successor(), NameMover(), CopySuppression(), QueryFocus(), FarPlaces()
 
 
 THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "copy suppression": 0.1, "query focus": 0.1}
-PROMPTED = tuple(
-    Role(measure.score.name, measure.score, THRESHOLDS[measure.score.name], apart=True)
-    for measure in prompted_measures()
+PROMPTED = (
+    *(Role(one.score.name, one.score, THRESHOLDS[one.score.name], apart=True) for one in prompted_measures()[:-1]),
+    *(Role(number.name, number, 0.3, apart=True) for number in (FAR[0], FIXED[0])),
 )
+
+
+def with_choices(found: Sequence[Sequence[Support]], about: Mapping[str, Any]) -> tuple[tuple[Support, ...], ...]:
+    """The same with the offset or the place that was chosen for a head beside its role."""
+    chosen = about.get("chosen", {})
+    return tuple(
+        tuple(replace(one, detail=str(chosen[one.role][head])) if one.role in chosen else one for one in some)
+        for head, some in enumerate(found)
+    )
+
+
+def could_stream(tally: Tally) -> np.ndarray | None:
+    """Which heads surely have next to no weight beyond what a streaming cache keeps, (heads,); None: it was not asked."""
+    if BEYOND.name not in tally.fields:
+        return None
+    sums, counts = tally.per_bucket(BEYOND.name)
+    return None if not counts.any() else bootstrap(sums, counts)[1] < STREAMS

@@ -19,6 +19,7 @@ from headwise.look.measure.repeats import INDUCTION
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING, SHARE
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.merge import keep_effect, merge_evidence, merge_relations, merge_sources, merge_tallies
+from headwise.look.profile.prompted import with_choices
 from headwise.look.profile.roles import TABLE, Case, Role, Support, judge, make_cases, rest
 from headwise.look.profile.saved import VERSION, number_of, pack, role_of, support_of, unpack
 from headwise.look.record.buckets import REPORTING
@@ -101,7 +102,7 @@ class Profile:
     ) -> "Profile":
         """What follows from what was counted: roles and where heads rest. `climb` tries the last rung, by ablations."""
         found, family = judge(make_cases(tally, relations, roles=(*TABLE, *own)), len(addresses))
-        found = tuple(tuple(replace(one, on=one.on or _shown_on(one, about)) for one in some) for some in found)
+        found = with_choices([[replace(s, on=s.on or _shown_on(s, about)) for s in some] for some in found], about)
         found = found if climb is None else tuple(map(tuple, climb(found)))
         in_layer = Counter(address.site for address in addresses)
         per_layer = np.array([in_layer[address.site] for address in addresses])
