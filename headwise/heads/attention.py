@@ -257,7 +257,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Each head looks at what its cache holds: z, (B, H, T, e). Only who listens sees keys side by side."""
         cache.check_batch(k)
-        S, k, v = cache.visible(k.shape[2]), k.detach(), v.detach()
+        S = cache.visible(k.shape[2])
+        k, v = (x.detach() if x.requires_grad else x for x in (k, v))
         terms = self._terms(q, k, v, mask, bias, keys=S)
         seen = None
         if self.site.is_heard:

@@ -62,16 +62,9 @@ class Some:
     def of(self, x: Tensor) -> Tensor:
         """(B, H, …) → (B, h, …)"""
         if isinstance(self.which, slice):
-            return x[:, self.which]
+            return x.narrow(1, self.which.start, self.which.stop - self.which.start)
         self._index = self._index.to(x.device)
         return x.index_select(1, self._index)
-
-    def put(self, whole: Tensor, part: Tensor) -> None:
-        """Write (B, h, …) into (B, H, …)."""
-        if isinstance(self.which, slice):
-            whole[:, self.which] = part
-        else:
-            whole.index_copy_(1, self._index, part)
 
 
 class HeadCache(Cache):
@@ -96,6 +89,8 @@ class HeadCache(Cache):
             heads = [head for head, key in enumerate(spec.kv_of_head) if key in keys]
             groups = tuple(keys.index(spec.kv_of_head[head]) for head in heads)
             self.parts.append(_part(heads, keys, groups, one, spec.window, size))
+        heads = [head for part in self.parts for head in part.numbers]
+        self._order = None if heads == sorted(heads) else torch.tensor(heads).argsort()  # of what all parts find
         self._batch: int | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
@@ -103,11 +98,14 @@ class HeadCache(Cache):
         self.check_batch(k)
         if len(self.parts) == 1 and k.shape[2]:
             z = self.parts[0].attend(q, k, v, call)
-        else:
+        elif not k.shape[2] or not self.parts:
             z = q.new_zeros(*q.shape[:3], v.shape[-1])
-            for part in self.parts if k.shape[2] else ():
-                found = part.attend(part.heads.of(q), part.key_heads.of(k), part.key_heads.of(v), call)
-                part.heads.put(z, found)
+        else:
+            found = [p.attend(p.heads.of(q), p.key_heads.of(k), p.key_heads.of(v), call) for p in self.parts]
+            z = torch.cat(found, 1)
+            if self._order is not None:
+                self._order = self._order.to(z.device)
+                z = z.index_select(1, self._order)
         self.length += k.shape[2]
         self._batch = len(k)
         return z
@@ -165,15 +163,19 @@ class Part:
     """Key heads of a layer that keep everything, and the heads that read them."""
 
     def __init__(self, heads: list[int], keys: list[int], groups: tuple[int, ...], bits: int, size: int | None) -> None:
-        self.keys, self.groups, self.size = keys, groups, size
+        self.numbers, self.keys, self.groups, self.size = heads, keys, groups, size
         self.heads, self.key_heads = Some(heads), Some(keys)
         self.k, self.v = Shelf(bits), Shelf(bits)
+        self._known: tuple[Terms, Terms | None] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
         """(B, h, T, d), (B, keys, T, ·) twice → (B, h, T, e)"""
         self.keep(k, v, call.length)
         held = slice(0, call.length + k.shape[2])
-        terms = call.terms.pick(self.heads.which, self.groups)
+        if self._known is None or self._known[0] is not call.terms:
+            self._known = call.terms, call.terms.pick(self.heads.which, self.groups)
+        terms = self._known[1]
+        assert terms is not None
         return run(q, self.k.get(held), self.v.get(held), terms, call.backend)
 
     def keep(self, k: Tensor, v: Tensor, start: int) -> None:
@@ -210,20 +212,19 @@ class StreamingPart(Part):
         self.first, self.last, self.window = keeps.first, keeps.last, window
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
-        if not call.looks_back:
-            raise HeadwiseError("a head that forgets what lies behind must not look ahead; pass mask=hw.causal().")
         T, room = k.shape[2], self.first + self.last
+        terms = self._terms_of_one(call) if T == 1 and call.starts is None else None
+        if terms is None and not call.looks_back:
+            raise HeadwiseError("a head that forgets what lies behind must not look ahead; pass mask=hw.causal().")
         coded = self.k.coded(k), self.v.coded(v)
         self.k.make_room(coded[0], min(room, call.length + T), room)
         self.v.make_room(coded[1], min(room, call.length + T), room)
-        plain = call.starts is None and self.window is None and not call.extra
-        if T == 1 and plain and call.terms.bias is None:  # what is held is what is seen
-            slot = self._slot(call.length)
+        if terms is not None:  # what is held is what is seen
+            slot, held = self._slot(call.length), slice(0, min(room, call.length + 1))
             self.k.put_at(coded[0], slot)
             self.v.put_at(coded[1], slot)
-            held = slice(0, min(room, call.length + 1))
-            terms = call.unmasked.pick(self.heads.which, self.groups)
             return run(q, self.k.get(held), self.v.get(held), terms, call.backend)
+        plain = call.starts is None and self.window is None and not call.extra
         new = self.k.decoded(coded[0]), self.v.decoded(coded[1])
         if plain and call.length == 0 and room >= T:  # nobody has forgotten anything yet
             z = run(q, new[0], new[1], call.terms.pick(self.heads.which, self.groups), call.backend)
@@ -240,6 +241,14 @@ class StreamingPart(Part):
             self.v.copy()
         self._keep(coded, call)
         return z
+
+    def _terms_of_one(self, call: CacheStep) -> Terms | None:
+        """What goes with one token that sees all that is held; None where it may not. Steps of a text have the same terms, so
+        that this is found out once."""
+        if self._known is None or self._known[0] is not call.terms:
+            plain = self.window is None and not call.extra and call.terms.bias is None and call.looks_back
+            self._known = call.terms, call.unmasked.pick(self.heads.which, self.groups) if plain else None
+        return self._known[1]
 
     def keep(self, k: Tensor, v: Tensor, start: int) -> None:
         room = min(self.first + self.last, start + k.shape[2])

@@ -20,7 +20,7 @@ def layer_terms(
 ) -> Terms:
     """The terms of a call with these q, k and v; `given` is its mask, bias, what key heads keep, starts and keys."""
     (q, k, v), (mask, bias, keeps, starts, keys) = tensors, given
-    bare = bias is None and keys is None and not keeps and (mask is None or isinstance(mask, Causal))
+    bare = bias is None and not keeps and (mask is None or isinstance(mask, Causal))
     fits = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3]  # else refused below
     if bare and fits and spec.is_plain and not (training and spec.dropout):
         return plain_terms(spec.head_dim, spec.scale, spec.kv_of_head, mask, spec.softcap)
