@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads.by_head import CacheStep, HeadCache, as_kept
+from headwise.heads.by_head import HeadCache, as_kept
 from headwise.heads.cache import Cache, SlidingCache, SourceCache, WholeCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
 from headwise.heads.init import initialise
+from headwise.heads.keeping import CacheStep
 from headwise.heads.layer_terms import both, layer_terms
 from headwise.heads.projections import Read, make_write
 from headwise.heads.share import LayerShare, WholeLayer, share_terms

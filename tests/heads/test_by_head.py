@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadCache, MultiHeadAttention, Seen
-from headwise.heads.by_head import ROWS
+from headwise.heads.keeping import ROWS
 from headwise.kernels import Mask, causal, padding_mask, window
 from headwise.kernels.reference import reference
 from headwise.kernels.rounding import from_codes, rounded, to_codes
@@ -86,6 +86,49 @@ def test_padding_on_the_left_is_nobody_s_first_token(name: str, pieces: list[int
         begins = torch.tensor([min(start, end) for start in starts])
         made.append(layer(piece, mask=causal() & padding_mask(real[:, :end]), cache=cache, starts=begins))
     assert_equal(torch.cat(made, 1)[real], want[real])
+
+
+WIDE_ROOMS = (Keeps(first=2, last=5), Keeps(), Keeps(first=1, last=6), Keeps(first=3, last=8))
+
+
+@each_way
+@pytest.mark.parametrize("name", ["plain", "grouped-query", "sink", "alibi", "rotary, partial", "cut, uneven groups"])
+@torch.no_grad()
+def test_heads_part_ways_when_one_forgets(name: str, pieces: list[int]) -> None:
+    """Until then all are one part, and one call; with what is held afterwards they go on as if they had never been."""
+    spec, x = LAYERS[name], numbers(B, LENGTH, WIDTH)
+    layer, keeps = make_layer(spec), WIDE_ROOMS[: len(spec.kv_ids)]
+    want = layer(x, mask=seen_by_hand(spec, keeps, LENGTH, [0, 0]))
+    cache, made, together = HeadCache(spec, keeps), [], 0
+    for piece in x.split(pieces, 1):
+        before = cache.state
+        layer(numbers(*piece.shape, seed=5), mask=causal(), cache=cache)  # a step that is taken back
+        cache.state = before
+        made.append(layer(piece, mask=causal(), cache=cache))
+        assert (len(cache.parts) == 1) == (cache.length <= 7)
+        together += len(cache.parts) == 1
+    assert_equal(torch.cat(made, 1), want)
+    assert together or pieces[0] > 7
+    rooms = sum(64 if one.last is None else one.first + one.last for one in keeps)
+    assert cache.bytes == B * rooms * (spec.head_dim + spec.value_dim) * 8
+
+
+@torch.no_grad()
+def test_rows_are_reordered_before_and_after_heads_part_ways() -> None:
+    spec, x = LAYERS["plain"], numbers(B, LENGTH, WIDTH)
+    layer, rows = make_layer(spec), torch.tensor([1, 1])
+    want = layer(x[rows], mask=seen_by_hand(spec, WIDE_ROOMS, LENGTH, [0, 0]))
+    for turn in (4, 7, 8, 11):
+        cache = HeadCache(spec, WIDE_ROOMS)
+        in_pieces(layer, x[:, :turn], [1] * turn, cache)
+        cache.reorder(rows)
+        assert_equal(in_pieces(layer, x[rows, turn:], [1] * (LENGTH - turn), cache), want[:, turn:])
+
+
+def test_heads_that_will_forget_must_not_look_ahead_before() -> None:
+    layer, cache = make_layer(LAYERS["plain"]), HeadCache(LAYERS["plain"], WIDE_ROOMS)
+    with pytest.raises(HeadwiseError, match="must not look ahead"):
+        layer(numbers(B, 3, WIDTH), cache=cache)
 
 
 @torch.no_grad()

@@ -1,0 +1,57 @@
+"""What a sweep takes with one worker and with two, processes and Dask's: the same four small models, none there already.
+
+python -m bench.sweep [--steps 300] [--rounds 2]
+
+Wall seconds, processor seconds of everything that ran, and the load of the machine before: on one that does other things too,
+two workers cannot take half the wall time.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+from rich.console import Console
+
+import headwise as hw
+from headwise.show.tables import make_table
+
+HOW = [(executor, workers) for executor in ("processes", "dask") for workers in (1, 2)]
+
+
+def one(executor: str, workers: int, steps: int) -> None:
+    """In a process of its own: four models, none of which is there already."""
+    with tempfile.TemporaryDirectory() as cache:
+        hw.head_sweep((1, 4), width=32, steps=steps, seeds=2, cache=cache, processes=workers,
+                      executor=None if executor == "processes" else executor)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one[0], int(options.one[1]), options.steps)
+        return
+    rows = []
+    for turn in range(options.rounds):
+        for executor, workers in HOW:
+            load, before = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
+            start = time.perf_counter()
+            command = [sys.executable, "-m", "bench.sweep", "--steps", str(options.steps)]
+            subprocess.run([*command, "--one", executor, str(workers)], check=True)
+            wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+            busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            rows.append([turn, executor, workers, wall, busy, load])
+            print(*rows[-1], file=sys.stderr, flush=True)
+    columns = ["round", "executor", "workers", "wall seconds", "processor seconds", "load"]
+    Console().print(make_table(f"head_sweep: 2 head counts, 2 seeds, {options.steps} steps", columns, rows))
+
+
+if __name__ == "__main__":
+    main()
