@@ -9,8 +9,9 @@ from headwise.look.measure.scene import WINDOW
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.prompted import PROMPTED, could_stream, with_choices
 from headwise.look.profile.roles import judge, make_cases
-from headwise.spec import Keeps
-from headwise.text.make import bpe_tokenizer
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, Keeps, ModelSpec, Rotary
+from headwise.text.make import bpe_tokenizer, word_tokenizer
 from tests.look.test_false_alarms import GAINS, pieces, untrained
 from tests.look.worded import Worded, back, to_place
 
@@ -87,6 +88,18 @@ def test_an_encoder_looks_ahead_and_keeps_no_cache() -> None:
     assert tally.mean("far offset")[0] == tally.mean("fixed place")[1] == pytest.approx(1, abs=1e-6)
     assert np.isnan(tally.mean("beyond")).all()
     assert could_stream(tally) is None
+
+
+def test_a_window_of_their_own_hides_it() -> None:
+    """Layers of one model may see differently far: only those that see a whole text are asked."""
+    attention = AttentionSpec(width=12, heads=2, rotary=Rotary(), window=16)
+    model = Transformer(ModelSpec(vocab=24, context=LENGTH, layers=1, attention=attention, positions="none"))
+    model.tokenizer = word_tokenizer(WORDS)
+    tally = Tally(2)
+    with torch.no_grad():
+        assert FarPlaces(texts()).run(model, tally) == ""
+    assert all(np.isnan(tally.mean(name)).all() for name in ("far offset", "fixed place", "beyond"))
+    assert judge(make_cases(tally, None, roles=PROMPTED), 2)[0] == [[], []]
 
 
 def test_what_is_read() -> None:

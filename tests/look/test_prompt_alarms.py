@@ -4,11 +4,13 @@
 from collections import Counter
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import headwise as hw
 from headwise.look.measure import names, successor, suppression
 from headwise.look.measure.names import NAMES, TEMPLATES
 from headwise.look.measure.prompts import DuePrompt, Looks, ask_prompts
@@ -65,6 +67,33 @@ def alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int], pat
         assert family == 0, "they are a family of their own"
         found.update(f"{one.role}, {one.rung}" for some in supports for one in some if one.stands)
     return found
+
+
+@pytest.mark.slow
+def test_attached_models_are_asked_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transformers model, attached, and the same loaded as ours: every number of every head."""
+    transformers = pytest.importorskip("transformers")
+    for module in (names, successor, suppression):
+        monkeypatch.setattr(module, "ask_prompts", as_if_right)
+    words = tokenizer("pairs")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(words), hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    words.save(tmp_path)
+    attached = hw.attach(theirs)
+    attached.tokenizer = words
+    tallies = []
+    for model in (attached, hw.load(tmp_path)):
+        tallies.append(Tally(8))
+        with torch.no_grad():
+            assert [task.run(model, tallies[-1], 0) for task in prompted_measures()] == [""] * 5
+    assert len(tallies[0].fields) == 3 * 6 + 1
+    for name in tallies[0].fields:
+        np.testing.assert_allclose(tallies[0].mean(name), tallies[1].mean(name), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["words", "pairs"])

@@ -1,10 +1,12 @@
 """Roles on prompts of their own: heads built by hand score what their closed forms say."""
 
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from headwise.errors import HeadwiseError
 from headwise.look.measure.listening import listening
@@ -20,6 +22,7 @@ from headwise.look.profile.prompted import PROMPTED
 from headwise.look.profile.result import Profile
 from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
+from headwise.show.heads import show_profile
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.make import byte_tokenizer, word_tokenizer
 from tests.contract.layers import make_model
@@ -191,6 +194,9 @@ def test_a_model_that_is_too_weak_is_told_so() -> None:
     assert "too weak for it: of 89 lists" in found.about["unasked"]["successor"]
     assert "single tokens" in found.about["unasked"]["name mover"]
     assert np.isnan(found.measure("successor")).all()
+    console = Console(file=StringIO(), width=200)
+    show_profile(found, {"0.0"}, console)
+    assert "Not asked for successor: too weak for it" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert not {role.name for role in PROMPTED} & {*found.roles()}
 
 

@@ -7,7 +7,8 @@
     beyond        the weight on what a key head would forget that keeps the first tokens and the last alone: what
                   `Plan.streaming` ranks key heads by. A head with next to nothing there could stream; others need it all
 
-The baseline of the first two is one token in all visible. Texts are drawn by chance, so no word stands at the same place.
+Heads that see no farther than a window of their own are not asked. The baseline of the first two is one token in all
+visible. Texts are drawn by chance, so no word stands at the same place.
 """
 
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ class FarPlaces(TaskMeasure):
         ids = long_texts(model, self.corpus, seed)
         if len(ids) < ENOUGH:
             return f"there is no room, or no text, for {LENGTH} tokens; {ENOUGH} such texts are needed."
+        whole = [site.window is None or site.window >= LENGTH for site in model.all_sites() for _ in site.head_ids]
         seen = _Sums(tally.heads, len(ids), inner, ahead=model.spec.kind == "encoder")
         for first in range(0, len(ids), TOGETHER):
             if progress is not None:
@@ -92,10 +94,11 @@ class FarPlaces(TaskMeasure):
                 read(model, some)
         if progress is not None:
             progress(FAR[0].on, len(ids), len(ids))
-        self._add(tally, seen)
+        self._add(tally, seen, np.array(whole))
         return ""
 
-    def _add(self, tally: Tally, seen: "_Sums") -> None:
+    def _add(self, tally: Tally, seen: "_Sums", whole: np.ndarray) -> None:
+        """`whole` (heads,): those that see a whole text; a window would hide what is asked about."""
         sums, counts = (made[self.names[0]] for made in (tally.sums, tally.counts))
         heads = np.arange(tally.heads)
         for group, (name, made) in enumerate(seen.found.items()):
@@ -103,11 +106,11 @@ class FarPlaces(TaskMeasure):
             self._chosen[name] = [seen.labels[name][place] for place in best]
             for kind in range(3):
                 value = seen.nulls[name][best][None] if kind == 1 else made[kind // 2][:, heads, best]
-                sums[: len(made[0]), :, 3 * group + kind] += value
-                counts[: len(made[0]), :, 3 * group + kind] += 1
+                sums[: len(made[0]), :, 3 * group + kind] += value * whole
+                counts[: len(made[0]), :, 3 * group + kind] += whole
         if not seen.ahead:
-            sums[: len(seen.beyond), :, -1] += seen.beyond
-            counts[: len(seen.beyond), :, -1] += 1
+            sums[: len(seen.beyond), :, -1] += seen.beyond * whole
+            counts[: len(seen.beyond), :, -1] += whole
 
 
 class _Sums:

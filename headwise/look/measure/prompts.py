@@ -117,7 +117,7 @@ class UnitSums(NamedTuple):
 def check_reads_words(model: AnyModel, role: str) -> Wiring:
     """How the stream becomes logits; refused, in a sentence, where no head writes for a next token."""
     if model.spec.kind != "decoder" or model.output is None:
-        raise HeadwiseError(f"{role} is about the next token, and this model foretells none.")
+        raise HeadwiseError(f"{role} is about the next token of a text, which only a decoder with an output foretells.")
     return model.wiring()
 
 
