@@ -47,6 +47,8 @@ def test_a_card_shows_what_the_book_holds(page, report, book):
             assert page.text_content('[data-fact="shown on"]') == "the probe set"
             assert f"{head['role']} >, the probe set: 3 of 4 shown are hits" in cases.text_content()
             assert "Also: possessive > " in page.text_content('[data-fact="roles"]')
+            assert page.text_content('[data-fact="unasked"]') == "Not asked for successor: too <b>weak</b>."
+            assert "5,395 tests in the family, 1,617 in that of prompts" in page.text_content("main")
             assert cases.locator(".miss").first.text_content() == "✗ 0.71the old painter sees the <i>sea</i> ship"
     assert page.text_content("#model-name") == "a <i>made</i> book"
 
