@@ -1,6 +1,7 @@
 """headwise sensitivity: what few bits cost, head by head."""
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -66,5 +67,8 @@ def run(
     columns = [field.name for field in fields(Cost)]
     clean = "" if found.clean is None else f"; untouched {found.clean:.3f}"
     title = f"What few bits cost, {found.metric}, {len(found.counts)} texts{clean}"
-    rows = [[f"{one:.5f}" if isinstance(one, float) else one for one in row] for row in found.rows()[:most]]
+    rows = [
+        [f"{one:.5f}" if isinstance(one, float) and math.isfinite(one) else one for one in row]
+        for row in found.rows()[:most]
+    ]
     Console().print(make_table(title, columns, rows))  # a single head moves the loss by less than three digits show

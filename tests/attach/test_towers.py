@@ -151,6 +151,7 @@ def test_texts_ask_the_towers_that_they_reach() -> None:
         spread = variability(theirs, TEXTS, length=5)
         assert list(spread) == text
         assert all(map(math.isfinite, spread.values()))
+        assert {one.key for one in hw.sensitivity(theirs, TEXTS)} == {"text.0.0", "text.0.1", "text.1.0", "text.1.1"}
         assert [str(head) for head in hw.compare(theirs, TEXTS, rows=8).addresses] == text
         for ask in (
             lambda: hw.attend(theirs, TEXTS[0], heads="vision.0.1"),

@@ -28,7 +28,7 @@ from headwise.heads.basis import Basis, Matrices, check_basis, in_basis
 from headwise.heads.head import HasHeads, Pattern
 from headwise.heads.site import Seen
 from headwise.look.measure.statistics import bootstrap
-from headwise.look.record.units import make_batches
+from headwise.look.record.units import make_batches, read_sites
 from headwise.look.worth.changed import FromLayer, Whole
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.rounded import (
@@ -174,7 +174,7 @@ def sensitivity(
         raise HeadwiseError(
             "a basis is changed in headwise's own models, whose positions are known; use basis='given'."
         )
-    named = chosen_heads(heads, model.spec.addresses)
+    named = chosen_heads(heads, tuple(a for site in read_sites(model, heads) for a in site.addresses))
     layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]
     wanted = {layer.site.address: questions(layer, named, parts, bits) for layer in layers}
     for layer in layers:
