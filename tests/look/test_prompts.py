@@ -200,6 +200,11 @@ def test_a_model_that_is_too_weak_is_told_so() -> None:
     assert not {role.name for role in PROMPTED} & {*found.roles()}
 
 
+def test_prompts_cannot_be_shuffled() -> None:
+    with pytest.raises(HeadwiseError, match="prompts are read as they are"):
+        profile(counting(1).model, ["The one two"], prompts=True, control="shuffled")
+
+
 def test_words_of_several_tokens_are_left_out() -> None:
     model = Transformer(ModelSpec(vocab=257, context=64, layers=1, attention=AttentionSpec(width=12, heads=2)))
     model.tokenizer = byte_tokenizer()

@@ -97,6 +97,8 @@ def profile(
     if control == "random-init":
         model = model.untrained(seed)
     if prompts:
+        if control == "shuffled" or model.is_shared:
+            raise HeadwiseError("prompts are read as they are, by a model that one process holds; leave them out here.")
         measures, roles = (*prompted_measures(), *measures), (*PROMPTED, *roles)
     progress = progress or (lambda what, done, of: None)
     with quiet(model), torch.no_grad(), join_team(model.device, alone=model.is_shared) as team:
