@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.attach.find import CROSS
+
 TEXTS, TOKENS = 2, 6
+ACROSS = 5  # states that a decoder by itself looks across at
+WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")  # of these, as it is told
 SOUND = 64  # frames, or 64 times as many samples
 PATCHES = 4  # ways in which pictures are read as rows of patches
 PICTURE = 32  # pixels a side, where a configuration does not say
@@ -23,10 +27,12 @@ def samples(model: Any) -> Iterator[dict[str, Tensor]]:
     needed = [name for name in there if takes[name].default is inspect.Parameter.empty]
     guesses = [(name,) for name in there] + [(there[0], other) for other in there[1:]]
     guesses += [("input_ids", "pixel_values")] if {"input_ids", "pixel_values"} <= set(there) else []
-    for names in dict.fromkeys(tuple(dict.fromkeys((*names, *needed))) for names in guesses):
+    across = "encoder_hidden_states" in takes and _looks_across(model)
+    tries = list(dict.fromkeys(tuple(dict.fromkeys((*names, *needed))) for names in guesses))
+    for names, states in [(names, states) for states in (True, False)[1 - across :] for names in tries]:
         for way in range(PATCHES if "grid_thw" in takes else max(len(MAKERS[name]) for name in names)):
             try:
-                yield _together(model, names, takes, way)
+                yield _together(model, names, takes, way, states)
             except (
                 AttributeError,
                 NotImplementedError,
@@ -36,11 +42,20 @@ def samples(model: Any) -> Iterator[dict[str, Tensor]]:
                 continue
 
 
-def _together(model: Any, names: tuple[str, ...], takes: Any, way: int) -> dict[str, Tensor]:
+def _looks_across(model: Any) -> bool:
+    """Whether it is a decoder by itself, which looks across at what it is given from outside."""
+    return any(name.rpartition(".")[2] in CROSS for name, _ in model.named_modules())
+
+
+def _together(model: Any, names: tuple[str, ...], takes: Any, way: int, across: bool) -> dict[str, Tensor]:
     dice = torch.Generator().manual_seed(0)
     given = {name: MAKERS[name][way % len(MAKERS[name])](model, dice) for name in names}
     if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = _ids(model, dice)
+    if across:
+        told = dict(reversed(_fields(model.config)))
+        width = next(told[name] for name in WIDTHS if isinstance(told.get(name), int))
+        given["encoder_hidden_states"] = torch.randn(TEXTS, ACROSS, width, generator=dice)
     if "bbox" in takes:
         given["bbox"] = torch.zeros(TEXTS, TOKENS, 4, dtype=torch.long)
     for name in MASKS:

@@ -104,3 +104,20 @@ def test_every_attention_has_an_address(build) -> None:
             assert far(silent, zeroed) < 1e-9
             assert far(silent, before) > 0
     assert all(map(torch.equal, numbers(), before))
+
+
+def test_a_decoder_by_itself_shows_and_loses_heads_that_look_across() -> None:
+    """It is tried with states from outside, so what is derived of these heads is checked too."""
+    torch.manual_seed(0)
+    model, call = bart()
+    model = model.double().eval()
+    with hw.attach(model) as theirs, torch.no_grad():
+        with hw.record(theirs, "cross.1.2", what=("z", "write")) as recording:
+            model(**call)
+        head: Any = theirs.heads["cross.1.2"]
+        assert (recording["cross.1.2"].z @ head.W_O - recording["cross.1.2"].write).abs().max() < 1e-9
+        assert head.W_Q.shape == head.W_V.shape
+        gone = "cross.0.1,cross.1.*,0.2"
+        with theirs.heads[gone].silenced():
+            silent = model(**call).logits
+        assert (theirs.without(gone).model(**call).logits - silent).abs().max() < 1e-9

@@ -170,7 +170,7 @@ def read_sites(model: AnyModel, heads: Pattern = "*") -> list[Site]:
     if not (isinstance(heads, str) and heads.strip() == "*"):
         unread = [one for one in select(heads, model.spec.addresses) if one.site not in called]
         if unread:
-            reached = ", ".join(f"{stack}.*" for stack in dict.fromkeys(one.stack for one in called))
+            reached = ", ".join(f"{stack or '*'}.*" for stack in dict.fromkeys(one.stack for one in called))
             raise HeadwiseError(
                 f"a text alone does not reach head {unread[0]}: its tower reads something else. Heads it reaches: {reached}; "
                 f"for others call the model inside hw.record, or give hw.importance your own calls; name heads to cut."
