@@ -1,8 +1,8 @@
 """Roles of SmolLM2 on three sets of texts: which of those found on one are found on another; and its heads for syntax.
 
-    python -m bench.depth --data DATA --out depth     # profiles are kept in depth/; started again it goes on
+    python -m bench.depth --data DATA --out depth     # parts are kept in depth/; started again it goes on
 
-The probe set; the first 160,000 characters of WikiText-2's test text; UD English-EWT's test sentences. A role is found where
+The probe set; the first 80,000 characters of WikiText-2's test text; UD English-EWT's test sentences. A role is found where
 it stands above its baseline on held-out texts (selective or better). It holds on other texts if the same head has it there
 too, corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn anew. Relations
 have other names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and duplicate token are
@@ -12,6 +12,7 @@ left out.
 import argparse
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,8 +22,9 @@ from headwise.look.profile.best_heads import best_heads
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import make_cases
 from headwise.show.tables import make_table
+from headwise.text.treebank import read_conllu
 
-CHARACTERS = 160_000
+CHARACTERS, PART = 80_000, 700  # of the text; sentences of the treebank at once
 EWT, WIKITEXT = "ud-english-ewt/en_ewt-ud-test.conllu", "wikitext-2/test.txt"
 SAME = {
     "nsubj": "subject-verb", "obj": "verb-object", "amod": "adjective-noun", "det": "determiner-noun",
@@ -32,19 +34,22 @@ OWN_TEXTS = {"induction", "duplicate token"}
 
 
 def make_profiles(data: Path, out: Path) -> dict[str, Profile]:
-    """One for each set of texts, from `out` where it is there."""
+    """One for each set of texts, part by part; what is in `out` is not made again."""
+    text = (data / WIKITEXT).read_text("utf-8")[:CHARACTERS]
+    trees = list(read_conllu(data / EWT))
+    parts: dict[str, list[dict[str, Any]]] = {
+        "probe set": [{}],
+        "WikiText-2": [{"corpus": text, "relations": False, "longest": 256}],
+        "UD-EWT": [{"corpus": trees[start : start + PART]} for start in range(0, len(trees), PART)],
+    }
     made: dict[str, Profile] = {}
-    for name in ("probe set", "WikiText-2", "UD-EWT"):
-        path = out / f"{name}.npz"
-        if not path.exists():
-            model = hw.load("smollm2")
-            if name == "WikiText-2":
-                text = (data / WIKITEXT).read_text("utf-8")[:CHARACTERS]
-                new = hw.profile(model, text, relations=False, longest=256, causal=False)
-            else:
-                new = hw.profile(model, data / EWT if name == "UD-EWT" else None, causal=False)
-            new.save(path)
-        made[name] = Profile.load(path)
+    for name, some in parts.items():
+        for number, options in enumerate(some):
+            path = out / f"{name} {number}.npz"
+            if not path.exists():
+                hw.profile(hw.load("smollm2"), causal=False, **options).save(path)
+            part = Profile.load(path)
+            made[name] = made[name].merge(part) if number else part
     return made
 
 
