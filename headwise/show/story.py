@@ -55,7 +55,7 @@ RESTS = {
 }  # fmt: skip
 SURE = {
     "selective": "Whether it changes what the head writes was not shown (selective).",
-    "effective": "It stands as well when each look counts by the length of what it fetches; whether the model needs it "
+    "effective": "It stands as well when each look counts by the length of what it fetches; whether answers hang on it "
     "was not shown (effective).",
     "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
 }
