@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.look.measure.statistics import holm
-from headwise.look.profile.causal import Costs, lost_without
+from headwise.look.profile.causal import Costs, climb, lost_without
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import Effect, Support
@@ -18,7 +18,7 @@ from headwise.look.worth.outputs import mean_of, record_z, run_on
 from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text.documents import Document, Relation
-from tests.look.built import BEFORE, FOLLOWS, OUT, PLACE, WORDS, Built, P, V, blank, decoder, documents
+from tests.look.built import BEFORE, FOLLOWS, OUT, PLACE, WORDS, Built, P, V, blank, decoder, documents, foresee
 
 
 def judged(*heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0, control: float = 0.0) -> Effect:
@@ -346,3 +346,24 @@ def test_a_head_that_writes_a_constant_all_answers_need() -> None:
         with hw.ablated(model, "1.4", "zero"):
             without = model(ids)[0, 0].log_softmax(-1)[ids[0, 1]]
     assert whole - without > 1
+
+
+@pytest.mark.parametrize("seed", range(1, 3))
+@torch.no_grad()
+def test_random_heads_are_not_causal(seed: int) -> None:
+    """Beside the two heads of a copying chain, 18 with random weights, that write everywhere; all are tried for induction."""
+    model = foresee(blank(heads=10, layers=2))
+    one, two = model.attention_layers()
+    Built(one, 0).places(1).writes(BEFORE, 1.0)
+    Built(two, 0).tokens(torch.eye(V), at=BEFORE).rest().writes(OUT, 2.0)
+    dice = torch.Generator().manual_seed(seed)
+    for layer in (one, two):
+        for head in list(layer.heads)[1:]:
+            for weight, size in ((head.W_Q, 1.0), (head.W_K, 1.0), (head.W_V, 0.1), (head.W_O, 0.001)):
+                weight.copy_(torch.randn(weight.shape, generator=dice) * size)
+    said = Support("induction", "", "effective", 0.9, 0.0, (0.8, 1.0), 0.9, 0.001, 1.0, "repeats", 100)
+    heads = [address for site in model.all_sites() for address in site.addresses]
+    tried = climb(model, heads, [[said]] * len(heads), (), list(reads(model)), seed, lambda what, done, of: None)
+    assert all(some[0].causal_p is not None for some in tried)
+    assert [str(head) for head, some in zip(heads, tried, strict=True) if some[0].rung == "causal"] == ["0.0", "1.0"]
+    assert sum((some[0].control or 0) > 0.05 for some in tried) > 5, "they do change what is answered"
