@@ -201,10 +201,8 @@ def _inputs_of(part: nn.Module) -> Iterator[list[Tensor]]:
 
 def _padded(model: Any, ids: Tensor, padding: Tensor | None) -> Tensor:
     """Where nothing stands there is the padding token: some models count positions by it."""
-    pad = getattr(model.config, "pad_token_id", None)
-    pad = next(
-        (part.padding_idx for part in model.modules() if _counts(part)), pad
-    )  # which may be another than it says
+    by = counted_by(model)
+    pad = getattr(model.config, "pad_token_id", None) if by is None else by
     if padding is None or not isinstance(pad, int) or pad < 0:
         return ids
     return ids.masked_fill(~padding.bool(), pad)
@@ -218,18 +216,17 @@ def _positions(body: nn.Module, spec: ModelSpec, padding: Tensor | None) -> Tens
     """Where tokens stand, if padding comes before them and the model does not count for itself: (B, T)."""
     if padding is None or bool(padding[:, 0].all()) or "position_ids" not in inspect.signature(body.forward).parameters:
         return None
-    return None if counts_positions(body) else (padding.long().cumsum(1) - 1).clamp(min=0)
+    return None if counted_by(body) is not None else (padding.long().cumsum(1) - 1).clamp(min=0)
 
 
-def counts_positions(model: nn.Module) -> bool:
-    """Whether a model counts positions by its padding token, as RoBERTa does, and begins behind that token's number."""
-    return any(map(_counts, model.modules()))
-
-
-def _counts(part: nn.Module) -> bool:
-    """Whether this part does it, by a function of its class or of its file."""
-    name, file = "create_position_ids_from_input_ids", sys.modules.get(type(part).__module__)
-    return hasattr(part, "padding_idx") and (hasattr(part, name) or hasattr(file, name))
+def counted_by(model: nn.Module) -> int | None:
+    """The padding token by which a model counts positions, as RoBERTa does, beginning behind that token's number; or None."""
+    name = "create_position_ids_from_input_ids"  # a function of a part's class, or of its file
+    for part in model.modules():
+        token = getattr(part, "padding_idx", None)
+        if isinstance(token, int) and (hasattr(part, name) or hasattr(sys.modules.get(type(part).__module__), name)):
+            return token  # which may be another than the configuration says
+    return None
 
 
 def _said(given: dict[str, Any]) -> dict[str, Any]:

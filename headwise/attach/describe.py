@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise.attach.body import counts_positions
+from headwise.attach.body import counted_by
 from headwise.attach.families import family_of
 from headwise.attach.layer import Layer
 from headwise.errors import HeadwiseError
@@ -61,7 +61,8 @@ def describe(model: Any, layers: Sequence[Layer]) -> ModelSpec:
 def _context(model: nn.Module, config: Any) -> int:
     """How many tokens the model can read."""
     size = next((int(size) for name in CONTEXTS if (size := getattr(config, name, None))), LONG)
-    return size - config.pad_token_id - 1 if counts_positions(model) else size
+    by = counted_by(model)
+    return size if by is None else size - by - 1
 
 
 def has_output(model: Any) -> bool:
