@@ -39,6 +39,7 @@ MEANS = {
     "successor": "writes what comes next in a list", "name mover": "looks at the name that is due and writes it",
     "copy suppression": "looks at the token about to be said again and writes against it",
     "query focus": "looks from a question at the document it is about",
+    "retrieval": "finds the token that is being copied from far back",
     "far offset": "looks at the token a fixed number of places away, far off",
     "fixed place": "looks at one place of the text, from far away",
 }  # fmt: skip
