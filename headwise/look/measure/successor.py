@@ -1,13 +1,14 @@
 """Successor heads: shown a Monday, who writes Tuesday? (https://arxiv.org/abs/2312.09230)
 
-Of days, months, numbers and letters each that is followed by another is one case. The score is read off the weights: what
-the head would write if it looked at the word and nothing else (W_V, W_O, the last norm's gain, the unembedding) is largest,
-of all members of its class, for the one that comes next. What it looks at is the word as the first layer leaves it, where
-it stands behind one other: what a model knows of a token's identity is there, and not yet what later layers expect to
-follow it. Heads of the first layer read the embedding. The baseline are shuffled pairs: the chance that a member drawn from
-the others, but for the word itself, is the one written most. So a head that copies scores 0, and one that always writes the
-same member no more than its baseline. A case counts if the model itself goes on with the list, `Sunday, Monday,` with
-Tuesday; the valued score asks of those lists whether what the head does write there is largest for the next member.
+Of days, months, numbers and letters each that is followed by another is one case, if the model itself goes on with a list
+that ends with it: `Sunday, Monday,` with Tuesday. Two things make a hit. By weights: what the head would write if it looked
+at the word and nothing else (W_V, W_O, the last norm's gain, the unembedding) is largest, of all members of its class, for
+the one that comes next. And in the list: what the head does write there is largest for it as well, so that a head which
+rests elsewhere does not score. By weights, what it looks at is the word as the first layer leaves it, where it stands behind
+one other: what a model knows of a token's identity is there, and not yet what later layers expect to follow it. Heads of the
+first layer read the embedding. The baseline are shuffled pairs: the chance that a member drawn from the others, but for the
+word itself, is the one written most by weights. So a head that copies scores 0, and one that always writes the same member
+no more than its baseline. The valued score is the second condition alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,7 @@ class Successor(PromptMeasure):
         listed = ask_prompts(model, [_listed(tokenizer, one) for one in members], wiring)
         score, null = written(model, wiring, members)
         right = listed.right[:, None]
+        score = score * listed.wins  # a head that would write it and never looks there does nothing
         made = UnitSums(score * right, null * right, listed.wins * right, listed.right.astype(int))
         return made.checked("lists of days, months, numbers and letters", "the model goes on with")
 
