@@ -147,7 +147,10 @@ def reason(why: str) -> str:
     """The kind of a refusal."""
     kinds = {
         "not on transformers' attention interface": "its attention is not on the interface",
+        "none of them can be attached": "it has several towers, and none can be attached by itself",
         "towers": "it has several towers: one of them can be attached",
+        "not reached by the call": "it is not on SDPA, and was not reached by the call that was tried",
+        "how many heads": "it does not say how many heads it has",
         "learned sinks": "learned sinks",
         "caps its scores": "capped scores",
         "both are attention": "several attentions in one block",
