@@ -2,15 +2,15 @@
 
     python -m bench.depth --data DATA --out depth     # parts are kept in depth/; started again it goes on
 
-The probe set; the first 80,000 characters of WikiText-2's test text; UD English-EWT's test sentences. A role is found where
-it stands above its baseline on held-out texts (selective or better). It holds on other texts if the same head has it there
-too, corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn anew. Relations
-have other names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and duplicate token are
-left out.
+The probe set; the first 80,000 characters of WikiText-2's test text; UD English-EWT's test sentences, all or the first. A
+role is found where it stands above its baseline on held-out texts (selective or better). It holds on other texts if the same
+head has it there too, corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn
+anew. Relations have other names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and
+duplicate token are left out.
 """
 
 import argparse
-from itertools import permutations
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ SAME = {
 OWN_TEXTS = {"induction", "duplicate token"}
 
 
-def make_profiles(data: Path, out: Path) -> dict[str, Profile]:
+def make_profiles(data: Path, out: Path, sentences: int | None) -> dict[str, Profile]:
     """One for each set of texts, part by part; what is in `out` is not made again."""
     text = (data / WIKITEXT).read_text("utf-8")[:CHARACTERS]
-    trees = list(read_conllu(data / EWT))
+    trees = list(islice(read_conllu(data / EWT), sentences))
     parts: dict[str, list[dict[str, Any]]] = {
         "probe set": [{}],
         "WikiText-2": [{"corpus": text, "relations": False, "longest": 256}],
@@ -73,10 +73,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder with ud-english-ewt/ and wikitext-2/")
     parser.add_argument("--out", type=Path, default=Path("depth"))
+    parser.add_argument("--sentences", type=int, help="so many of the treebank; all unless said")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    made, console = make_profiles(options.data, options.out), Console(width=200)
+    made, console = make_profiles(options.data, options.out, options.sentences), Console(width=200)
     for name, one in made.items():
         about = one.about
         having = sum(bool({*(role.role for role in head.roles)} - OWN_TEXTS) for head in one)
