@@ -61,9 +61,9 @@ def build(seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.ViTConfig(  # pyright: ignore[reportCallIssue]  # num_labels is every configuration's
+    config = transformers.ViTConfig(
         hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=SIZE, patch_size=PATCH,
-        num_channels=1, num_labels=len(SHAPES) * len(MARKS),
+        num_channels=1, num_labels=len(SHAPES) * len(MARKS),  # pyright: ignore[reportCallIssue]  # every configuration has it
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 

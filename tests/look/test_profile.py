@@ -122,7 +122,7 @@ def test_what_a_profile_answers(made: Profile) -> None:
     assert made.about == {
         "model": f"decoder of 2 layers with 4 heads, width {spec.width}, {spec.vocab} tokens",
         "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "layers": ["0", "1"], "control": None,
-        "seed": 0, "detail": "full", "every": 1,
+        "seed": 0, "detail": "full", "every": 1, "unasked": {}, "chosen": {},
         **dict.fromkeys(("read", "asked"), "the little language (held-out, 60 documents, seed 0)"),
     }  # fmt: skip
     assert made.family > 8
