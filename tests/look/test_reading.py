@@ -15,6 +15,7 @@ from headwise.change.curve import curve
 from headwise.change.report import report
 from headwise.lab.engine.memory import STATUS
 from headwise.look.profile.make import profile
+from headwise.look.profile.written import WRITTEN
 from headwise.look.record import reading as module
 from headwise.look.record.units import tokenizer_of
 from headwise.look.worth import outputs
@@ -90,7 +91,8 @@ def test_a_profile_reads_each_document_once() -> None:
     model, some = decoder(), documents(30)
     read = counted(model)
     profile(model, some)
-    assert read == Counter(document.text for document in some), "relations, cases, means and probes included"
+    expected = Counter([*(document.text for document in some), *WRITTEN["bracket"]])  # the latter: controls of a probe
+    assert read == expected, "relations, cases, means and probes included"
     again = Reading.of(model, some)
     profile(model, again, causal=False)
     profile(model, again, causal=False)

@@ -48,7 +48,7 @@ class Recited:
     """A model of one site that gives these calls: for R R, in which a token comes twice, and for R R′."""
 
     tokenizer = word_tokenizer([f"w{i}" for i in range(200)])
-    spec, device, pictures = SimpleNamespace(kind="decoder"), "cpu", None
+    spec, device, pictures = SimpleNamespace(kind="decoder", stacks=()), "cpu", None
 
     def __init__(self, calls: dict[bool, Seen]) -> None:
         self.calls, self.heard = calls, []

@@ -124,7 +124,8 @@ def test_taking_the_previous_token_head_away_breaks_induction(decoded: Profile) 
         assert effect.effect > 1
         assert effect.effect_interval[0] > 0
     duplicate = decoded["0.2"].supports[0]
-    assert duplicate.effect is not None, "it was asked, and does not help"
+    assert duplicate.cost is not None, "it was asked, and does not help"
+    assert duplicate.effect is None, "so the others of its layer were not"
     assert all(s.effect is None for s in decoded["1.1"].supports), "a role without a probe is not asked"
 
 
