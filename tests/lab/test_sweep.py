@@ -178,7 +178,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number, executor):
     code = (
         "from headwise.lab.experiments.head_sweep import head_sweep\n"
         "if __name__ == '__main__':\n"
-        f"    head_sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, cache={str(tmp_path)!r})\n"
+        f"    head_sweep([1, 2], width=16, steps=120, batch=2, seeds=1, processes=1, cache={str(tmp_path)!r})\n"
     )
     script = tmp_path / "run.py"
     script.write_text(code)
@@ -195,7 +195,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, number, executor):
     assert run.wait(60) != 0
     (first,) = tmp_path.glob(f"points/*/{DONE}")
     stamp = first.stat().st_mtime_ns
-    made = head_sweep([1, 2], width=16, steps=300, batch=2, seeds=1, processes=1, executor=executor, cache=tmp_path)
+    made = head_sweep([1, 2], width=16, steps=120, batch=2, seeds=1, processes=1, executor=executor, cache=tmp_path)
     assert first.stat().st_mtime_ns == stamp
     assert len(list(tmp_path.glob(f"points/*/{DONE}"))) == 2
     assert [row.heads for row in made.rows] == [1, 2]

@@ -236,6 +236,7 @@ def test_two_million_tokens_within_a_limit(tmp_path: Path) -> None:
     assert megabytes < 40
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.is_file(), reason="the limit is Linux's")
 def test_a_larger_treebank_takes_no_more_memory(tmp_path: Path) -> None:
     """Documents with relations stream too: their arcs are counted as they go by."""
