@@ -60,7 +60,9 @@ def test_few_bits_cost_what_they_cost_the_native_model(name: str, tmp_path: Path
         hw.sensitivity(theirs, TEXTS, basis="balanced")
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("mistral", "qwen2") else name for name in BOTH]
+)
 def test_a_profile_is_that_of_the_native_model(name: str, tmp_path: Path) -> None:
     ours = hw.load(saved(name, tmp_path))
     theirs = hw.attach(*build(name))
@@ -128,7 +130,7 @@ def test_an_encoder_decoder_is_attended_with_its_source() -> None:
     assert (len(made.words), len(made.seen)) == (ids.shape[1], source.shape[1])
 
 
-@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.slow)])
 def test_an_encoder_decoder_is_profiled(name: str, tmp_path: Path) -> None:
     """Each text is source and target; what is told of one head of every stack follows from its maps, text by text."""
     theirs = hw.attach(*build(name))

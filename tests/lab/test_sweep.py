@@ -166,7 +166,7 @@ def test_a_damaged_note_is_named(tmp_path):
     ("number", "executor"),
     [
         pytest.param(signal.SIGINT, "processes", marks=pytest.mark.slow, id="interrupted"),
-        pytest.param(signal.SIGKILL, "processes", id="killed"),
+        pytest.param(signal.SIGKILL, "processes", marks=pytest.mark.slow, id="killed"),
         pytest.param(signal.SIGKILL, "dask", marks=pytest.mark.slow, id="killed, then Dask"),
         pytest.param(signal.SIGKILL, "slurm:cluster=local", marks=pytest.mark.slow, id="killed, then Slurm's jobs"),
     ],
