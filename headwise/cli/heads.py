@@ -79,10 +79,8 @@ def run(
         return
     if out is None and (shard or workers or executor):
         raise HeadwiseError("--shard, --workers and --executor are for work into a folder; give --out FOLDER too.")
-    if out is not None and (control or prompts or not (text or treebank)):
-        raise HeadwiseError(
-            "--out is for a corpus of your own, without --control and --prompts; give files or a folder."
-        )
+    if out is not None and (control or not (text or treebank)):
+        raise HeadwiseError("--out is for a corpus of your own, without --control; give files or a folder.")
     if (costs or plan) and report is None:
         raise HeadwiseError("--costs and --plan are shown on the page; say where it goes: --report heads.html.")
     loaded = load(model)
@@ -97,10 +95,11 @@ def run(
     leads = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
     with show_progress() if leads else nullcontext() as progress:
         asked: dict[str, Any] = {
-            "relations": relations, "longest": length, "every": every, "causal": not no_causal, "progress": progress,
+            "relations": relations, "longest": length, "every": every, "causal": not no_causal, "prompts": prompts,
+            "progress": progress,
         }  # fmt: skip
         if out is None:
-            made = profile(loaded, corpus, control=control, prompts=prompts, **asked)
+            made = profile(loaded, corpus, control=control, **asked)
         else:
             with going_on():
                 apart = given(shard=shard, processes=workers, executor=executor)

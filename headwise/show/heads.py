@@ -159,7 +159,7 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
 
 def _tried(profile: Profile) -> str:
     """The other family of tests: heads taken away."""
-    return f", and of {profile.tried:,} heads whether answers hang on them" if profile.tried else ""
+    return f", and {profile.tried:,} times whether answers hang on a head" if profile.tried else ""
 
 
 def _left_out(profile: Profile) -> str:

@@ -14,7 +14,7 @@ from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
 from headwise.look.profile.prompted import could_stream
 from headwise.look.profile.result import HeadProfile, Profile
-from headwise.look.profile.roles import ROLE_OF, Support
+from headwise.look.profile.roles import HELD, ROLE_OF, Support
 from headwise.look.worth.sensitivity import Cost
 from headwise.model import AnyModel
 from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
@@ -168,7 +168,8 @@ def _effect(one: Support) -> str:
     """What taking it away showed, so far as it was asked."""
     if one.cost is None:
         return ""
-    told = f" Without what it says of a case the role's own test loses {one.cost:+.3f} nats an answer"
+    moves = "what it holds back gains" if one.probe == HELD else "the role's own test loses"
+    told = f" Without what it says of a case {moves} {one.cost:+.3f} nats an answer"
     if one.control is None:
         return f"{told}; nowhere were the same answers found reached another way."
     told += f", and {one.control:+.3f} where the same answers are reached another way"

@@ -84,6 +84,9 @@ LOOKS: dict[str, Verb] = {
     "profile, light": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=False, detail="light", causal=False)
     ),
+    "profile, prompts": lambda model, name: _means(
+        hw.profile(model, TEXTS, relations=False, prompts=True, causal=False)
+    ),
     "compare": lambda model, name: hw.compare(model, TEXTS, rows=24),
     "match": lambda model, name: hw.match(model, model, TEXTS),
     "variability": lambda model, name: variability(model, TEXTS, length=5),

@@ -49,8 +49,8 @@ def tokenizer(kind: str) -> Tokenizer:
     return word_tokenizer([*{**words, **bare, **{f"{word},": None for word in bare}}])
 
 
-def as_if_right(model: AnyModel, prompts: list[DuePrompt], wiring: Wiring) -> Looks:
-    looks = ask_prompts(model, prompts, wiring)
+def as_if_right(model: AnyModel, prompts: list[DuePrompt], wiring: Wiring, name: str) -> Looks:
+    looks = ask_prompts(model, prompts, wiring, name)
     return looks._replace(right=np.ones_like(looks.right))
 
 

@@ -44,13 +44,13 @@ def asked(model: Transformer, measure: TaskMeasure) -> tuple[np.ndarray, np.ndar
     return score, null, valued, tally.per_bucket(measure.names[0])[1][:, 0]
 
 
-def people() -> Worded:
+def people(heads: int = 4, parts: int = 3) -> Worded:
     """Three layers: who was said before; who is not due, brought to every row; who looks at the names that are left."""
-    built = Worded((*PEOPLE, *NAMES), heads=4, layers=3, parts=3)
+    built = Worded((*PEOPLE, *NAMES), heads=heads, layers=3, parts=parts)
     V, eye = built.V, torch.eye(built.V)
     names = torch.zeros(V, 1)
     names[built.ids(NAMES)] = 1
-    said, avoided, out = range(3)
+    said, avoided, out = 0, 1, parts - 1
     built.head("0.0", places=to_place(0, BETA / 2) - 3 * BETA * torch.eye(P), tokens=BETA * eye, write=eye, into=said)
     any_name = BETA * torch.ones(V, 1) @ names.T  # from whatever word to names
     built.head("1.0", tokens=20 * any_name, at=said, read=said, write=eye * names, into=avoided)

@@ -44,7 +44,7 @@ class Example:
 class Place:
     """One place that was drawn: a word with its targets, or a token."""
 
-    question: str  # `det >`; ROW for a token, ECHO for one of repeated tokens
+    question: str  # `det >`; ROW for a token, ECHO for one of repeated tokens; for one of a prompt the number asked
     key: int
     bucket: int
     unit: int
@@ -146,7 +146,9 @@ class Cases:
         """The tokens that a role is about, for one row that sees so many; none where the row is not asked."""
         place, value = self.rows[number], target.value
         source, seen = place.source, range(1, sees)  # the first token is no target
-        if place.question == ECHO or target.kind == "echo":
+        if place.question != ROW or target.kind in ("echo", "prompt"):
+            if target.kind == "prompt":
+                return place.targets if place.question == value else ()
             return [place.targets[int(value)]] if (place.question, target.kind) == (ECHO, "echo") else ()
         match target.kind:
             case "offset":

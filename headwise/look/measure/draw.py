@@ -172,17 +172,17 @@ class Draw(Measure):
         return made
 
 
-class Echoes(Measure):
-    """Takes down what heads do at the places that are shown of repeated tokens."""
+class ShownPlaces(Measure):
+    """Takes down what heads do at the places that are shown of repeated tokens, or of other texts read apart."""
 
     @property
     def across(self) -> bool:
         """It is not asked of cross-attention."""
         return False
 
-    def __init__(self, cases: Cases) -> None:
+    def __init__(self, cases: Cases, question: str = ECHO) -> None:
         self.cases = cases
-        self.places = [(row, place) for row, place in enumerate(cases.rows) if place.question == ECHO]
+        self.places = [(row, place) for row, place in enumerate(cases.rows) if place.question == question]
 
     def at(self, call: Call) -> None:
         """One call at one site."""

@@ -28,7 +28,7 @@ from headwise.look.measure.scene import WINDOW
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.record.reading import documents_for
-from headwise.look.record.units import Unit, read, tokenizer_of
+from headwise.look.record.units import read, tokenizer_of
 from headwise.model import AnyModel
 from headwise.progress import Progress
 from headwise.spec import Keeps
@@ -69,10 +69,6 @@ class FarPlaces(TaskMeasure):
     def chosen(self) -> dict[str, list[int]]:
         """The offset and the place of each head."""
         return self._chosen
-
-    def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
-        """It reads long texts."""
-        raise NotImplementedError
 
     def run(self, model: AnyModel, tally: Tally, seed: int = 0, progress: Progress | None = None) -> str:
         """Read, choose, and add up; or why nothing is asked."""

@@ -33,8 +33,9 @@ class Target:
     value: int | str = 0
 
     # so many tokens back; up to so many away, itself left out; so many away or more; at marked keys; at the key a rule names;
-    # at the n-th of the places in repeated tokens; at the word an arc leads to
-    KINDS = ("offset", "within", "beyond", "marked", "aim", "echo", "arc")
+    # at the n-th of the places in repeated tokens; at what a prompt of the number of this name asks for; at the word an arc
+    # leads to
+    KINDS = ("offset", "within", "beyond", "marked", "aim", "echo", "prompt", "arc")
 
 
 @dataclass(frozen=True)

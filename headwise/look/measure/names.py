@@ -11,10 +11,12 @@ model gets both sentences right.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice, permutations
 
 import numpy as np
 
+from headwise.look.measure.cases import Cases
 from headwise.look.measure.prompts import (
     ENOUGH,
     Due,
@@ -56,12 +58,12 @@ class NameMover(PromptMeasure):
             "sentences about two people",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> UnitSums:
+    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
         """Both sentences of each pair, both names of each."""
         wiring = check_reads_words(model, "a name mover")
         prompts = make_pairs(tokenizer_of(model), seed)
-        looks = ask_prompts(model, prompts, wiring)
-        return name_sums(looks).checked("pairs of sentences about two people", "the model ends rightly")
+        looks = ask_prompts(model, prompts, wiring, self.score.name)
+        return name_sums(looks).checked("pairs of sentences about two people", "the model ends rightly"), looks.cases
 
 
 def name_sums(looks: Looks) -> UnitSums:
@@ -85,7 +87,7 @@ def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[
         made += islice(_pairs(tokenizer, template, drawn), pairs // len(TEMPLATES))
     if len(made) < ENOUGH:
         raise too_few(f"{len(NAMES)} names", len(single), FEWEST_NAMES)
-    return [prompt for pair in made for prompt in pair]
+    return [prompt for unit, (one, other) in enumerate(made) for prompt in (replace(one, unit=unit), other)]
 
 
 def _pairs(

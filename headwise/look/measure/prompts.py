@@ -16,20 +16,22 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
+from headwise.look.measure.cases import Cases, Place
 from headwise.look.measure.listening import listening
-from headwise.look.measure.measure import ALIKE, Number
+from headwise.look.measure.measure import ALIKE, Number, Target
 from headwise.look.measure.rows import fetched
 from headwise.look.measure.statistics import FEWEST
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.tasks import TaskMeasure
+from headwise.look.measure.tasks import TaskMeasure, token_names
 from headwise.look.record.buckets import BUCKETS
-from headwise.look.record.units import Unit, read
+from headwise.look.record.units import read, tokenizer_of
 from headwise.model import AnyModel, Wiring
 from headwise.progress import Progress
 from headwise.text import Tokenizer
 
 ENOUGH = 2 * FEWEST  # units a role needs, half of them for choosing
 CELLS = 1 << 23  # logits held at once
+MOST_SHOWN = 32  # cases that are kept to be shown
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class DuePrompt:
 
     ids: tuple[int, ...]
     dues: tuple[Due, ...]
+    unit: int | None = None  # of the statistics, where its first due is a case of the role: it may be shown
 
 
 class Looks(NamedTuple):
@@ -59,6 +62,7 @@ class Looks(NamedTuple):
     lead: np.ndarray  # what it writes for the answer, above the mean of its rivals
     wins: np.ndarray  # whether it writes more for the answer than for any of them
     right: np.ndarray  # whether the model itself would say the answer
+    cases: Cases  # the same where a prompt's first due is a case of the role, to be shown
 
 
 class PromptMeasure(TaskMeasure):
@@ -66,11 +70,14 @@ class PromptMeasure(TaskMeasure):
     sum over what heads write; `run` says in a sentence why others, or those too weak for the task, are not asked."""
 
     def __init__(self, name: str, label: str, more: str, on: str) -> None:
-        self.numbers = Number(name, label, more=more, on=on, merge=ALIKE, placed=True).three()
+        target = Target("prompt", name)
+        self.numbers = Number(name, label, more=more, on=on, merge=ALIKE, placed=True, target=target).three()
+        self._shown: Cases | None = None
 
-    def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
-        """It reads prompts."""
-        raise NotImplementedError
+    @property
+    def shown(self) -> Cases | None:
+        """Where heads looked at some of the places due."""
+        return self._shown
 
     def run(self, model: AnyModel, tally: Tally, seed: int = 0, progress: Progress | None = None) -> str:
         """Ask, and add up what is found. What comes back says why nothing is; empty where something was."""
@@ -78,7 +85,7 @@ class PromptMeasure(TaskMeasure):
         if progress is not None:
             progress(self.score.on, 0, 1)
         try:
-            made = self.measure(model, seed)
+            made, self._shown = self.measure(model, seed)
         except HeadwiseError as error:
             return str(error)
         finally:
@@ -92,8 +99,8 @@ class PromptMeasure(TaskMeasure):
         return ""
 
     @abstractmethod
-    def measure(self, model: AnyModel, seed: int) -> "UnitSums":
-        """UnitSums over the cases of each unit; a HeadwiseError says why there are none."""
+    def measure(self, model: AnyModel, seed: int) -> tuple["UnitSums", Cases]:
+        """Sums over the cases of each unit, and those to be shown; a HeadwiseError says why there are none."""
 
 
 class UnitSums(NamedTuple):
@@ -142,12 +149,17 @@ def next_token(tokenizer: Tokenizer, text: str, word: str) -> int | None:
     return after[-1]
 
 
-def ask_prompts(model: AnyModel, prompts: Sequence[DuePrompt], wiring: Wiring, batch: int = 1024) -> Looks:
-    """Let the model read prompts, those of one shape side by side without padding, and look where tokens are due."""
+def ask_prompts(
+    model: AnyModel, prompts: Sequence[DuePrompt], wiring: Wiring, name: str = "", batch: int = 1024
+) -> Looks:
+    """Let the model read prompts, those of one shape side by side without padding, and look where tokens are due. `name`: of
+    the number they are for."""
     heads = sum(len(site.head_ids) for site in model.all_sites())
     starts = np.cumsum([0, *(len(prompt.dues) for prompt in prompts)])
     arrays = {name: np.zeros((int(starts[-1]), heads)) for name in ("weight", "fetched", "lead", "wins")}
     right = np.zeros(int(starts[-1]), dtype=bool)
+    shown_at = [number for number, prompt in enumerate(prompts) if prompt.unit is not None and prompt.dues][:MOST_SHOWN]
+    cases = _blank_cases(model, name, [prompts[number] for number in shown_at], heads)
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for number, prompt in enumerate(prompts):
         alike.setdefault((len(prompt.ids), tuple(due.row for due in prompt.dues)), []).append(number)
@@ -165,7 +177,23 @@ def ask_prompts(model: AnyModel, prompts: Sequence[DuePrompt], wiring: Wiring, b
             for name, into in arrays.items():
                 for at, found in shown.found[name].items():
                     into[places, at : at + found.shape[1]] = found.permute(0, 2, 1).flatten(0, 1).double().cpu().numpy()
-    return Looks(**arrays, right=right)
+            for row, number in enumerate(shown_at):
+                if number in some:
+                    cases.arrays["met"][row] = 1
+                    for at, maps in shown.maps.items():
+                        taken = maps[some.index(number)].float().cpu().numpy()  # (H, S)
+                        cases.arrays["maps"][row, at : at + len(taken), : taken.shape[1]] = taken
+    return Looks(**arrays, right=right, cases=cases)
+
+
+def _blank_cases(model: AnyModel, name: str, prompts: Sequence[DuePrompt], heads: int) -> Cases:
+    """The first dues of some prompts, before anybody looked."""
+    places = []
+    for prompt in prompts:
+        unit, due = prompt.unit or 0, prompt.dues[0]
+        names = token_names(tokenizer_of(model), prompt.ids)
+        places.append(Place(name, unit, unit % BUCKETS, unit, due.row, names, (due.place,)))
+    return Cases(heads, rows=tuple(places))
 
 
 class _Shown:
@@ -186,12 +214,14 @@ class _Shown:
         self.words, index = torch.cat((self.answer[..., None], held.clamp(min=0)), -1).unique(return_inverse=True)
         self.index = index  # (B, R, 1 + K): where each stands among the words
         self.found: dict[str, dict[int, Tensor]] = {name: {} for name in ("weight", "fetched", "lead", "wins")}
+        self.maps: dict[int, Tensor] = {}  # of the first due, (B, H, S)
 
     def see(self, seen: Seen, first_head: int) -> None:
         """One call."""
         if not seen.q.shape[1]:
             return
         maps = seen.rows(self.rows)  # (B, H, R, S)
+        self.maps[first_head] = maps[:, :, 0]
         at = self.place[:, None, :, None].expand(-1, maps.shape[1], -1, -1)
         valued = maps * fetched(seen)[:, :, None]
         weight, part = (some.gather(-1, at)[..., 0] for some in (maps, valued))  # (B, H, R)

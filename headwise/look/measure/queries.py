@@ -16,11 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.look.measure.measure import ALIKE, Column, Number
-from headwise.look.measure.prompts import ENOUGH
+from headwise.look.measure.cases import Cases, Place
+from headwise.look.measure.draw import ShownPlaces
+from headwise.look.measure.measure import ALIKE, Column, Number, Target
+from headwise.look.measure.prompts import ENOUGH, MOST_SHOWN
 from headwise.look.measure.row_numbers import Rows
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.tasks import TaskMeasure, bare_unit
+from headwise.look.measure.tasks import TextTask, bare_unit, run_task, token_names
+from headwise.look.record.buckets import BUCKETS
 from headwise.look.record.units import Unit, tokenizer_of
 from headwise.model import AnyModel
 from headwise.progress import Progress
@@ -63,7 +66,7 @@ class Query(NamedTuple):
     asks: tuple[bool, ...]
 
 
-class QueryFocus(TaskMeasure):
+class QueryFocus(TextTask):
     """`hw.profile(model, prompts=True)`; for encoders too.
 
     >>> QueryFocus().names
@@ -72,16 +75,22 @@ class QueryFocus(TaskMeasure):
 
     numbers = Number(
         "query focus", "weight of a question on the document it is about", more="finds what a question is about",
-        merge=ALIKE, on="questions about one of three documents",
+        merge=ALIKE, on="questions about one of three documents", target=Target("prompt", "query focus"),
     ).three()  # fmt: skip
     GOLD, ASKS = "in question", "asks"
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, ...], Query] = {}  # by the ids of a text
+        self._shown: Cases | None = None
         self.columns = (
             Column(self.GOLD, lambda text: self.known[text.ids].gold),
             Column(self.ASKS, lambda text: self.known[text.ids].asks),
         )
+
+    @property
+    def shown(self) -> Cases | None:
+        """Where heads looked from the last token of some questions."""
+        return self._shown
 
     def run(self, model: AnyModel, tally: Tally, seed: int = 0, progress: Progress | None = None) -> str:
         """Ask, and add up what is found; or why nothing is asked."""
@@ -93,7 +102,16 @@ class QueryFocus(TaskMeasure):
             return (
                 f"{len(texts)} of {PROMPTS} prompts can be read with this tokenizer and context; {ENOUGH} are needed."
             )
-        return super().run(model, tally, seed, progress)
+        self._shown = Cases(tally.heads, rows=tuple(self._place(model, unit) for unit in texts[:MOST_SHOWN]))
+        beside = [ShownPlaces(self._shown, self.score.name)]
+        run_task(model, self, tally, seed, beside=beside, progress=progress)
+        return ""
+
+    def _place(self, model: AnyModel, unit: Unit) -> Place:
+        """The end of a question, and all of what it is about."""
+        query, names = self.known[unit.ids], token_names(tokenizer_of(model), unit.ids)
+        last, gold = max(np.flatnonzero(query.asks)), tuple(np.flatnonzero(query.gold).tolist())
+        return Place(self.score.name, unit.number, unit.number % BUCKETS, unit.number, int(last), names, gold)
 
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
         """Documents with a question about one of them, and with one about another."""

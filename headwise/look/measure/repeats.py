@@ -15,7 +15,7 @@ from headwise.look.measure.classes import CLASSES, class_flags
 from headwise.look.measure.measure import ALIKE, Number, Target, WeightAt
 from headwise.look.measure.row_numbers import Rows
 from headwise.look.measure.scene import SPECIAL
-from headwise.look.measure.tasks import TaskMeasure, bare_unit
+from headwise.look.measure.tasks import TextTask, bare_unit
 from headwise.look.record.units import Unit, tokenizer_of
 from headwise.model import AnyModel
 
@@ -65,7 +65,7 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
     return Repeats(twice, once, len(before), length)
 
 
-class Echo(TaskMeasure):
+class Echo(TextTask):
     """The weight on the token behind the first copy (induction), and on the first copy (duplicate), from the second one."""
 
     numbers = NUMBERS

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headwise.look.measure.measure import ALIKE, WeightAt
-from headwise.look.measure.tasks import TOKENS, TaskMeasure, bare_unit
+from headwise.look.measure.tasks import TOKENS, TextTask, bare_unit
 from headwise.look.record.reading import documents_for
 from headwise.look.record.units import Unit, make_batches, run, tokenizer_of
 from headwise.model import AnyModel
@@ -39,7 +39,7 @@ class Needle:
         return made
 
 
-class Retrieval(TaskMeasure, WeightAt):
+class Retrieval(TextTask, WeightAt):
     """`hw.profile(model, measures=[Retrieval()])`; for decoders, whose next token is known. Others have none of it.
 
     >>> Retrieval().names

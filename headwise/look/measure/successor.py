@@ -13,6 +13,7 @@ no more than its baseline. The valued score is the second condition alone.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Site
+from headwise.look.measure.cases import Cases
 from headwise.look.measure.prompts import (
     ENOUGH,
     Due,
@@ -76,18 +78,19 @@ class Successor(PromptMeasure):
             "days, months, numbers and letters",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> UnitSums:
+    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
         """Each member alone, and at the end of a list."""
         wiring, tokenizer = check_reads_words(model, "a successor head"), tokenizer_of(model)
         members = find_members(tokenizer)
         if len(members) < ENOUGH:
             raise too_few(f"{sum(map(len, CLASSES))} days, months, numbers and letters", len(members), ENOUGH)
-        listed = ask_prompts(model, [_listed(tokenizer, one) for one in members], wiring)
+        prompts = [replace(list_prompt(tokenizer, one), unit=unit) for unit, one in enumerate(members)]
+        listed = ask_prompts(model, prompts, wiring, self.score.name)
         score, null = written(model, wiring, members)
         right = listed.right[:, None]
         score = score * listed.wins  # a head that would write it and never looks there does nothing
         made = UnitSums(score * right, null * right, listed.wins * right, listed.right.astype(int))
-        return made.checked("lists of days, months, numbers and letters", "the model goes on with")
+        return made.checked("lists of days, months, numbers and letters", "the model goes on with"), listed.cases
 
 
 def find_members(tokenizer: Tokenizer) -> list[Member]:
@@ -183,7 +186,7 @@ def _entering(wiring: Wiring, layers: Sequence[int]) -> Iterator[dict[int, Tenso
             hook.remove()
 
 
-def _listed(tokenizer: Tokenizer, member: Member) -> DuePrompt:
+def list_prompt(tokenizer: Tokenizer, member: Member) -> DuePrompt:
     """A list that ends with a member: its next is due, against the rest of the class."""
     ids = (*tokenizer.around[0], *tokenizer.encode(member.text, special=False))
     return DuePrompt(ids, (Due(len(ids) - 1, len(ids) - 2, member.next, member.others),))

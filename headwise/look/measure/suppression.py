@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.look.measure.cases import Cases
 from headwise.look.measure.prompts import (
     ENOUGH,
     Due,
@@ -47,12 +48,12 @@ class CopySuppression(PromptMeasure):
             "holds back what is about to be said again", "beginnings of texts said twice",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> UnitSums:
+    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
         """Beginnings said twice, and the same with another behind them."""
         wiring = check_reads_words(model, "copy suppression")
         prompts = make_echoes(model, self.corpus, seed)
-        made = suppression_sums(ask_prompts(model, prompts, wiring))
-        return made.checked("beginnings said twice", "the model goes on with")
+        looks = ask_prompts(model, prompts, wiring, self.score.name)
+        return suppression_sums(looks).checked("beginnings said twice", "the model goes on with"), looks.cases
 
 
 def suppression_sums(looks: Looks) -> UnitSums:
@@ -83,12 +84,12 @@ def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int =
         others = [ids for ids in fit if not {*ids} & {*one[CUE - 1 :]}]  # nor is what comes before them said again
         if others:
             other = others[int(dice.integers(len(others)))]
-            made += [_prompt(before, one, said) for said in (one, other)]
+            made += [_prompt(before, one, said, unit) for said, unit in ((one, len(made) // 2), (other, None))]
     return made
 
 
-def _prompt(before: tuple[int, ...], one: tuple[int, ...], said: tuple[int, ...]) -> DuePrompt:
+def _prompt(before: tuple[int, ...], one: tuple[int, ...], said: tuple[int, ...], unit: int | None) -> DuePrompt:
     """A beginning, and what is said behind it but for its last token: each token of the beginning is asked about."""
     start, rest = len(before), {*one}
     dues = [Due(start + LENGTH + i - 1, start + i, one[i], tuple(sorted(rest - {one[i]}))) for i in range(CUE, LENGTH)]
-    return DuePrompt((*before, *one, *said[:-1]), tuple(dues))
+    return DuePrompt((*before, *one, *said[:-1]), tuple(dues), unit)

@@ -1,4 +1,4 @@
-"""Tasks: measures on texts of their own, whatever the corpus is."""
+"""Tasks: measures on texts or prompts of their own, whatever the corpus is."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from headwise.look.measure.cases import Cases
 from headwise.look.measure.measure import Measure
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
@@ -20,7 +21,26 @@ SCORE, NULL, VALUED = range(3)  # where they stand in a task's numbers, three by
 
 
 class TaskMeasure(Measure):
-    """A measure on texts of its own: three numbers, the score, its null and its valued twin, or several times three.
+    """A measure that reads what it needs by itself: three numbers, the score, its null and its valued twin, or several times
+    three."""
+
+    @property
+    def chosen(self) -> Mapping[str, Sequence[int]]:
+        """What was chosen for each head while it was asked, by number: told beside its role."""
+        return {}
+
+    @property
+    def shown(self) -> Cases | None:
+        """What heads did at some of the places it asked about; None: nothing is shown."""
+        return None
+
+    @abstractmethod
+    def run(self, model: AnyModel, tally: Tally, seed: int = 0, progress: Progress | None = None) -> str:
+        """Ask, and add up what is found. What comes back says why nothing was asked; empty where something was."""
+
+
+class TextTask(TaskMeasure):
+    """A measure on texts of its own.
 
     The score and the twin are taken from some texts; the null is the score at the same places of others, which have
     everything but what is looked for. Each pair of texts is a unit of the statistics.
@@ -28,24 +48,19 @@ class TaskMeasure(Measure):
 
     tokens = TOKENS
 
-    @property
-    def chosen(self) -> Mapping[str, Sequence[int]]:
-        """What was chosen for each head while it was asked, by number: told beside its role."""
-        return {}
-
     @abstractmethod
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
         """The texts, and the others, one for each. None at all where the model cannot be asked."""
 
     def run(self, model: AnyModel, tally: Tally, seed: int = 0, progress: Progress | None = None) -> str:
-        """Ask, and add up what is found. What comes back says why nothing was asked; empty where something was."""
+        """Read both."""
         run_task(model, self, tally, seed, progress=progress)
         return ""
 
 
 def run_task(
     model: AnyModel,
-    task: TaskMeasure,
+    task: TextTask,
     tally: Tally,
     seed: int = 0,
     *,
@@ -85,3 +100,13 @@ def bare_unit(number: int, ids: tuple[int, ...], tokenizer: Tokenizer) -> Unit:
     """Ids as a text of their own, each in its own bucket; it is no text that anybody wrote."""
     pieces = [tokenizer.token(i) for i in ids]
     return Unit(number, number, ids, None, partial(Alignment.of, "", ids, pieces, [(0, 0)] * len(ids)))
+
+
+def token_names(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, ...]:
+    """Tokens as they are shown, one by one.
+
+    >>> from headwise.text.make import word_tokenizer
+    >>> token_names(word_tokenizer(["the", "cat"]), [1, 0])
+    ('cat', 'the')
+    """
+    return tuple(tokenizer.decode([i], special=True).strip() or tokenizer.token(i) for i in ids)

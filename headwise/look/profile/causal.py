@@ -17,13 +17,14 @@ comes later is not asked of heads that fail, and their p is 1.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from headwise.look.measure.statistics import bootstrap, holm, sign_flips
-from headwise.look.profile.roles import Effect, Support
+from headwise.look.profile.prompt_trials import prompt_trial
+from headwise.look.profile.roles import DUE, HELD, REPEATS, Effect, Support, in_order
 from headwise.look.profile.trials import Prompt, Trial, list_trial, target_batches, word_trial
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.ablate import How, stand_in
@@ -47,48 +48,65 @@ def climb(
     seed: int,
     progress: Progress,
 ) -> list[list[Support]]:
-    """The same with the last rung tried for every head whose best role is effective and has a probe.
+    """The same with the last rung tried for every head whose best role is effective and has a probe, and for every role on
+    prompts that is and has: these are a family of their own, so that the others' verdicts are the same without them.
 
     `related` are documents with relations, `texts` those in which answers are looked for that a list can be made of.
     """
-    made = [list(supports) for supports in found]
-    wanted: dict[tuple[str, str], list[int]] = {}  # a probe and its role: the heads
+    wanted: dict[tuple[str, str], list[tuple[int, Support]]] = {}  # a probe and its role: the heads
     for head, supports in enumerate(found):
-        if supports and supports[0].rung == "effective" and supports[0].probe:
-            probe = supports[0].probe
-            wanted.setdefault((probe, "" if probe == "repeats" else supports[0].role), []).append(head)
-    effects: dict[int, Effect] = {}
-    for number, ((probe, role), heads) in enumerate(wanted.items()):
+        best = [one for one in supports if not one.family][:1]
+        for one in (*best, *(one for one in supports if one.family)):
+            if one.rung == "effective" and one.probe:
+                lists = one.probe in (REPEATS, HELD)
+                wanted.setdefault((one.probe, "" if lists else one.role), []).append((head, one))
+    effects: dict[tuple[int, str], Effect] = {}
+    for number, ((probe, role), tried) in enumerate(wanted.items()):
         progress("ablations", number, len(wanted))
-        lists = probe == "repeats"
-        trial = list_trial(model, texts, seed) if lists else word_trial(model, related, texts, role, probe)
+        trial = _trial(model, related, texts, role, probe, seed)
         if len(trial.cases) > 1:
-            effects |= zip(heads, try_heads(model, addresses, [addresses[head] for head in heads], trial), strict=True)
-    tried = [head for head, effect in effects.items() if effect.control is not None]
-    for head, p in zip(tried, holm([effects[head].p for head in tried]), strict=True):
-        effects[head] = effects[head]._replace(p=float(p))
-    for head, effect in effects.items():
-        made[head][0] = made[head][0].with_effect(effect)
+            made = try_heads(model, addresses, [addresses[head] for head, _ in tried], trial)
+            effects |= {(head, one.role): effect for (head, one), effect in zip(tried, made, strict=True)}
+    for apart in (False, True):
+        family = [(head, one.role) for tried in wanted.values() for head, one in tried if bool(one.family) == apart]
+        family = [key for key in family if key in effects and effects[key].control is not None]
+        for key, p in zip(family, holm([effects[key].p for key in family]), strict=True):
+            effects[key] = effects[key]._replace(p=float(p))
     progress("ablations", len(wanted), len(wanted))
-    return made
+    told = [
+        [one.with_effect(effects[head, one.role]) if (head, one.role) in effects else one for one in supports]
+        for head, supports in enumerate(found)
+    ]
+    return [in_order(supports) for supports in told]
+
+
+def _trial(model: AnyModel, related: Iterable[Unit], texts: Sequence[Unit], role: str, probe: str, seed: int) -> Trial:
+    if probe in (REPEATS, HELD):
+        return replace(list_trial(model, texts, seed), held=probe == HELD)
+    return prompt_trial(model, role, seed) if probe == DUE else word_trial(model, related, texts, role, probe)
 
 
 def try_heads(model: AnyModel, addresses: Sequence[Address], heads: Sequence[Address], trial: Trial) -> list[Effect]:
     """What some heads cost the cases; their controls; then, of those that may still be causal, the others of their layer, and
     their means. p is not corrected yet."""
-    lost, clean = lost_without(model, heads, trial.cases)
+
+    def ask(which: Sequence[Address], rows: Sequence[Prompt], how: How = "resample") -> tuple[np.ndarray, np.ndarray]:
+        lost, clean = lost_without(model, which, rows, how)
+        return -lost if trial.held else lost, clean
+
+    lost, clean = ask(heads, trial.cases)
     costs = Costs(np.array([float(len(row.wanted)) for row in trial.cases]), float(clean.sum()))
-    control = trial.by_case(lost_without(model, heads, trial.controls)[0]) if trial.controls else None
+    control = trial.by_case(ask(heads, trial.controls)[0]) if trial.controls else None
     made = [costs.beyond(lost[:, i], None if control is None else control[:, i]) for i in range(len(heads))]
     left = [i for i, one in enumerate(made) if one.causal]
     layers = {heads[i].site for i in left}
     others = [address for address in addresses if address.site in layers and address not in heads]
-    everyone, all_lost = [*heads, *others], np.concatenate((lost, lost_without(model, others, trial.cases)[0]), 1)
+    everyone, all_lost = [*heads, *others], np.concatenate((lost, ask(others, trial.cases)[0]), 1)
     for i in left:
         mates = [k for k, other in enumerate(everyone) if other.site == heads[i].site and k != i]
         made[i] = costs.beside(made[i], lost[:, i], all_lost[:, mates])
     left = [i for i in left if made[i].causal]
-    means = lost_without(model, [heads[i] for i in left], trial.cases, "mean")[0]
+    means = ask([heads[i] for i in left], trial.cases, "mean")[0]
     for place, i in enumerate(left):
         made[i] = costs.by_mean(made[i], means[:, place])
     return made

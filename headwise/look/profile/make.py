@@ -15,7 +15,7 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.look.measure.cases import Cases, Place, echo_places
 from headwise.look.measure.classes import class_flags
-from headwise.look.measure.draw import Draw, Echoes
+from headwise.look.measure.draw import Draw, ShownPlaces
 from headwise.look.measure.evidence import Evidence
 from headwise.look.measure.measure import Measure, Number
 from headwise.look.measure.relations import Relations
@@ -23,7 +23,7 @@ from headwise.look.measure.repeats import Echo, Repeats, make_repeats
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.scene import ColumnLayout
 from headwise.look.measure.tally import Tally
-from headwise.look.measure.tasks import TaskMeasure, run_task
+from headwise.look.measure.tasks import TaskMeasure, run_task, token_names
 from headwise.look.measure.usual import usual_measures
 from headwise.look.measure.variability import LENGTH, TEXTS, Variability, read_alike
 from headwise.look.profile.causal import climb
@@ -159,16 +159,15 @@ class _Pass:
         self._read(texts, related, relations, draw, kept)
         cases = draw.finish()
         self._share(texts, relations, cases)
-        run_task(self.model, self.echo, self.tally, self.seed, beside=[Echoes(cases)], progress=self.progress)
+        run_task(self.model, self.echo, self.tally, self.seed, beside=[ShownPlaces(cases)], progress=self.progress)
         read_alike(self.model, kept.long, self.tally)
-        told = {task.score.name: task.run(self.model, self.tally, self.seed, self.progress) for task in self.tasks}
+        asked_apart, cases = run_tasks(self.model, self.tasks, self.tally, cases, self.seed, self.progress)
         about = {
             "texts": texts.texts, "tokens": texts.tokens, "documents": kept.documents,
             "relations": OWN if related is texts else kept.digest(), "layers": [str(s.address) for s in self.sites],
             "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
             "every": self.every, "read": in_words(texts.corpus), "asked": "" if asked is None else in_words(asked.corpus),
-            "unasked": {name: why for name, why in told.items() if why},
-            "chosen": {name: list(places) for task in self.tasks for name, places in task.chosen.items()},
+            **asked_apart,
         }  # fmt: skip
         numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
         climbs = partial(self._climb, kept) if asks else None
@@ -206,12 +205,8 @@ class _Pass:
 
     def _echoes(self, repeats: Repeats) -> list[Place]:
         """The places that are shown of repeated tokens."""
-        tokenizer = tokenizer_of(self.model)
-        shown = [
-            [tokenizer.decode([i], special=True).strip() or tokenizer.token(i) for i in ids]
-            for ids in repeats.twice.tolist()
-        ]
-        return echo_places(shown, repeats.start, repeats.length)
+        names = [token_names(tokenizer_of(self.model), ids) for ids in repeats.twice.tolist()]
+        return echo_places(names, repeats.start, repeats.length)
 
     def _read(
         self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "KeptTexts"
@@ -261,6 +256,20 @@ class _Pass:
         """The last rung."""
         related = kept.few.units.values()
         return climb(self.model, self.addresses, found, related, kept.first, self.seed + 1, self.progress)
+
+
+def run_tasks(
+    model: AnyModel, tasks: Iterable[TaskMeasure], tally: Tally, cases: Cases, seed: int, progress: Progress
+) -> tuple[dict[str, Any], Cases]:
+    """Ask what reads texts or prompts of its own: what is told about it, and the cases with those it shows."""
+    unasked, chosen = {}, {}
+    for task in tasks:
+        why = task.run(model, tally, seed, progress)
+        if why:
+            unasked[task.score.name] = why
+        chosen |= {name: list(places) for name, places in task.chosen.items()}
+        cases = cases if task.shown is None else cases.merge(task.shown)
+    return {"unasked": unasked, "chosen": chosen}, cases
 
 
 class KeptTexts:

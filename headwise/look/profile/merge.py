@@ -15,7 +15,7 @@ from headwise.look.measure.measure import ADD, ALIKE, LARGER, Number
 from headwise.look.measure.questions import SETS, SHAPES, Question, questions_of
 from headwise.look.measure.relations import Relations
 from headwise.look.measure.tally import Tally
-from headwise.look.profile.roles import Support
+from headwise.look.profile.roles import Support, in_order
 from headwise.look.record.buckets import BUCKETS
 
 OWN = "own"  # relations are those of the texts themselves, not of documents apart
@@ -68,7 +68,13 @@ def merge_evidence(one: Sequence[Context], other: Sequence[Context], texts: int)
     return sorted(both, key=lambda context: -context.weight)[:KEPT]
 
 
-def keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
+def keep_effects(found: Sequence[Support], earlier: Sequence[Support]) -> list[Support]:
+    """The roles of one head with what ablation showed for them before: for the first, and for those on prompts."""
+    best = next((one for one in found if not one.family), None)
+    return in_order(_keep_effect(one, earlier) if one is best or one.family else one for one in found)
+
+
+def _keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
     """What ablation showed for the same role of the same head: it is about the model, and is not asked again."""
     for before in earlier:
         same = (before.role, before.detail) == (support.role, support.detail)

@@ -17,7 +17,7 @@ from headwise.look.measure.successor import Successor
 from headwise.look.measure.suppression import CopySuppression
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
-from headwise.look.profile.roles import Role, Support
+from headwise.look.profile.roles import DUE, HELD, Role, Support
 
 STREAMS = 0.05  # a head could stream if surely less of its weight lies beyond what such a cache keeps
 
@@ -28,8 +28,13 @@ def prompted_measures() -> tuple[TaskMeasure, ...]:
 
 
 THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "copy suppression": 0.1, "query focus": 0.1}
+ASKED = {"successor": DUE, "name mover": DUE, "copy suppression": HELD}  # by ablation; the others have no answers
 PROMPTED = (
-    *(Role(one.score.name, one.score, THRESHOLDS[one.score.name], apart=True) for one in prompted_measures()[:-1]),
+    *(
+        Role(name, one.score, THRESHOLDS[name], ASKED.get(name), apart=True)
+        for one in prompted_measures()[:-1]
+        for name in (one.score.name,)
+    ),
     *(Role(number.name, number, 0.3, apart=True) for number in (FAR[0], FIXED[0])),
 )
 

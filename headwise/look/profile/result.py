@@ -18,7 +18,7 @@ from headwise.look.measure.relations import Relations
 from headwise.look.measure.repeats import INDUCTION
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING, SHARE
 from headwise.look.measure.tally import Tally
-from headwise.look.profile.merge import keep_effect, merge_evidence, merge_relations, merge_sources, merge_tallies
+from headwise.look.profile.merge import keep_effects, merge_evidence, merge_relations, merge_sources, merge_tallies
 from headwise.look.profile.prompted import with_choices
 from headwise.look.profile.roles import TABLE, Case, Role, Support, judge, make_cases, rest
 from headwise.look.profile.saved import VERSION, number_of, pack, role_of, support_of, unpack
@@ -176,7 +176,7 @@ class Profile:
 
     @property
     def tried(self) -> int:
-        """How many heads were tried on the last rung, each for one role: the family of its p-values."""
+        """How many roles of heads were tried on the last rung; those on prompts are a family of their own."""
         return sum(one.causal_p is not None for supports in self.supports for one in supports)
 
     def roles(self) -> dict[str, list[Address]]:
@@ -247,7 +247,7 @@ class Profile:
         def remembered(found: Supports) -> Supports:
             before = [(*a, *b) for a, b in zip(self.supports, other.supports, strict=True)]
             kept = zip(found, before, strict=True)
-            return [(*(keep_effect(one, earlier) for one in some[:1]), *some[1:]) for some, earlier in kept]
+            return [keep_effects(some, earlier) for some, earlier in kept]
 
         return Profile.of(self.addresses, tally, relations, hardest, cases, about, numbers, self.own, remembered)
 

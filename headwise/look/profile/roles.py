@@ -29,6 +29,8 @@ from headwise.look.measure.tally import Tally
 from headwise.look.record.buckets import CHOOSING, REPORTING, in_half
 from headwise.text.documents import Document
 
+# Probes: tokens said twice; the same where a head holds them back; prompts of the role's own.
+REPEATS, HELD, DUE = "repeats", "held back", "due"
 RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
 
 
@@ -39,7 +41,9 @@ class Role:
     name: str
     measure: Number  # it has a null and a valued twin, over the same rows: those that could have the target
     threshold: float
-    probe: str | None = None  # what is asked of the model when the head is taken away
+    probe: str | None = (
+        None  # what is asked of the model when the head is taken away: one of those below, or of a relation
+    )
     detail: str = ""  # told beside the role: an offset, a direction
     relation: bool = False  # asked of gold arcs
     hits: bool = False  # its score is how often a word looks hardest at the right one
@@ -49,7 +53,7 @@ class Role:
 def offset_role(offset: int) -> Role:
     """A head that looks a fixed number of tokens back, or ahead."""
     names = {1: "previous token", -1: "next token", 0: "self"}
-    probe = "repeats" if offset == 1 else None
+    probe = REPEATS if offset == 1 else None
     return Role(
         names.get(offset, "fixed offset"), AIMED[offset], 0.3, probe, "" if offset in names else f"{-offset:+d}"
     )
@@ -60,8 +64,8 @@ TABLE = (
     Role("local", LOCAL[0], 0.4, None, "within 3"),
     *(Role(name, CLASS_NUMBERS[name], 0.3) for name in CLASSES if name != SPECIAL),
     Role("long range", LONG[0], 0.4, None, f"beyond {WINDOW}"),
-    Role("induction", INDUCTION[0], 0.1, "repeats"),
-    Role("duplicate token", DUPLICATE[0], 0.1, "repeats"),
+    Role("induction", INDUCTION[0], 0.1, REPEATS),
+    Role("duplicate token", DUPLICATE[0], 0.1, REPEATS),
 )
 ROOM = 0.8  # a role whose null is above this is not told: a little more would look like all there is
 RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
@@ -207,9 +211,9 @@ def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
             )
         if (role.name, role.detail) in told:
             raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
-        if not 0 < role.threshold < 1 or role.probe not in (None, "repeats"):
+        if not 0 < role.threshold < 1 or role.probe not in (None, REPEATS, HELD, *[DUE] * role.apart):
             raise HeadwiseError(
-                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe 'repeats' or none; "
+                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe {REPEATS!r}, {HELD!r} or none; "
                 f"got {role.threshold} and {role.probe!r}."
             )
         told.add((role.name, role.detail))
@@ -238,8 +242,12 @@ def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
     found, family = _judge(first, heads)
     more, beside = _judge(second, heads)
     made = [[*some, *(replace(one, family=beside) for one in others)] for some, others in zip(found, more, strict=True)]
-    made = [sorted(some, key=lambda one: (one.rank[0], not one.family, one.gain), reverse=True) for some in made]
-    return [_one_each(some) for some in made], family
+    return [_one_each(in_order(some)) for some in made], family
+
+
+def in_order(supports: Iterable[Support]) -> list[Support]:
+    """The best first: by rung; those of the first family; by gain."""
+    return sorted(supports, key=lambda one: (one.rank[0], not one.family, one.gain), reverse=True)
 
 
 def _judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:

@@ -19,7 +19,8 @@ from headwise.files.whole import whole_file
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.variability import VARIABILITY, read_alike
 from headwise.look.profile.causal import climb
-from headwise.look.profile.make import KeptTexts, profile
+from headwise.look.profile.make import KeptTexts, profile, run_tasks
+from headwise.look.profile.prompted import PROMPTED, prompted_measures
 from headwise.look.profile.result import Profile, Supports
 from headwise.look.record.reading import Reading
 from headwise.model import AnyModel, quiet
@@ -57,6 +58,7 @@ def profile_shards(
     every: int = 1,
     detail: str = "full",
     causal: bool = True,
+    prompts: bool = False,
     seed: int = 0,
     shard: int = SHARD,
     processes: int | None = None,
@@ -68,7 +70,7 @@ def profile_shards(
 
     A shard has about so many characters (`shard`). With `processes`, or an `executor`, shards are shared out; then model and
     corpus are named, a name or a path, and files, so that workers can read them too. All else is as in `profile`. Relations
-    that are not the texts' own, and ablations, are asked once for all.
+    that are not the texts' own, prompts and ablations are asked once for all.
     """
     check_executor(executor)
     out, told = Path(out), progress or (lambda what, done, of: None)
@@ -85,7 +87,7 @@ def profile_shards(
         )
     how, loaded = _How(longest, tokens, every, detail, seed), load(model) if isinstance(model, str) else model
     digest = weights_digest(loaded)
-    shards = _prepare(out, texts, digest, how, relations, causal, shard)
+    shards = _prepare(out, texts, digest, how, relations, {"causal": causal, "prompts": prompts or None}, shard)
     if (out / WHOLE).is_file():
         return Profile.load(out / WHOLE)
     own = relations is None and any(one.related for one in shards)
@@ -122,17 +124,17 @@ def profile_shards(
     for number in range(1, len(shards)):
         merged = merged.merge(Profile.load(_place(out, number)))
         told("merging", number + 1, len(shards))
-    made = _finish(loaded, merged, texts, relations, own, how, causal, told)
+    made = _finish(loaded, merged, texts, relations, own, how, causal, prompts, told)
     made.save(out / WHOLE)
     return made
 
 
 def _prepare(
-    out: Path, corpus: Corpus, model: str, how: _How, relations: Any, causal: bool, characters: int
+    out: Path, corpus: Corpus, model: str, how: _How, relations: Any, at_last: dict[str, Any], characters: int
 ) -> list[TextShard]:
     """The shards of a folder: those it has, if it was begun with the same, or new ones."""
     said = {
-        **asdict(how), "model": model, "corpus": corpus.fingerprint, "shard": characters, "causal": causal,
+        **asdict(how), "model": model, "corpus": corpus.fingerprint, "shard": characters, **at_last,
         "relations": relations if relations in (None, False) else Corpus.of(relations).fingerprint,
     }  # fmt: skip
     del said["tokens"]  # of a batch: they decide nothing but the time
@@ -143,7 +145,7 @@ def _prepare(
             before, shards = found["asked"], [TextShard(**one) for one in found["shards"]]
         except (OSError, ValueError, KeyError, TypeError):
             raise HeadwiseError(f"{index} cannot be read; give another folder, or delete this one.") from None
-        other = [name for name in said if before.get(name) != said[name]]
+        other = [name for name in {**before, **said} if before.get(name) != said.get(name)]
         if other:
             raise HeadwiseError(
                 f"{out} holds shards of another profile: {', '.join(other)} differ; give another folder, or the same as then."
@@ -205,9 +207,18 @@ def _model(name: str) -> AnyModel:
 
 
 def _finish(
-    model: AnyModel, merged: Profile, corpus: Corpus, arcs: Any, own: bool, how: _How, causal: bool, progress: Progress
+    model: AnyModel,
+    merged: Profile,
+    corpus: Corpus,
+    arcs: Any,
+    own: bool,
+    how: _How,
+    causal: bool,
+    prompts: bool,
+    progress: Progress,
 ) -> Profile:
-    """What looks at texts of several shards: how far attention varies between the first ones, and the ablations."""
+    """What looks at texts of several shards, or at none of them: how far attention varies between the first ones, prompts,
+    and ablations."""
     texts = Reading.of(model, corpus, how.longest)
     asks = causal and model.spec.kind == "decoder" and model.output is not None
     kept = KeptTexts(asks)
@@ -229,12 +240,19 @@ def _finish(
         for mine, new in ((tally.sums, fresh.sums), (tally.counts, fresh.counts)):
             mine[VARIABILITY.name] = new[VARIABILITY.name]
 
+    roles, numbers, about, cases = merged.own, dict(merged.numbers), merged.about, merged.cases
+    if prompts:
+        tasks = prompted_measures()
+        with quiet(model), torch.no_grad():
+            more, cases = run_tasks(model, tasks, tally, cases, how.seed, progress)
+        about = {**about, **more}
+        roles, numbers = PROMPTED, numbers | {number.name: number for task in tasks for number in task.numbers}
+
     def climbs(found: Supports) -> Supports:
         with quiet(model), torch.no_grad():
             related = kept.few.units.values()
             return climb(model, merged.addresses, found, related, kept.first, how.seed + 1, progress)
 
     return Profile.of(
-        merged.addresses, tally, merged.relations, merged.hardest, merged.cases, merged.about, merged.numbers, merged.own,
-        climbs if asks else None,
+        merged.addresses, tally, merged.relations, merged.hardest, cases, about, numbers, roles, climbs if asks else None,
     )  # fmt: skip

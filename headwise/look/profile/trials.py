@@ -67,6 +67,7 @@ class Trial:
     cases: tuple[Prompt, ...]
     controls: tuple[Prompt, ...] = ()
     of_case: tuple[tuple[int, ...], ...] = ()  # for each case its controls
+    held: bool = False  # whether the role holds answers back: then what counts is what they gain without a head
 
     def by_case(self, values: np.ndarray) -> np.ndarray:
         """Sums over the controls of each case: (controls, heads) → (cases, heads)."""
@@ -115,7 +116,7 @@ def list_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
         start = len(before) + len(said)
         wanted = {start + place: token for place, token in enumerate(said) if place and token in own}
         lists.append(Prompt(bare_unit(number, (*before, *said, *said), tokenizer_of(model)), wanted))
-    return _paired(lists, _foreseen(model, lists), found)
+    return paired(lists, foreseen(model, lists), found)
 
 
 def word_trial(model: AnyModel, units: Iterable[Unit], texts: Sequence[Unit], role: str, where: str) -> Trial:
@@ -207,7 +208,7 @@ def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Prompt]:
     for start in range(0, len(texts), CASES):  # no more are read than needed
         some = [replace(unit, ids=unit.ids[:CUT]) for unit in texts[start : start + CASES]]
         new = [Prompt(unit, _first_times(unit.ids, ordinary)) for unit in some]
-        found += [row for row in _foreseen(model, [row for row in new if row.wanted]) if len(row.wanted) > 1]
+        found += [row for row in foreseen(model, [row for row in new if row.wanted]) if len(row.wanted) > 1]
         if len(found) >= CASES:
             break
     return found[:CASES]
@@ -218,7 +219,7 @@ def _first_times(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, int]:
     return {place: token for place, token in enumerate(ids) if place and ordinary[token] and token not in ids[:place]}
 
 
-def _foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
+def foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
     """The same rows, with the answers that the whole model foresees."""
     limit = _limit(model)
     return [
@@ -227,7 +228,7 @@ def _foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
     ]
 
 
-def _paired(lists: Sequence[Prompt], foreseen: Sequence[Prompt], texts: Sequence[Prompt]) -> Trial:
+def paired(lists: Sequence[Prompt], foreseen: Sequence[Prompt], texts: Sequence[Prompt]) -> Trial:
     """Each list beside its text, with the answers foreseen in both."""
     cases, controls = [], []
     for one, other in zip(foreseen, texts, strict=True):

@@ -1,0 +1,71 @@
+"""What the last rung asks of the roles on prompts: their own prompts, and beside each the same answer in a list said twice.
+
+The word due at the end of a prompt is the answer: the other name, the next of days. The control is a list of such words,
+drawn anew, without those of the prompt, and said twice: there the same word is due because of what stood before it the first
+time, and neither whose turn it is nor what comes next has a part in it. What holds back copies has no prompts here: it is
+tried on the lists that induction is (trials.py), where an answer must *gain* without the head.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from headwise.errors import HeadwiseError
+from headwise.look.measure.names import make_pairs
+from headwise.look.measure.prompts import DuePrompt
+from headwise.look.measure.successor import find_members, list_prompt
+from headwise.look.measure.tasks import bare_unit
+from headwise.look.profile.trials import LISTED, Prompt, Trial, foreseen, paired
+from headwise.look.record.units import tokenizer_of
+from headwise.model import AnyModel
+from headwise.text import Tokenizer
+
+PROMPTS = 32  # at most
+
+
+def prompt_trial(model: AnyModel, role: str, seed: int) -> Trial:
+    """Prompts of a role, each beside a list; those the whole model foresees in both. No cases: it has no prompts."""
+    tokenizer, dice = tokenizer_of(model), np.random.default_rng(seed)
+    try:
+        prompts = PROMPTS_OF[role](tokenizer, seed) if role in PROMPTS_OF else []
+    except HeadwiseError:  # this tokenizer leaves too little to ask
+        prompts = []
+    some = [prompts[i] for i in dice.permutation(len(prompts))[:PROMPTS]]
+    some.sort(key=lambda prompt: len(prompt.ids))  # a head borrows from the prompt before: from one of its own length
+    pool = sorted({prompt.dues[0].answer for prompt in prompts})
+    asked, lists = [], []
+    for number, prompt in enumerate(some):
+        due = prompt.dues[0]
+        asked.append(_row(tokenizer, number, (*prompt.ids[: due.row + 1], due.answer)))
+        lists.append(_row(tokenizer, number, (*tokenizer.around[0], *_list(prompt, pool, dice))))
+    return paired(asked, foreseen(model, asked), foreseen(model, lists))
+
+
+def _list(prompt: DuePrompt, pool: Sequence[int], dice: np.random.Generator) -> tuple[int, ...]:
+    """A list with the answer in it, and the beginning of the same list up to the answer, which comes last."""
+    answer = prompt.dues[0].answer
+    others = [int(token) for token in dice.permutation(pool) if token != answer and token not in prompt.ids]
+    said = others[: LISTED - 1]
+    place = int(dice.integers(1, len(said) + 1)) if said else 0  # nobody can foresee the first of a list
+    said.insert(place, answer)
+    return (*said, *said[: place + 1])
+
+
+def _row(tokenizer: Tokenizer, number: int, ids: tuple[int, ...]) -> Prompt:
+    """The last token is asked for."""
+    return Prompt(bare_unit(number, ids, tokenizer), {len(ids) - 1: ids[-1]})
+
+
+def _name_prompts(tokenizer: Tokenizer, seed: int) -> list[DuePrompt]:
+    """One sentence of each pair."""
+    return make_pairs(tokenizer, seed)[::2]
+
+
+def _list_prompts(tokenizer: Tokenizer, seed: int) -> list[DuePrompt]:
+    return [list_prompt(tokenizer, member) for member in find_members(tokenizer)]
+
+
+PROMPTS_OF: dict[str, Callable[[Tokenizer, int], list[DuePrompt]]] = {
+    "name mover": _name_prompts,
+    "successor": _list_prompts,
+}
