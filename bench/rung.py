@@ -1,6 +1,7 @@
 """The last rung on SmolLM2, with other seeds: which heads stay, of those that were causal by ablation alone.
 
     python -m bench.rung --out rung.jsonl      # kept seed by seed; started again it goes on
+    python -m bench.rung --prompts --out prompts.jsonl   # roles on prompts of their own, and seeds of their own
 
 Roles are found once, over the probe set. Then the rung is tried with each seed: it draws the texts and the lists. The eleven
 induction heads are those that an earlier rule called causal: with their mean over other texts in their place the second copy
@@ -22,20 +23,22 @@ from headwise.look.record.reading import Reading
 from headwise.model import AnyModel, quiet
 
 SEEDS = (501, 502, 503, 504, 505)  # the first is the one that is told
+PROMPTED = (601, 602, 603, 604, 605)
 ELEVEN = ("17.3", "18.6", "18.7", "20.3", "20.6", "21.7", "22.4", "22.7", "23.7", "23.8", "24.2")
 
 
-def try_seed(model: AnyModel, made: Profile, kept: KeptTexts, seed: int) -> list[dict[str, object]]:
+def try_seed(model: AnyModel, made: Profile, kept: KeptTexts, seed: int, prompts: bool) -> list[dict[str, object]]:
     """What every head that was tried showed."""
+    asked = [[one for one in some if bool(one.family) == prompts] for some in made.supports]
     with quiet(model), torch.no_grad():
-        found = climb(
-            model, made.addresses, made.supports, kept.few.units.values(), kept.first, seed, lambda what, done, of: None
-        )
+        related = kept.few.units.values()
+        found = climb(model, made.addresses, asked, related, kept.first, seed, lambda what, done, of: None)
     told = ("role", "rung", "cost", "effect", "bar", "control", "beyond_interval", "mean_cost", "causal_p")
     return [
-        {"seed": seed, "head": str(address), **{name: getattr(some[0], name) for name in told}}
+        {"seed": seed, "head": str(address), **{name: getattr(one, name) for name in told}}
         for address, some in zip(made.addresses, found, strict=True)
-        if some and some[0].cost is not None
+        for one in some
+        if one.cost is not None
     ]
 
 
@@ -43,25 +46,27 @@ def main() -> None:
     """Every seed that is not there yet, then a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("rung.jsonl"))
-    out: Path = parser.parse_args().out
+    parser.add_argument("--prompts", action="store_true")
+    options = parser.parse_args()
+    out, seeds = options.out, PROMPTED if options.prompts else SEEDS
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    missing = [seed for seed in SEEDS if seed not in {row["seed"] for row in rows}]
+    missing = [seed for seed in seeds if seed not in {row["seed"] for row in rows}]
     if missing:
         model = hw.load("smollm2")
         reading = Reading.of(model, None)
-        made, kept = hw.profile(model, reading, causal=False), KeptTexts(True)
+        made, kept = hw.profile(model, reading, causal=False, prompts=options.prompts), KeptTexts(True)
         for unit in reading:
             kept.see_text(unit)
             kept.see_document(unit)
         for seed in missing:
-            new = try_seed(model, made, kept, seed)
+            new = try_seed(model, made, kept, seed, options.prompts)
             with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in new)
             rows += new
     stays = Counter(row["head"] for row in rows if row["rung"] == "causal")
     print(f"{'head':6}{'role':18}{'cost':>8}{'control':>9}{'cost - control':>18}{'mean':>8}{'p':>10}  causal in")
-    for row in (row for row in rows if row["seed"] == SEEDS[0]):
+    for row in (row for row in rows if row["seed"] == seeds[0]):
         ends = "" if row["beyond_interval"] is None else "{:+.2f} to {:+.2f}".format(*row["beyond_interval"])
         numbers = [row["cost"], row["control"]]
         cost, control = ("-" if x is None else f"{x:.3f}" for x in numbers)
@@ -71,9 +76,12 @@ def main() -> None:
         print(
             f"{row['head']:6}{row['role']:18}{cost:>8}{control:>9}{ends:>18}{mean:>8}{p:>10}  {stays[row['head']]}{was}"
         )
-    for seed in SEEDS:
+    for seed in seeds:
         some = [row for row in rows if row["seed"] == seed]
         tried = sum(row["causal_p"] is not None for row in some)
+        if options.prompts:
+            print(f"seed {seed}: {tried} tried; causal: {' '.join(r['head'] for r in some if r['rung'] == 'causal')}")
+            continue
         kept_heads = [head for head in ELEVEN if any(r["head"] == head and r["rung"] == "causal" for r in some)]
         print(f"seed {seed}: {tried} tried; of the eleven {len(kept_heads)} stay: {' '.join(kept_heads)}")
 
