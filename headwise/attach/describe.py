@@ -11,6 +11,7 @@ from headwise.attach.layer import Layer
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
 
+TABLES = ("wpe", "embed_positions", "position_embedding", "position_embeddings")  # of positions
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 HIDDEN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
 GATED_MLP = ("gate_proj", "gate_up_proj", "wi_0")
@@ -71,9 +72,10 @@ def has_output(model: Any) -> bool:
 
 
 def has_learned_positions(model: nn.Module) -> bool:
-    """Whether positions are rows of a table, which ends somewhere."""
-    names = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
-    return any(name in ("wpe", "embed_positions", "position_embedding", "position_embeddings") for name in names)
+    """Whether positions are rows of a table, which ends somewhere: learned, or sines written down once (GPT-J)."""
+    learned = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+    fixed = [name for name, part in model.named_buffers() if part.dim() == 2]
+    return any(name.rpartition(".")[2] in TABLES for name in (*learned, *fixed))
 
 
 def is_causal(layer: Layer) -> bool:

@@ -24,6 +24,7 @@ from headwise.spec.weights import (
 from headwise.spec.wire import Wire
 
 MOST_LAYERS = 2**12
+ENDLESS = 1 << 30  # tokens
 Kept = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
 
 CHOICES = {
@@ -137,6 +138,15 @@ class ModelSpec(Wire):
     def width(self) -> int:
         """The width of the residual stream."""
         return self.attention.width
+
+    @property
+    def room(self) -> int:
+        """How many tokens it can read: where positions are rows of a table no more than that has; else more than anybody has.
+
+        >>> ModelSpec(vocab=9, context=16, layers=1, attention=AttentionSpec(width=8, heads=2)).room
+        16
+        """
+        return self.context if self.positions == "learned" else ENDLESS
 
     # Layers and heads.
 

@@ -166,11 +166,11 @@ def long_texts(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = 
     """Texts laid end to end in an order drawn anew, within what a tokenizer puts around a text: LENGTH tokens each. None
     where a model cannot read so many, or the texts are too few to make one."""
     tokenizer = tokenizer_of(model)
-    (before, behind), room = tokenizer.around, model.spec.context if model.spec.positions == "learned" else LENGTH
+    before, behind = tokenizer.around
     given = documents_for(model) if corpus is None else Corpus.of(corpus)
     bare = [tokenizer.encode(item.text, special=False) for item in given.items()]
     inner = LENGTH - len(before) - len(behind)
-    if room < LENGTH or sum(map(len, bare)) < inner:
+    if model.spec.room < LENGTH or sum(map(len, bare)) < inner:
         return []
     dice = np.random.default_rng(seed)
     made = []

@@ -116,7 +116,7 @@ class QueryFocus(TextTask):
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
         """Documents with a question about one of them, and with one about another."""
         tokenizer = tokenizer_of(model)
-        room = model.spec.context if model.spec.positions == "learned" else 1 << 30
+        room = model.spec.room
         pairs = [
             (one, other) for one, other in make_queries(tokenizer, seed) if max(map(len, (one.ids, other.ids))) <= room
         ]

@@ -51,7 +51,7 @@ def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: i
     plain = (flags[:, CLASSES.index(SPECIAL)] == 0).nonzero()[:, 0].numpy()
     plain = plain[plain < len(tokenizer)]
     before, behind = tokenizer.around
-    room = model.spec.context if model.spec.positions == "learned" else 1 << 30
+    room = model.spec.room
     length = min(length, (room - len(before) - len(behind)) // 2, len(plain) // 2)
     if length < 2:
         nothing = torch.zeros(0, len(before) + len(behind), dtype=torch.long, device=model.device)

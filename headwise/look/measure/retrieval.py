@@ -72,7 +72,7 @@ def make_needles(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int 
     """Needles are beginnings of texts without a repeated token, haystacks the other texts; none where there is no room."""
     tokenizer = tokenizer_of(model)
     before, behind = tokenizer.around
-    room = model.spec.context if model.spec.positions == "learned" else 1 << 30
+    room = model.spec.room
     given = documents_for(model) if corpus is None else Corpus.of(corpus)
     read = [tokenizer.encode(item.text) for item in given.items()]
     bare = [tuple(ids[len(before) : len(ids) - len(behind)]) for ids in read]

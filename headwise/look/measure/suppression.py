@@ -70,7 +70,7 @@ def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int =
     """Two prompts for each beginning: it is said twice; and another is said behind it, asked about at the same places."""
     tokenizer, given = tokenizer_of(model), documents_for(model) if corpus is None else Corpus.of(corpus)
     before = tokenizer.around[0]
-    room = model.spec.context if model.spec.positions == "learned" else 1 << 30
+    room = model.spec.room
     bare = [tokenizer.encode(item.text, special=False)[:LENGTH] for item in given.items()]
     fit = list(dict.fromkeys(tuple(ids) for ids in bare if len(set(ids)) == LENGTH))
     if len(fit) < 2 * ENOUGH or room < len(before) + 2 * LENGTH:

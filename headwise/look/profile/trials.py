@@ -103,7 +103,7 @@ def list_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
     found = _answers_in_texts(model, [texts[i] for i in dice.permutation(len(texts))])
     before, behind = tokenizer_of(model).around
     pool = sorted({token for row in found for token in row.wanted.values()})
-    length = min(LISTED, len(pool), (_room(model) - len(before) - len(behind)) // 2)
+    length = min(LISTED, len(pool), (model.spec.room - len(before) - len(behind)) // 2)
     if len(found) < FEWEST or length < 3:
         return _plain_lists(model, seed)
     lists: list[Prompt] = []
@@ -300,7 +300,3 @@ def _says(text: str, word: str) -> bool:
 
 def _limit(model: AnyModel) -> float:
     return min(NATS, math.log(model.spec.vocab) - 1)
-
-
-def _room(model: AnyModel) -> int:
-    return model.spec.context if model.spec.positions == "learned" else 1 << 30
