@@ -141,8 +141,9 @@ def test_texts_ask_the_towers_that_they_reach() -> None:
         seen = hw.attend(theirs, TEXTS[0])
         assert list(seen.heads) == text
         assert all(bool(seen.map(head).isfinite().all()) for head in seen.heads)
-        found = hw.profile(theirs, TEXTS, relations=False, causal=False)
+        found = hw.profile(theirs, TEXTS, relations=False, causal=False, prompts=True)
         assert [str(head) for head in found.addresses] == text
+        assert all(map(math.isfinite, found.measure("beyond"))), "texts laid end to end"
         assert all(math.isfinite(head.measures["entropy"]) for head in found)
         for by in ("ablation", "gradient", "attribution"):
             worth = hw.importance(theirs, TEXTS, by=by, check=0)

@@ -28,7 +28,7 @@ from headwise.look.measure.scene import WINDOW
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.record.reading import documents_for
-from headwise.look.record.units import read, tokenizer_of
+from headwise.look.record.units import read, read_sites, tokenizer_of
 from headwise.model import AnyModel
 from headwise.progress import Progress
 from headwise.spec import Keeps
@@ -80,13 +80,14 @@ class FarPlaces(TaskMeasure):
         ids = long_texts(model, self.corpus, seed)
         if len(ids) < ENOUGH:
             return f"there is no room, or no text, for {LENGTH} tokens; {ENOUGH} such texts are needed."
-        whole = [site.window is None or site.window >= LENGTH for site in model.all_sites() for _ in site.head_ids]
+        sites = read_sites(model)
+        whole = [site.window is None or site.window >= LENGTH for site in sites for _ in site.head_ids]
         seen = _Sums(tally.heads, len(ids), inner, ahead=model.spec.kind == "encoder")
         for first in range(0, len(ids), TOGETHER):
             if progress is not None:
                 progress(FAR[0].on, first, len(ids))
             some = torch.tensor(ids[first : first + TOGETHER], device=model.device)
-            with listening(model.all_sites(), seen.see, first):
+            with listening(sites, seen.see, first):
                 read(model, some)
         if progress is not None:
             progress(FAR[0].on, len(ids), len(ids))
