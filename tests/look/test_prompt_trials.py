@@ -115,6 +115,24 @@ def test_a_role_on_prompts_is_tried_beside_the_first_and_in_a_family_of_its_own(
     assert (second.role, second.rung, second.causal_p) == ("copy suppression", "effective", 1.0)
 
 
+def test_a_head_with_two_roles_that_are_tried_alike_is_one_head_of_its_layer() -> None:
+    """Among the others of its layer it does not stand itself: a role of one's own changes nothing for the first."""
+    model = decoder()
+    texts = list(Reading.of(model, documents(40)))
+    address = model.spec.addresses.index(Address.parse("1.0"))
+
+    def tried(more: list[Support]) -> list[Support]:
+        found: list[list[Support]] = [[] for _ in model.spec.addresses]
+        found[address] = [effective("induction", "repeats", family=0), *more]
+        with torch.no_grad():
+            return climb(model, model.spec.addresses, found, [], texts, 1, lambda what, done, of: None)[address]
+
+    (alone,) = tried([])
+    first, second = tried([effective("retrieval", "repeats")])
+    assert first == alone
+    assert (second.rung, second.effect, second.cost) == ("causal", first.effect, first.cost)
+
+
 def test_who_has_no_prompts_has_no_trial() -> None:
     built = people()
     assert prompt_trial(built.model, "query focus", seed=0).cases == ()

@@ -12,8 +12,9 @@ a list is being repeated, and only what it says about this one goes. A head is c
     is so much, and its interval above 0, with the mean over the cases in the head's place: another case's answer misleads,
     and a head that others could do without would be told for that alone;
 
-and if these are no accident: p < .05 by sign flips over cases, corrected for all heads and roles that are tried (Holm). What
-comes later is not asked of heads that fail, and their p is 1.
+and if these are no accident: p < .05 by sign flips over cases, corrected for all heads that are tried (Holm); roles on
+prompts are corrected by themselves. What comes later is not asked of heads that fail, and their p is 1. Of a head that
+holds answers back all this is asked of what they gain without it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,8 +66,11 @@ def climb(
         progress("ablations", number, len(wanted))
         trial = _trial(model, related, texts, role, probe, seed)
         if len(trial.cases) > 1:
-            made = try_heads(model, addresses, [addresses[head] for head, _ in tried], trial)
-            effects |= {(head, one.role): effect for (head, one), effect in zip(tried, made, strict=True)}
+            heads = list(dict.fromkeys(head for head, _ in tried))  # one may have two roles that are tried alike
+            made = dict(
+                zip(heads, try_heads(model, addresses, [addresses[head] for head in heads], trial), strict=True)
+            )
+            effects |= {(head, one.role): made[head] for head, one in tried}
     for apart in (False, True):
         family = [(head, one.role) for tried in wanted.values() for head, one in tried if bool(one.family) == apart]
         family = [key for key in family if key in effects and effects[key].control is not None]
