@@ -64,7 +64,7 @@ def main() -> None:
             with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in new)
             rows += new
-    stays = Counter(row["head"] for row in rows if row["rung"] == "causal")
+    stays = Counter((row["head"], row["role"]) for row in rows if row["rung"] == "causal")
     print(f"{'head':6}{'role':18}{'cost':>8}{'control':>9}{'cost - control':>18}{'mean':>8}{'p':>10}  causal in")
     for row in (row for row in rows if row["seed"] == seeds[0]):
         ends = "" if row["beyond_interval"] is None else "{:+.2f} to {:+.2f}".format(*row["beyond_interval"])
@@ -72,10 +72,8 @@ def main() -> None:
         cost, control = ("-" if x is None else f"{x:.3f}" for x in numbers)
         mean = "-" if row["mean_cost"] is None else f"{row['mean_cost']:.3f}"
         p = "-" if row["causal_p"] is None else f"{row['causal_p']:.2g}"
-        was = " *" if row["head"] in ELEVEN else ""
-        print(
-            f"{row['head']:6}{row['role']:18}{cost:>8}{control:>9}{ends:>18}{mean:>8}{p:>10}  {stays[row['head']]}{was}"
-        )
+        was, often = " *" if row["head"] in ELEVEN else "", stays[row["head"], row["role"]]
+        print(f"{row['head']:6}{row['role']:18}{cost:>8}{control:>9}{ends:>18}{mean:>8}{p:>10}  {often}{was}")
     for seed in seeds:
         some = [row for row in rows if row["seed"] == seed]
         tried = sum(row["causal_p"] is not None for row in some)
