@@ -13,7 +13,7 @@ from headwise.look.measure.listening import listening
 from headwise.look.measure.names import NAMES, TEMPLATES, NameMover, make_pairs
 from headwise.look.measure.prompts import Due, DuePrompt, ask_prompts, next_token
 from headwise.look.measure.queries import FACTS, QueryFocus, make_queries
-from headwise.look.measure.successor import CLASSES, ROUND, Successor, find_members
+from headwise.look.measure.successor import CLASSES, ROUND, Successor, find_members, list_prompt
 from headwise.look.measure.suppression import CUE, LENGTH, CopySuppression, make_echoes
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
@@ -24,7 +24,7 @@ from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
 from headwise.show.heads import show_profile
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
-from headwise.text.make import byte_tokenizer, word_tokenizer
+from headwise.text.make import bpe_tokenizer, byte_tokenizer, word_tokenizer
 from tests.contract.layers import make_model
 from tests.look.built import BEFORE, OUT, Built, blank, documents
 from tests.look.built import V as BUILT
@@ -198,6 +198,30 @@ def test_a_model_that_is_too_weak_is_told_so() -> None:
     show_profile(found, {"0.0"}, console)
     assert "Not asked for successor: too weak for it" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert not {role.name for role in PROMPTED} & {*found.roles()}
+
+
+def test_models_with_few_positions_are_asked_what_fits() -> None:
+    """Lists of four words fit into ten positions, and so do the lists of the last rung; sentences about people do not."""
+    places = 10
+    built = Worded(("The", *dict.fromkeys((*LISTED, *(f"{word}," for word in LISTED)))), heads=2, places=places)
+    built.head("0.0", places=back(0, places=places), write=followers(built))
+    found = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True)
+    assert {str(address) for address in found.roles()["successor"]} == {"0.0"}
+    assert next(one for one in found["0.0"].roles if one.role == "successor").cost is not None
+    model = Worded((*PEOPLE, *NAMES), heads=1, places=places).model
+    found = profile(model, ["Then we met. "] * 4, relations=False, prompts=True)
+    assert "tokens, and this model has 10 positions" in found.about["unasked"]["name mover"]
+
+
+def test_a_list_shows_the_member_before_what_is_due() -> None:
+    """Whether its comma is a token of its own or a part of it."""
+    apart = bpe_tokenizer([f"The {word}," for word in LISTED] * 2, size=800)
+    for tokenizer, back_from_the_end in ((apart, 2), (tokenizer_of(counting().model), 1)):
+        members = find_members(tokenizer)
+        assert len(members) > 50
+        for member in members:
+            prompt = list_prompt(tokenizer, member)
+            assert prompt.dues[0].place == len(prompt.ids) - back_from_the_end
 
 
 def test_prompts_cannot_be_shuffled() -> None:

@@ -154,9 +154,12 @@ def ask_prompts(
 ) -> Looks:
     """Let the model read prompts, those of one shape side by side without padding, and look where tokens are due. `name`: of
     the number they are for."""
+    longest = max((len(prompt.ids) for prompt in prompts), default=0)
+    if longest > model.spec.room:
+        raise HeadwiseError(f"the prompts have up to {longest} tokens, and this model has {model.spec.room} positions.")
     heads = sum(len(site.head_ids) for site in model.all_sites())
     starts = np.cumsum([0, *(len(prompt.dues) for prompt in prompts)])
-    arrays = {name: np.zeros((int(starts[-1]), heads)) for name in ("weight", "fetched", "lead", "wins")}
+    arrays = {kind: np.zeros((int(starts[-1]), heads)) for kind in ("weight", "fetched", "lead", "wins")}
     right = np.zeros(int(starts[-1]), dtype=bool)
     shown_at = [number for number, prompt in enumerate(prompts) if prompt.unit is not None and prompt.dues][:MOST_SHOWN]
     cases = _blank_cases(model, name, [prompts[number] for number in shown_at], heads)
@@ -174,8 +177,8 @@ def ask_prompts(
             said = model.output(states[:, list(rows)]).argmax(-1)  # (B, R)
             places = [int(starts[i]) + r for i in some for r in range(len(rows))]
             right[places] = (said == shown.answer).flatten().cpu().numpy()
-            for name, into in arrays.items():
-                for at, found in shown.found[name].items():
+            for kind, into in arrays.items():
+                for at, found in shown.found[kind].items():
                     into[places, at : at + found.shape[1]] = found.permute(0, 2, 1).flatten(0, 1).double().cpu().numpy()
             for row, number in enumerate(shown_at):
                 if number in some:

@@ -189,4 +189,6 @@ def _entering(wiring: Wiring, layers: Sequence[int]) -> Iterator[dict[int, Tenso
 def list_prompt(tokenizer: Tokenizer, member: Member) -> DuePrompt:
     """A list that ends with a member: its next is due, against the rest of the class."""
     ids = (*tokenizer.around[0], *tokenizer.encode(member.text, special=False))
-    return DuePrompt(ids, (Due(len(ids) - 1, len(ids) - 2, member.next, member.others),))
+    row = len(ids) - 1
+    place = row - 1 if ids[row - 1] == member.token else row  # its comma is a token, or a part of it
+    return DuePrompt(ids, (Due(row, place, member.next, member.others),))

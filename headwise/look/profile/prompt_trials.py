@@ -25,27 +25,29 @@ PROMPTS = 32  # at most
 
 def prompt_trial(model: AnyModel, role: str, seed: int) -> Trial:
     """Prompts of a role, each beside a list; those the whole model foresees in both. No cases: it has no prompts."""
-    tokenizer, dice = tokenizer_of(model), np.random.default_rng(seed)
+    tokenizer, room, dice = tokenizer_of(model), model.spec.room, np.random.default_rng(seed)
     try:
         prompts = PROMPTS_OF[role](tokenizer, seed) if role in PROMPTS_OF else []
     except HeadwiseError:  # this tokenizer leaves too little to ask
         prompts = []
+    prompts = [prompt for prompt in prompts if len(prompt.ids) <= room]
     some = [prompts[i] for i in dice.permutation(len(prompts))[:PROMPTS]]
     some.sort(key=lambda prompt: len(prompt.ids))  # a head borrows from the prompt before: from one of its own length
     pool = sorted({prompt.dues[0].answer for prompt in prompts})
+    length = min(LISTED, (room - len(tokenizer.around[0])) // 2)
     asked, lists = [], []
     for number, prompt in enumerate(some):
         due = prompt.dues[0]
         asked.append(_row(tokenizer, number, (*prompt.ids[: due.row + 1], due.answer)))
-        lists.append(_row(tokenizer, number, (*tokenizer.around[0], *_list(prompt, pool, dice))))
+        lists.append(_row(tokenizer, number, (*tokenizer.around[0], *_list(prompt, pool, length, dice))))
     return paired(asked, foreseen(model, asked), foreseen(model, lists))
 
 
-def _list(prompt: DuePrompt, pool: Sequence[int], dice: np.random.Generator) -> tuple[int, ...]:
-    """A list with the answer in it, and the beginning of the same list up to the answer, which comes last."""
+def _list(prompt: DuePrompt, pool: Sequence[int], length: int, dice: np.random.Generator) -> tuple[int, ...]:
+    """A list of so many with the answer in it, and the beginning of the same list up to the answer, which comes last."""
     answer = prompt.dues[0].answer
     others = [int(token) for token in dice.permutation(pool) if token != answer and token not in prompt.ids]
-    said = others[: LISTED - 1]
+    said = others[: length - 1]
     place = int(dice.integers(1, len(said) + 1)) if said else 0  # nobody can foresee the first of a list
     said.insert(place, answer)
     return (*said, *said[: place + 1])

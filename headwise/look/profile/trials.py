@@ -228,10 +228,10 @@ def foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
     ]
 
 
-def paired(lists: Sequence[Prompt], foreseen: Sequence[Prompt], texts: Sequence[Prompt]) -> Trial:
-    """Each list beside its text, with the answers foreseen in both."""
+def paired(rows: Sequence[Prompt], answered: Sequence[Prompt], others: Sequence[Prompt]) -> Trial:
+    """Each row beside its control, with the answers foreseen in both; `answered` are the rows with those foreseen there."""
     cases, controls = [], []
-    for one, other in zip(foreseen, texts, strict=True):
+    for one, other in zip(answered, others, strict=True):
         both = {*one.wanted.values()} & {*other.wanted.values()}
         if both:
             cases.append(Prompt(one.unit, {place: token for place, token in one.wanted.items() if token in both}))
@@ -239,7 +239,7 @@ def paired(lists: Sequence[Prompt], foreseen: Sequence[Prompt], texts: Sequence[
                 Prompt(other.unit, {place: token for place, token in other.wanted.items() if token in both})
             )
     if len(cases) < FEWEST:
-        return Trial(tuple(lists))
+        return Trial(tuple(rows))
     return Trial(tuple(cases), tuple(controls), tuple((number,) for number in range(len(cases))))
 
 
