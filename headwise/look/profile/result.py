@@ -310,7 +310,7 @@ class Profile:
     def report(self, path: str | Path, model: "AnyModel | None" = None, **more: Any) -> Path:
         """Write one file that shows every head in a browser, offline. With the model it can tell more of them.
 
-        `more`: `name`, `sentences` to show (texts), `importance`, `history`, `curve`, `sensitivity`, `plan`, as
+        `more`: `name`, `sentences` to show (texts), `importance`, `history`, `curve`, `claims`, `sensitivity`, `plan`, as
         `headwise.show.book.make_book` takes them.
         """
         from headwise.show.book import make_book
