@@ -23,7 +23,7 @@ from headwise.look.record.reading import Reading
 from headwise.model import AnyModel, quiet
 
 SEEDS = (501, 502, 503, 504, 505)  # the first is the one that is told
-PROMPTED = (601, 602, 603, 604, 605)
+PROMPTED = (611, 612, 613, 614, 615)
 ELEVEN = ("17.3", "18.6", "18.7", "20.3", "20.6", "21.7", "22.4", "22.7", "23.7", "23.8", "24.2")
 
 

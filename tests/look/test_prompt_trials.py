@@ -2,22 +2,25 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look.measure.names import NAMES
+from headwise.look.measure.names import NAMES, make_pairs
 from headwise.look.profile.causal import climb
 from headwise.look.profile.make import profile
-from headwise.look.profile.prompt_trials import prompt_trial
+from headwise.look.profile.prompt_trials import _comma, _list, prompt_trial
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import DUE, HELD, Support
 from headwise.look.profile.shards import profile_shards
 from headwise.look.profile.trials import LISTED
 from headwise.look.record.reading import Reading
+from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
 from headwise.spec import Address
-from headwise.text.make import byte_tokenizer
+from headwise.text.make import byte_tokenizer, word_tokenizer
 from tests.look.built import BEFORE, OUT, Built, V, decoder, documents
 from tests.look.test_prompts import people
 from tests.look.worded import BETA, Worded, back
@@ -61,6 +64,19 @@ def test_sentences_and_lists_ask_for_the_same_name() -> None:
         assert ids[LISTED:] == ids[:first], "said again up to the answer"
         assert not {*ids} & ({*case.read.ids} - {answer}), "nobody else of the sentence is in the list"
     assert trial.cases != prompt_trial(built.model, "name mover", seed=6).cases
+
+
+def test_commas_stand_between_the_words_of_a_list() -> None:
+    """Where they are tokens of their own: SmolLM2 does not go on with names side by side."""
+    words = tokenizer_of(hw.load("smollm2"))
+    (prompt, *_), dice = make_pairs(words, seed=3), np.random.default_rng(0)
+    comma, answer = words.encode("Then,", special=False)[-1], prompt.dues[0].answer
+    ids = _list(prompt, [11, 12, 13, answer], LISTED, _comma(words), dice)
+    assert set(ids[1::2]) == {comma}
+    assert ids[-1] == answer
+    assert sorted(ids[:8:2]) == sorted([11, 12, 13, answer])
+    assert ids[8::2] == ids[:8:2][: len(ids[8::2])]
+    assert _comma(word_tokenizer(["Then"])) == ()
 
 
 def test_the_answers_hang_on_the_head_that_finds_the_other_name() -> None:

@@ -1,9 +1,9 @@
 """What the last rung asks of the roles on prompts: their own prompts, and beside each the same answer in a list said twice.
 
 The word due at the end of a prompt is the answer: the other name, the next of days. The control is a list of such words,
-drawn anew, without those of the prompt, and said twice: there the same word is due because of what stood before it the first
-time, and neither whose turn it is nor what comes next has a part in it. What holds back copies has no prompts here: it is
-tried on the lists that induction is (trials.py), where an answer must *gain* without the head.
+`Anna, Tom, Mary, Anna, Tom,`, drawn anew and without those of the prompt: there the same word is due because of what stood
+before it the first time, and neither whose turn it is nor what comes next has a part in it. What holds back copies has no
+prompts here: it is tried on the lists that induction is (trials.py), where an answer must *gain* without the head.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,23 +34,34 @@ def prompt_trial(model: AnyModel, role: str, seed: int) -> Trial:
     some = [prompts[i] for i in dice.permutation(len(prompts))[:PROMPTS]]
     some.sort(key=lambda prompt: len(prompt.ids))  # a head borrows from the prompt before: from one of its own length
     pool = sorted({prompt.dues[0].answer for prompt in prompts})
-    length = min(LISTED, (room - len(tokenizer.around[0])) // 2)
+    between = _comma(tokenizer)
+    length = min(LISTED, (room - len(tokenizer.around[0])) // (2 + 2 * len(between)))
     asked, lists = [], []
     for number, prompt in enumerate(some):
         due = prompt.dues[0]
         asked.append(_row(tokenizer, number, (*prompt.ids[: due.row + 1], due.answer)))
-        lists.append(_row(tokenizer, number, (*tokenizer.around[0], *_list(prompt, pool, length, dice))))
+        lists.append(_row(tokenizer, number, (*tokenizer.around[0], *_list(prompt, pool, length, between, dice))))
     return paired(asked, foreseen(model, asked), foreseen(model, lists))
 
 
-def _list(prompt: DuePrompt, pool: Sequence[int], length: int, dice: np.random.Generator) -> tuple[int, ...]:
+def _list(
+    prompt: DuePrompt, pool: Sequence[int], length: int, between: tuple[int, ...], dice: np.random.Generator
+) -> tuple[int, ...]:
     """A list of so many with the answer in it, and the beginning of the same list up to the answer, which comes last."""
     answer = prompt.dues[0].answer
     others = [int(token) for token in dice.permutation(pool) if token != answer and token not in prompt.ids]
     said = others[: length - 1]
     place = int(dice.integers(1, len(said) + 1)) if said else 0  # nobody can foresee the first of a list
     said.insert(place, answer)
-    return (*said, *said[: place + 1])
+    *before, last = (*said, *said[: place + 1])
+    return (*(token for word in before for token in (word, *between)), last)
+
+
+def _comma(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The comma behind a word, if it is a token: names without one between them are no list that models go on with."""
+    word, both = (tokenizer.encode(text, special=False) for text in ("Then", "Then,"))
+    alone = len(both) == len(word) + 1 and both[:-1] == word and both[-1] != tokenizer.special["unk"]
+    return tuple(both[-1:]) if alone else ()
 
 
 def _row(tokenizer: Tokenizer, number: int, ids: tuple[int, ...]) -> Prompt:
@@ -59,8 +70,9 @@ def _row(tokenizer: Tokenizer, number: int, ids: tuple[int, ...]) -> Prompt:
 
 
 def _name_prompts(tokenizer: Tokenizer, seed: int) -> list[DuePrompt]:
-    """One sentence of each pair."""
-    return make_pairs(tokenizer, seed)[::2]
+    """One sentence of each pair: in turns the first name is due, and the second."""
+    made = make_pairs(tokenizer, seed)
+    return [made[2 * pair + pair % 2] for pair in range(len(made) // 2)]
 
 
 def _list_prompts(tokenizer: Tokenizer, seed: int) -> list[DuePrompt]:
