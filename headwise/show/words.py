@@ -52,7 +52,10 @@ WORDS = {
     "effect": Meaning(
         "what taking the head away costs its role's own test, beyond others of its layer, in nats an answer", LADDER
     ),
-    "cost": Meaning("what taking the head away costs its role's own test by itself, in nats an answer", LADDER),
+    "cost": Meaning(
+        "what taking the head away costs its role's own test by itself, in nats an answer; of copy suppression what it brings",
+        LADDER,
+    ),
     "control": Meaning(
         "what taking the head away costs the same answers where they are reached another way, in nats an answer", LADDER
     ),
