@@ -53,7 +53,7 @@ WORDS = {
         "what taking the head away costs its role's own test, beyond others of its layer, in nats an answer", LADDER
     ),
     "cost": Meaning(
-        "what taking the head away costs its role's own test by itself, in nats an answer; of copy suppression what it brings",
+        "what taking the head away costs its role's own test by itself, in nats an answer; of copy suppression what it gains",
         LADDER,
     ),
     "control": Meaning(
