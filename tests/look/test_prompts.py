@@ -20,6 +20,7 @@ from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.profile.make import profile
 from headwise.look.profile.prompted import PROMPTED
 from headwise.look.profile.result import Profile
+from headwise.look.record import units
 from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
 from headwise.show.heads import show_profile
@@ -315,6 +316,22 @@ def test_the_last_word_of_a_question_looks_at_its_document(kind: str) -> None:
     assert valued[0] == pytest.approx(score[0], abs=1e-5)
     assert score[1] == pytest.approx(np.mean(even), abs=1e-5)
     assert (score[2], null[2]) == (pytest.approx(0, abs=1e-5),) * 2
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_padding_on_the_left_shows_the_same_cases(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, given = Worded(ASKED, heads=2, kind=kind), units._stacked
+    built.head("0.0", places=back(3, 2.0), write=torch.eye(built.V))
+    made = []
+    for side in ("right", "left"):
+        monkeypatch.setattr(units, "_stacked", lambda rows, _="", side=side: given(rows, side))
+        measure = QueryFocus()
+        asked(built.model, measure)
+        assert measure.shown is not None
+        made.append(measure.shown.arrays)
+    assert made[0]["met"].all()
+    for name, array in made[0].items():
+        np.testing.assert_allclose(made[1][name], array, atol=1e-6, err_msg=name)
 
 
 def test_questions_share_no_word_with_their_documents() -> None:

@@ -186,10 +186,12 @@ class ShownPlaces(Measure):
 
     def at(self, call: Call) -> None:
         """One call at one site."""
-        numbers, cases = [unit.number for unit in call.scene.batch.units], self.cases
+        batch, cases = call.scene.batch, self.cases
+        numbers = [unit.number for unit in batch.units]
         for row, place in self.places:
             if place.unit in numbers:
-                weights = weights_at(place, call.seen, numbers.index(place.unit), 0)  # (H, S)
+                example = numbers.index(place.unit)
+                weights = weights_at(place, call.seen, example, int(batch.first[example]))  # (H, S)
                 cases.arrays["maps"][row, call.heads, : weights.shape[1]] = weights
                 cases.arrays["met"][len(cases.arcs) + row] = 1
 
