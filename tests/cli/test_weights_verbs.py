@@ -103,6 +103,7 @@ def test_info_does_not_read_weights(folder: Path) -> None:
 # generate
 
 
+@pytest.mark.slow
 def test_generate_appears_as_it_is_written() -> None:
     """A process of its own, with its standard output as a pipe: the text comes in pieces, in order."""
     folder = str(smollm2_folder())  # as transformers writes it: quicker to load than the bundle
