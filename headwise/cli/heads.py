@@ -71,7 +71,8 @@ def run(
     from headwise.weights import load
 
     if model.endswith(".npz") and Path(model).is_file():
-        if text or treebank or probe or control or length or save or report or out or costs or plan or prompts:
+        asks = (text, treebank, probe, control, length, save, report, out, costs, plan, prompts, no_causal, every > 1)
+        if any((*asks, shard, workers, executor)):
             raise HeadwiseError(
                 f"{model} is a profile that was made before; it is shown as it is, with --layers and --role."
             )

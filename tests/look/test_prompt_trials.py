@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.look.measure.names import NAMES, make_pairs
 from headwise.look.profile.causal import climb
@@ -17,13 +16,14 @@ from headwise.look.profile.roles import DUE, HELD, Support
 from headwise.look.profile.shards import profile_shards
 from headwise.look.profile.trials import LISTED
 from headwise.look.record.reading import Reading
-from headwise.look.record.units import tokenizer_of
 from headwise.model import Transformer
 from headwise.spec import Address
+from headwise.text import Tokenizer
 from headwise.text.make import byte_tokenizer, word_tokenizer
 from tests.look.built import BEFORE, OUT, Built, V, decoder, documents
 from tests.look.test_prompts import people
 from tests.look.worded import BETA, Worded, back
+from tests.parity.real import smollm2_folder
 
 
 def effective(role: str, probe: str, family: int = 8) -> Support:
@@ -68,7 +68,7 @@ def test_sentences_and_lists_ask_for_the_same_name() -> None:
 
 def test_commas_stand_between_the_words_of_a_list() -> None:
     """Where they are tokens of their own: SmolLM2 does not go on with names side by side."""
-    words = tokenizer_of(hw.load("smollm2"))
+    words = Tokenizer.load(smollm2_folder())
     (prompt, *_), dice = make_pairs(words, seed=3), np.random.default_rng(0)
     comma, answer = words.encode("Then,", special=False)[-1], prompt.dues[0].answer
     ids = _list(prompt, [11, 12, 13, answer], LISTED, _comma(words), dice)

@@ -87,7 +87,10 @@ def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[
         made += islice(_pairs(tokenizer, template, drawn), pairs // len(TEMPLATES))
     if len(made) < ENOUGH:
         raise too_few(f"{len(NAMES)} names", len(single), FEWEST_NAMES)
-    return [prompt for unit, (one, other) in enumerate(made) for prompt in (replace(one, unit=unit), other)]
+    shown = [
+        (replace(one, unit=i), other) if i % 2 else (one, replace(other, unit=i)) for i, (one, other) in enumerate(made)
+    ]
+    return [prompt for pair in shown for prompt in pair]
 
 
 def _pairs(

@@ -161,7 +161,10 @@ def ask_prompts(
     starts = np.cumsum([0, *(len(prompt.dues) for prompt in prompts)])
     arrays = {kind: np.zeros((int(starts[-1]), heads)) for kind in ("weight", "fetched", "lead", "wins")}
     right = np.zeros(int(starts[-1]), dtype=bool)
-    shown_at = [number for number, prompt in enumerate(prompts) if prompt.unit is not None and prompt.dues][:MOST_SHOWN]
+    there = [number for number, prompt in enumerate(prompts) if prompt.unit is not None and prompt.dues]
+    shown_at = sorted(
+        np.random.default_rng(len(there)).permutation(there)[:MOST_SHOWN].tolist()
+    )  # whatever comes first
     cases = _blank_cases(model, name, [prompts[number] for number in shown_at], heads)
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for number, prompt in enumerate(prompts):

@@ -110,7 +110,7 @@ class QueryFocus(TextTask):
     def _place(self, model: AnyModel, unit: Unit) -> Place:
         """The end of a question, and all of what it is about."""
         query, names = self.known[unit.ids], token_names(tokenizer_of(model), unit.ids)
-        last, gold = max(np.flatnonzero(query.asks)), tuple(np.flatnonzero(query.gold).tolist())
+        last, gold = max(np.flatnonzero(query.asks), default=0), tuple(np.flatnonzero(query.gold).tolist())
         return Place(self.score.name, unit.number, unit.number % BUCKETS, unit.number, int(last), names, gold)
 
     def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
