@@ -49,6 +49,7 @@ def test_head_counts_that_do_not_divide_are_refused_with_the_nearest():
         check_heads([], 64)
 
 
+@pytest.mark.slow
 def test_a_sweep_and_the_same_again(cache):
     notes = []
     first = head_sweep([1, 16], seeds=1, cache=cache, progress=lambda *told: notes.append(told), **TINY)
