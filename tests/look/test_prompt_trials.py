@@ -111,21 +111,22 @@ def test_what_is_held_back_gains() -> None:
     assert made["1.0"].cost < -0.5
 
 
+@torch.no_grad()
+def tried(model: Transformer, more: list[Support]) -> list[Support]:
+    """What ablation says of the induction head, with other roles beside that."""
+    texts = list(Reading.of(model, documents(40)))
+    address = model.spec.addresses.index(Address.parse("1.0"))
+    found: list[list[Support]] = [[] for _ in model.spec.addresses]
+    found[address] = [effective("induction", "repeats", family=0), *more]
+    return climb(model, model.spec.addresses, found, [], texts, 1, lambda what, done, of: None)[address]
+
+
 def test_a_role_on_prompts_is_tried_beside_the_first_and_in_a_family_of_its_own() -> None:
     model = decoder()
     _, two = model.attention_layers()
     Built(two, 4).tokens(torch.eye(V), at=BEFORE).rest().writes(OUT, -1.0)
-    texts = list(Reading.of(model, documents(40)))
-    address = model.spec.addresses.index(Address.parse("1.0"))
-
-    def tried(more: list[Support]) -> list[Support]:
-        found: list[list[Support]] = [[] for _ in model.spec.addresses]
-        found[address] = [effective("induction", "repeats", family=0), *more]
-        with torch.no_grad():
-            return climb(model, model.spec.addresses, found, [], texts, 1, lambda what, done, of: None)[address]
-
-    (alone,) = tried([])
-    first, second = tried([effective("copy suppression", HELD)])
+    (alone,) = tried(model, [])
+    first, second = tried(model, [effective("copy suppression", HELD)])
     assert alone.rung == "causal"
     assert first == alone, "the same verdict and the same p"
     assert (second.role, second.rung, second.causal_p) == ("copy suppression", "effective", 1.0)
@@ -134,17 +135,8 @@ def test_a_role_on_prompts_is_tried_beside_the_first_and_in_a_family_of_its_own(
 def test_a_head_with_two_roles_that_are_tried_alike_is_one_head_of_its_layer() -> None:
     """Among the others of its layer it does not stand itself: a role of one's own changes nothing for the first."""
     model = decoder()
-    texts = list(Reading.of(model, documents(40)))
-    address = model.spec.addresses.index(Address.parse("1.0"))
-
-    def tried(more: list[Support]) -> list[Support]:
-        found: list[list[Support]] = [[] for _ in model.spec.addresses]
-        found[address] = [effective("induction", "repeats", family=0), *more]
-        with torch.no_grad():
-            return climb(model, model.spec.addresses, found, [], texts, 1, lambda what, done, of: None)[address]
-
-    (alone,) = tried([])
-    first, second = tried([effective("retrieval", "repeats")])
+    (alone,) = tried(model, [])
+    first, second = tried(model, [effective("retrieval", "repeats")])
     assert first == alone
     assert (second.rung, second.effect, second.cost) == ("causal", first.effect, first.cost)
 
