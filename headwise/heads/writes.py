@@ -51,6 +51,8 @@ def gram(W_O: Tensor) -> Tensor:
 
 def lengths(x: Tensor, gram: Tensor) -> Tensor:
     """‖x W_O[h]‖ without writing anything: (B, H, T, e), (H, e, e) → (B, H, T)."""
-    squares = ((x @ gram) * x).sum(-1)  # (B, H, T)
+    by_head = x.transpose(0, 1)  # one product a head, for short texts would be many small ones
+    rows = by_head.flatten(1, 2)  # (H, B·T, e)
+    squares = (rows @ gram).mul_(rows).sum(-1).unflatten(1, by_head.shape[1:3]).transpose(0, 1)  # (B, H, T)
     silent = squares <= 0  # and NaN, where weights are not known, stays NaN
     return squares.where(~silent, 1.0).sqrt() * ~silent  # what is silent has length 0 and gradient 0, not NaN

@@ -7,9 +7,10 @@ import torch
 
 import headwise as hw
 from headwise.kernels import causal
-from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.relations import Relations
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.word_arcs import NEAREST
 from headwise.look.profile.merge import merge_relations
 from headwise.look.record.attend import Parts
 from headwise.look.record.reading import Reading
@@ -85,7 +86,7 @@ def test_words_of_one_token_are_not_asked_about() -> None:
 
 def test_pairs_that_are_counted() -> None:
     """Six words, so thirty pairs; five end at the first word, two lie in one token."""
-    assert len(asked(QUOTE, QUOTED, looking(5))._prepared[3].pairs) == 30 - 5 - 2
+    assert len(asked(QUOTE, QUOTED, looking(5))._asked.pairs.text) == 30 - 5 - 2
 
 
 def test_words_that_share_one_of_their_tokens() -> None:

@@ -9,8 +9,9 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.look.measure.measure import Number
 from headwise.look.measure.questions import Question
-from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.relations import Relations
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.word_arcs import NEAREST
 from headwise.look.profile.make import SEQUENCES, profile
 from headwise.look.profile.result import Profile
 from headwise.look.profile.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest

@@ -13,134 +13,34 @@ itself, and to no word that shares them; so an arc whose target has no other tok
 word without a token: such arcs are counted apart, as left out. Words that share a token are no rivals of each other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headwise.look.measure.call import Call
 from headwise.look.measure.draw import Ask, Draw
-from headwise.look.measure.measure import Measure, Number, Taker
+from headwise.look.measure.measure import Measure, Number
 from headwise.look.measure.questions import (
-    COMPARED,
     CONTROLS,
-    COUNTED,
     HITS,
     KINDS,
-    MASS,
     MATCHED,
-    OTHERS,
     SETS,
     SHAPES,
-    VALUED,
     Question,
     questions_of,
 )
-from headwise.look.measure.rows import RowBlock
-from headwise.look.measure.scene import NORM
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.word_arcs import NEAREST, ArcPairs, BatchArcs
+from headwise.look.measure.word_maps import WordMaps
 from headwise.look.record.buckets import BUCKETS
 from headwise.look.record.units import Batch, Unit
 from headwise.text.documents import Document
 
-NEAREST = range(-5, 6)  # the fixed offsets that are tried as a baseline
 _EXACT, _STEPS, _SIGHT = 16, 3, 10  # offsets told apart one by one; bins beyond; bins of visible words
-
-
-@dataclass(frozen=True, eq=False)
-class ArcPairs:
-    """The pairs of one unit that are asked about, by words: who looks at whom, under which question."""
-
-    question: np.ndarray  # (A,)
-    source: np.ndarray  # (A,)
-    target: np.ndarray  # (A,)
-    pairs: np.ndarray  # (P, 3): every visible pair of words, and its stratum, of S in this text
-    stratum: np.ndarray  # (A,)
-    to_word: (
-        Tensor  # (T, W + pairs that share tokens): 1 where a token belongs to a word, or to both words of such a pair
-    )
-    from_word: Tensor  # (W, T): the mean over a word's tokens
-    shared: np.ndarray  # (pairs that share tokens, 2): the words
-    rivals: Tensor  # (W, W): 1 where two words have no token in common
-    left_out: np.ndarray  # (questions,): arcs that are not eligible
-    row: np.ndarray = field(init=False)  # (A,): the row of each arc, of R
-    asks: np.ndarray = field(init=False)  # (R,): the question of each row
-    others: np.ndarray = field(
-        init=False
-    )  # (A,): how many pairs of the same stratum are no arcs under the same question
-    fit: np.ndarray = field(init=False)  # (R,): whether there are some for each of its arcs
-
-    def __post_init__(self) -> None:
-        rows, row = np.unique(np.stack((self.question, self.source), 1), axis=0, return_inverse=True)
-        row = row.reshape(-1)
-        arcs = self.question * (self.pairs[:, 2].max(initial=0) + 1) + self.stratum  # (A,): question and stratum as one
-        others = np.bincount(self.pairs[:, 2])[self.stratum] - np.bincount(arcs)[arcs]
-        fit = np.bincount(row[others == 0], minlength=len(rows)) == 0
-        for name, value in (("row", row), ("asks", rows[:, 0]), ("others", others), ("fit", fit)):
-            object.__setattr__(self, name, value)
-
-    def find(self, questions: Sequence[str], question: str, source: int) -> int | None:
-        """The row of a word under a question; None where it is not asked."""
-        rows = self.row[(self.question == questions.index(question)) & (self.source == source)]
-        return int(rows[0]) if len(rows) else None
-
-    def near(self) -> np.ndarray:
-        """Which rows each fixed offset hits, (R, offsets): the word there is a target, or shares a token with one."""
-        there = self.source[:, None] + np.array(NEAREST)  # (A, offsets)
-        inside = (there >= 0) & (there < len(self.rivals))
-        hits = inside & ~self.rivals.numpy()[self.target[:, None], np.where(inside, there, 0)]
-        made = np.zeros((len(self.asks), len(NEAREST)), dtype=bool)
-        np.logical_or.at(made, self.row, hits)
-        return made
-
-    def measured(self, plain: Tensor, valued: Tensor) -> dict[str, Tensor]:
-        """What two maps, (H, W, W) each, give every row, by kind: (H, R) each. NaN where a map is."""
-        row, fit = torch.from_numpy(self.row), torch.from_numpy(self.fit)
-        made = {kind: torch.zeros(len(plain), len(self.asks)) for kind in KINDS}
-        for words, hits, mass, matched in ((plain, HITS, MASS, MATCHED), (valued, *VALUED)):
-            hit, weight = self.followed(words)  # (H, A)
-            hit = hit.float().masked_fill(weight.isnan(), torch.nan)
-            made[hits].index_add_(1, row, hit).clamp_(max=1)  # of targets that share a token both are hit
-            made[mass].index_add_(1, row, weight)
-            made[matched] = made[mass] * fit
-        made[OTHERS] = made[OTHERS].index_add_(1, row, self.expected(plain)) * fit
-        return made
-
-    def expected(self, words: Tensor) -> Tensor:
-        """The mean weight of the pairs an arc is compared with: (H, W, W) → (H, A); 0 where there are none."""
-        source, target, stratum = (torch.from_numpy(self.pairs[:, i]) for i in range(3))
-        arcs = torch.from_numpy(self.question * (int(stratum.max()) + 1) + self.stratum)  # (A,)
-        weight = words[:, torch.from_numpy(self.source), torch.from_numpy(self.target)].double()  # (H, A)
-        every = weight.new_zeros(len(words), int(stratum.max()) + 1).index_add_(
-            1, stratum, words[:, source, target].double()
-        )
-        own = weight.new_zeros(len(words), int(arcs.max()) + 1).index_add_(1, arcs, weight)
-        rest = (every[:, torch.from_numpy(self.stratum)] - own[:, arcs]).clamp(min=0)
-        return (rest / torch.from_numpy(self.others).clamp(min=1)).to(words)
-
-    def followed(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Which arcs a map (H, W, W) hits, and the weight it gives them: (H, A) each."""
-        source, target = torch.from_numpy(self.source), torch.from_numpy(self.target)
-        weight = words[:, source, target]
-        index = torch.arange(words.shape[-1])
-        beside = self.rivals[target] & (index != source[:, None])  # (A, W)
-        others = words[:, source]  # (H, A, W)
-        before = others.masked_fill(~(beside & (index < target[:, None])), -1.0).amax(-1)
-        behind = others.masked_fill(~(beside & (index > target[:, None])), -1.0).amax(-1)
-        return (weight > before) & (weight >= behind) & (weight > 0), weight  # of equals the first is the one looked at
-
-    def without_self(self, words: Tensor) -> Tensor:
-        """A map (H, W, W + shared) as (H, W, W): what a word gives its own tokens goes to no other that shares them."""
-        W = len(self.from_word)
-        made = words[..., :W].clone()
-        for number, (one, other) in enumerate(self.shared.tolist()):
-            for s, t in ((one, other), (other, one)):
-                made[:, s, t] = (made[:, s, t] - words[:, s, W + number]).clamp(min=0)
-        return made
 
 
 @dataclass(eq=False)
@@ -156,7 +56,7 @@ class Relations(Measure):
         init=False
     )  # (buckets, questions): those whose words cannot be told apart by their tokens
     draw: Draw | None = None  # takes down what heads do at some places
-    _prepared: dict[int, ArcPairs] = field(default_factory=dict)
+    _asked: BatchArcs | None = None  # of the batch that is read
 
     def __post_init__(self) -> None:
         Q = len(self.questions)
@@ -189,20 +89,18 @@ class Relations(Measure):
 
     def begin(self, batch: Batch) -> None:
         """Count what does not depend on heads: the arcs, and the rows that lie at each offset."""
-        self._prepared = {}
-        for unit in batch.units:
-            if unit.document is None:
-                continue
-            asked = self._ask(unit)
-            self._prepared[unit.number] = asked
-            bucket = unit.bucket
-            np.add.at(self.arcs[bucket], asked.question, 1)
-            self.left_out[bucket] += asked.left_out
-            np.add.at(self.offsets[bucket], asked.asks, asked.near())
+        found = [None if unit.document is None else self._ask(unit) for unit in batch.units]
+        self._asked = BatchArcs(batch, found, len(self.questions))
+        for unit, asked in zip(batch.units, found, strict=True):
+            if asked is not None:
+                np.add.at(self.arcs[unit.bucket], asked.question, 1)
+                self.left_out[unit.bucket] += asked.left_out
+                np.add.at(self.offsets[unit.bucket], asked.asks, asked.near())
 
-    def at(self, call: Call) -> "WordMaps":
+    def at(self, call: Call) -> WordMaps:
         """One call at one site."""
-        return WordMaps(self, call, [self._prepared.get(unit.number) for unit in call.scene.batch.units])
+        assert self._asked is not None
+        return WordMaps(self._asked, call, self.questions, self.draw)
 
     def _ask(self, unit: Unit) -> ArcPairs:
         document, aligned = unit.document, unit.alignment
@@ -286,61 +184,6 @@ class Relations(Measure):
             fit, rows = (counts.max(1).sum() for counts in both)
             made.append(fit / rows if rows else np.nan)
         return np.array(made)
-
-
-class WordMaps(Taker):
-    """Word-by-word attention of each unit of a call, plain and weighted by what is fetched, put together from blocks."""
-
-    def __init__(self, relations: Relations, call: Call, pairs: list[ArcPairs | None]) -> None:
-        self.relations, self.call, self.pairs = relations, call, pairs
-        self.H, self.norm = call.seen.q.shape[1], call.scene.layout.place[NORM]
-        sizes = [(0, 0) if one is None else (len(one.from_word), one.to_word.shape[1]) for one in pairs]
-        self.plain = [torch.zeros(self.H, *size) for size in sizes]  # (H, W, W + shared) each
-        self.valued = [torch.zeros(self.H, *size) for size in sizes]
-
-    def see(self, block: RowBlock) -> None:
-        """One block of rows."""
-        p = block.share(block.e)
-        weighted = block.e * self.call.norms[:, block.heads, None, block.cols.start : block.cols.stop]
-        weighted = weighted / block.features[..., self.norm].clamp(min=1e-30)[..., None]
-        for row, (one, start) in enumerate(zip(self.pairs, self.call.scene.batch.first.tolist(), strict=True)):
-            if one is None:
-                continue
-            rows, cols = (
-                range(max(r.start - start, 0), min(r.stop - start, len(one.to_word))) for r in (block.rows, block.cols)
-            )
-            if not len(rows) or not len(cols):
-                continue
-            low, left = rows.start + start - block.rows.start, cols.start + start - block.cols.start
-            part = (row, slice(None), slice(low, low + len(rows)), slice(left, left + len(cols)))
-            into, out = one.from_word[:, rows.start : rows.stop], one.to_word[cols.start : cols.stop]
-            self.plain[row][block.heads] += into @ (p[part].float().cpu() @ out)
-            self.valued[row][block.heads] += into @ (weighted[part].float().cpu() @ out)
-
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """Sums over rows, by question and kind, (B, H, numbers), and how many rows there are, (B, 1, numbers)."""
-        relations, units = self.relations, self.call.scene.batch.units
-        if not relations.numbers:
-            return None
-        Q = len(relations.questions)
-        sums = torch.zeros(len(units), self.H, len(relations.numbers))
-        counts = torch.zeros(len(units), 1, len(relations.numbers))
-        for row, (unit, pairs) in enumerate(zip(units, self.pairs, strict=True)):
-            if pairs is None or not len(pairs.question):
-                continue
-            asks = torch.from_numpy(pairs.asks)
-            plain, valued = (pairs.without_self(maps[row]) for maps in (self.plain, self.valued))
-            made = pairs.measured(plain, valued)
-            stacked = torch.stack([made[kind] for kind in KINDS], -1)  # (H, R, kinds)
-            sums[row] = torch.zeros(self.H, Q, len(KINDS)).index_add_(1, asks, stacked).flatten(1)
-            rows, fit = (
-                torch.bincount(some, minlength=Q)[:, None] for some in (asks, asks[torch.from_numpy(pairs.fit)])
-            )
-            counts[row, 0] = torch.cat((rows.expand(-1, len(COUNTED)), fit.expand(-1, len(COMPARED))), 1).flatten()
-            if relations.draw is not None:
-                find = partial(pairs.find, relations.questions)
-                relations.draw.see_words(unit, find, made[HITS], made[MASS], plain, self.call.heads)
-        return sums, counts
 
 
 def _wrong_pairs(document: Document, control: str) -> list[tuple[int, int]]:

@@ -13,8 +13,8 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.look.measure.questions import HITS, MATCHED, NO_ROLE, OTHERS, SETS, Question
-from headwise.look.measure.relations import NEAREST
 from headwise.look.measure.statistics import bootstrap, bootstrap_difference, max_t
+from headwise.look.measure.word_arcs import NEAREST
 from headwise.look.profile.result import Profile
 from headwise.look.record.buckets import BUCKETS, CHOOSING, REPORTING, in_half
 from headwise.look.record.reading import Reading

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from headwise.look.measure.statistics import bootstrap, holm, sign_flips
 from headwise.look.profile.prompt_trials import prompt_trial
@@ -29,7 +31,7 @@ from headwise.look.profile.roles import DUE, HELD, REPEATS, Effect, Support, in_
 from headwise.look.profile.trials import Prompt, Trial, list_trial, target_batches, word_trial
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.ablate import How, stand_in
-from headwise.look.worth.outputs import mean_of, record_z
+from headwise.look.worth.outputs import Run, mean_of, record_z
 from headwise.look.worth.sweep import sweep
 from headwise.model import AnyModel
 from headwise.progress import Progress
@@ -191,9 +193,18 @@ def lost_without(
     for asked in target_batches(rows, model.device):
         numbers, other = list(asked.units), None
         if how == "resample":
-            donors = make_batch([rows[number - 1].read for number in numbers], device=model.device)
-            other = record_z(model, donors.ids, heads, padding=None if donors.whole else donors.real)
+            other = _donors(model, heads, rows, [(number - 1) % len(rows) for number in numbers], numbers)
         stands = partial(stand_in, how=how, means=means, other=other, real=asked.real)
         made, untouched = sweep(model, asked, heads, stands)  # (heads, B), (B,)
         lost[numbers], clean[numbers] = made.T.double().cpu().numpy(), untouched.double().cpu().numpy()
     return lost, clean
+
+
+def _donors(
+    model: AnyModel, heads: Sequence[Address], rows: Sequence[Prompt], wanted: list[int], beside: list[int]
+) -> Tensor | Run:
+    """The rows to borrow from: their places where all are read in the same batch, otherwise what heads give on them."""
+    if {*wanted} <= {*beside}:
+        return torch.tensor([beside.index(number) for number in wanted], device=model.device)
+    donors = make_batch([rows[number].read for number in wanted], device=model.device)
+    return record_z(model, donors.ids, heads, padding=None if donors.whole else donors.real)

@@ -20,12 +20,13 @@ from headwise.look.measure.classes import CLASS_NUMBERS, CLASSES
 from headwise.look.measure.diagonals import AIMED, LOCAL, LONG
 from headwise.look.measure.measure import Number
 from headwise.look.measure.questions import CONTROLS, HITS, MATCHED, NO_ROLE, OTHERS, SETS, SHAPES, Question
-from headwise.look.measure.relations import NEAREST, Relations
+from headwise.look.measure.relations import Relations
 from headwise.look.measure.repeats import DUPLICATE, INDUCTION
 from headwise.look.measure.scene import SPECIAL, WINDOW
 from headwise.look.measure.shape import ENTROPY, RELATIVE, RESTING, SHARE
 from headwise.look.measure.statistics import FEWEST, bootstrap, max_t
 from headwise.look.measure.tally import Tally
+from headwise.look.measure.word_arcs import NEAREST
 from headwise.look.record.buckets import CHOOSING, REPORTING, in_half
 from headwise.text.documents import Document
 
