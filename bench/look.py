@@ -2,6 +2,7 @@
 
 python -m bench.look              512, 2048 and 4096 tokens
 python -m bench.look --rounds 3   quicker
+python -m bench.look --ours       without dense maps and TransformerLens, which take nearly all of the time
 python -m bench.look --busy       processor time of one thread, for a machine with other work
 """
 
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument(
         "--long", type=int, default=32768, help="one long text, one block of rows in 16; 0: leave it out"
     )
+    parser.add_argument("--ours", action="store_true", help="leave the other ways to do it out")
     parser.add_argument("--busy", action="store_true", help="count the processor time of one thread")
     parser.add_argument("--memory", nargs=2)
     options = parser.parse_args()
@@ -156,7 +158,7 @@ def main() -> None:
         model, batch = make_model(T), make_batch(T)
         contestants: dict[str, Callable[[], object]] = {BASE: plain(model, batch), "full profile": full(model, batch)}
         contestants["light profile"] = full(model, batch, detail="light")
-        if T <= 2048:
+        if T <= 2048 and not options.ours:
             contestants["dense maps, the same measures"] = dense(model, batch)
             if find_spec("transformer_lens"):
                 contestants["TransformerLens, patterns kept"] = lens(batch)

@@ -144,7 +144,7 @@ def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
     equals, heaviest = (new(B, H, n), new(2, B, H, n)) if hits else (None, None)
     about, repeats = scene.about(seen.terms, T, S, every), new(B, 1, n)
     slot, pairs = slice(0, 0), None
-    for block in walk(seen, inputs, every, scene.seen):
+    for block in walk(seen, inputs, every, scene.seen, scene.inner):
         heads = block.heads
         if heads.start == 0:
             slot = slice(slot.stop, slot.stop + len(block.rows))
@@ -154,7 +154,7 @@ def fill_rows(call: Call, every: int = 1, see: Sequence[See] = ()) -> Full:
             into[:, heads, slot] = made
         torch.linalg.vector_norm(block.e, dim=-1, out=square[:, heads, slot])
         near[:, heads, slot] = block.at(1 - WINDOW if ahead else 0, WINDOW)
-        _add_top(block, scene.ordinary[:, block.cols.start : block.cols.stop], top[:, heads, slot])
+        top[:, heads, slot] = block.largest if scene.inner is not None else _ordinary_top(block, scene.ordinary)
         _add_bins(block, ahead, far[:, heads, slot], last[slot])
         _add_repeated(block, pairs, norms, repeated[:, :, heads, slot])
         if beyond is not None:
@@ -182,21 +182,10 @@ def looks_ahead(terms: Terms, T: int, S: int, device: torch.device) -> bool:
     return any(sight.ahead for sight in sights(terms, T, S, device))
 
 
-def _add_top(block: RowBlock, ordinary: Tensor, out: Tensor) -> None:
-    """The largest e at an ordinary key, into (B, h, R); `ordinary` (B, C). Where special tokens are none, or stand around the
-    text, nothing has to be hidden."""
-    columns = ordinary.any(0).nonzero()[:, 0]
-    if not len(columns):
-        out.zero_()
-        return
-    inner = slice(int(columns[0]), int(columns[-1]) + 1)
-    if inner == slice(0, ordinary.shape[1]) and bool(ordinary.all()):
-        out.fill_(1.0)  # the largest of all
-    elif bool(ordinary[:, inner].all()):
-        torch.amax(block.e[..., inner], -1, out=out)
-    else:
-        shown = torch.mul(block.e, ordinary[:, None, None].to(block.e), out=block.scratch)
-        torch.amax(shown, -1, out=out)
+def _ordinary_top(block: RowBlock, ordinary: Tensor) -> Tensor:
+    """The largest e at an ordinary key, (B, h, R), where special tokens stand within texts; `ordinary` (B, S)."""
+    there = ordinary[:, None, None, block.cols.start : block.cols.stop].to(block.e)
+    return torch.mul(block.e, there, out=block.scratch).amax(-1)
 
 
 def _add_bins(block: RowBlock, ahead: bool, out: Tensor, last: Tensor) -> None:

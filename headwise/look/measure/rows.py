@@ -19,7 +19,7 @@ from headwise.kernels import Mask
 from headwise.kernels.terms import Terms, spread
 
 ROWS = 64  # queries in a block
-CELLS = 1 << 21  # scores in a block, about
+CELLS = 1 << 22  # scores in a block, about
 LOWEST = -1e30  # the score of what is not seen: finite, so that 0 · score is 0
 PIECE = (
     4096  # keys that meet a block of rows at once while sights, and what is known of them, are made: see `Scene.about`
@@ -87,6 +87,7 @@ class RowBlock:
     total: Tensor  # (B, h, R): Σ e, and the sink's share
     energy: Tensor  # (B, h, R): Σ e · (score − the largest)
     features: Tensor  # (B, h, R, f): Σ e · what was asked to be summed over the keys
+    largest: Tensor  # (B, h, R): the largest e among the columns named to `walk`
     scratch: Tensor  # (B, h, R, C): memory that is free
     rows: range = field(init=False)
     cols: range = field(init=False)
@@ -192,10 +193,13 @@ def count_rows(T: int, every: int = 1) -> int:
     return sum(map(len, row_blocks(T, every)))
 
 
-def walk(seen: Seen, features: Tensor, every: int = 1, known: KeptSights | None = None) -> Iterator[RowBlock]:
+def walk(
+    seen: Seen, features: Tensor, every: int = 1, known: KeptSights | None = None, inner: range | None = None
+) -> Iterator[RowBlock]:
     """All blocks of a call, or one in so many; `features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e.
 
-    The first feature is 1 for every key. `known` is where `sights` are kept.
+    The first feature is 1 for every key. `known` is where `sights` are kept. The largest weight is told of all columns, or of
+    the `inner` ones.
     """
     terms, dtype = seen.terms, torch.promote_types(seen.q.dtype, torch.float32)  # measured in float32 at least
     B, H, T, _ = seen.q.shape
@@ -203,7 +207,9 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: KeptSights | None 
     if not (B and H and T and S):
         return
     queries, keys = seen.q.to(dtype) * terms.scale, spread(seen.k.to(dtype), terms.groups)  # (B, H, T, d) (B, H, S, d)
-    asked = features.to(dtype).expand(B, H, S, -1)
+    asked = (
+        features.to(dtype).expand(B, H, S, -1).mT.contiguous()
+    )  # (B, H, f, S): a product with few rows is the quicker one
     h = max(1, min(H, CELLS // (B * min(ROWS, T) * S)))
     room = queries.new_empty(2, B * h * min(ROWS, T) * S)
     for sight in sights(terms, T, S, queries.device, every, known):
@@ -223,7 +229,8 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: KeptSights | None 
             corner = scores[..., sight.part]
             if corner.shape[-1]:
                 corner.add_(_of(forbid, heads))
-            top = scores.amax(-1)  # (B, h, R)
+            most, top = _largest(scores, sight.cols, inner)  # (B, h, R) each
+            largest = (most - top).exp_() * (most > LOWEST / 2)
             scores.sub_(top[..., None])
             if corner.shape[-1]:
                 corner.mul_(_of(keep, heads))  # exp is many times slower where it underflows
@@ -232,13 +239,24 @@ def walk(seen: Seen, features: Tensor, every: int = 1, known: KeptSights | None 
                 e[..., sight.part].mul_(_of(keep, heads))
             if bias is not None:
                 e.mul_((top > LOWEST / 2)[..., None])  # a row to which it forbids everything
-            summed = e @ asked[:, heads, cols]  # (B, h, R, f)
+            summed = (asked[:, heads, :, cols] @ e.mT).mT  # (B, h, R, f)
             energy = scores.mul_(e).sum(-1)  # (B, h, R)
             total = summed[..., 0]
             if terms.sink is not None:
                 above = terms.sink[heads].to(top)[:, None] - top
                 total = total + above.clamp(max=80).exp()  # more would be infinite; keys have nothing left as it is
-            yield RowBlock(heads, sight, e, total, energy, summed, scratch=scores)
+            yield RowBlock(heads, sight, e, total, energy, summed, largest, scratch=scores)
+
+
+def _largest(scores: Tensor, cols: range, inner: range | None) -> tuple[Tensor, Tensor]:
+    """The largest score of each row among the inner columns, and among all of them: (B, h, R) each."""
+    if inner is None:
+        inner = cols
+    low, high = (min(max(end - cols.start, 0), len(cols)) for end in (inner.start, inner.stop))
+    parts = [scores[..., low:high], scores[..., :low], scores[..., high:]]
+    nothing = scores.new_full(scores.shape[:-1], LOWEST)
+    most, *others = (part.amax(-1) if part.shape[-1] else nothing for part in parts)
+    return most, torch.maximum(most, torch.maximum(*others)) if any(part.shape[-1] for part in parts[1:]) else most
 
 
 def fetched(seen: Seen, of: Tensor | None = None) -> Tensor:

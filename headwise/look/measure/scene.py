@@ -113,6 +113,15 @@ class Scene:
         special = self.marks[..., names.index(SPECIAL)] if SPECIAL in names else torch.zeros_like(self.batch.real)
         return (special == 0) & self.batch.real
 
+    @cached_property
+    def inner(self) -> range | None:
+        """The columns between special tokens that stand around every text, or all of them; None where some stand within.
+        Padding may be among them: nobody sees it."""
+        special = ~self.ordinary & self.batch.real  # (B, S)
+        columns = (~special.any(0)).nonzero()[:, 0].tolist() or [0, -1]
+        between = range(columns[0], columns[-1] + 1)
+        return None if bool(special[:, between.start : between.stop].any()) else between
+
     def inputs(self, norms: Tensor) -> Tensor:
         """All columns, (B, H, S, f), where each key would write so much, (B, H, S)."""
         place = torch.arange(norms.shape[2], device=norms.device) - self.batch.first[:, None]  # (B, S)

@@ -190,7 +190,7 @@ def surprises(model: AnyModel, rows: Sequence[Prompt]) -> list[dict[int, float]]
 def target_batches(
     rows: Sequence[Prompt], device: torch.device | str = "cpu", tokens: int = TOKENS
 ) -> Iterator[TargetBatch]:
-    """Rows side by side; `units` says which they are. A decoder never sees the padding behind them, so it is not told of it, and
+    """Rows side by side; `units` says which they are. A decoder never sees the padding behind them, so it is not told of it:
     the plain causal kernel serves."""
     numbered = [replace(row.read, number=number) for number, row in enumerate(rows)]
     for batch in make_batches(numbered, tokens, device=device):
