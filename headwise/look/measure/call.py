@@ -37,6 +37,11 @@ class Call:
         return self.make_gram(self.seen)
 
     @cached_property
+    def unknown(self) -> bool:
+        """Whether W_O cannot be shown."""
+        return bool(self.gram.isnan().any())
+
+    @cached_property
     def norms(self) -> Tensor:
         """The length of what each key would write, (B, H, S)."""
         return fetched(self.seen, self.gram)

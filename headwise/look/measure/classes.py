@@ -33,14 +33,14 @@ def class_flags(tokenizer: Tokenizer, vocab: int) -> Tensor:
     """Which classes each token id belongs to: (V, 4) of 0 and 1, in the order of CLASSES."""
     special = {i for i in tokenizer.special.values() if i is not None}
     special |= {i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
-    made = {name: torch.zeros(vocab) for name in CLASSES}
+    made = {name: [0.0] * vocab for name in CLASSES}
     for i in range(min(vocab, len(tokenizer))):
         text = tokenizer.backend.decode([i], skip_special_tokens=False).strip(" ")
         bare = text.removeprefix("##")
         if i in special:
-            made[SPECIAL][i] = 1
+            made[SPECIAL][i] = 1.0
             continue
-        made["delimiter"][i] = bool(_DELIMITER.match(bare))
-        made["capitalised"][i] = bare[:1].isupper()
-        made["digit"][i] = bare.isdigit()
-    return torch.stack([made[name] for name in CLASSES], -1)
+        made["delimiter"][i] = float(bool(_DELIMITER.match(bare)))
+        made["capitalised"][i] = float(bare[:1].isupper())
+        made["digit"][i] = float(bare.isdigit())
+    return torch.tensor([made[name] for name in CLASSES]).T.contiguous()

@@ -25,7 +25,7 @@ INDUCTION = replace(
 ).three()
 DUPLICATE = replace(_BASE, name="duplicate", label="weight on the first copy", target=Target("echo", 1)).three()
 NUMBERS = (*INDUCTION, *DUPLICATE)
-TOGETHER = 16  # sequences read side by side
+TOGETHER = 32  # sequences read side by side
 
 
 @dataclass(frozen=True, eq=False)

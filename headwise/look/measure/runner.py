@@ -107,7 +107,7 @@ class Runner:
         if call.across:
             told = torch.tensor([not number.placed for number in measure.numbers], device=sums.device)
             sums, counts = sums * told, counts * told
-        if bool(call.gram.isnan().any()):  # what is made of W_O was not measured; all else was
+        if call.unknown:  # what is made of W_O was not measured; all else was
             told = ~sums.isnan()
             sums, counts = sums.nan_to_num(0.0), counts * told
         self.tally.add(measure.names, call.heads, [unit.bucket for unit in call.scene.batch.units], sums, counts)
