@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -337,3 +338,30 @@ def test_a_head_that_looks_at_no_word_hits_none(is_causal: bool) -> None:
     Runner(relations.tally, [relations]).see(call(batch, is_causal, 1, scores), batch, 0)
     assert relations.tally.mean("det > mass") == pytest.approx([0])
     assert relations.tally.mean("det > hits") == pytest.approx([0])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_batch_is_as_its_texts_one_by_one(side: str, is_causal: bool) -> None:
+    """Some of its texts have no relations, and rows of padding may hold anything, NaN too."""
+    units = [replace(unit, document=None) if place % 3 == 1 else unit for place, unit in enumerate(make_units(True))]
+    batch = make_batch(units, side)
+    B, T = batch.ids.shape
+    scores = torch.randn(B, 3, T, T, generator=torch.Generator().manual_seed(5)).double()
+    torn = scores.masked_fill(~batch.real[:, None, :, None], torch.nan)
+    together, apart = (Relations.of(Tally(3), documents_of(units), is_causal) for _ in range(2))
+    Runner(together.tally, [together]).see(call(batch, is_causal, scores=torn), batch, 0)
+    for row, unit in enumerate(units):
+        here = slice(int(batch.first[row]), int(batch.first[row]) + len(unit.ids))
+        alone, whole = make_batch([unit]), call(batch, is_causal, scores=scores)
+        mask = causal() if is_causal else None
+        seen = by_scores(scores[row : row + 1, :, here, here], mask, norms=whole.v[row, 0, here, 0])
+        Runner(apart.tally, [apart]).see(seen, alone, 0)
+    assert together.arcs.sum() > 0
+    for name, array in together.arrays().items():
+        np.testing.assert_array_equal(array, apart.arrays()[name])
+    for number in together.numbers:
+        for mine, theirs in zip(
+            together.tally.per_bucket(number.name), apart.tally.per_bucket(number.name), strict=True
+        ):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -297,3 +297,20 @@ def test_evidence_is_the_largest_weights_on_keys(sink: Tensor | None, monkeypatc
         told = [(c.weight, c.unit, c.row, c.column) for c in found[head]]
         assert [t[1:] for t in told] == [w[1:] for w in want]
         assert [t[0] for t in told] == pytest.approx([w[0] for w in want], abs=1e-5)
+
+
+@pytest.mark.parametrize("special", [(), (0,), (0, 8), (0, 4, 8), (3,), tuple(range(9))])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_confidence_passes_over_special_tokens_wherever_they_stand(special: tuple[int, ...], is_causal: bool) -> None:
+    n = 9
+    flags = torch.zeros(n, len(CLASSES))
+    flags[list(special), CLASSES.index("special")] = 1
+    scores = 3 * torch.randn(2, 3, n, n, generator=torch.Generator().manual_seed(len(special))).double()
+    seen = by_scores(scores, causal() if is_causal else None)
+    made = measured(seen, distinct(n, 2), flags)
+    p, ordinary = seen.maps(), [i for i in range(n) if i not in special]
+    rows = [i for i in ordinary if not is_causal or any(key <= i for key in ordinary)]
+    sums, counts = made.per_bucket("confidence")
+    assert counts.sum(0).tolist() == [2 * len(rows)] * 3
+    expected = p[:, :, rows][..., ordinary].amax(-1).sum((0, 2)) if rows else torch.zeros(3).double()
+    np.testing.assert_allclose(sums.sum(0), expected.numpy(), atol=1e-9)

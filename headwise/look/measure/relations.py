@@ -56,7 +56,7 @@ class Relations(Measure):
         init=False
     )  # (buckets, questions): those whose words cannot be told apart by their tokens
     draw: Draw | None = None  # takes down what heads do at some places
-    _asked: BatchArcs | None = None  # of the batch that is read
+    _of_batch: BatchArcs | None = None  # of the batch that is read
 
     def __post_init__(self) -> None:
         Q = len(self.questions)
@@ -90,7 +90,7 @@ class Relations(Measure):
     def begin(self, batch: Batch) -> None:
         """Count what does not depend on heads: the arcs, and the rows that lie at each offset."""
         found = [None if unit.document is None else self._ask(unit) for unit in batch.units]
-        self._asked = BatchArcs(batch, found, len(self.questions))
+        self._of_batch = BatchArcs(batch, found, len(self.questions))
         for unit, asked in zip(batch.units, found, strict=True):
             if asked is not None:
                 np.add.at(self.arcs[unit.bucket], asked.question, 1)
@@ -99,8 +99,8 @@ class Relations(Measure):
 
     def at(self, call: Call) -> WordMaps:
         """One call at one site."""
-        assert self._asked is not None
-        return WordMaps(self._asked, call, self.questions, self.draw)
+        assert self._of_batch is not None
+        return WordMaps(self._of_batch, call, self.questions, self.draw)
 
     def _ask(self, unit: Unit) -> ArcPairs:
         document, aligned = unit.document, unit.alignment
