@@ -86,7 +86,9 @@ def test_words_of_one_token_are_not_asked_about() -> None:
 
 def test_pairs_that_are_counted() -> None:
     """Six words, so thirty pairs; five end at the first word, two lie in one token."""
-    assert len(asked(QUOTE, QUOTED, looking(5))._of_batch.pairs.text) == 30 - 5 - 2
+    arcs = asked(QUOTE, QUOTED, looking(5))._of_batch
+    assert arcs is not None
+    assert len(arcs.pairs.text) == 30 - 5 - 2
 
 
 def test_words_that_share_one_of_their_tokens() -> None:
