@@ -51,7 +51,7 @@ def gram(W_O: Tensor) -> Tensor:
 
 def lengths(x: Tensor, gram: Tensor) -> Tensor:
     """‖x W_O[h]‖ without writing anything: (B, H, T, e), (H, e, e) → (B, H, T)."""
-    by_head = x.transpose(0, 1)  # one product a head, for short texts would be many small ones
+    by_head = x.transpose(0, 1)  # one product a head: one for each text too would be many small ones
     rows = by_head.flatten(1, 2)  # (H, B·T, e)
     squares = (rows @ gram).mul_(rows).sum(-1).unflatten(1, by_head.shape[1:3]).transpose(0, 1)  # (B, H, T)
     silent = squares <= 0  # and NaN, where weights are not known, stays NaN

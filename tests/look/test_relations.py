@@ -358,6 +358,8 @@ def test_a_batch_is_as_its_texts_one_by_one(side: str, is_causal: bool) -> None:
         seen = by_scores(scores[row : row + 1, :, here, here], mask, norms=whole.v[row, 0, here, 0])
         Runner(apart.tally, [apart]).see(seen, alone, 0)
     assert together.arcs.sum() > 0
+    bare = make_batch([unit for unit in units if unit.document is None], side)  # a batch in which nothing is asked
+    Runner(together.tally, [together]).see(call(bare, is_causal), bare, 0)
     for name, array in together.arrays().items():
         np.testing.assert_array_equal(array, apart.arrays()[name])
     for number in together.numbers:

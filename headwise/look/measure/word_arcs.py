@@ -98,10 +98,8 @@ class BatchArcs:
         self.others, self.fit, self.asks = (
             _joined([getattr(one, name) for one in self.own]) for name in ("others", "fit", "asks")
         )
-        of_row = np.repeat(self.examples, [len(one.asks) for one in self.own])
-        self.place_of_row = (
-            torch.from_numpy(of_row.astype(np.int64)) * questions + self.asks
-        )  # (R,): example and question
+        of_row = _joined([np.full(len(one.asks), example) for example, one in there])
+        self.place_of_row = of_row * questions + self.asks  # (R,): example and question
 
     @cached_property
     def to_word(self) -> Tensor:
