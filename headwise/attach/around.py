@@ -1,7 +1,7 @@
 """Attention that is not on SDPA: reached from around its module, for as long as the module is called.
 
 *eager*: modules on transformers' interface whose model has no SDPA (learned sinks, capped scores …). While such a module is
-called, our function stands there for the eager one; it calls exactly the function the module brings, then the site.
+attached, our function stands in its file for the eager one; it calls exactly the function of the file, then the site.
 
 *watched*: modules that are not on the interface at all, named in a table. While one is called, its products are watched: the
 scores that enter its softmax, and what comes of its weights times the values, which is z. Nothing is computed otherwise.
@@ -12,7 +12,9 @@ does not give them.
 
 import inspect
 import re
-from functools import cache
+import threading
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,13 +22,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise.attach.hooks import Hook
+from headwise.attach.interface import attend_eager, pass_site
 from headwise.attach.layer import Layer
 from headwise.attach.masks import lowest
 from headwise.kernels.bias import Given
 from headwise.kernels.masks import Allow, Causal, Mask
 from headwise.kernels.terms import Terms
 
-EAGER, OWN = "eager", "eager_attention_forward"
+OWN = "eager_attention_forward"
 _SOFTMAX = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 _ADDED = {torch.baddbmm, Tensor.baddbmm}
@@ -45,16 +48,21 @@ def brings_eager(kind: type[nn.Module]) -> bool:
     )
 
 
-def own_eager(module: nn.Module) -> Any:
-    """The eager function of the file a module is from."""
-    return type(module).forward.__globals__[OWN]
+def own_eager(layer: Layer) -> Callable[..., Any] | None:
+    """The eager function of the file that the module of a layer is from; None if the layer runs on another."""
+    if layer.found.way != "eager" or not layer.spec.head_ids:
+        return None
+    function = type(layer.module).forward.__globals__[OWN]
+    return function.args[0] if isinstance(function, partial) else function
 
 
 def hooks_around(layer: Layer) -> list[Any]:
-    """Hooks before and behind a layer's module, each with `.remove()`; none where it runs on SDPA."""
+    """Hooks around a layer's module, each with `.remove()`; none where it runs on SDPA."""
     if layer.found.way == "sdpa" or not layer.spec.head_ids:
         return []
-    around: Any = Eager() if layer.found.way == "eager" else Watching(layer)
+    if layer.found.way == "eager":
+        return [EagerHook(type(layer.module))]
+    around = Watching(layer)
     module = layer.module
     return [
         module.register_forward_pre_hook(Hook(around.enter)),
@@ -62,22 +70,33 @@ def hooks_around(layer: Layer) -> list[Any]:
     ]
 
 
-class Eager:
-    """While a module is called, our function stands on the interface as the eager one."""
+class EagerHook:
+    """Until `remove`, our function stands for the eager one in the file of an attention class.
 
-    def enter(self, *_: Any) -> None:
-        """Before the module."""
-        from transformers import AttentionInterface
+    The function of the file comes back with the last hook. Modules that are not attached run the function of the file, so
+    threads, and models of the same family, do not disturb each other.
+    """
 
-        from headwise.attach.interface import attend_eager
+    _lock = threading.Lock()
 
-        AttentionInterface.register(EAGER, attend_eager)
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self._names, self._is_open = kind.forward.__globals__, True
+        with self._lock:
+            function = self._names[OWN]
+            if not isinstance(function, partial):
+                function = self._names[OWN] = partial(attend_eager, function)
+                function.hooks = 0
+            function.hooks += 1
 
-    def leave(self, *_: Any) -> None:
-        """Behind it, also after an error."""
-        from transformers import AttentionInterface
-
-        AttentionInterface._global_mapping.pop(EAGER, None)
+    def remove(self) -> None:
+        """Take the hook away."""
+        with self._lock:
+            function = self._names[OWN]
+            if self._is_open:
+                function.hooks -= 1
+                if function.hooks == 0:
+                    self._names[OWN] = function.args[0]
+            self._is_open = False
 
 
 class Watching:
@@ -158,8 +177,6 @@ class CallTrace(TorchFunctionMode):
         return self._pass_on(q, k, v, lambda: terms, made, made)
 
     def _pass_on(self, q: Tensor, k: Tensor, v: Tensor, terms: Any, z: Tensor, made: Tensor) -> Tensor:
-        from headwise.attach.interface import pass_site
-
         out = z.transpose(1, 2)  # (B, T, H, e)
         passed = pass_site(self._layer, q, k, v, terms, out)
         return made if passed is out else passed.transpose(1, 2).reshape(made.shape)

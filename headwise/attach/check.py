@@ -12,10 +12,10 @@ from torch import nn
 from headwise.attach.around import brings_eager
 from headwise.attach.find import FoundAttention, check_sums, config_of, find
 from headwise.attach.hooks import Hook
-from headwise.attach.interface import MARKED, NAME, is_replaced
-from headwise.attach.layer import Layer
+from headwise.attach.interface import NAME, is_replaced
+from headwise.attach.layer import Layer, layer_of
 from headwise.errors import HeadwiseError
-from headwise.heads.site import edits_now, repeated
+from headwise.heads.site import HOOKS, repeated
 
 OURS = ("gpt2", "gpt_neo", "bert", "llama", "mistral", "qwen2")  # families that our own loader maps
 
@@ -36,7 +36,7 @@ def check_theirs(model: Any) -> None:
         if callable(base) and isinstance(base(), transformers.PreTrainedModel):
             raise HeadwiseError(f"{name} holds a model with adapters; attach that: hw.attach(model.get_base_model()).")
         raise HeadwiseError(f"attach takes a transformers model; got {name}. Our own models have .heads as they are.")
-    if any(part in MARKED for part in model.modules()):
+    if any(layer_of(part) is not None for part in model.modules()):
         raise HeadwiseError(f"this {name} is attached already; use the handle you have, or detach it first.")
     kind = getattr(model.config, "model_type", "")
     if not find(model):
@@ -155,12 +155,12 @@ def _run_and_repeat(
     run: Callable[..., Any], layers: Sequence[Layer], block: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """A checkpointed block is run again in the backward pass: with the edits of the first time, and unheard."""
-    edits, times = edits_now(layer.site for layer in layers), count()
+    hooks, times = HOOKS.now, count()
 
     def either(*again: Any, **more: Any) -> Any:
         if next(times) == 0:
             return block(*again, **more)
-        with repeated(edits):
+        with repeated(hooks):
             return block(*again, **more)
 
     return run(either, *arguments, **named)

@@ -10,13 +10,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headwise.attach.around import hooks_around
+from headwise.attach.around import hooks_around, own_eager
 from headwise.attach.body import OutputHead, hidden_states, own_output, takes_ids
 from headwise.attach.check import CallGuard, check_theirs, own_config
 from headwise.attach.cut import even_out, fold_in
 from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
-from headwise.attach.interface import MARKED, register, unregister
+from headwise.attach.interface import mark, register, unmark, unregister
 from headwise.attach.layer import Layer
 from headwise.attach.modes import Modes
 from headwise.attach.pictures import Pictures
@@ -357,11 +357,11 @@ class Attached(Modes):
 
     def _mark(self) -> None:
         for layer in self._layers:
-            MARKED[layer.module] = layer
+            mark(layer, own_eager(layer))
 
     def _unmark(self) -> None:
         for layer in self._layers:
-            MARKED.pop(layer.module, None)
+            unmark(layer)
 
     def _watch(self) -> None:
         """Stand at the model's doors, and where z enters W_O if it is another there than attention gave."""

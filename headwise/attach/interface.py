@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.around import own_eager
-from headwise.attach.layer import Layer
+from headwise.attach.layer import MARK, Layer, Mark, layer_of
 from headwise.attach.masks import lowest
 from headwise.errors import HeadwiseError
 from headwise.heads.site import is_repeated
@@ -27,8 +26,6 @@ from headwise.kernels.masks import Causal, Mask
 from headwise.kernels.terms import Terms, spread
 
 NAME = "sdpa"
-# The layer that looks at a module: beside the module, so that copies of it, and what is saved of it, know nothing of it.
-MARKED: "WeakKeyDictionary[nn.Module, Layer]" = WeakKeyDictionary()
 _handles: "WeakSet[Any]" = WeakSet()  # whoever is attached now
 # What may come with a call: it is heeded here as there. Whatever else the function that runs never mentions changes nothing.
 HEEDED = {"dropout", "scaling", "is_causal", "position_bias"}
@@ -58,6 +55,17 @@ def unregister(handle: Any) -> None:
         AttentionInterface.register(NAME, _sdpa())
 
 
+def mark(layer: Layer, run: Callable[..., Any] | None) -> None:
+    """Let calls of a layer's module reach the layer; `run` is the attention function of the module, None for SDPA."""
+    layer.words = _words(_sdpa() if run is None else run)
+    layer.module.__dict__[MARK] = Mark(layer)
+
+
+def unmark(layer: Layer) -> None:
+    """Let calls of a layer's module pass by the layer."""
+    layer.module.__dict__.pop(MARK, None)
+
+
 def is_replaced() -> bool:
     """Whether somebody else has put a function in SDPA's place."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -75,7 +83,7 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, T, H, e), and no maps."""
-    layer = MARKED.get(module)
+    layer = layer_of(module)
     if layer is None:  # a model that is not attached
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
     _refuse(layer, kwargs, _sdpa())
@@ -86,11 +94,17 @@ def attend(
 
 
 def attend_eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    run: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The eager function that a module brings, and then the site: (B, H, T, d) … → (B, T, H, e), and its maps."""
-    layer, run = MARKED.get(module), own_eager(module)
-    if layer is None:
+    """The eager function `run` of a modeling file, and then the site: (B, H, T, d) … → (B, T, H, e), and its maps."""
+    layer = layer_of(module)
+    if layer is None or layer.found.way != "eager":
         return run(module, query, key, value, attention_mask, **kwargs)
     _refuse(layer, kwargs, run, HEEDED | {"softcap", "s_aux"})
     own = _own_keys(layer, query, key)
@@ -110,12 +124,12 @@ def pass_site(layer: Layer, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[],
     """Show a call to whoever asks: the trial of a layer, or its site. (B, T, H, e) → (B, T, H, e)"""
     if layer.trial is not None:
         return layer.trial.attention(q, k, v, out, terms)
-    if in_backward() and not is_repeated():
+    if not torch.compiler.is_compiling() and in_backward() and not is_repeated():
         layer.check_repeated(q)  # a checkpoint of somebody's own is run again: unheard, and as it was
         return out
     if not layer.site.is_open:
         return out
-    return layer.passing(q, k, v, terms(), out)
+    return layer.passing(q, k, v, terms, out)
 
 
 def in_backward() -> bool:
@@ -128,7 +142,7 @@ def _refuse(layer: Layer, kwargs: dict[str, Any], run: Callable[..., Any], heede
     for name, given in kwargs.items():
         if name in heeded or given is None or given is False:
             continue
-        if name not in REFUSED and not _mentions(run, name):
+        if name not in REFUSED and layer.words is not None and name not in layer.words:
             continue
         what = REFUSED.get(name, f"an argument {name!r} of {run.__name__} that is not known here")
         raise HeadwiseError(
@@ -137,12 +151,12 @@ def _refuse(layer: Layer, kwargs: dict[str, Any], run: Callable[..., Any], heede
 
 
 @cache
-def _mentions(run: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a word in it."""
+def _words(run: Callable[..., Any]) -> frozenset[str] | None:
+    """The words in the source of a function; None if its source cannot be read."""
     try:
-        return re.search(rf"\b{re.escape(name)}\b", inspect.getsource(run)) is not None
+        return frozenset(re.findall(r"\w+", inspect.getsource(run)))
     except (OSError, TypeError):
-        return True
+        return None
 
 
 def _own_keys(layer: Layer, query: Tensor, key: Tensor) -> tuple[int, ...] | None:

@@ -1,6 +1,8 @@
 """One attention layer of somebody else's model, with the face of our own: its site, its sizes, live views of its weights."""
 
+import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +33,29 @@ UNTOLD = (
     "not to be told; what heads look at can be seen"
 )
 REMEMBERED = 512  # edited calls whose queries are known again
+MARK = "_headwise_layer"  # where a module keeps the mark that says which layer looks at it
+
+
+class Mark:
+    """The layer that looks at a module. A copy of the module, or what is pickled of it, has an empty mark.
+
+    It is an attribute of the module, because torch.compile guards on attributes. It does not guard on a lookup by module.
+    """
+
+    def __init__(self, layer: "Layer | None" = None) -> None:
+        self.layer = layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mark":
+        return Mark()
+
+    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
+        return Mark, ()
+
+
+def layer_of(module: nn.Module) -> "Layer | None":
+    """The layer that looks at a module; None if the module is not attached."""
+    mark = module.__dict__.get(MARK)
+    return None if mark is None else mark.layer
 
 
 class Layer:
@@ -60,7 +85,8 @@ class Layer:
         self.looks_ahead: bool | None = None  # whether a query was seen to look ahead, where that was asked
         self.unlike = ""  # why what is rebuilt of attention that is not SDPA's is not what it computed
         self.trial: LayerTrial | None = None  # while it is found out how the layer is put together
-        self._waiting: tuple[Tensor, Tensor, Tensor, Terms, Tensor] | None = None
+        self.words: frozenset[str] | None = None  # in the source of the function that runs; None: the source is not known
+        self._waiting = threading.local()  # `call`: what attention was called with and gave, until W_O is called
         self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
         self._path = next((name for name, part in found.parent.named_modules() if part is found.writes), None)
         self._stood = self._projections()
@@ -109,16 +135,23 @@ class Layer:
 
     # What passes.
 
-    def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor) -> Tensor:
+    def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], out: Tensor) -> Tensor:
         """Show a call to the site where z is what enters W_O: here, or where W_O is called. (B, T, H, e) → (B, T, H, e)"""
-        if self.site.is_edited and not is_repeated():
+        if self.site.is_edited and not is_repeated() and not torch.compiler.is_compiling():
             self._edited.append(_known_by(q))
         if self.passes in ("gated", "unseen") and self.found.writes is not None:
-            self._waiting = q, k, v, terms, out
+            self._waiting.call = q, k, v, terms, out
             return out
         z = out.transpose(1, 2)  # (B, H, T, e)
-        changed = self.site.passing(q, k, v, terms, z)
+        changed = self._edited_and_shown(q, k, v, terms, z)
         return out if changed is z else changed.transpose(1, 2).contiguous()
+
+    def _edited_and_shown(self, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> Tensor:
+        """Apply edits and call listeners; the score parameters are computed only if a listener is open."""
+        z = self.site.edit(z)
+        if self.site.is_heard:
+            self.site.show(q, k, v, terms, z)
+        return z
 
     def watch_entry(self) -> list[Any]:
         """Hooks before W_O where z is what enters it and not what attention gave; each has `.remove()`."""
@@ -127,9 +160,11 @@ class Layer:
         return [self.found.writes.register_forward_pre_hook(Hook(self._entering))]
 
     def _entering(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self._waiting is None:
+        call = getattr(self._waiting, "call", None)
+        if call is None:
             return None
-        (q, k, v, terms, out), self._waiting = self._waiting, None
+        self._waiting.call = None
+        q, k, v, terms, out = call
         entered = given[0]
         if self.site.is_edited:
             self.check_stands()  # an adapter put around W_O reads what an edit here does not reach
@@ -141,10 +176,10 @@ class Layer:
                     f"z of {self.found.name} is not what enters W_O, and no call could be tried to find out why; its heads "
                     f"can be looked at, not silenced."
                 )
-            self.site.passing(q, k, v, terms, out.transpose(1, 2))
+            self._edited_and_shown(q, k, v, terms, out.transpose(1, 2))
             return None
         z = entered.reshape(out.shape).transpose(1, 2)  # (B, H, T, e)
-        changed = self.site.passing(q, k, v, terms, z)
+        changed = self._edited_and_shown(q, k, v, terms, z)
         return None if changed is z else (changed.transpose(1, 2).reshape(entered.shape), *given[1:])
 
     def check_repeated(self, q: Tensor) -> None:
@@ -152,7 +187,7 @@ class Layer:
         if not self._edited:
             return
         shape, sums = _known_by(q)
-        if any(shape == there and abs(sums - was) <= 1e-6 * abs(was) for there, was in self._edited):
+        if any(shape == there and abs(sums - was) <= 1e-6 * abs(was) for there, was in tuple(self._edited)):
             raise HeadwiseError(
                 f"a checkpoint of your own repeats {self.found.name}, whose heads were scaled or replaced the first time; it "
                 f"cannot be known how. Use model.gradient_checkpointing_enable(), or no checkpoint around edited heads."

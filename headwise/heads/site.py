@@ -2,14 +2,18 @@
 
 Everything acts on z, after the kernel and before W_O. Attention is linear in v, so scaling a head's z is the same as
 scaling its probabilities, and the kernel never has to know: looking at or silencing a head leaves the backend as it was.
+
+Edits and listeners belong to the context (`contextvars`) that opened them. Another thread, or another asyncio task that was
+started before, does not see them. `contextvars.copy_context().run` carries them into a thread.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import count
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +25,7 @@ from headwise.spec import Address, SiteAddress
 
 Listener = Callable[["Seen"], None]
 Edit = Callable[[Tensor], Tensor]
-Edits = dict["Site", tuple[Edit, ...]]
+_numbers = count()  # of hook points in this process
 
 
 class HasSlices(Protocol):
@@ -33,8 +37,36 @@ class HasSlices(Protocol):
         ...
 
 
-# While activation checkpointing repeats a forward pass: the edits that were in force the first time.
-_repeating: ContextVar["Edits | None"] = ContextVar("repeating", default=None)
+@dataclass(frozen=True, eq=False)
+class OpenHooks:
+    """Edits and listeners that are open in one context, by the key of their hook point. Never changed in place.
+
+    Attributes:
+        edits: Functions of z in the order in which they were opened. A hook point without edits has no entry.
+        listeners: Functions that are shown each call. A hook point without listeners has no entry.
+        repeats: True while activation checkpointing repeats a forward pass.
+    """
+
+    edits: Mapping[str, tuple[Edit, ...]]
+    listeners: Mapping[str, tuple[Listener, ...]]
+    repeats: bool = False
+
+
+_open: ContextVar[OpenHooks] = ContextVar("open hooks")
+
+
+class _NoHooks(OpenHooks):
+    """No edits and no listeners. `now` gives the hooks of the current context, or this object if it has none.
+
+    torch.compile cannot trace a call of `ContextVar.get`. It does trace a property whose getter is a C function, as an
+    attribute with a guard on its value. So compiled code reads the hooks of the context it is called in, without a graph
+    break, and is compiled again if they differ.
+    """
+
+    now = property(_open.get)  # `get` is called with this object, which is its default
+
+
+HOOKS = _NoHooks({}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +99,8 @@ class Site:
         self.head_ids = head_ids
         self.window = window  # a query sees keys fewer than so many positions away; None: however far
         self._output = output
-        self._listeners: list[Listener] = []
-        self._edits: list[Edit] = []
+        # A string, because torch.compile guards on its value. An object that is looked up in a dict is not guarded.
+        self.key = f"hook point {next(_numbers)}"
 
     @property
     def W_O(self) -> Tensor:
@@ -82,19 +114,18 @@ class Site:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody listens or edits here now, or did so in the pass that is being repeated."""
-        return bool(self._listeners or self._edits or _repeating.get())
+        """Whether this context has an edit or a listener here."""
+        return self.is_edited or self.is_heard
 
     @property
     def is_heard(self) -> bool:
-        """Whether somebody listens here now."""
-        return bool(self._listeners) and _repeating.get() is None
+        """Whether this context has a listener here."""
+        return self.key in HOOKS.now.listeners
 
     @property
     def is_edited(self) -> bool:
-        """Whether what passes is changed now, or was in the pass that is being repeated."""
-        first_time = _repeating.get()
-        return bool(self._edits) if first_time is None else bool(first_time.get(self))
+        """Whether this context has an edit here, or had one in the pass that is being repeated."""
+        return self.key in HOOKS.now.edits
 
     def index(self, head: Address) -> int:
         """Where a head stands on the head axis of this site's tensors."""
@@ -106,21 +137,21 @@ class Site:
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
         """Show every call to a listener. Outputs stay bitwise what they are."""
-        with _within(self._listeners, listener):
+        with _opened("listeners", self.key, listener):
             yield
 
     @contextmanager
     def scaled(self, gate: Tensor) -> Iterator[None]:
         """Scale each head's z: (H,) or (B, H)."""
         self.check_edit()
-        with _within(self._edits, lambda z: gated(z, gate)):
+        with _opened("edits", self.key, lambda z: gated(z, gate)):
             yield
 
     @contextmanager
     def replaced(self, value: Tensor | Edit) -> Iterator[None]:
         """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of z."""
         self.check_edit()
-        with _within(self._edits, value if callable(value) else lambda z: expanded(value, z)):
+        with _opened("edits", self.key, value if callable(value) else lambda z: expanded(value, z)):
             yield
 
     def check_edit(self) -> None:
@@ -141,18 +172,40 @@ class Site:
         """A copied model has sites of its own; contexts that are open belong to the original."""
         return Site(self.address, self.head_ids, copy.deepcopy(self._output, memo), self.window)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled hook point gets a key of its own when it is read."""
+        self.__dict__ |= state | {"key": f"hook point {next(_numbers)}"}
+
     def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, z: Tensor) -> Tensor:
         """Called by the layer between the kernel and W_O: edits first, in the order they were made, then listeners."""
-        first_time = _repeating.get()
-        for edit in self._edits if first_time is None else first_time.get(self, ()):
+        if HOOKS.now is HOOKS:
+            return z
+        z = self.edit(z)
+        if self.is_heard:
+            self.show(q, k, v, lambda: terms, z)
+        return z
+
+    def edit(self, z: Tensor) -> Tensor:
+        """Apply the edits of this context in the order in which they were opened: (B, H, T, e) → (B, H, T, e)."""
+        for edit in HOOKS.now.edits.get(self.key, ()):
             changed = edit(z)
             self.check_shape(z, changed)
             z = changed
-        if self._listeners and first_time is None:
-            seen = Seen(self, q, k, v, terms, z)
-            for listener in tuple(self._listeners):
-                listener(seen)
         return z
+
+    def show(self, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
+        """Call the listeners of this context. They never run inside compiled code: it is left for them."""
+        if torch.compiler.is_compiling():
+            from headwise.heads.uncompiled import call_listeners
+        else:
+            call_listeners = _call_listeners
+        call_listeners(self, q, k, v, terms, z)
+
+
+def _call_listeners(site: Site, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
+    seen = Seen(site, q, k, v, terms(), z)
+    for listener in HOOKS.now.listeners.get(site.key, ()):
+        listener(seen)
 
 
 def gated(z: Tensor, gate: Tensor) -> Tensor:
@@ -174,31 +227,48 @@ def expanded(value: Tensor, z: Tensor) -> Tensor:
 
 
 @contextmanager
-def _within(active: list, item: object) -> Iterator[None]:
-    active.append(item)
+def _opened(kind: Literal["edits", "listeners"], key: str, item: Edit | Listener) -> Iterator[None]:
+    """Open an edit or a listener in this context."""
+    now: OpenHooks = HOOKS.now
+    _set_items(kind, key, (*getattr(now, kind).get(key, ()), item))
     try:
         yield
     finally:
+        items = getattr(HOOKS.now, kind).get(key, ())
         # By identity and from the end: the same function may have been entered twice.
-        last = max(i for i, other in enumerate(active) if other is item)
-        del active[last]
+        places = [place for place, other in enumerate(items) if other is item]
+        if not places:
+            raise HeadwiseError(
+                f"{kind} at a layer were opened in one context and closed in another, for example in two threads. Open and "
+                "close them in the same one."
+            )
+        _set_items(kind, key, items[: places[-1]] + items[places[-1] + 1 :])
+
+
+def _set_items(kind: str, key: str, items: tuple[Edit | Listener, ...]) -> None:
+    """Put the edits or the listeners of one hook point into this context."""
+    now: OpenHooks = HOOKS.now
+    by_key = {other: value for other, value in getattr(now, kind).items() if other != key}
+    by_key = by_key | {key: items} if items else by_key
+    edits, listeners = (by_key, now.listeners) if kind == "edits" else (now.edits, by_key)
+    adopt_hooks(OpenHooks(edits, listeners, now.repeats) if edits or listeners or now.repeats else HOOKS)
+
+
+def adopt_hooks(hooks: OpenHooks) -> None:
+    """Make hooks that were open elsewhere (`HOOKS.now` there) those of this context."""
+    _open.set(hooks)
 
 
 @contextmanager
-def repeated(edits: Edits) -> Iterator[None]:
-    """Repeat a forward pass as it was: with the edits of then, and without calling listeners twice."""
-    token = _repeating.set(edits)
+def repeated(hooks: OpenHooks) -> Iterator[None]:
+    """Repeat a forward pass with the edits that were open when it ran first, and without calling listeners again."""
+    token = _open.set(OpenHooks(hooks.edits, {}, repeats=True))
     try:
         yield
     finally:
-        _repeating.reset(token)
+        _open.reset(token)
 
 
 def is_repeated() -> bool:
-    """Whether a forward pass is being repeated, and it is known with which edits."""
-    return _repeating.get() is not None
-
-
-def edits_now(sites: Iterable[Site]) -> Edits:
-    """The edits in force, to repeat a forward pass later."""
-    return {site: tuple(site._edits) for site in sites if site._edits}
+    """Whether activation checkpointing repeats a forward pass, and its edits are known."""
+    return HOOKS.now.repeats

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCache, initialise
 from headwise.heads.head import Gates, HasHeads, resolve_gates
-from headwise.heads.site import edits_now, repeated
+from headwise.heads.site import HOOKS, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
 from headwise.model.cache import ModelCache, SaysCache
@@ -288,11 +288,10 @@ class Transformer(nn.Module):
             for block in blocks:
                 x = block(x, beside)
             return x
-        watched = [site for site in self.sites() if site.is_open]
-        edits = edits_now(watched)
         again = partial(checkpoint, use_reentrant=False)
-        if watched:
-            again = partial(again, context_fn=lambda: (nullcontext(), repeated(edits)))
+        if not torch.compiler.is_compiling():  # which repeats the operations that it traced, edits among them
+            hooks = HOOKS.now
+            again = partial(again, context_fn=lambda: (nullcontext(), repeated(hooks)))
         for block in blocks:
             x = again(block, x, beside)
         return x
