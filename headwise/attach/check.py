@@ -1,6 +1,7 @@
 """What can be attached to, and what is refused with its reason; and the guards that stand at the model's door meanwhile."""
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -105,7 +106,8 @@ class CallGuard:
         there = [(config_of(model, layer.module), layer.found.way) for layer in run]
         self._configs = list({id(config): (config, way) for config, way in there}.values())
         self._wrapped: list[tuple[Any, Any]] = []  # blocks, and how they are checkpointed when we are not there
-        self._outermost: nn.Module | None = None
+        self._lock, self._calls = threading.Lock(), 0  # of all threads, for which blocks are wrapped
+        self._entered = threading.local()  # `outermost`: the part whose call is the outermost wrapped one of a thread
 
     def hooks(self) -> list[Any]:
         """Before and behind every call; each has `.remove()`."""
@@ -129,31 +131,37 @@ class CallGuard:
                     f"{one._attn_implementation!r} now, where heads can be neither seen nor silenced; detach it first, or "
                     f'call model.set_attn_implementation("{way}").'
                 )
-        if door.training and torch.is_grad_enabled() and any(layer.site.is_open for layer in self._layers):
+        if door.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._wrap(door)
 
     def _wrap(self, door: nn.Module) -> None:
-        """For this call alone, blocks that are checkpointed remember with which edits they were run."""
-        if self._outermost is not None:
+        """For the calls that run now, blocks that are checkpointed remember with which edits they were run."""
+        if getattr(self._entered, "outermost", None) is not None:
             return
-        self._outermost = door
-        for block in self._model.modules():
-            run = block.__dict__.get("_gradient_checkpointing_func")
-            if run is not None:
+        blocks = [block for block in self._model.modules() if "_gradient_checkpointing_func" in block.__dict__]
+        if not blocks:
+            return
+        self._entered.outermost = door
+        with self._lock:
+            self._calls += 1
+            for block in blocks if self._calls == 1 else ():
+                run: Any = block._gradient_checkpointing_func
                 self._wrapped.append((block, run))
-                block._gradient_checkpointing_func = partial(_run_and_repeat, run, self._layers)
+                block._gradient_checkpointing_func = partial(_run_and_repeat, run)
 
     def _leave(self, door: nn.Module, arguments: Any, made: Any) -> None:
-        if door is not self._outermost:
+        if torch.compiler.is_compiling() or door is not getattr(self._entered, "outermost", None):
             return
-        for block, run in self._wrapped:
-            block._gradient_checkpointing_func = run
-        self._wrapped, self._outermost = [], None
+        self._entered.outermost = None
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0:
+                for block, run in self._wrapped:
+                    block._gradient_checkpointing_func = run
+                self._wrapped = []
 
 
-def _run_and_repeat(
-    run: Callable[..., Any], layers: Sequence[Layer], block: Callable[..., Any], *arguments: Any, **named: Any
-) -> Any:
+def _run_and_repeat(run: Callable[..., Any], block: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """A checkpointed block is run again in the backward pass: with the edits of the first time, and unheard."""
     hooks, times = HOOKS.now, count()
 

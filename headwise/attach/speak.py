@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.heads.site import HOOKS, adopt_hooks
 from headwise.text import Tokenizer
 
 LIMITS = ("max_new_tokens", "max_length", "generation_config")  # their own words for how much is written
@@ -106,7 +107,8 @@ class _Writer:
     """What transformers calls a streamer: `put` hears the prompt, (B, T), then token after token, (B,).
 
     Writer and reader take turns and never run at the same time. So whatever is open while the reader waits (silenced heads,
-    drawn numbers) is in force for that token, and nothing is worked out that nobody reads.
+    drawn numbers) is in force for that token, and nothing is worked out that nobody reads. The writer adopts the edits and
+    listeners of the reader's context for each token.
     """
 
     def __init__(self, write: Callable[["_Writer"], object], device: torch.device) -> None:
@@ -114,6 +116,7 @@ class _Writer:
         self._step: Tensor | None = None
         self._error: BaseException | None = None
         self._stopped = self._done = False
+        self._hooks = HOOKS.now
         kind = device.type  # a thread begins without autocast and without context variables
         cast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
         run = contextvars.copy_context().run
@@ -122,6 +125,7 @@ class _Writer:
 
     def next(self) -> Tensor | None:
         """Let it write one token, (B,); None at the end."""
+        self._hooks = HOOKS.now
         self._go.release()
         self._made.acquire()
         if not self._done:
@@ -143,15 +147,20 @@ class _Writer:
             return  # the prompt
         self._step = value
         self._made.release()
-        self._go.acquire()
+        self._wait()
         if self._stopped:
             raise _Stopped
 
     def end(self) -> None:
         """Called by their `generate`; it returns just after."""
 
-    def _work(self, write: Callable[["_Writer"], object], cast: Any) -> None:
+    def _wait(self) -> None:
+        """Wait for the reader, and adopt the hooks that are open there."""
         self._go.acquire()
+        adopt_hooks(self._hooks)
+
+    def _work(self, write: Callable[["_Writer"], object], cast: Any) -> None:
+        self._wait()
         try:
             if not self._stopped:
                 with cast:

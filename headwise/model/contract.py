@@ -4,6 +4,7 @@ Our `Transformer` and an attached model implement all of it; nobody asks which o
 do it refuses itself, with the reason. A copy is `copy.deepcopy(model)`, with heads and sites of its own.
 """
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isfunction
@@ -261,12 +262,17 @@ def check_model(model: object) -> None:
         )
 
 
+# Parts that were in training mode before `quiet`, and how many callers, of all threads, keep them out of it now.
+_quiet_users: dict[nn.Module, int] = {}
+_quiet_lock = threading.Lock()
+
+
 @contextmanager
 def quiet(model: AnyModel | nn.Module, parts: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """While open nothing is dropped out; afterwards every part trains, or does not, as before, also after an error.
 
     Part by part: whoever trains one block and keeps the others frozen finds them so again. `parts` are the model's modules,
-    where they are known already.
+    where they are known already. If several threads are inside, the modes come back when the last one leaves.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with quiet(model):
@@ -275,12 +281,23 @@ def quiet(model: AnyModel | nn.Module, parts: Iterable[nn.Module] | None = None)
     >>> [part.training for part in model]
     [True, False]
     """
-    modes = [(part, part.training) for part in (model.modules() if parts is None else parts)]
-    if any(training for _, training in modes):
-        model.eval()
+    parts = tuple(model.modules()) if parts is None else parts
+    with _quiet_lock:
+        trained = [part for part in parts if part.training or part in _quiet_users]
+        frozen = set(parts).difference(trained) if trained else parts
+        for part in trained:
+            _quiet_users[part] = _quiet_users.get(part, 0) + 1
+        if trained:
+            model.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            if part.training is not training:
-                part.training = training
+        with _quiet_lock:
+            for part in trained:
+                _quiet_users[part] -= 1
+                if not _quiet_users[part]:
+                    del _quiet_users[part]
+                    part.training = True
+            for part in frozen:
+                if part.training:
+                    part.training = False

@@ -169,7 +169,7 @@ def test_nothing_stays_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(value.grad is None for value in model.parameters())
-    assert not any(site._listeners for site in model.sites())
+    assert not any(site.is_open for site in model.sites())
     assert np.array_equal(*history.values), "dropout is off, the texts are the same"
 
 
