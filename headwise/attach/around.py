@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode
 
 from headwise.attach.hooks import Hook
 from headwise.attach.layer import Layer
@@ -89,6 +89,8 @@ class Watching:
 
     def enter(self, *_: Any) -> None:
         """Before the module."""
+        _pop_traces()  # of a call that was interrupted
+        self._modes.clear()
         mode = CallTrace(self._layer)
         mode.__enter__()
         self._modes.append(mode)
@@ -163,6 +165,17 @@ class CallTrace(TorchFunctionMode):
         out = z.transpose(1, 2)  # (B, T, H, e)
         passed = pass_site(self._layer, q, k, v, terms, out)
         return made if passed is out else passed.transpose(1, 2).reshape(made.shape)
+
+
+def close_traces() -> None:
+    """End the traces, and the eager attention, of calls that were interrupted: torch calls no hook after a Ctrl-C."""
+    _pop_traces()
+    Eager().leave()
+
+
+def _pop_traces() -> None:
+    while isinstance(_get_current_function_mode(), CallTrace):
+        _pop_mode()
 
 
 def _gives(pair: tuple[Tensor, Tensor, float], made: Tensor) -> bool:

@@ -36,8 +36,12 @@ def check_theirs(model: Any) -> None:
         if callable(base) and isinstance(base(), transformers.PreTrainedModel):
             raise HeadwiseError(f"{name} holds a model with adapters; attach that: hw.attach(model.get_base_model()).")
         raise HeadwiseError(f"attach takes a transformers model; got {name}. Our own models have .heads as they are.")
-    if any(part in MARKED for part in model.modules()):
-        raise HeadwiseError(f"this {name} is attached already; use the handle you have, or detach it first.")
+    for path, part in model.named_modules():
+        if part in MARKED:
+            raise HeadwiseError(
+                f"{path} of this {name} is attached already, through the handle of another model that holds it. Use that "
+                f"handle, or detach it first."
+            )
     kind = getattr(model.config, "model_type", "")
     if not find(model):
         instead = f" Our own loader reads this family: hw.load(folder)." if kind in OURS else ""  # noqa: F541

@@ -309,8 +309,8 @@ def _filled_up(model: Any, layers: Sequence[Layer]) -> Any:
     """The model in its first shape: zeros where heads were, so that they read and write nothing."""
     with torch.random.fork_rng():
         full = type(model)(own_config(model))
-    own_dtypes = {name: tensor.dtype for name, tensor in _floats(model)}
-    _cast(full, {name: own_dtypes.get(name, model.dtype) for name, _ in _floats(full)}, ())
+    dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _floats(full)}
+    _cast(full, dtypes | {name: tensor.dtype for name, tensor in _floats(model)}, ())
     firsts = {layer.site.address: layer for layer in make_layers(full)}
     for layer in layers:
         if layer.found.kept is not None:
