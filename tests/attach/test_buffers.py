@@ -57,7 +57,8 @@ def test_reload_of_a_pruned_half_model_keeps_buffers(name: str, dtype: torch.dty
 @torch.no_grad()
 def test_reload_in_another_dtype_has_the_buffers_of_transformers(name: str, tmp_path: Path) -> None:
     model = rotary_model(name, torch.bfloat16, tmp_path / "plain")
-    hw.attach(model).cut("1.1").save_pretrained(tmp_path / "pruned")
+    theirs = hw.attach(model).cut("1.1")
+    theirs.save_pretrained(tmp_path / "pruned")
     for dtype in (torch.float32, torch.float16):
         plain = dict(type(model).from_pretrained(tmp_path / "plain", dtype=dtype).named_buffers())
         again: Any = hw.load(tmp_path / "pruned", dtype=dtype)
@@ -72,7 +73,8 @@ def test_reload_in_another_dtype_has_the_buffers_of_transformers(name: str, tmp_
 @torch.no_grad()
 def test_metadata_without_dtypes_loads_rotary_frequencies_in_float32(tmp_path: Path) -> None:
     model = rotary_model("llama", torch.bfloat16, tmp_path / "plain")
-    hw.attach(model).cut("1.1").save_pretrained(tmp_path / "pruned")
+    theirs = hw.attach(model).cut("1.1")
+    theirs.save_pretrained(tmp_path / "pruned")
     file = tmp_path / "pruned" / "headwise.json"
     metadata = json.loads(file.read_text())
     file.write_text(json.dumps({key: metadata[key] for key in ("format", "class", "kept")}))
