@@ -14,6 +14,7 @@ from headwise.attach.find import FoundAttention, check_sums, config_of, find
 from headwise.attach.hooks import Hook
 from headwise.attach.interface import MARKED, NAME, is_replaced
 from headwise.attach.layer import Layer
+from headwise.attach.offload import is_offloaded
 from headwise.errors import HeadwiseError
 from headwise.heads.site import edits_now, repeated
 
@@ -42,6 +43,10 @@ def check_theirs(model: Any) -> None:
                 f"{path} of this {name} is attached already, through the handle of another model that holds it. Use that "
                 f"handle, or detach it first."
             )
+    if any(weight.device.type == "meta" for weight in model.parameters()) and not is_offloaded(model):
+        raise HeadwiseError(
+            f"{name} has weights on the meta device, which have no values. Load the model with its weights."
+        )
     kind = getattr(model.config, "model_type", "")
     if not find(model):
         instead = f" Our own loader reads this family: hw.load(folder)." if kind in OURS else ""  # noqa: F541

@@ -18,6 +18,7 @@ from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
 from headwise.attach.layer import Layer
 from headwise.attach.modes import Modes
+from headwise.attach.offload import check_in_memory, is_offloaded, load_copy
 from headwise.attach.pictures import Pictures
 from headwise.attach.prove import cut_proved
 from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
@@ -133,6 +134,7 @@ class Attached(Modes):
     def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
         """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
         self._check_attached()
+        check_in_memory(self.model)
         gone = heads_to_cut(self.spec, heads)
         if gone:
             for part, layers in self._parts():
@@ -156,7 +158,13 @@ class Attached(Modes):
         """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
         if cache:
             self.check_own("caches by head are for headwise's own models")
-        return copy.deepcopy(self).cut(heads, folded)
+        copied = self.in_memory() if is_offloaded(self.model) else copy.deepcopy(self)
+        return copied.cut(heads, folded)
+
+    def in_memory(self) -> Self:
+        """This handle, or, if weights are offloaded, that of a copy with all weights in CPU memory."""
+        self._check_attached()
+        return self._alike(load_copy(self.model)) if is_offloaded(self.model) else self
 
     @property
     def plans(self) -> tuple[Any, ...]:
@@ -359,14 +367,14 @@ class Attached(Modes):
         if self.attached and not self._entered:  # the outermost of several contexts detaches
             self.detach()
 
-    def _alike(self, model: Any) -> "Attached":
+    def _alike(self, model: Any) -> Self:
         """A handle of another model that is built alike."""
         layers = make_layers(model)
         known = {layer.site.address: layer for layer in self._layers}
         for layer in layers:
             if layer.site.address in known:
                 layer.learned_of(known[layer.site.address])
-        return Attached.attach_layers(model, layers, self.tokenizer, self.pixels, tried=True)
+        return type(self).attach_layers(model, layers, self.tokenizer, self.pixels, tried=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Attached":
         """A copy of the model, attached, with sites of its own."""

@@ -21,6 +21,7 @@ from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.find import find
 from headwise.attach.layer import Layer
 from headwise.attach.masks import Masks
+from headwise.attach.offload import is_offloaded, load_copy
 from headwise.errors import HeadwiseError
 from headwise.spec import SiteAddress
 
@@ -40,7 +41,13 @@ def write(
     with whole_folder(folder, (EXPORTED if exported else "config.json",)) as new:
         if exported:
             (new / EXPORTED).write_text('{"to": "transformers"}', encoding="utf-8")
-        if whole and is_cut(layers):
+        filled = whole and is_cut(layers)
+        if is_offloaded(model) and (
+            filled or not hasattr(model, "hf_device_map")
+        ):  # by its map transformers loads weights
+            model = load_copy(model)
+            layers = make_layers(model)
+        if filled:
             _filled_up(model, layers).save_pretrained(new)
         else:
             model.save_pretrained(new)  # a cut one writes its note
