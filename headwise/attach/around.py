@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode
 
 from headwise.attach.hooks import Hook
 from headwise.attach.interface import attend_eager, pass_site
@@ -80,13 +80,14 @@ class EagerHook:
     _lock = threading.Lock()
 
     def __init__(self, kind: type[nn.Module]) -> None:
-        self._names, self._is_open = kind.forward.__globals__, True
+        self._names, self._is_open = kind.forward.__globals__, False
         with self._lock:
             function = self._names[OWN]
             if not isinstance(function, partial):
                 function = self._names[OWN] = partial(attend_eager, function)
                 function.hooks = 0
             function.hooks += 1
+            self._is_open = True
 
     def remove(self) -> None:
         """Take the hook away."""
@@ -98,6 +99,8 @@ class EagerHook:
                     self._names[OWN] = function.args[0]
             self._is_open = False
 
+    __del__ = remove  # an attach that was interrupted may have dropped the hook
+
 
 class Watching:
     """While a module is called, its products pass by."""
@@ -108,6 +111,8 @@ class Watching:
 
     def enter(self, *_: Any) -> None:
         """Before the module."""
+        _pop_traces()  # of a call that was interrupted
+        self._modes.clear()
         mode = CallTrace(self._layer)
         mode.__enter__()
         self._modes.append(mode)
@@ -180,6 +185,16 @@ class CallTrace(TorchFunctionMode):
         out = z.transpose(1, 2)  # (B, T, H, e)
         passed = pass_site(self._layer, q, k, v, terms, out)
         return made if passed is out else passed.transpose(1, 2).reshape(made.shape)
+
+
+def close_traces() -> None:
+    """End the traces of calls that were interrupted: torch calls no hook after a Ctrl-C."""
+    _pop_traces()
+
+
+def _pop_traces() -> None:
+    while isinstance(_get_current_function_mode(), CallTrace):
+        _pop_mode()
 
 
 def _gives(pair: tuple[Tensor, Tensor, float], made: Tensor) -> bool:

@@ -15,6 +15,7 @@ from headwise.attach.find import FoundAttention, check_sums, config_of, find
 from headwise.attach.hooks import Hook
 from headwise.attach.interface import NAME, is_replaced
 from headwise.attach.layer import Layer, layer_of
+from headwise.attach.offload import is_offloaded
 from headwise.errors import HeadwiseError
 from headwise.heads.site import HOOKS, repeated
 
@@ -37,8 +38,16 @@ def check_theirs(model: Any) -> None:
         if callable(base) and isinstance(base(), transformers.PreTrainedModel):
             raise HeadwiseError(f"{name} holds a model with adapters; attach that: hw.attach(model.get_base_model()).")
         raise HeadwiseError(f"attach takes a transformers model; got {name}. Our own models have .heads as they are.")
-    if any(layer_of(part) is not None for part in model.modules()):
-        raise HeadwiseError(f"this {name} is attached already; use the handle you have, or detach it first.")
+    for path, part in model.named_modules():
+        if layer_of(part) is not None:
+            raise HeadwiseError(
+                f"{path} of this {name} is attached already, through the handle of another model that holds it. Use that "
+                f"handle, or detach it first."
+            )
+    if any(weight.device.type == "meta" for weight in model.parameters()) and not is_offloaded(model):
+        raise HeadwiseError(
+            f"{name} has weights on the meta device, which have no values. Load the model with its weights."
+        )
     kind = getattr(model.config, "model_type", "")
     if not find(model):
         instead = f" Our own loader reads this family: hw.load(folder)." if kind in OURS else ""  # noqa: F541

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from headwise.attach.attachment import live_handle
 from headwise.attach.check import check_theirs
 from headwise.attach.handle import Attached
 from headwise.attach.store import make_layers
@@ -13,7 +14,9 @@ def attach(model: Any, tokenizer: Any = None) -> Attached:
     """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
 
     `tokenizer` is theirs, or one of ours, for what reads text; of a model that reads pictures, its image processor. The
-    handle is a context manager; `.detach()` ends it.
+    handle is a context manager; `.detach()` ends it. A model that is attached already gives the handle it has, with this
+    `tokenizer` if there is one. A handle that is dropped without `.detach()` is detached when it is collected; heads taken
+    from it, and open contexts, hold it. After an error or an interrupt the model is as it was.
 
     >>> import torch, transformers
     >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)
@@ -29,7 +32,13 @@ def attach(model: Any, tokenizer: Any = None) -> Attached:
     >>> theirs.detach() is model
     True
     """
-    check_theirs(model)
+    handle = live_handle(model)
+    if handle is None:
+        check_theirs(model)
     pixels = Pixels.of(tokenizer.to_dict()) if hasattr(tokenizer, "image_mean") else None
     words = wrap_tokenizer(tokenizer) if pixels is None else None
-    return Attached(model, make_layers(model), words, pixels).tried()
+    if handle is None:
+        return Attached.attach_layers(model, make_layers(model), words, pixels)
+    if tokenizer is not None:
+        handle.tokenizer, handle.pixels = words, pixels
+    return handle

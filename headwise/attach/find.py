@@ -255,6 +255,8 @@ def _found(model: nn.Module, name: str, module: nn.Module, address: SiteAddress)
     heads, head_dim = _size(module, HEADS), _size(module, HEAD_DIMS, needed=False)
     groups = getattr(module, "num_key_value_groups", 1)
     reads = next((row for row in READS if all(_is_matrix(getattr(module, part, None)) for part in row[1])), None)
+    if hasattr(module, "q_attn"):
+        reads = None  # cross-attention of GPT-2: c_attn makes keys and values only
     writes = next(_writes(module, parent, heads), None)
     value_dim = head_dim if writes is None else in_size(writes) // heads
     keys, head_dim = heads // max(1, groups), head_dim or value_dim

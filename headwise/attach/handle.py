@@ -10,15 +10,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headwise.attach.around import hooks_around, own_eager
+from headwise.attach.attachment import Attachment, ModelState
 from headwise.attach.body import OutputHead, hidden_states, own_output, takes_ids
-from headwise.attach.check import CallGuard, check_theirs, own_config
-from headwise.attach.cut import even_out, fold_in
+from headwise.attach.check import check_theirs, own_config
+from headwise.attach.cut import fold_in
 from headwise.attach.describe import describe, has_output, start_of
 from headwise.attach.families import norm_before
-from headwise.attach.interface import mark, register, unmark, unregister
 from headwise.attach.layer import Layer
 from headwise.attach.modes import Modes
+from headwise.attach.offload import check_in_memory, is_offloaded, load_copy
 from headwise.attach.pictures import Pictures
 from headwise.attach.prove import cut_proved
 from headwise.attach.speak import TOKENS, read_prompt, speak, speak_whole
@@ -47,27 +47,47 @@ class Attached(Modes):
         self.model, self.tokenizer = model, tokenizer
         self.pixels = pixels  # how a picture becomes what the model reads
         self.family: str | None = getattr(model.config, "model_type", None)
-        self._layers = layers
+        self._entered = 0  # contexts of this handle that are open
         self._spec: ModelSpec | None = None
         self._wiring: Wiring | None = None
         self._pictures: Pictures | None = None
         self._whole_passes: str | None = None  # why ablated copies cost them; None: not tried yet
         self._said = False  # what saving a cut model means for others
-        register(self)
-        self._hooks: list[Any] = []
-        self._mark()
-        self._watch()
-        self.attached = True
+        self._attachment = Attachment(model, layers, self)
 
-    def tried(self) -> Self:
-        """Find out, by one call on a few tokens, which of what is derived from heads holds here; the rest is withheld."""
-        for hook in self._hooks:
-            hook.remove()
+    @classmethod
+    def attach_layers(
+        cls, model: Any, layers: list[Layer], tokenizer: Any, pixels: Pixels | None = None, *, tried: bool = False
+    ) -> Self:
+        """Attach to a model and, unless its layers were `tried` before, test on a few tokens what holds for its heads.
+
+        After any error, Ctrl-C included, the model has the hooks and modes that it had before.
+        """
+        before = ModelState(model)
+        try:
+            handle = cls(model, layers, tokenizer, pixels)
+            return handle if tried else handle._try_layers()
+        except BaseException:
+            before.restore()
+            raise
+
+    def _try_layers(self) -> Self:
+        """Test by one call on a few tokens what was derived about heads, and withhold the rest."""
+        self._attachment.unwatch()
         for part, layers in self._parts():
             try_layers(part, layers)
-        self._watch()
-        check_rebuilt(self._layers, self.detach)
+        self._attachment.watch()
+        check_rebuilt(self._layers)
         return self
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model is attached through this handle."""
+        return self._attachment.is_active
+
+    @property
+    def _layers(self) -> list[Layer]:
+        return self._attachment.layers
 
     def forward(
         self,
@@ -99,7 +119,7 @@ class Attached(Modes):
     @property
     def heads(self) -> Heads:
         """Every head, by address: theirs.heads["5.1"]."""
-        return Heads(self._layers)
+        return Heads(self._layers, owner=self)
 
     def sites(self) -> list[Site]:
         """Every place where attention happens, in the order data walks through them."""
@@ -114,11 +134,12 @@ class Attached(Modes):
     def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
         """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
         self._check_attached()
+        check_in_memory(self.model)
         gone = heads_to_cut(self.spec, heads)
         if gone:
             for part, layers in self._parts():
                 if here := [address for layer in layers for address in layer.site.addresses if address in gone]:
-                    cut_proved(part, layers, here, self._restart, self._unmark)
+                    cut_proved(part, layers, here, self._attachment.replace, self._attachment.unmark)
             keep_note(self.model)
         fold_in(self._layers, folded or {})
         self._spec = self._wiring = self._whole_passes = self._pictures = None
@@ -131,23 +152,19 @@ class Attached(Modes):
             held.setdefault(layer.found.part, []).append(layer)
         return [(self.model.get_submodule(path), layers) for path, layers in held.items()]
 
-    def _restart(self, layers: list[Layer]) -> None:
-        """Look at other layers from now on, in place of those at the same addresses."""
-        self._unmark()
-        there = {layer.site.address: layer for layer in layers}
-        self._layers = [there.get(layer.site.address, layer) for layer in self._layers]
-        self._mark()
-        for hook in self._hooks:
-            hook.remove()
-        self._watch()
-
     def without(
         self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None, cache: Treatments | None = None
     ) -> Self:
         """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
         if cache:
             self.check_own("caches by head are for headwise's own models")
-        return copy.deepcopy(self).cut(heads, folded)
+        copied = self.in_memory() if is_offloaded(self.model) else copy.deepcopy(self)
+        return copied.cut(heads, folded)
+
+    def in_memory(self) -> Self:
+        """This handle, or, if weights are offloaded, that of a copy with all weights in CPU memory."""
+        self._check_attached()
+        return self._alike(load_copy(self.model)) if is_offloaded(self.model) else self
 
     @property
     def plans(self) -> tuple[Any, ...]:
@@ -311,7 +328,7 @@ class Attached(Modes):
         model, layers = read(folder, dtype, device)
         check_theirs(model)
         there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-        return cls(model, layers, Tokenizer.load(folder) if there else None, Pixels.read(folder)).tried()
+        return cls.attach_layers(model, layers, Tokenizer.load(folder) if there else None, Pixels.read(folder))
 
     def check_own(self, what: str) -> None:
         """Refuse what only models of our own can do."""
@@ -337,47 +354,27 @@ class Attached(Modes):
         Where cutting has left groups of different sizes, every head gets its own keys, as plain transformers needs it.
         """
         self._check_attached()
-        self._unmark()
-        for layer in self._layers:
-            if layer.uneven and layer.spec.head_ids:
-                even_out(layer)
-        for hook in self._hooks:
-            hook.remove()
-        unregister(self)
-        self.attached = False
+        self._attachment.undo()
         return self.model
 
     def __enter__(self) -> Self:
         self._check_attached()
+        self._entered += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.attached:
+        self._entered -= 1
+        if self.attached and not self._entered:  # the outermost of several contexts detaches
             self.detach()
 
-    def _mark(self) -> None:
-        for layer in self._layers:
-            mark(layer, own_eager(layer))
-
-    def _unmark(self) -> None:
-        for layer in self._layers:
-            unmark(layer)
-
-    def _watch(self) -> None:
-        """Stand at the model's doors, and where z enters W_O if it is another there than attention gave."""
-        doors = CallGuard(self.model, self._layers).hooks() + [
-            hook for layer in self._layers for hook in hooks_around(layer)
-        ]
-        self._hooks = [*doors, *(hook for layer in self._layers for hook in layer.watch_entry())]
-
-    def _alike(self, model: Any) -> "Attached":
+    def _alike(self, model: Any) -> Self:
         """A handle of another model that is built alike."""
         layers = make_layers(model)
         known = {layer.site.address: layer for layer in self._layers}
         for layer in layers:
             if layer.site.address in known:
                 layer.learned_of(known[layer.site.address])
-        return Attached(model, layers, self.tokenizer, self.pixels)
+        return type(self).attach_layers(model, layers, self.tokenizer, self.pixels, tried=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Attached":
         """A copy of the model, attached, with sites of its own."""

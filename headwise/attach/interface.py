@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from headwise.kernels.masks import Causal, Mask
 from headwise.kernels.terms import Terms, spread
 
 NAME = "sdpa"
-_handles: "WeakSet[Any]" = WeakSet()  # whoever is attached now
+ACTIVE: set[Any] = set()  # the attachments there are now
 # What may come with a call: it is heeded here as there. Whatever else the function that runs never mentions changes nothing.
 HEEDED = {"dropout", "scaling", "is_causal", "position_bias"}
 REFUSED = {
@@ -38,20 +37,20 @@ REFUSED = {
 }
 
 
-def register(handle: Any) -> None:
-    """Put our function in SDPA's place, for as long as this handle or another is attached."""
+def register(attachment: Any) -> None:
+    """Put our function in SDPA's place, for as long as there is an attachment."""
     from transformers import AttentionInterface
 
-    _handles.add(handle)
+    ACTIVE.add(attachment)
     AttentionInterface.register(NAME, attend)
 
 
-def unregister(handle: Any) -> None:
-    """Leave the place, if nobody is attached any more."""
+def unregister(attachment: Any) -> None:
+    """Put SDPA back if no attachment is left."""
     from transformers import AttentionInterface
 
-    _handles.discard(handle)
-    if not _handles:
+    ACTIVE.discard(attachment)
+    if not ACTIVE:
         AttentionInterface.register(NAME, _sdpa())
 
 

@@ -2,7 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from headwise.attach.find import FoundAttention, is_turned, out_size
 from headwise.attach.hooks import Hook
 from headwise.errors import HeadwiseError
-from headwise.heads.site import Site, is_repeated
+from headwise.heads.site import Edit, Listener, Site, is_repeated
 from headwise.kernels.terms import Terms
 from headwise.spec import AttentionSpec, Rotary
 
@@ -84,6 +85,7 @@ class Layer:
         self.gives = found.gives
         self.looks_ahead: bool | None = None  # whether a query was seen to look ahead, where that was asked
         self.unlike = ""  # why what is rebuilt of attention that is not SDPA's is not what it computed
+        self.handle: Callable[[], Any] = lambda: None  # a weak reference to the handle of the model
         self.trial: LayerTrial | None = None  # while it is found out how the layer is put together
         self.words: frozenset[str] | None = None  # in the source of the function that runs; None: the source is not known
         self._waiting = threading.local()  # `call`: what attention was called with and gave, until W_O is called
@@ -205,6 +207,35 @@ class GuardedSite(Site):
     def __init__(self, layer: Layer, window: int | None) -> None:
         super().__init__(layer.found.address, layer.spec.head_ids, layer.write, window)
         self._layer = layer
+
+    @contextmanager
+    def listen(self, listener: Listener) -> Iterator[None]:
+        """Show every call to a listener. The handle stays alive while the context is open."""
+        with self._attached(), super().listen(listener):
+            yield
+
+    @contextmanager
+    def scaled(self, gate: Tensor) -> Iterator[None]:
+        """Scale each head's z: (H,) or (B, H). The handle stays alive while the context is open."""
+        with self._attached(), super().scaled(gate):
+            yield
+
+    @contextmanager
+    def replaced(self, value: Tensor | Edit) -> Iterator[None]:
+        """Replace z by a tensor or a function of z. The handle stays alive while the context is open."""
+        with self._attached(), super().replaced(value):
+            yield
+
+    @contextmanager
+    def _attached(self) -> Iterator[Any]:
+        """Hold the handle of the model; without one, nothing that is done here would reach the model."""
+        handle = self._layer.handle()
+        if handle is None or not handle.attached:
+            raise HeadwiseError(
+                f"{self._layer.found.name}: the model was detached, or its handle was dropped. Attach it again, "
+                f"theirs = hw.attach(model), and keep the handle."
+            )
+        yield handle
 
     def check_edit(self) -> None:
         """Refuse an edit that would not be what it says."""

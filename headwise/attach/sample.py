@@ -53,9 +53,7 @@ def _together(model: Any, names: tuple[str, ...], takes: Any, way: int, across: 
     if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = _ids(model, dice)
     if across:
-        told = dict(reversed(_fields(model.config)))
-        width = next(told[name] for name in WIDTHS if isinstance(told.get(name), int))
-        given["encoder_hidden_states"] = torch.randn(TEXTS, ACROSS, width, generator=dice)
+        given["encoder_hidden_states"] = torch.randn(TEXTS, ACROSS, _encoder_width(model.config), generator=dice)
     if "bbox" in takes:
         given["bbox"] = torch.zeros(TEXTS, TOKENS, 4, dtype=torch.long)
     for name in MASKS:
@@ -70,6 +68,16 @@ def _together(model: Any, names: tuple[str, ...], takes: Any, way: int, across: 
         name: value.to(like.device, like.dtype) if value.is_floating_point() else value.to(like.device)
         for name, value in given.items()
     }
+
+
+def _encoder_width(config: Any) -> int:
+    """Width of the encoder states that a decoder reads; GPT-2 knows `hidden_size` only as another name of `n_embd`."""
+    fields = dict(reversed(_fields(config)))
+    for name in WIDTHS:
+        width = fields.get(name, getattr(config, name, None))
+        if isinstance(width, int):
+            return width
+    raise KeyError(", ".join(WIDTHS))
 
 
 def _patches(model: Any, dice: torch.Generator, takes: Any, way: int) -> dict[str, Tensor]:
@@ -87,9 +95,11 @@ def _patches(model: Any, dice: torch.Generator, takes: Any, way: int) -> dict[st
     rows = torch.randn(TEXTS * 16, numbers, generator=dice)
     if way == 2:
         rows = rows.reshape(TEXTS * 16, channels, size, size)
-    read = next(name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in takes)
+    names = [name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in takes]
+    if not names:
+        raise KeyError("the input that holds rows of patches")
     grid = torch.cat((torch.ones(TEXTS, 1, dtype=torch.long), shapes), 1)
-    return {read: rows, "grid_thw": grid, "merge_sizes": torch.full((TEXTS,), 2)}
+    return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((TEXTS,), 2)}
 
 
 def _ids(model: Any, dice: torch.Generator) -> Tensor:

@@ -6,9 +6,10 @@ note and cuts before it loads. Written whole, anyone can load it.
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from headwise.attach.cut import cut_layers, even_out
 from headwise.attach.find import find
 from headwise.attach.layer import Layer
 from headwise.attach.masks import Masks
+from headwise.attach.offload import is_offloaded, load_copy
 from headwise.errors import HeadwiseError
 from headwise.spec import SiteAddress
 
 NOTE = "headwise.json"
 FORMAT = "headwise-attached-1"
 LAYOUTS = {"apart", "wide", "first", "joined", "by head", ""}  # ways in which rows are shared out among heads
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
 
 
@@ -38,7 +41,13 @@ def write(
     with whole_folder(folder, (EXPORTED if exported else "config.json",)) as new:
         if exported:
             (new / EXPORTED).write_text('{"to": "transformers"}', encoding="utf-8")
-        if whole and is_cut(layers):
+        filled = whole and is_cut(layers)
+        if is_offloaded(model) and (
+            filled or not hasattr(model, "hf_device_map")
+        ):  # by its map transformers loads weights
+            model = load_copy(model)
+            layers = make_layers(model)
+        if filled:
             _filled_up(model, layers).save_pretrained(new)
         else:
             model.save_pretrained(new)  # a cut one writes its note
@@ -105,8 +114,9 @@ def read(folder: Path, dtype: torch.dtype | None, device: torch.device | str) ->
     layers = cut_to(make_layers(model), note)
     keep_note(model)
     model.__dict__[PLANS] = _plans(note, layers)
-    _fill(model, layers, folder)
-    return model.to(device=device, dtype=dtype or model.dtype).eval(), layers
+    stored = _fill(model, layers, folder)
+    _cast(model, _dtypes(kind, folder, note, dtype), set() if dtype else stored)
+    return model.to(device=device).eval(), layers
 
 
 def skeleton(folder: Path) -> tuple[Any, list[Layer]]:
@@ -190,6 +200,10 @@ def _note(model: Any, layers: Sequence[Layer]) -> dict[str, Any]:
         "apart": [str(layer.site.address) for layer in layers if layer.found.apart and layer.spec.head_ids],
         "layouts": {str(layer.site.address): layer.layouts for layer in layers if _is_unnamed(layer)},
         "gives": {str(layer.site.address): layer.gives for layer in layers if layer.gives != 2},
+        "dtype": _dtype_name(model.dtype),
+        "other_dtypes": {
+            name: _dtype_name(tensor.dtype) for name, tensor in _floats(model) if tensor.dtype != model.dtype
+        },
         "plans": [json.loads(plan.to_json()) for plan in model.__dict__.get(PLANS, ())],
     }
 
@@ -215,25 +229,30 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
     file = inside(folder, NOTE)
     if not file.is_file():
         return None
-    note = {"apart": [], "plans": [], "layouts": {}, "gives": {}} | read_json(file)  # notes of old tell the heads only
+    note = {"apart": [], "plans": [], "layouts": {}, "gives": {}, "dtype": None, "other_dtypes": {}} | read_json(file)
     kept = note.get("kept")
     fits = isinstance(kept, dict) and all(
         isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept.values()
     )
     fits = fits and all(isinstance(note[name], list) for name in ("apart", "plans"))
     fits = fits and all(isinstance(site, str) for site in note["apart"])
-    fits = fits and all(isinstance(note[name], dict) for name in ("layouts", "gives"))
+    fits = fits and all(isinstance(note[name], dict) for name in ("layouts", "gives", "other_dtypes"))
     fits = fits and all(
         isinstance(x, dict) and set(x) <= set("qkv") and set(x.values()) <= LAYOUTS for x in note["layouts"].values()
     )
     fits = fits and all(type(count) is int and 0 <= count < 9 for count in note["gives"].values())
+    fits = (
+        fits
+        and (note["dtype"] is None or note["dtype"] in FLOATS)
+        and set(note["other_dtypes"].values()) <= set(FLOATS)
+    )
     if note.get("format") != FORMAT or not isinstance(note.get("class"), str) or not fits:
         raise HeadwiseError(f"{file} is not a note of this version ({FORMAT}); write the model again.")
     return note
 
 
-def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
-    """Load tensors into a model that was cut; output biases that folding has added are made first."""
+def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> set[str]:
+    """Load tensors into a pruned model, each in its stored dtype, and return their names; added output biases come first."""
     from headwise.files.places import weight_files
     from headwise.files.readers import SafetensorsReader
 
@@ -244,11 +263,8 @@ def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
         if writes is not None and writes.bias is None and f"{names[id(writes)]}.bias" in reader.shapes:
             writes.bias = torch.nn.Parameter(writes.weight.new_zeros(layer.spec.width))
     state = {name: reader.get(name).clone() for name in reader.shapes}
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        model.to(dtypes.pop())
     try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:  # sizes
         raise HeadwiseError(f"{folder} does not fit its note: {str(error).splitlines()[-1].strip()}") from None
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
@@ -258,12 +274,50 @@ def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> None:
         lacks, besides = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
         raise HeadwiseError(f"{folder} does not fit its note: it lacks {lacks}, and has {besides} besides.")
     model.tie_weights()
+    return set(state)
+
+
+def _floats(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Floating-point parameters and buffers of a model, by name; buffers that are not saved too."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(kind: Any, folder: Path, note: dict[str, Any], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a model: as it was when the model was saved, or as transformers builds it in `dtype`."""
+    known = None if note["dtype"] is None else FLOATS[note["dtype"]]
+    stored = known or kind.config_class.from_pretrained(folder).dtype or torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or stored)
+    try:
+        built = dict(_floats(build(kind, folder, "meta")))  # rotary frequencies are float32 in every dtype
+    finally:
+        torch.set_default_dtype(before)
+    dtypes = {name: tensor.dtype for name, tensor in built.items()}
+    if known is None or dtype not in (None, known):
+        return dtypes
+    return dict.fromkeys(dtypes, known) | {name: FLOATS[other] for name, other in note["other_dtypes"].items()}
+
+
+@torch.no_grad()
+def _cast(model: Any, dtypes: Mapping[str, torch.dtype], kept: Collection[str]) -> None:
+    """Convert parameters and buffers, except the `kept` ones, to their dtypes."""
+    for name, tensor in _floats(model):
+        if name not in kept and name in dtypes:
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 def _filled_up(model: Any, layers: Sequence[Layer]) -> Any:
     """The model in its first shape: zeros where heads were, so that they read and write nothing."""
     with torch.random.fork_rng():
-        full = type(model)(own_config(model)).to(dtype=model.dtype)
+        full = type(model)(own_config(model))
+    dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _floats(full)}
+    _cast(full, dtypes | {name: tensor.dtype for name, tensor in _floats(model)}, ())
     firsts = {layer.site.address: layer for layer in make_layers(full)}
     for layer in layers:
         if layer.found.kept is not None:

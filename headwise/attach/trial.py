@@ -265,11 +265,10 @@ def try_layers(model: Any, layers: Sequence[Layer]) -> None:
             trial.conclude()
 
 
-def check_rebuilt(layers: Sequence[Layer], detach: Callable[[], Any]) -> None:
+def check_rebuilt(layers: Sequence[Layer]) -> None:
     """Refuse attention that is not SDPA's where what is rebuilt of it is not what it computed."""
     for layer in layers:
         if layer.unlike:
-            detach()
             raise HeadwiseError(
                 f"{layer.found.name} is not on SDPA, and {layer.unlike}; it was refused rather than shown wrongly."
             )

@@ -137,6 +137,7 @@ class Plan(Wire):
         `means` are the heads' means over `on`, where they were taken already. `progress(what, done, of)` hears how far it is.
         """
         check_model(model)
+        model = model.in_memory()
         if "heads" in words:
             raise HeadwiseError("a plan may do several things to heads; name those that go: cut='5.1,6.*'.")
         if cut is not None:
@@ -324,7 +325,7 @@ def read_plans(stored: object, there: Iterable[Address], file: object) -> tuple[
 def digest(model: AnyModel) -> str:
     """A model's numbers as one short text: names and bytes of all its tensors, tied ones once."""
     made = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.in_memory().state_dict().items():
         if not (model.spec.tied and name == "output.vocabulary.weight"):
             made.update(f"{name}:{tuple(tensor.shape)}".encode())
             made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -5,6 +5,7 @@ from typing import Unpack
 from headwise.change.cut import M
 from headwise.change.plan import Plan
 from headwise.change.request import PruneRequest, PruneWords
+from headwise.model import check_model
 from headwise.progress import Progress
 
 
@@ -23,4 +24,6 @@ def prune(
     >>> len(small.spec.addresses)
     18
     """
+    check_model(model)
+    model = model.in_memory()
     return Plan.make(model, PruneRequest.of(request, words), progress=progress).carry_out(model)

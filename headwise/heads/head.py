@@ -93,8 +93,8 @@ class Circuit:
 class Head:
     """One head of a layer. Weights are live views: write into them and the layer changes (except for input='slice')."""
 
-    def __init__(self, layer: HasHeads, number: int) -> None:
-        self.layer = layer
+    def __init__(self, layer: HasHeads, number: int, owner: object = None) -> None:
+        self.layer, self._owner = layer, owner
         self.address = layer.site.address.head(number)
         self.index = layer.site.index(self.address)
         self.kv_index = layer.spec.kv_of_head[self.index]
@@ -168,7 +168,7 @@ class Head:
     @contextmanager
     def scaled(self, amount: Amount) -> Iterator[None]:
         """While open, what the head writes is scaled: a number, or one per example (B,)."""
-        with Heads((self.layer,), (self.address,)).scaled(amount):
+        with Heads((self.layer,), (self.address,), self._owner).scaled(amount):
             yield
 
     def _read(self, letter: str, index: int) -> Tensor:
@@ -185,9 +185,15 @@ class Head:
 
 
 class Heads:
-    """Heads of one layer or many, by address. `model.heads["5.1"]` is one head, `model.heads["5.*"]` a smaller set."""
+    """Heads of one layer or many, by address. `model.heads["5.1"]` is one head, `model.heads["5.*"]` a smaller set.
 
-    def __init__(self, layers: Iterable[HasHeads], addresses: tuple[Address, ...] | None = None) -> None:
+    They hold their `owner`, the handle of an attached model: a handle that nothing holds is detached.
+    """
+
+    def __init__(
+        self, layers: Iterable[HasHeads], addresses: tuple[Address, ...] | None = None, owner: object = None
+    ) -> None:
+        self._owner = owner
         self._layers = {layer.site.address: layer for layer in layers}
         self.addresses = (
             tuple(address for layer in self._layers.values() for address in layer.site.addresses)
@@ -200,7 +206,7 @@ class Heads:
 
     def __iter__(self) -> Iterator[Head]:
         for address in self.addresses:
-            yield Head(self._layers[address.site], address.head)
+            yield Head(self._layers[address.site], address.head, self._owner)
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.addresses[:8])) + (", …" if len(self) > 8 else "")
@@ -219,7 +225,7 @@ class Heads:
             raise HeadwiseError(f"heads are taken by address, heads['5.1'] or heads['5.*']; got {which!r}.")
         chosen = select(which, self.addresses)
         if is_single(which):
-            return Head(self._layers[chosen[0].site], chosen[0].head)
+            return Head(self._layers[chosen[0].site], chosen[0].head, self._owner)
         return self._some(chosen)
 
     def select(self, which: Pattern) -> "Heads":
@@ -246,7 +252,7 @@ class Heads:
 
     def _some(self, addresses: tuple[Address, ...]) -> "Heads":
         sites = {address.site for address in addresses}
-        return Heads((layer for site, layer in self._layers.items() if site in sites), addresses)
+        return Heads((layer for site, layer in self._layers.items() if site in sites), addresses, self._owner)
 
     def _in_only_layer(self, number: int) -> Address:
         if len(self._layers) != 1:

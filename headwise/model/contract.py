@@ -176,6 +176,10 @@ class AnyModel(Protocol):
 
     # Others like it.
 
+    def in_memory(self) -> Self:
+        """This model, or, if weights are offloaded, a copy with all weights in memory."""
+        ...
+
     def untrained(self, seed: int = 0) -> "AnyModel":
         """A model of the same shape that has learned nothing."""
         ...

@@ -147,6 +147,10 @@ class Transformer(nn.Module):
         """Why ablated copies cost whole passes: here they never do."""
         return ""
 
+    def in_memory(self) -> Self:
+        """This model: its weights are always in memory."""
+        return self
+
     def untrained(self, seed: int = 0) -> "Transformer":
         """A model of the same spec, drawn anew."""
         with torch.random.fork_rng():

@@ -15,11 +15,11 @@ from tests.attach.models import BY_NAME, CASES, Case, transformers
 GENERATING = [case for case in CASES if case.kind in ("decoder", "two")]
 
 
-def test_attaching_twice_is_refused_and_the_first_handle_goes_on() -> None:
+def test_attach_of_a_part_of_an_attached_model_raises_and_the_handle_goes_on() -> None:
     model = BY_NAME["llama"].build()
     theirs = hw.attach(model)
     with pytest.raises(hw.HeadwiseError, match="attached already"):
-        hw.attach(model)
+        hw.attach(model.model)
     ids = torch.tensor([[3, 4, 5]])
     with theirs.heads["1.1"].silenced():
         assert not torch.equal(theirs(ids), theirs(ids, gates={"0.0": 0.0}))

@@ -1,9 +1,7 @@
 """Attached models under torch.compile: edits, pruning and contexts give the numbers of the eager model."""
 
-import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,9 +11,9 @@ from torch import Tensor
 import headwise as hw
 from tests.attach.models import BY_NAME, first
 
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "gpt_oss")
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # rounding of float32 in another order of the same operations
-each_family = pytest.mark.parametrize("name", FAMILIES)
+each_family = pytest.mark.parametrize(
+    "name", ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "gpt2"))]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +50,11 @@ EDITS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 }
 
 
+def assert_close(actual: Tensor, expected: Tensor, edit: str = "") -> None:
+    """Up to the rounding of float32 in another order of the same operations."""
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{edit}: {text}")
+
+
 def call(model: Any, given: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
         return first(model(**given))
@@ -66,7 +69,7 @@ def test_compiled_model_edited_equals_eager(name: str) -> None:
     for edit, opened in EDITS.items():
         with opened(theirs):
             want = call(model, given)
-            torch.testing.assert_close(call(compiled, given), want, **CLOSE, msg=lambda text, edit=edit: f"{edit}: {text}")
+            assert_close(call(compiled, given), want, edit)
         assert torch.equal(want, plain) == edit.startswith("plain"), edit
 
 
@@ -77,4 +80,66 @@ def test_compiled_model_pruned_equals_eager(name: str) -> None:
     compiled = torch.compile(theirs.model, backend="eager")
     for heads in ("", "2.1"):
         with silenced(theirs, heads) if heads else nullcontext():
-            torch.testing.assert_close(call(compiled, given), call(theirs.model, given), **CLOSE)
+            assert_close(call(compiled, given), call(theirs.model, given), heads)
+
+
+def test_compiled_model_with_a_listener_shows_every_layer() -> None:
+    """Listeners run outside the compiled region: the model gives the same numbers, and each layer shows its own call."""
+    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("left")
+    theirs = hw.attach(model)
+    compiled = torch.compile(model, backend="eager")
+    call(compiled, given)
+    shown: dict[str, Tensor] = {}
+    for layer in theirs.sites():
+        with layer.listen(lambda seen: shown.__setitem__(str(seen.site.address), seen.z)):
+            call(compiled, given)
+    expected: dict[str, Tensor] = {}
+    for layer in theirs.sites():
+        with layer.listen(lambda seen: expected.__setitem__(str(seen.site.address), seen.z)):
+            call(model, given)
+    assert shown.keys() == expected.keys()
+    for address, z in expected.items():
+        assert_close(shown[address], z, address)
+
+
+def test_compiled_full_graph_with_a_listener_raises() -> None:
+    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("left")
+    theirs = hw.attach(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with theirs.sites()[0].listen(lambda seen: None), pytest.raises(Exception, match="listener"):
+        call(compiled, given)
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2"))])
+def test_generate_with_a_compiled_static_cache_equals_the_dynamic_cache(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator transformers compiles `generate` with a static cache; here its condition is forced to hold."""
+    from transformers import CompileConfig
+
+    model = BY_NAME[name].build()
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    theirs = hw.attach(model)
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *arguments, **named: True)
+    options: Any = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options["pad_token_id"] = 0
+    static = {
+        "cache_implementation": "static",
+        "compile_config": CompileConfig(backend="eager", fullgraph=False, mode=None),
+    }
+    for heads in ("", "1.1", "0.0"):
+        with silenced(theirs, heads) if heads else nullcontext():
+            expected = model.generate(ids, **options)
+            actual = model.generate(ids, **options, **static)
+        assert_close(torch.stack(actual.logits), torch.stack(expected.logits), heads)
+    assert model._compiled_call is not None, "transformers compiled the model"
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_edited_equals_eager() -> None:
+    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("left")
+    theirs = hw.attach(model)
+    compiled = torch.compile(model)
+    for edit, opened in EDITS.items():
+        with opened(theirs):
+            assert_close(call(compiled, given), call(model, given), edit)
