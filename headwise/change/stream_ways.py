@@ -10,6 +10,7 @@ from headwise.change.streaming import Scores, StreamQuestion, layer_keeping, str
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
+from headwise.kernels.precision import at_least_float32
 from headwise.look.measure.far import mass_beyond
 from headwise.look.measure.listening import listening
 from headwise.look.measure.repeats import make_repeats
@@ -58,11 +59,11 @@ def moved_writes(model: Transformer, ask: StreamQuestion) -> Scores:
                 assert isinstance(block, Block)
                 layer, here = block.attention, block.attention.site.address
                 whole, few = _both_ways(block, block.reads(x), beside, ask)  # (1, H, T, e)
-                gone = (whole - few)[0, :, ask.room :]  # (H, n, e)
-                stream = x[0, ask.room :].square().sum(-1)  # (n,)
+                gone = at_least_float32(whole - few)[0, :, ask.room :]  # (H, n, e)
+                stream = at_least_float32(x[0, ask.room :]).square().sum(-1)  # (n,)
                 for key, kv in enumerate(layer.spec.kv_ids):
                     heads = [head for head, other in enumerate(layer.spec.kv_of_head) if other == key]
-                    lost = torch.einsum("hne,hed->nd", gone[heads], layer.site.W_O[heads])
+                    lost = torch.einsum("hne,hed->nd", gone[heads], layer.site.W_O[heads].to(gone))
                     moved[here.head(kv)] += (lost.square().sum(-1) / stream).mean().item() / len(texts)
                 x = block(x, beside)
         _note(ask, "what each key head's heads write", number + 1, len(texts))
@@ -111,7 +112,7 @@ def gates_of_each(model: Transformer, ask: StreamQuestion, rate: float = 0.1) ->
         for step in range(ask.steps):
             ids = texts[step % len(texts)]
             with torch.no_grad():
-                wanted = model(ids, hidden=True)[:, ask.room :]  # (1, n, D)
+                wanted = at_least_float32(model(ids, hidden=True)[:, ask.room :])  # (1, n, D)
             moved = _blended(model, ids, gates.sample(1), ask)[:, ask.room :] - wanted
             loss = moved.square().sum(-1).mean() / wanted.square().sum(-1).mean()
             optimizer.zero_grad()
@@ -132,7 +133,7 @@ def _blended(model: Transformer, ids: Tensor, gates: dict[SiteAddress, Tensor], 
         layer, read = block.attention, block.reads(x)
         whole, few = _both_ways(block, read, beside, ask)
         gate = gates[layer.site.address][:, list(layer.spec.kv_of_head), None, None]  # (B, H, 1, 1)
-        x = block.finish(x, read, layer.write(few + gate * (whole - few)), beside)
+        x = block.finish(x, read, layer.write(few + gate.to(few) * (whole - few)), beside)
     return x if model.norm is None else model.norm(x)
 
 
@@ -153,7 +154,7 @@ def finds_repeats(model: Transformer, ask: StreamQuestion) -> Scores:
     second = range(repeats.second.start, repeats.second.stop)
 
     def see(seen: Seen, _first: int) -> None:
-        shares = maps_of_rows(seen.q, seen.k, seen.terms, second)  # (B, H, m, S)
+        shares = maps_of_rows(at_least_float32(seen.q), at_least_float32(seen.k), seen.terms, second)  # (B, H, m, S)
         for number, offset in enumerate((repeats.length - 1, repeats.length)):
             behind = shares.diagonal(second.start - offset, -2, -1)[..., : len(second)]  # (B, H, m)
             sums[seen.site.address][number] += behind.mean((0, 2)).double().cpu()
@@ -168,7 +169,7 @@ def finds_repeats(model: Transformer, ask: StreamQuestion) -> Scores:
         found: dict[SiteAddress, Tensor] = {}
 
         def look(seen: Seen, _first: int, places=places, found=found) -> None:
-            best = torch.cat([maps_of_rows(seen.q, seen.k, seen.terms, range(row, row + 1)) for row in places], 2)
+            best = seen.rows(list(places))  # (1, H, rows, S)
             wanted = torch.tensor(list(places.values()), device=best.device)
             found[seen.site.address] = (best[0].argmax(-1) == wanted).double().cpu()  # (H, rows)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import HasSlices, Site
+from headwise.kernels.precision import at_least_float32
 from headwise.spec import Address, AttentionSpec, SiteAddress, select
 from headwise.spec.address import is_single
 
@@ -82,12 +83,12 @@ class Circuit:
 
     def singular_values(self) -> Tensor:
         """The d singular values that can differ from zero, largest first, without building D×D."""
-        left, right = torch.linalg.qr(self.left)[1], torch.linalg.qr(self.right.mT)[1]
+        left, right = (torch.linalg.qr(at_least_float32(one))[1] for one in (self.left, self.right.mT))
         return torch.linalg.svdvals(left @ right.mT)
 
     def eigenvalues(self) -> Tensor:
         """The d eigenvalues that can differ from zero: those of the small product right · left. Complex."""
-        return torch.linalg.eigvals(self.right @ self.left)
+        return torch.linalg.eigvals(at_least_float32(self.right) @ at_least_float32(self.left))
 
 
 class Head:

@@ -21,6 +21,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.kernels import Terms, maps
 from headwise.kernels.batched import maps_of_rows
+from headwise.kernels.precision import at_least_float32
 from headwise.spec import Address, SiteAddress
 
 Listener = Callable[["Seen"], None]
@@ -71,7 +72,10 @@ HOOKS = _NoHooks({}, {})
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One attention call as a listener sees it: q and k after positions, z as it enters W_O; `maps()` rebuilds the maps."""
+    """One attention call as a listener sees it: q and k after positions, z as it enters W_O; `maps()` rebuilds the maps.
+
+    Tensors have the model's dtype. Maps are computed in at least float32.
+    """
 
     site: "Site"
     q: Tensor  # (B, H, T, d)
@@ -82,11 +86,12 @@ class Seen:
 
     def maps(self) -> Tensor:
         """Who looked at whom: the attention weights of every head, (B, H, T, S), rebuilt from q and k."""
-        return maps(self.q, self.k, self.terms)
+        return maps(at_least_float32(self.q), at_least_float32(self.k), self.terms)
 
     def rows(self, rows: Sequence[int], some: slice = slice(None)) -> Tensor:
         """Some rows of the maps, (B, H, rows, S), or of `some` of the batch."""
-        return torch.cat([maps_of_rows(self.q, self.k, self.terms, range(row, row + 1), some) for row in rows], 2)
+        q, k = at_least_float32(self.q), at_least_float32(self.k)
+        return torch.cat([maps_of_rows(q, k, self.terms, range(row, row + 1), some) for row in rows], 2)
 
 
 class Site:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from headwise.kernels.precision import at_least_float32
+
 
 @dataclass(frozen=True, eq=False)
 class PerHead:
@@ -45,13 +47,15 @@ class PerHead:
 
 
 def gram(W_O: Tensor) -> Tensor:
-    """W_O W_Oᵀ of each head: all that lengths depend on, (H, e, D) → (H, e, e)."""
+    """W_O W_Oᵀ of each head: all that lengths depend on, (H, e, D) → (H, e, e); at least float32."""
+    W_O = at_least_float32(W_O)
     return W_O @ W_O.mT
 
 
 def lengths(x: Tensor, gram: Tensor) -> Tensor:
-    """‖x W_O[h]‖ without writing anything: (B, H, T, e), (H, e, e) → (B, H, T)."""
-    by_head = x.transpose(0, 1)  # one product a head: one for each text too would be many small ones
+    """‖x W_O[h]‖ without writing anything: (B, H, T, e), (H, e, e) → (B, H, T); at least float32."""
+    gram = at_least_float32(gram)
+    by_head = x.transpose(0, 1).to(gram)  # one product a head: one for each text too would be many small ones
     rows = by_head.flatten(1, 2)  # (H, B·T, e)
     squares = (rows @ gram).mul_(rows).sum(-1).unflatten(1, by_head.shape[1:3]).transpose(0, 1)  # (B, H, T)
     silent = squares <= 0  # and NaN, where weights are not known, stays NaN

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
+from headwise.kernels.precision import at_least_float32
+
 if TYPE_CHECKING:
     from headwise.model.parts import VocabularyRows
 
@@ -19,7 +21,12 @@ WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, total: int | None = None
 ) -> Tensor:
-    """What a linear layer (V, D) reads, (N, D), and targets (N,) → the mean cross-entropy, or the sum divided by `total`."""
+    """What a linear layer (V, D) reads, (N, D), and targets (N,) → the mean cross-entropy, or the sum divided by `total`.
+
+    The sum is at least float32: torch's own would be bfloat16 or float16 in a model of that precision.
+    """
+    if weight.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(hidden.device.type):
+        return chunked_cross_entropy(lambda states: F.linear(states, weight, bias), len(weight), hidden, targets, total)
     chunks = None
     if len(targets) * len(weight) > WHOLE:
         # torch's own choice of a chunk, by the shape of the weights, is 4 tokens for SmolLM2: six times as slow.
@@ -45,7 +52,7 @@ def chunked_cross_entropy(
     """The same where what makes logits is not ours: those of a chunk at a time, made again in the backward pass."""
 
     def surprise(states: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(output(states).float(), wanted, reduction="sum")
+        return F.cross_entropy(at_least_float32(output(states)), wanted, reduction="sum")
 
     return _in_chunks(surprise, vocab, hidden, targets, total)
 
@@ -66,7 +73,7 @@ def split_cross_entropy(
     def surprise(states: Tensor, wanted: Tensor) -> Tensor:
         together = rows.together
         logits = output(together.copy(states))  # (n, v)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = at_least_float32(logits)
         top = together.largest(logits.amax(1))  # (n,)
         mine, places = rows.here(wanted)
         asked_for = logits.gather(1, places[:, None])[:, 0].masked_fill(~mine, 0)

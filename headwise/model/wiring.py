@@ -114,7 +114,7 @@ class Wiring:
 
     def logits(self, x: Tensor) -> Tensor:
         """What a part of the last norm's output adds to the logits: (…, D) → (…, V)"""
-        return x @ self.vocabulary.weight.mT * self.scale
+        return x @ self.vocabulary.weight.to(x).mT * self.scale
 
 
 def wiring(model: "Transformer") -> Wiring:

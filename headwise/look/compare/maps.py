@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
+from headwise.kernels.precision import at_least_float32
 from headwise.kernels.terms import raw_scores, spread, visible_scores, weights
 from headwise.look.compare.weights import product_norms, square_norms
 from headwise.look.measure.call import Call
@@ -103,7 +104,7 @@ def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Addr
 
 def _by_head(x: Tensor) -> Tensor:
     """Texts one after the other, heads first, in at least float32: (B, h, r, ·) → (h, B·r, ·)."""
-    return x.transpose(0, 1).flatten(1, 2).to(torch.promote_types(x.dtype, torch.float32))
+    return at_least_float32(x.transpose(0, 1).flatten(1, 2))
 
 
 def _at(x: Tensor, places: list[int], first: Tensor) -> Tensor:
@@ -130,8 +131,8 @@ def _rows_of_texts(seen: Seen, places: list[int], first: Tensor) -> Tensor:
 
 def rows_of(seen: Seen, places: list[int]) -> Tensor:
     """Some rows of every head's map, and what the sink took of each: (B, H, r, S + 1)."""
-    exact = torch.promote_types(seen.q.dtype, torch.float32)
-    q, k, terms = seen.q[:, :, places].to(exact), spread(seen.k, seen.terms.groups).to(exact), seen.terms
+    terms, q = seen.terms, at_least_float32(seen.q[:, :, places])
+    k = spread(seen.k, terms.groups).to(q)
     T, S = seen.q.shape[2], k.shape[2]
     scores = raw_scores(q, k, terms)  # (B, H, r, S)
     rows = [

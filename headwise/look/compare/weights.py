@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
 from headwise.heads.head import Circuit
+from headwise.kernels.precision import at_least_float32
 from headwise.model import AnyModel
 from headwise.spec import Address
 
@@ -97,7 +98,7 @@ def fold(weight: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    return at_least_float32(weight.detach())
 
 
 # One head.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen, Site
+from headwise.kernels.precision import at_least_float32
 from headwise.look.measure.cases import Cases, Place
 from headwise.look.measure.listening import listening
 from headwise.look.measure.measure import ALIKE, Number, Target
@@ -231,7 +232,7 @@ class _Shown:
         at = self.place[:, None, :, None].expand(-1, maps.shape[1], -1, -1)
         valued = maps * fetched(seen)[:, :, None]
         weight, part = (some.gather(-1, at)[..., 0] for some in (maps, valued))  # (B, H, R)
-        wrote = seen.z[:, :, list(self.rows)]  # (B, H, R, e)
+        wrote = at_least_float32(seen.z[:, :, list(self.rows)])  # (B, H, R, e)
         said = torch.einsum("bhre,hec->bhrc", wrote, to_words(self.wiring, seen.site, self.words))
         said = said.gather(-1, self.index[:, None].expand(-1, maps.shape[1], -1, -1))  # (B, H, R, 1 + K)
         answer, rivals, there = said[..., 0], said[..., 1:], self.there[:, None]
@@ -243,7 +244,7 @@ class _Shown:
 
 
 def to_words(wiring: Wiring, site: Site, words: Tensor) -> Tensor:
-    """From z to what is written for some tokens, up to the scale of norms on the way: (H, e, words)."""
-    step, W_O = wiring.steps[site.address.layer], site.W_O  # (H, e, D)
+    """From z to what is written for some tokens, up to the scale of norms on the way: (H, e, words); at least float32."""
+    step, W_O = wiring.steps[site.address.layer], at_least_float32(site.W_O)  # (H, e, D)
     W_O = W_O if step.after is None else step.after.turn(W_O)
     return wiring.norm.turn(W_O) @ wiring.vocabulary.weight[words].mT.to(W_O) * wiring.scale

@@ -16,6 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.heads.writes import gram, lengths
 from headwise.kernels import Mask
+from headwise.kernels.precision import at_least_float32
 from headwise.kernels.terms import Terms, spread
 
 ROWS = 64  # queries in a block
@@ -201,12 +202,12 @@ def walk(
     The first feature is 1 for every key. `known` is where `sights` are kept. The largest weight is told of all columns, or of
     the `inner` ones.
     """
-    terms, dtype = seen.terms, torch.promote_types(seen.q.dtype, torch.float32)  # measured in float32 at least
-    B, H, T, _ = seen.q.shape
+    terms, (B, H, T, _) = seen.terms, seen.q.shape
     S = seen.k.shape[2]
     if not (B and H and T and S):
         return
-    queries, keys = seen.q.to(dtype) * terms.scale, spread(seen.k.to(dtype), terms.groups)  # (B, H, T, d) (B, H, S, d)
+    queries = at_least_float32(seen.q) * terms.scale  # (B, H, T, d)
+    keys, dtype = spread(seen.k.to(queries), terms.groups), queries.dtype  # (B, H, S, d)
     asked = (
         features.to(dtype).expand(B, H, S, -1).mT.contiguous()
     )  # (B, H, f, S): a product with few rows is the quicker one
@@ -275,7 +276,7 @@ def fetched(seen: Seen, of: Tensor | None = None) -> Tensor:
 def unknown_gram(seen: Seen) -> Tensor:
     """What stands for W_O W_Oᵀ where W_O cannot be shown: NaN, (H, e, e)."""
     H, e = seen.z.shape[1], seen.z.shape[-1]
-    return seen.z.new_full((H, e, e), torch.nan)
+    return at_least_float32(seen.z.new_full((H, e, e), torch.nan))
 
 
 def _of(x: Tensor, heads: slice) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Site
+from headwise.kernels.precision import at_least_float32
 from headwise.look.measure.cases import Cases
 from headwise.look.measure.prompts import (
     ENOUGH,
@@ -127,7 +128,7 @@ def written(model: AnyModel, wiring: Wiring, members: Sequence[Member]) -> tuple
         values = []
         for address in site.addresses:
             head = model.heads[address]
-            value = x @ head.W_V
+            value = at_least_float32(x) @ at_least_float32(head.W_V)
             values.append(value if head.b_V is None else value + head.b_V)
         if not values:
             continue

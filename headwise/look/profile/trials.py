@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headwise.kernels.precision import at_least_float32
 from headwise.look.measure.classes import CLASSES, class_flags
 from headwise.look.measure.questions import CONTROLS
 from headwise.look.measure.repeats import make_repeats
@@ -181,7 +182,8 @@ def surprises(model: AnyModel, rows: Sequence[Prompt]) -> list[dict[int, float]]
     for batch in target_batches(rows, model.device, tokens=2048):
         assert batch.targets is not None
         hidden, there = batch.run(model), batch.targets != IGNORE
-        costs = F.cross_entropy(model.output(hidden[there]), batch.targets[there], reduction="none").tolist()
+        logits = at_least_float32(model.output(hidden[there]))  # (n, V)
+        costs = F.cross_entropy(logits, batch.targets[there], reduction="none").tolist()
         for (row, place), cost in zip(there.nonzero().tolist(), costs, strict=True):
             made[batch.units[row]][place + 1] = cost
     return made

@@ -14,6 +14,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError, close_names
 from headwise.heads.head import Pattern
 from headwise.heads.site import Site
+from headwise.kernels.precision import at_least_float32
 from headwise.kernels.terms import raw_scores, visible_scores, weights
 from headwise.look.record.kept import SiteCall, SiteRecord, version
 from headwise.spec import Address, select
@@ -76,9 +77,11 @@ class HeadCall:
     def map(self, rows: Which = None, cols: Which = None) -> Tensor:
         """Who looked at whom, (B, R, C): all queries and keys, or those asked for. No other row is rebuilt.
 
-        With a sink rows sum to less than 1: the rest is the sink's. Dropout on weights is left out.
+        With a sink rows sum to less than 1: the rest is the sink's. Dropout on weights is left out. Weights are at
+        least float32.
         """
-        q, k = _there(self._call.q, "map"), _there(self._call.k, "map").of_head(self._kv_place)
+        q = at_least_float32(_there(self._call.q, "map")[:, self._place])  # (B, T, d)
+        k = _there(self._call.k, "map").of_head(self._kv_place).to(q)
         T, S = self._call.sizes
         chosen, wanted = _places(rows, T, "query"), _places(cols, S, "key")
         group = self._call.terms.groups[self._index]
@@ -86,7 +89,7 @@ class HeadCall:
         made = q.new_zeros(q.shape[0], len(chosen), len(wanted))  # (B, R, C)
         done = 0
         for run in _runs(chosen):
-            part = q[:, self._place, None, run.start : run.stop]  # (B, 1, r, d)
+            part = q[:, None, run.start : run.stop]  # (B, 1, r, d)
             scores = visible_scores(raw_scores(part, k[:, None], terms), terms, run, range(S), T, S)
             share = weights(scores, terms, terms.may_be_empty(T, S))[:, 0]  # (B, r, S)
             made[:, done : done + len(run)] = share if cols is None else share[:, :, wanted]

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.kernels.precision import rounding_bound
 from headwise.look.record.recording import Recording, record
-from headwise.look.writes.attribution import Caught, caught_parts
+from headwise.look.writes.attribution import Caught, caught_parts, layer_inputs
 from headwise.model import AnyModel, Norm, Wiring, quiet
 from headwise.spec import Address
 
 EMBEDDING, BIASES = "embedding", "biases"
+CLOSE = 1e-4  # relative; of numbers that the model computed in float32 or float64
+
+
+def stream_roundings(layer: int) -> int:
+    """Number of roundings before heads of a layer read: three per layer (attention, its addition, that of the MLP), and three
+    in the norm."""
+    return 3 * layer + 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +33,7 @@ class Stream:
     recording: Recording
     caught: Caught
     layers: tuple[Any, ...]  # the attention layers up to and with that layer
+    read: Tensor  # (T, D): what heads of that layer read, as the model computed it
 
     @staticmethod
     def of(model: AnyModel, ids: Tensor, layer: int) -> "Stream":
@@ -36,9 +45,11 @@ class Stream:
             with (
                 record(model, heads, what=("q", "k", "v", "z", "map")) as recording,
                 caught_parts(model, wiring, slice(None)) as caught,
+                layer_inputs(layers[-1]) as inputs,
             ):
                 model(ids)
-        return Stream(model, wiring, recording, caught, layers)
+        read = inputs[0].reshape(ids.shape[1], -1)  # some models drop the batch axis on the way
+        return Stream(model, wiring, recording, caught, layers, read)
 
     def parts(self, layer: int, positions: list[int]) -> Iterator[tuple[str, Tensor]]:
         """What had been added to the stream before a layer, by name, at these positions: (n, D) each, in float64."""
@@ -81,6 +92,16 @@ class Stream:
             if norm.bias is not None:
                 parts[names.index(BIASES)] += norm.bias.double()
         return names, parts
+
+    def check_sum(self, layer: int) -> None:
+        """Check that the parts add up to what the model's heads read, within the rounding of its dtype."""
+        parts = self.as_read(layer, list(range(len(self.read))))[1].sum(0)  # (T, D)
+        tolerance = max(CLOSE, rounding_bound(self.read.dtype, stream_roundings(layer)))
+        if (parts - self.read).norm() > tolerance * self.read.norm():
+            raise HeadwiseError(
+                f"what was added to the stream before layer {layer} does not add up to what its heads read, so their scores "
+                f"cannot be shared out."
+            )
 
     def norm(self, layer: int) -> Norm | None:
         """The norm that heads of a layer read through; refused where it is not known."""

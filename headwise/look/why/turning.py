@@ -5,6 +5,7 @@ each pair of channels alike in all queries and keys of a token, so the turning f
 them. What does not fit is refused, so that no share is ever wrong.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.kernels.precision import rounding_bound
 from headwise.model import Norm
 
-CLOSE = 1e-4  # of numbers that the model computed in float32
+CLOSE = 1e-4  # relative; of numbers that the model computed in float32 or float64
+# Roundings between what a layer reads and its scores: projection, norm (3), cos or sin, two products, their sum.
+ROUNDINGS = 8
+WORSE = 4.0  # times the residual of the best form: a simpler form that fits so well is taken
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 
 
@@ -50,25 +55,44 @@ class Turning:
         return _turned(x, self.cos[positions], self.sin[positions], self.layout)
 
 
-def find_turning(layer: Any, projected: dict[str, Tensor], met: dict[str, Tensor]) -> Turning:
-    """How one call got from what was projected, with its bias, to what met in scores: (H, T, d) by letter, q and k."""
-    plain = {letter: _factor(projected[letter], met[letter]) for letter in "qk"}
-    if all(_close(projected[letter] * plain[letter], met[letter]) for letter in "qk"):
-        return Turning(factor=plain)
+def find_turning(layer: Any, projected: dict[str, Tensor], met: dict[str, Tensor], dtype: torch.dtype) -> Turning:
+    """Find how one call got from projections to the vectors that met in scores: (H, T, d) by letter, q and k.
+
+    `dtype` is the model's, in which `met` was computed. In half precision a rotation can be smaller than the tolerance, so
+    all forms are compared: the simplest one that fits about as well as the best is taken.
+    """
+    fits: list[tuple[float, Turning]] = []
+    bound = rounding_bound(dtype, ROUNDINGS)
+    for turning, reached in _forms(layer, projected, met):
+        residual = max(_residual(reached[letter], met[letter]) for letter in "qk")
+        if residual <= CLOSE:
+            return turning
+        if residual <= bound:
+            fits.append((residual, turning))
+    if fits:
+        best = min(residual for residual, _ in fits)
+        return next(turning for residual, turning in fits if residual <= WORSE * best)
+    raise HeadwiseError(
+        f"between W_Q, W_K and the scores of layer {layer.site.address} stands something other than a norm, rotary positions "
+        f"and a factor, so its scores cannot be shared out."
+    )
+
+
+def _forms(
+    layer: Any, projected: dict[str, Tensor], met: dict[str, Tensor]
+) -> Iterator[tuple[Turning, dict[str, Tensor]]]:
+    """Every form that is known, the simplest first, and the queries and keys it leads to."""
+    factor = {letter: _factor(projected[letter], met[letter]) for letter in "qk"}
+    yield Turning(factor=factor), {letter: x * factor[letter] for letter, x in projected.items()}
     for norms in ({}, *_norms(layer, projected)):
         normed = {
             letter: x * norms[letter].gain * norms[letter].scale if letter in norms else x
             for letter, x in projected.items()
         }
-        if all(_close(normed[letter], met[letter]) for letter in "qk"):
-            return Turning(norms=norms)
-        found = _rotary(normed, met)
-        if found is not None:
-            return Turning(norms=norms, layout=found[0], cos=found[1], sin=found[2])
-    raise HeadwiseError(
-        f"between W_Q, W_K and the scores of layer {layer.site.address} stands something other than a norm, rotary positions "
-        f"and a factor, so its scores cannot be shared out."
-    )
+        yield Turning(norms=norms), normed
+        for layout, cos, sin in _rotary(normed, met):
+            turned = {letter: _turned(x, cos, sin, layout) for letter, x in normed.items()}
+            yield Turning(norms=norms, layout=layout, cos=cos, sin=sin), turned
 
 
 def _norms(layer: Any, projected: dict[str, Tensor]) -> list[dict[str, Frozen]]:
@@ -93,20 +117,15 @@ def _frozen(part: Any, x: Tensor) -> Frozen | None:
     return None
 
 
-def _rotary(normed: dict[str, Tensor], met: dict[str, Tensor]) -> tuple[str, Tensor, Tensor] | None:
-    """Layout and angles, if one complex number for each pair of channels and token takes all heads there."""
+def _rotary(normed: dict[str, Tensor], met: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each layout with the angles that fit it best: one complex number for each pair of channels and token, of all heads."""
     before = torch.cat((normed["q"], normed["k"]))  # (H + K, T, d)
     after = torch.cat((met["q"], met["k"]))
     for dims in range(before.shape[-1] // 2 * 2, 0, -2):
-        if dims < before.shape[-1] and not _close(before[..., dims:], after[..., dims:]):
-            continue
         for layout in ("half", "interleaved"):
             (a, b), (c, d) = _pairs(before[..., :dims], layout), _pairs(after[..., :dims], layout)  # (H + K, T, dims/2)
             size = (a.square() + b.square()).sum(0).clamp(min=torch.finfo(a.dtype).tiny)
-            cos, sin = (a * c + b * d).sum(0) / size, (a * d - b * c).sum(0) / size  # (T, dims/2)
-            if _close(_turned(before, cos, sin, layout), after):
-                return layout, cos, sin
-    return None
+            yield layout, (a * c + b * d).sum(0) / size, (a * d - b * c).sum(0) / size  # (T, dims/2)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -129,5 +148,6 @@ def _factor(before: Tensor, after: Tensor) -> float:
     return float((before * after).sum() / before.square().sum().clamp(min=1e-300))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= CLOSE * other.abs().max())
+def _residual(x: Tensor, wanted: Tensor) -> float:
+    """The largest difference relative to the largest value."""
+    return float((x - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))

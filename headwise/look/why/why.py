@@ -16,17 +16,18 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
+from headwise.kernels.precision import rounding_bound
 from headwise.kernels.terms import visible_scores
 from headwise.look.record.attend import Parts, Word
 from headwise.look.record.units import tokenizer_of
 from headwise.look.why.chain import Link, follow
-from headwise.look.why.stream import Stream
-from headwise.look.why.turning import Turning, find_turning
+from headwise.look.why.stream import Stream, stream_roundings
+from headwise.look.why.turning import ROUNDINGS, Turning, find_turning
 from headwise.look.writes.attribution import as_ids
 from headwise.model import AnyModel
 from headwise.spec import Address
 
-TOLERANCE = 1e-3  # of the score that the model itself computed, in its own precision
+TOLERANCE = 1e-3  # relative to the largest of the score and the pairs
 POSITION = "position bias"
 
 
@@ -54,6 +55,7 @@ class Why:
     position: float  # what a bias by distance adds; 0 where there is none
     lead: bool  # whether all of it is above the mean over the visible keys
     chain: tuple[Link, ...]  # the strongest pair, followed back to the tokens it began at
+    rounding: float = 0.0  # bound on the rounding error of `score` in the model's dtype
 
     @property
     def total(self) -> float:
@@ -63,13 +65,16 @@ class Why:
     @property
     def error(self) -> float:
         """How far the sum is from the model's own score, beside the largest of the score and the pairs."""
-        largest = max(abs(self.score), float(self.table.abs().max()), abs(self.position), 1e-30)
-        return abs(self.total - self.score) / largest
+        return abs(self.total - self.score) / self._largest
 
     @property
     def complete(self) -> bool:
-        """Whether the pairs add up."""
-        return self.error <= TOLERANCE
+        """Whether the pairs add up to the model's score, within its rounding."""
+        return abs(self.total - self.score) <= max(TOLERANCE * self._largest, self.rounding)
+
+    @property
+    def _largest(self) -> float:
+        return max(abs(self.score), float(self.table.abs().max()), abs(self.position), 1e-30)
 
     @cached_property
     def pairs(self) -> tuple[PartPair, ...]:
@@ -160,8 +165,9 @@ def why(
     said = text if isinstance(text, str) else " ".join(named.labels)
     at_name, to_name = named.names[named.find(at)], named.names[place]
     return Why(
-        said, str(address), at_name, to_name, float(weights[seen]), own, table, tuple(names), position, lead, shown
-    )
+        said, str(address), at_name, to_name, float(weights[seen]), own, table, tuple(names), position, lead, shown,
+        _rounding(call, address.layer, looks, keys) * abs(scale),
+    )  # fmt: skip
 
 
 def _terms(call: Any, row: int) -> tuple[float, Tensor, list[int]]:
@@ -177,11 +183,18 @@ def _terms(call: Any, row: int) -> tuple[float, Tensor, list[int]]:
     return terms.scale, bias, visible
 
 
+def _rounding(call: Any, layer: int, looks: int, keys: list[int]) -> float:
+    """Bound the rounding error of q·k: relative to |q||k|, over the roundings that the query and the key went through."""
+    q, k = call.q[0, looks].double(), call.k[0, keys].double()  # (d,), (n, d)
+    return rounding_bound(call.q.dtype, 2 * (stream_roundings(layer) + ROUNDINGS)) * float(
+        q.norm() * k.norm(dim=1).max()
+    )
+
+
 def _turning(stream: Stream, head: Address) -> Turning:
     """What stood between W_Q, W_K and the scores of a head's layer in this pass."""
-    layer = stream.layer_of(head)
-    tokens = list(range(stream.caught.embedding.shape[0]))
-    read = stream.as_read(head.layer, tokens)[1].sum(0)  # (T, D)
+    layer, read = stream.layer_of(head), stream.read.double()  # (T, D)
+    stream.check_sum(head.layer)
     heads = list(stream.model.heads.select(layer.site.addresses))
     keys = {one.kv_index: one for one in reversed(heads)}  # one head for each key head
     sharing = [keys[i] for i in sorted(keys)]
@@ -193,7 +206,7 @@ def _turning(stream: Stream, head: Address) -> Turning:
         "q": torch.cat([stream.recording[one.address].only.q for one in heads]).double(),
         "k": torch.cat([stream.recording[one.address].only.k for one in sharing]).double(),
     }
-    return find_turning(layer, projected, met)
+    return find_turning(layer, projected, met, stream.read.dtype)
 
 
 def _projected(read: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
+from headwise.kernels.precision import at_least_float32
 from headwise.look.record.units import Batch, Unit, tokenizer_of
 from headwise.look.worth.outputs import Run, record_z
 from headwise.model import AnyModel
@@ -148,7 +149,7 @@ def _surprise(model: AnyModel, hidden: Tensor, targets: Tensor) -> Tensor:
     states, wanted = hidden[asked], targets[asked]  # (n, D), (n,)
     step = max(1, WHOLE // model.spec.vocab)
     parts = [
-        F.cross_entropy(model.output(some), of, reduction="none")
+        F.cross_entropy(at_least_float32(model.output(some)), of, reduction="none")
         for some, of in zip(states.split(step), wanted.split(step), strict=True)
     ]
     made = torch.zeros(targets.shape, dtype=torch.float64, device=hidden.device)

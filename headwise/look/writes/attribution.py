@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
+from headwise.kernels.precision import rounding_bound
 from headwise.look.record.units import tokenizer_of
 from headwise.model import AnyModel, Wiring, quiet
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # relative; of a logit that the model computed in float32 or float64
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Attribution:
     mlps: dict[str, float]  # by layer
     embedding: float
     biases: float  # of the attention layers' outputs, of norms on their way and at the end, and of the output layer
+    tolerance: float = TOLERANCE  # of `error`; larger in half precision
 
     @property
     def parts(self) -> dict[str, float]:
@@ -52,7 +54,7 @@ class Attribution:
     @property
     def complete(self) -> bool:
         """Whether the parts add up."""
-        return self.error <= TOLERANCE
+        return self.error <= self.tolerance
 
     def strongest(self, k: int = 10) -> list[tuple[str, float]]:
         """The parts that matter most, for or against."""
@@ -93,7 +95,13 @@ def logit_attribution(
         mlps = {str(layer): float(made.double() @ direction) for layer, made in caught.mlps.items()}
         embedding = float(caught.embedding.double() @ direction)
     logit = float(logits[right]) - (0.0 if other is None else float(logits[other]))
-    return Attribution(logit, heads, mlps, embedding, biases)
+    return Attribution(logit, heads, mlps, embedding, biases, _tolerance(caught.last.dtype, len(wiring.steps)))
+
+
+def _tolerance(dtype: torch.dtype, layers: int) -> float:
+    """The tolerance of a logit: in every layer attention, its addition and that of the MLP are rounded; then the last norm
+    (3) and the logit."""
+    return max(TOLERANCE, rounding_bound(dtype, 3 * layers + 4))
 
 
 class Caught:
@@ -142,6 +150,17 @@ def caught_parts(model: AnyModel, wiring: Wiring, position: int | slice) -> Iter
         watching.callback(wiring.first.register_forward_pre_hook(keep_first, with_kwargs=True).remove)
         watching.callback(wiring.norm.module.register_forward_pre_hook(keep_last).remove)
         yield caught
+
+
+@contextmanager
+def layer_inputs(layer: Any) -> Iterator[list[Tensor]]:
+    """Collect what an attention layer reads, while open."""
+    inputs: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    try:
+        yield inputs
+    finally:
+        hook.remove()
 
 
 def _direction(wiring: Wiring, last: Tensor, right: int, other: int | None) -> tuple[Tensor, float]:

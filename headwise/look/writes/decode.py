@@ -20,6 +20,7 @@ from headwise.errors import HeadwiseError, close_names
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.head import Pattern
 from headwise.heads.site import Seen
+from headwise.kernels.precision import at_least_float32
 from headwise.kernels.terms import spread
 from headwise.look.record.buckets import CHOOSING, REPORTING
 from headwise.look.record.reading import Reading
@@ -170,6 +171,7 @@ def _read(
         x, here = given[0], projections.get(layer.site.address)
         if here is not None:
             keys = [(layer.site.address, str(number)) for number in range(len(here))]
+            x = at_least_float32(x)
             give(keys, x[:, None] @ here.to(x))  # (B, draws, T, d)
 
     with ExitStack() as watching:

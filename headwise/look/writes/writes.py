@@ -1,7 +1,7 @@
 """What heads write: whether they copy, which words they promote, how much of a layer's output is theirs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,13 +12,14 @@ from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit, Head, Pattern
 from headwise.heads.site import Seen
 from headwise.heads.writes import PerHead
+from headwise.kernels.precision import at_least_float32
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.result import HeadProfile
 from headwise.look.record.attend import attend
 from headwise.look.record.reading import Reading
 from headwise.look.record.recording import pick, record
 from headwise.look.record.units import make_batches, read_sites, run, tokenizer_of
-from headwise.look.writes.attribution import Attribution, logit_attribution
+from headwise.look.writes.attribution import Attribution, layer_inputs, logit_attribution
 from headwise.model import AnyModel, Step, Wiring, quiet
 from headwise.spec import Address
 
@@ -86,9 +87,10 @@ def vocabulary(
         if step.unread:
             raise HeadwiseError(f"what {one.address} promotes cannot be read off: {step.unread}")
         read = _typical_inputs(model, one, ids, corpus) if typical else _bare_inputs(model, wiring, step, ids)  # (n, D)
-        value = read @ one.W_V
+        read = at_least_float32(read)
+        value = read @ one.W_V.to(read)
         value = value if one.b_V is None else value + one.b_V  # (n, e)
-        scores = _to_vocabulary(wiring, step, value @ one.W_O)  # (n, V)
+        scores = _to_vocabulary(wiring, step, value @ one.W_O.to(read))  # (n, V)
         k = min(k, scores.shape[1])
         up, down = scores.topk(k), scores.topk(k, largest=False)
     return [
@@ -128,7 +130,8 @@ def value_weighted(
         seen = attend(model, text, address, words=words, source=source)
     (looking, looked), found = seen.sides(address), recording[address]
     with torch.no_grad():
-        lengths = (found.v[0] @ model.heads[address].W_O).norm(dim=-1)  # (S,): ‖v_j W_O‖
+        v = at_least_float32(found.v[0])
+        lengths = (v @ model.heads[address].W_O.to(v)).norm(dim=-1)  # (S,): ‖v_j W_O‖
         weights = found.map()[0] * lengths  # (T, S)
         total = weights.sum(-1, keepdim=True)
         weights = (weights / total.where(total > 0, 1.0)).float()
@@ -178,7 +181,7 @@ def write_share(
 
 def _shares(seen: Seen, real: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over the rows of each text, (B, H, 2), and how many rows counted, (B,)."""
-    z, W_O = seen.z, seen.site.W_O
+    z, W_O = at_least_float32(seen.z), at_least_float32(seen.site.W_O)
     writes = PerHead(z, W_O, None)
     whole = torch.einsum("bhte,hed->btd", z, W_O)  # (B, T, D)
     along = (torch.einsum("btd,hed->bhte", whole, W_O) * z).sum(-1)  # ⟨o_h, Σo⟩: (B, H, T)
@@ -218,7 +221,7 @@ def _typical_inputs(model: AnyModel, one: Head, ids: list[int], corpus: Any) -> 
     sums, counts = torch.zeros(len(ids), model.spec.width, dtype=torch.double), torch.zeros(len(ids))
     layer = next(layer for layer in model.attention_layers() if layer.site.address == one.address.site)
     for batch in make_batches(Reading.of(model, corpus), device=model.device):
-        with _inputs(layer) as caught:
+        with layer_inputs(layer) as caught:
             run(model, batch)
         stands = (batch.ids[..., None] == wanted) & batch.real[..., None]  # (B, T, n)
         sums += torch.einsum("btn,btd->nd", stands.double(), caught[0].double()).cpu()
@@ -228,18 +231,7 @@ def _typical_inputs(model: AnyModel, one: Head, ids: list[int], corpus: Any) -> 
         raise HeadwiseError(
             f"{', '.join(map(repr, missing))} does not stand in the corpus; give corpus=… where it does, or typical=False."
         )
-    return (sums / counts[:, None]).to(one.W_V)
-
-
-@contextmanager
-def _inputs(layer: Any) -> Iterator[list[Tensor]]:
-    """What a layer is given, while open."""
-    caught: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
-    try:
-        yield caught
-    finally:
-        hook.remove()
+    return at_least_float32((sums / counts[:, None]).to(one.W_V))
 
 
 def _to_vocabulary(wiring: Wiring, step: Step, wrote: Tensor) -> Tensor:
