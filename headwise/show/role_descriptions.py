@@ -38,13 +38,13 @@ RELATION_ROLES = {
     "subject-verb": ("attends from a subject to its verb", "attends from a verb to its subject"),
     "verb-object": ("attends from an object to its verb", "attends from a verb to its object"),
     "adjective-noun": (
-        "attends from an adjective to the noun it describes",
-        "attends from a noun to an adjective that describes it",
+        "attends from an adjective to the word it describes",
+        "attends from a word to an adjective that describes it",
     ),
     "determiner-noun": ("attends from a determiner to its noun", "attends from a noun to its determiner"),
     "question-answer": (
-        "attends from a question word to the answer",
-        "attends from the answer to the question word",
+        "attends from the word or mark that asks a question to the answer",
+        "attends from the answer to the word or mark that asks the question",
     ),
     "semantic": (
         "attends from a word to an earlier word of related meaning",
