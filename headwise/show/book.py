@@ -21,9 +21,10 @@ from headwise.model import AnyModel
 from headwise.show.claims import VERSION, tell
 from headwise.show.known import Facts, Less, Missed, Wrote, cached, nearest, partners, shares, short, wrote
 from headwise.show.price import tell_prices
+from headwise.show.role_descriptions import role_meaning
 from headwise.show.sentence import make_sentence
 from headwise.show.signs import sign
-from headwise.show.story import MEANS, story
+from headwise.show.story import story
 from headwise.show.words import WORDS
 
 __all__ = ["make_book", "make_sentence", "page_files"]
@@ -67,8 +68,8 @@ def make_book(
         "measures": _labels(profile),
         "words": {name: list(one) for name, one in WORDS.items()},
         "signs": {
-            role: [*sign(role), MEANS.get(role, f"follows {role}")]
-            for role in sorted({one["role"] for head in heads for one in head["supports"]})
+            role: [*sign(role), role_meaning(role, relation=relation, pictures=bool(profile.about.get("pictures")))]
+            for role, relation in sorted({(one.role, one.relation) for head in profile for one in head.roles})
         },
         "heads": heads,
         "relations": _relations(profile),

@@ -3,65 +3,37 @@ the model loses without it, what it could cost less, and which heads it works wi
 tells how its numbers are made."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
 from headwise.look.measure.far import BEYOND, KEEPS
-from headwise.look.measure.questions import SETS
 from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
 from headwise.look.profile.prompted import could_stream
 from headwise.look.profile.result import HeadProfile, Profile
-from headwise.look.profile.roles import HELD, ROLE_OF, Support
+from headwise.look.profile.roles import HELD, Support
 from headwise.look.worth.sensitivity import Cost
 from headwise.model import AnyModel
 from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
+from headwise.show.role_descriptions import describe_role
 from headwise.show.words import WORDS, how
 
-# What a role means, as the end of "it ...". A relation that is not here is named as it is.
-MEANS = {
-    "previous token": "looks at the token before", "next token": "looks at the token after",
-    "self": "looks at the token itself", "local": "looks at tokens within three of its own",
-    "fixed offset": "looks at the token a fixed number of places away",
-    "delimiter": "looks at punctuation", "capitalised": "looks at capitalised words", "digit": "looks at digits",
-    "long range": "looks far back", "induction": "finds what came after the same token before",
-    "duplicate token": "finds the same token before", "same phrase": "looks inside the same phrase",
-    "part of speech": "looks at words of the same class", "semantic": "joins words of related meaning",
-    "coreference": "joins a pronoun and what it stands for", "possessive": "joins an owner and what is owned",
-    "bracket": "joins the two brackets of a pair", "quote": "joins the two quotation marks of a pair",
-    "copy": "finds the word that is said again", "if-then": "joins if and its then",
-    "cause-effect": "joins a cause and its effect", "subject-verb": "joins a verb and its subject",
-    "verb-object": "joins a verb and its object", "adjective-noun": "joins an adjective and its noun",
-    "determiner-noun": "joins a determiner and its noun",
-    "question-answer": "joins a question and its answer", "sentence end": "joins a full stop and the one before",
-    "successor": "writes what comes next in a list", "name mover": "looks at the name that is due and writes it",
-    "copy suppression": "looks at the token about to be said again and writes against it",
-    "query focus": "looks from a question at the document it is about",
-    "retrieval": "finds the token that is being copied from far back",
-    "far offset": "looks at the token a fixed number of places away, far off",
-    "fixed place": "looks at one place of the text, from far away",
-}  # fmt: skip
-PICTURED = {  # what a role means where tokens are patches
-    "local": "looks at the eight patches around its own", "row": "looks along its row of patches",
-    "column": "looks along its column of patches", "global": "looks beyond half of the picture",
-    "class token": "looks at the class token", "register": "looks at registers",
-    "sink": "looks at one patch, whatever patch looks",
-}  # fmt: skip
-RESTS = {
-    "sink": ("on the first token", RESTING.name), "special token": ("on special tokens", SPECIAL),
-    "broad": ("nowhere: it looks everywhere nearly alike", RELATIVE.name),
-    "idle": ("by writing next to nothing", SHARE.name),
-}  # fmt: skip
+# idle pattern: its name, the metric it is read off, and a sentence about the value of the metric
+IDLE_PATTERNS = {
+    "sink": ("attention sink", RESTING.name, "on average {} of its weight lies on the first token"),
+    "special token": ("special-token sink", SPECIAL, "on average {} of its weight lies on special tokens"),
+    "broad": ("diffuse", RELATIVE.name, "its entropy is {} of the largest possible"),
+    "idle": ("inactive", SHARE.name, "it writes {} of what its layer writes"),
+}
 SURE = {
     "selective": "Whether it changes what the head writes was not shown (selective).",
     "effective": "It stands as well when each look counts by the length of what it fetches; whether answers hang on it "
     "was not shown (effective).",
     "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
 }
-WRITTEN = ("successor",)  # roles whose score is a share of cases in which something is written
-MASSES = {ROLE_OF.get(name, name) for name in SETS}  # relations whose score is a share of weight, not of cases
 PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
 COSINE = "1 − cosine"  # of a model without output
 MORE = 2  # roles told in full beside the first
@@ -117,21 +89,19 @@ def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
         yield Sentence(
             "unclear",
             f"Head {head.address}: nothing found. On {profile.about['texts']:,} {'pictures' if pictures else 'texts'} no "
-            f"role of it stood above its baseline; {profile.family:,} tests were made over all heads and roles. Heads of "
+            "role of it stood above its baseline by the margin of the role, with p < 0.05; "
+            f"{profile.family:,} tests were made over all heads and roles. Heads of "
             "random weights give the same answer.",
         )
         return
-    yield Sentence("role", f"Head {head.address} {_role(head.roles[0], pictures)}.")
+    yield Sentence("role", f"Head {head.address} {describe_role(head.roles[0], pictures=pictures)}.")
     yield Sentence(
         "evidence", f"{_sure(head.roles[0], profile.family)} {SURE[head.roles[0].rung]}{_effect(head.roles[0])}"
     )
     for one in head.roles[1 : 1 + MORE]:
-        yield Sentence(
-            "role", f"It also {_role(one, pictures)} ({one.rung}; {_ends(one)}; baseline {_share(one.null)})."
-        )
-    others = [f"{one.role} {_share(one.score)}" for one in head.roles[1 + MORE :]]
-    if others:
-        yield Sentence("role", f"Further roles, with weaker evidence: {', '.join(others)}.")
+        described = describe_role(one, pictures=pictures)
+        yield Sentence("role", f"It also {described} ({one.rung}; {_ends(one)}; baseline {_share(one.null)}).")
+    yield from _further_roles(head.roles[: 1 + MORE], head.roles[1 + MORE :])
     if head.evidence:
         hits = sum(one.hit for one in head.evidence)
         first = next((one for one in head.evidence if one.hit), head.evidence[0])
@@ -142,14 +112,20 @@ def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
         )
 
 
-def _role(one: Support, pictures: bool) -> str:
-    means = (PICTURED if pictures else MEANS).get(one.role, f"follows {one.role}")
-    name = f" ({one.role}{f' {one.detail}' if one.detail else ''})"
-    if one.relation and one.role not in MASSES:
-        return f"{means}{name}: in {_share(one.score)} of the cases it looks hardest at the right word"
-    if one.role in WRITTEN:
-        return f"{means}{name}: so it does in {_share(one.score)} of the cases"
-    return f"{means}{name}: {_share(one.score)} of its weight goes there"
+def _further_roles(described: Sequence[Support], further: Sequence[Support]) -> Iterator[Sentence]:
+    """One sentence per evidence level. Roles of one level passed the same tests and differ in how far they are above their
+    baselines."""
+    for level, group in groupby(further, key=lambda one: one.rung):
+        roles = list(group)
+        same_level = [one.gain for one in described if one.rung == level]
+        p = f"p up to {max(one.p for one in roles):.2g}"
+        where = f"at the same evidence level ({level}, {p})" if same_level else f"at the evidence level {level} ({p})"
+        if same_level and max(one.gain for one in roles) < min(same_level):
+            where += ", less far above their baselines"
+        labels = [f"{one.role} {one.detail}".rstrip() for one in roles]
+        scores = [f"{_share(one.score)} (baseline {_share(one.null)})" for one in roles]
+        listed = ", ".join(f"{label} {score}" for label, score in zip(labels, scores, strict=True))
+        yield Sentence("role", f"Further roles {where}: {listed}.")
 
 
 def _sure(one: Support, family: int) -> str:
@@ -193,17 +169,14 @@ def _beyond(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
 def _rests(head: HeadProfile) -> Sentence:
     if not head.rest:
         first = head.measures.get(RESTING.name, math.nan)
-        seen = f": {_share(first)} of its weight lies on the first token" if math.isfinite(first) else ""
-        return Sentence("rests", f"When it does nothing it has no resting place of its own{seen}.")
-    told = []
-    for rest in head.rest:
-        where, measure = RESTS[rest]
-        value = head.measures.get(measure, math.nan)
-        unit = {"broad": "of the highest entropy", "idle": "of what its layer writes"}.get(
-            rest, "of its weight, on average"
-        )
-        told.append(f"{where} ({_share(value)} {unit})" if math.isfinite(value) else where)
-    return Sentence("rests", f"When it does nothing it rests {' and '.join(told)}.")
+        value = f"; {IDLE_PATTERNS['sink'][2].format(_share(first))}" if math.isfinite(first) else ""
+        return Sentence("rests", f"Idle pattern: none{value}.")
+    patterns = []
+    for name in head.rest:
+        pattern, metric, sentence = IDLE_PATTERNS[name]
+        value = head.measures.get(metric, math.nan)
+        patterns.append(f"{pattern}, {sentence.format(_share(value))}" if math.isfinite(value) else pattern)
+    return Sentence("rests", f"Idle pattern: {'; '.join(patterns)}.")
 
 
 def _writes(wrote: Wrote | None) -> Iterator[Sentence]:

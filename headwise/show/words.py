@@ -39,7 +39,9 @@ WORDS = {
     ),
     "held-out": Meaning("texts nothing was chosen on: choices are made on one half, figures told of the other", LADDER),
     "evidence": Meaning(
-        "how strong the evidence is, in rungs: selective, effective, causal; each asks for more than the one before", LADDER
+        "how strong the evidence is, in rungs: selective, effective, causal; each asks for more than the one before. Roles "
+        "of one rung passed the same tests, and are ordered by how far they are above their baselines",
+        LADDER,
     ),
     "selective": Meaning("the role stands above its baseline on held-out texts, corrected for all tests made", LADDER),
     "effective": Meaning("it also stands when each look counts by the length of what it fetches", LADDER),
@@ -59,14 +61,23 @@ WORDS = {
     "control": Meaning(
         "what taking the head away costs the same answers where they are reached another way, in nats an answer", LADDER
     ),
-    "hit": Meaning("a case in which the head looks hardest at the word the role means; the others are misses", LADDER),
-    "rests": Meaning(
-        "where its weight goes when it does nothing: a softmax cannot say nowhere, so weight is parked", LADDER
+    "hit": Meaning(
+        "a case in which the target of the role gets the largest weight of all words; the others are misses",
+        LADDER,
     ),
-    "sink": Meaning("it rests on the first token: more than 30 % of its weight lies there", LADDER),
-    "special token": Meaning("it rests on tokens such as [CLS] and [SEP]: more than 30 % of its weight", LADDER),
-    "broad": Meaning("it looks everywhere nearly alike: its entropy is above 90 % of the highest possible", LADDER),
-    "idle": Meaning("it writes next to nothing: less than a fifth of an equal share of what its layer writes", LADDER),
+    "rests": Meaning(
+        "its idle pattern: where its weight lies, averaged over all tokens, if that is no role: a softmax cannot attend "
+        "to nothing",
+        LADDER,
+    ),
+    "sink": Meaning("attention sink: more than 30 % of its weight lies on the first token, averaged over all tokens", LADDER),
+    "special token": Meaning(
+        "special-token sink: more than 30 % of its weight lies on tokens such as [CLS] and [SEP], and no more than that "
+        "on the first",
+        LADDER,
+    ),
+    "broad": Meaning("diffuse: its entropy is above 90 % of the largest possible, averaged over all tokens", LADDER),
+    "idle": Meaning("inactive: it writes less than a fifth of an equal share of what its layer writes", LADDER),
     "abstention": Meaning("the weight a learned sink in the softmax takes: so much of it looks nowhere", MEASURES),
     "entropy": Meaning("how spread out a row of weights is, in nats: 0 looks at one token only", MEASURES),
     "confidence": Meaning("the largest weight of a row, special tokens left out, on average", MEASURES),
@@ -74,13 +85,23 @@ WORDS = {
     "first": Meaning("the weight on the first token, on average", MEASURES),
     "write share": Meaning("the head's share in what its layer writes, by length", MEASURES),
     "name mover": Meaning(
-        "where one of two names is due it looks at that one, and writes more for it than for the other", PROMPTS
+        "where one of two names is due it attends to that one, and writes more for it than for the other", PROMPTS
     ),
-    "copy suppression": Meaning("it looks at the token the model is about to say again, and writes against it", PROMPTS),
-    "successor": Meaning("shown a day, month, number or letter, it writes most for the one that comes next", PROMPTS),
-    "query focus": Meaning("the words of a question look at the document it is about, more than those of another", PROMPTS),
-    "far offset": Meaning("it looks a fixed number of tokens away, farther than the window of the offsets", PROMPTS),
-    "fixed place": Meaning("it looks at the same place of every text, however far away that is", PROMPTS),
+    "copy suppression": Meaning(
+        "it attends to the token the model is about to repeat, and writes less for it than for the other tokens of the "
+        "text on average",
+        PROMPTS,
+    ),
+    "successor": Meaning(
+        "for a day, month, number or letter it writes more for the next than for any other of its class",
+        PROMPTS,
+    ),
+    "query focus": Meaning(
+        "the tokens of a question attend to the document it is about, more than the tokens of another question do",
+        PROMPTS,
+    ),
+    "far offset": Meaning("it attends to the token at a fixed offset of 32 or more", PROMPTS),
+    "fixed place": Meaning("it attends to the same position of every text, from 32 tokens away or more", PROMPTS),
     "beyond": Meaning(
         "the weight on what a cache that keeps the first 4 and the last 32 tokens would forget: with next to none a head "
         "could stream",

@@ -140,8 +140,8 @@ def test_files_that_are_refused(made: Profile, tmp_path: Path, monkeypatch: pyte
             Profile.load(tmp_path / f"{number}.npz")
     with pytest.raises(HeadwiseError, match="there is no file"):
         Profile.load(tmp_path / "none.npz")
-    monkeypatch.setattr("headwise.look.profile.saved.VERSION", 6)
-    with pytest.raises(HeadwiseError, match=r"of version 5, this is 6"):
+    monkeypatch.setattr("headwise.look.profile.saved.VERSION", 99)
+    with pytest.raises(HeadwiseError, match=r"this is 99"):
         Profile.load(tmp_path / "a.npz")
 
 

@@ -131,7 +131,7 @@ def test_arcs_join_words_of_the_right_classes() -> None:
         "bracket": ({"bracket"}, {"bracket"}),
         "quote": ({"quote"}, {"quote"}),
         "if-then": ({"conjunction"}, {"conjunction"}),
-        "question-answer": ({"noun", "name", "answer"}, {"question", "auxiliary"}),
+        "question-answer": ({"question", "auxiliary"}, {"noun", "name", "answer"}),
         "copy": ({"name"}, {"name"}),
         "related": ({"noun"}, {"noun"}),
         "delimiter": ({"delimiter"}, {"delimiter"}),

@@ -56,6 +56,7 @@ class Number:
     merge: str = ADD
     on: str = ""  # in words, the texts it is measured on, where they are not the corpus
     target: Target | None = None
+    hits: bool = False  # the share of rows whose largest weight is on the target, not the weight on it
 
     def three(self, null: str = "", valued: str = "") -> tuple["Number", "Number", "Number"]:
         """Itself with its null and its valued twin.
@@ -227,8 +228,9 @@ class WeightAt(Measure):
         self.aims, self.full = (Aim(name, places, hits),), hits
         label = label or (f"largest weight on {name}" if hits else f"weight on {name}")
         told = Number(
-            name, label, more=more, hue=hue, placed=True, column=True, merge=merge, on=on, target=Target("aim", name)
-        )
+            name, label, more=more, hue=hue, placed=True, column=True, merge=merge, on=on, target=Target("aim", name),
+            hits=hits,
+        )  # fmt: skip
         self.numbers = told.three()
 
     def take(self, rows: "Rows") -> tuple[Tensor, Tensor]:

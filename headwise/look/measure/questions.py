@@ -28,7 +28,8 @@ _BESIDE = {HITS: ("", VALUED_HITS), MASS: ("", VALUED_MASS), MATCHED: (OTHERS, V
 
 
 class Question(str):
-    """A relation in one direction: `det >` looks from dependent to head, `det <` from head to dependent.
+    """A relation in one direction: `det >` is attention from the first word of an arc to the second, `det <` from
+    the second to the first.
 
     >>> asked = Question("det", ">")
     >>> asked == "det >", asked.relation, asked.numbers["hits"].name

@@ -45,7 +45,8 @@ _EXACT, _STEPS, _SIGHT = 16, 3, 10  # offsets told apart one by one; bins beyond
 
 @dataclass(eq=False)
 class Relations(Measure):
-    """Numbers of every question: `det >` looks from dependent to head, `det <` from head to dependent."""
+    """Numbers of every question: `det >` is attention from the first word of an arc to the second, `det <` from the second to
+    the first."""
 
     tally: Tally
     questions: tuple[Question, ...]

@@ -27,7 +27,7 @@ class Best(NamedTuple):
     """One relation: its best head and direction, their accuracy on the half for reporting, and the best offset's there."""
 
     relation: str
-    way: str  # > from dependent to head, < from head to dependent
+    way: str  # > from the first word of a gold arc to the second, < from the second to the first
     arcs: int  # words that have the relation, on the half for reporting
     head: str
     accuracy: float

@@ -164,6 +164,7 @@ class Support:
     relation: bool = False  # whether it was asked of gold arcs
     on: str = ""  # the texts on which it was shown, in words
     family: int = 0  # tests that p is corrected for, where they are not those of the profile
+    hits: bool = False  # the score is a share of cases in which the right target gets the largest weight
 
     def with_effect(self, found: Effect) -> "Support":
         """The same with what ablation showed."""
@@ -283,7 +284,7 @@ def _judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
                     case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
                     (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
                     1.0 if case.coverage is None else float(case.coverage[head]), case.role.probe, int(rows[head]),
-                    relation=case.role.relation, on=case.role.measure.on,
+                    relation=case.role.relation, on=case.role.measure.on, hits=case.role.hits or case.role.measure.hits,
                 )
             )  # fmt: skip
     return found, family

@@ -13,7 +13,7 @@ from headwise.files.whole import whole_file
 from headwise.look.measure.measure import Number, Target
 from headwise.look.profile.roles import Role, Support
 
-VERSION = 5  # of the table: names, what they mean, where their sums stand
+VERSION = 6  # of the table: names, what they mean, where their sums stand
 INTERVALS = ("interval", "effect_interval", "beyond_interval")
 
 

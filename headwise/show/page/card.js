@@ -53,7 +53,7 @@ function role(head) {
     head.roles?.length > 1 && el("p", { "data-fact": "roles" }, `Also: ${head.supports.filter((one) => one.role !== head.role && head.roles.includes(one.role)).map((one) => `${one.role} ${one.detail} ${number(one.score, 2)}`).join(", ")}.`),
     el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, word(name)),
       typeof value === "number" ? el("dd", { "data-fact": name, "data-value": value }, number(value, 3)) : el("dd", { "data-fact": name }, name === "evidence" ? word(value) : value)])),
-    head.role === "unclear" && el("p", { class: "note" }, "No pattern of it held, above its baseline, on text it was not chosen on."),
+    head.role === "unclear" && el("p", { class: "note" }, "No role of it stood above its baseline by the margin of the role, with p < 0.05, on text it was not chosen on."),
     Object.entries(store.book.about.unasked ?? {}).map(([name, why]) => el("p", { class: "note", "data-fact": "unasked" }, `Not asked for ${name}: ${why}`)));
 }
 

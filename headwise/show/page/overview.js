@@ -158,7 +158,7 @@ function paint(pen, head, x, y, size, scale) {
   plate(pen, head, x, y, size);
 }
 
-// A band for each role, three at most; the stronger its colour, the better the evidence.
+// A band for each role, three at most; the stronger its colour, the higher the evidence level.
 function ground(pen, head, x, y, size) {
   const there = head.roles.slice(0, 3), wide = (size - 2) / Math.max(1, there.length);
   if (!there.length) {
@@ -267,7 +267,7 @@ function legend() {
       el("button", { type: "button", "aria-pressed": String(state.role === role), "data-key": `legend ${role}`,
         onclick: () => change({ role: state.role === role ? "" : role }) },
         roleMark(role), ` ${role} `, el("small", {}, count))))),
-    el("p", { class: "note" }, "The stronger the colour, the better the evidence:"),
+    el("p", { class: "note" }, "The stronger the colour, the higher the evidence level:"),
     el("ul", { class: "rungs" }, RUNGS.map((rung) => el("li", {}, sample({ background: rung === "unclear" ? roleColour(rung, 0.3) : roleColour("induction", strength(rung)) }), " ", word(rung)))),
     store.book.importance && el("p", { class: "note" }, "The larger the picture, the more is lost without the head."),
     el("p", { class: "note" }, state.thumb === "map" && store.sentences.length ? "Pictures: rows look at columns; the darker (lighter on a dark page), the harder." : "Pictures: mean weight at each distance, far back on the left, oneself " + (ahead() ? "in the middle, ahead on the right." : "on the right.")));

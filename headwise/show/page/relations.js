@@ -10,7 +10,7 @@ export async function relations(root) {
   if (!found) return root.append(el("p", { class: "note" }, "This profile was made without documents whose relations are known, or with too few of them, so there is nothing to tell."));
   const chosen = found.rows.find((row) => row.relation === state.relation) ?? found.rows[0];
   root.append(el("div", { class: "stack" },
-    section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were chosen on one half of the texts; these numbers are from the other. > looks from dependent to head, < from head to dependent."),
+    section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were chosen on one half of the texts; these numbers are from the other. > is attention from the first word of a gold arc to the second, < from the second to the first; docs/gold-sets.md says which words these are."),
       grid("Accuracy: the share of arcs whose target is looked at most", ["relation", "", "arcs", "best head", "accuracy", "95 %", "best offset", "its accuracy", "weight above its distance", "p"],
         found.rows.map((row) => [row.relation, row.way, row.arcs, press(row.head, () => change({ view: "card", head: row.head }), { class: "small", "data-key": `${row.relation} ${row.head}` }), [row.accuracy, 2],
           `${number(row.low, 2)}–${number(row.high, 2)}`, row.offset > 0 ? `+${row.offset}` : String(row.offset), [row.offset_accuracy, 2], [row.excess, 3], [row.p, 4]]), { "data-table": "relations" })),

@@ -178,7 +178,7 @@ def supposing(scene: Setting) -> Fragment:
     consequence = acting_on(scene, second, actor, noun_phrase(scene, scene.noun()))
     if_, then = Word("if", "conjunction"), Word("then", "conjunction")
     whole = join(if_, condition, stop(","), then, consequence, stop(), head=consequence.head)
-    return whole.relate("if-then", then, if_)
+    return whole.relate("if-then", if_, then)
 
 
 def asking(scene: Setting) -> Fragment:
@@ -194,7 +194,7 @@ def asking_where(scene: Setting) -> Fragment:
     pronoun, place = pronoun_for(noun, subject.head), prepositional(scene, None)
     whole = join(where, verb, subject, stop("?"), pronoun, again, place, stop(), head=verb)
     whole.relate("subject-verb", subject.head, verb).relate("subject-verb", pronoun.head, again)
-    return whole.relate("question-answer", place.head, where)
+    return whole.relate("question-answer", where, place.head)
 
 
 def asking_what(scene: Setting) -> Fragment:
@@ -218,7 +218,7 @@ def asking_what(scene: Setting) -> Fragment:
         head=do,
     )
     whole.relate("subject-verb", subject.head, do).relate("subject-verb", pronoun.head, again)
-    return whole.relate("verb-object", object.head, again).relate("question-answer", object.head, what)
+    return whole.relate("verb-object", object.head, again).relate("question-answer", what, object.head)
 
 
 def asking_who(scene: Setting) -> Fragment:
@@ -230,7 +230,7 @@ def asking_who(scene: Setting) -> Fragment:
     person, do = noun_phrase(scene, noun), inflect(v.DO, noun)
     whole = join(who, verb, object, stop("?"), person, do, stop(), head=verb)
     whole.relate("subject-verb", person.head, do).relate("verb-object", object.head, verb)
-    return whole.relate("question-answer", person.head, who)
+    return whole.relate("question-answer", who, person.head)
 
 
 def asking_whether(scene: Setting) -> Fragment:
@@ -243,7 +243,7 @@ def asking_whether(scene: Setting) -> Fragment:
     denial = [Word("not", "answer")] if answer.text == "no" else []
     whole = join(do, subject, verb, object, stop("?"), answer, stop(","), pronoun, again, *denial, stop())
     whole.relate("subject-verb", subject.head, do).relate("subject-verb", pronoun.head, again)
-    return whole.relate("verb-object", object.head, verb).relate("question-answer", answer, do)
+    return whole.relate("verb-object", object.head, verb).relate("question-answer", do, answer)
 
 
 # how often each kind of sentence is told

@@ -14,8 +14,8 @@ OFFSETS: dict[str, float] = {
     "cause-effect": 0.40,  # effect → cause, whichever comes first
     "bracket": 0.40,  # closer → opener
     "quote": 0.40,  # closer → opener
-    "if-then": 0.40,  # then → if
-    "question-answer": 0.50,  # what is answered → the question word
+    "if-then": 0.40,  # if → then
+    "question-answer": 0.50,  # the question word → what is answered
     "copy": 0.20,  # a surname → its first occurrence
     "related": 0.30,  # a noun → the nearest earlier noun of its topic
     "delimiter": 0.30,  # the end of a sentence → the end of the one before

@@ -1,0 +1,67 @@
+"""The page of gold sets has the counts of the files, and every role is described by the words its arcs join."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench.gold_sets import count_gold_sets, filled
+from headwise.look.measure.questions import NO_ROLE
+from headwise.look.profile.roles import ROLE_OF
+from headwise.look.record.reading import DOCUMENTS
+from headwise.show.role_descriptions import RELATION_ROLES
+from headwise.text.corpus import Corpus
+from headwise.text.documents import Document
+from headwise.text.probe import probe_set
+
+PAGE = Path(__file__).parents[2] / "docs" / "gold-sets.md"
+LITTLE = [one for one in Corpus.little("held-out", documents=DOCUMENTS, seed=1).items() if isinstance(one, Document)]
+SETS = {"probe": probe_set(), "little": LITTLE}
+POSSESSIVES = {"his", "her", "its", "their", "whose"}
+PERSONAL = {"he", "she", "it", "they", "him", "her", "them"}
+ASKING = {"who", "whom", "whose", "what", "which", "where", "when", "why", "how", "?", "do", "does"}
+# relation: words that may stand at the first end of its arcs, and at the second; None: an open class
+WORDS_AT_ENDS = {
+    "possessive": (POSSESSIVES, None), "pronoun-antecedent": (PERSONAL, None), "question-answer": (ASKING, None),
+    "if-then": ({"if"}, {"then"}), "unconditional": ({"if"}, {"then"}), "bracket": (set(")]}"), set("([{")),
+    "quote": (set("\"'”’»"), set("\"'“‘«")), "delimiter": ({".", "?"}, {".", "?"}),
+}  # fmt: skip
+
+
+def ends(documents, relation):
+    """The words at both ends of a relation's arcs, in lower case."""
+    arcs = [(one.words, arc) for one in documents for arc in one.relations if arc.name == relation]
+    return [tuple(words[place].lower() for place in (arc.source, arc.target)) for words, arc in arcs]
+
+
+def test_gold_sets_page_counted_again_is_unchanged():
+    assert filled(PAGE.read_text()) == PAGE.read_text(), "run python -m bench.gold_sets --write docs/gold-sets.md"
+
+
+def test_possessive_arcs_of_the_probe_set_never_lead_to_the_owned_word():
+    counted = count_gold_sets(probe_set())["possessive"]
+    assert (counted.texts, counted.arcs, counted.second_earlier, counted.second_later) == (46, 46, 41, 5)
+    assert counted.first_end == Counter(their=14, its=12, his=8, her=8, whose=4)
+    later = {
+        one.words[arc.target] for one in probe_set("possessive") for arc in one.relations if arc.target > arc.source
+    }
+    assert later == {"painter", "players", "island", "pilot", "geese"}, "the owned words are youth, injuries, shape …"
+
+
+@pytest.mark.parametrize("relation", WORDS_AT_ENDS)
+@pytest.mark.parametrize("name", SETS)
+def test_arcs_of_either_set_join_the_words_their_description_names(name, relation):
+    for pair in ends(SETS[name], relation):
+        for word, allowed in zip(pair, WORDS_AT_ENDS[relation], strict=True):
+            assert allowed is None or word in allowed, pair
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_gold_set_has_a_role_description_for_both_directions(name):
+    roles = {ROLE_OF.get(one, one) for one in count_gold_sets(SETS[name]) if one not in NO_ROLE}
+    assert roles <= set(RELATION_ROLES)
+
+
+def test_every_relation_role_has_a_gold_set():
+    counted = {relation for documents in SETS.values() for relation in count_gold_sets(documents)}
+    assert set(RELATION_ROLES) == {ROLE_OF.get(one, one) for one in counted - NO_ROLE}
