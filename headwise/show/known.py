@@ -1,6 +1,7 @@
 """What is known of heads beside their profile: what they write, whom they resemble and work with, what they are worth and
 could cost less."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -19,6 +20,7 @@ from headwise.look.record.units import read_sites
 from headwise.look.worth.importance import Worth, importance
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.sensitivity import Cost, sensitivity
+from headwise.look.writes.direct_effect import DirectEffect, direct_effects
 from headwise.look.writes.writes import Promoted, copying, promoted
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.progress import Progress
@@ -37,11 +39,12 @@ BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 
 @dataclass(frozen=True)
 class Wrote:
-    """Whether a head copies, how far random weights spread, and what it does with words it was seen looking at."""
+    """Output of one head: its OV eigenvalue score, the words it promotes, and its effect on the attended token's logit."""
 
-    copying: float
-    spread: float
+    copying: float  # OV eigenvalue score
+    spread: float  # its standard deviation over random weights
     words: tuple[Promoted, ...] = ()
+    effect: DirectEffect | None = None  # None: not measured
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,11 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
             tuple(costs), costs.metric, len(costs.counts), held, key, streamed(model, key, on) if held else None
         )
 
-    for name, work in (("wrote", lambda: _wrote(model, head)), ("loss", loss), ("less", less)):
+    for name, work in (
+        ("wrote", lambda: _wrote(model, head, _effects(model, on, str(address)))),
+        ("loss", loss),
+        ("less", less),
+    ):
         try:
             found[name] = work()
         except HeadwiseError as error:  # an encoder promotes no words, say: the rest is told all the same
@@ -133,22 +140,31 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
     )  # fmt: skip
 
 
-def _wrote(model: AnyModel, head: HeadProfile) -> Wrote:
+def _effects(model: AnyModel, on: Any = None, heads: str = "*") -> dict[str, DirectEffect]:
+    """Direct effects of heads; none if the model has no unembedding that can be read."""
+    try:
+        return direct_effects(model, on, heads)
+    except HeadwiseError:
+        return {}
+
+
+def _wrote(model: AnyModel, head: HeadProfile, effects: Mapping[str, DirectEffect]) -> Wrote:
     score = copying(model, str(head.address))[str(head.address)]
     try:
         words = tuple(promoted(model, head)) if model.output is not None else ()
     except HeadwiseError:  # its logits are no sum over heads: nothing can be read off
         words = ()
-    return Wrote(score, spread(model.spec), words)
+    return Wrote(score, spread(model.spec), words, effects.get(str(head.address)))
 
 
 def wrote(model: AnyModel, profile: Profile) -> dict[str, Wrote]:
-    """Whether each head copies; and, for tokens it was seen looking at, the words it promotes and suppresses."""
-    return {str(head.address): _wrote(model, head) for head in profile}
+    """Describe the output of each head: OV eigenvalue score, direct effect, and words promoted and suppressed."""
+    effects = _effects(model)
+    return {str(head.address): _wrote(model, head, effects) for head in profile}
 
 
 def spread(spec: ModelSpec) -> float:
-    """How far the copying scores of random weights spread."""
+    """Standard deviation of the OV eigenvalue score over random weights."""
     return 1.5 / spec.attention.value_dim
 
 

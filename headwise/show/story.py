@@ -16,6 +16,7 @@ from headwise.look.profile.prompted import could_stream
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import HELD, ROLE_OF, Support
 from headwise.look.worth.sensitivity import Cost
+from headwise.look.writes.direct_effect import DirectEffect
 from headwise.model import AnyModel
 from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
 from headwise.show.words import WORDS, how
@@ -209,22 +210,30 @@ def _rests(head: HeadProfile) -> Sentence:
 def _writes(wrote: Wrote | None) -> Iterator[Sentence]:
     if wrote is None:
         return
-    if not math.isfinite(wrote.copying):
-        yield Sentence("copying", "It writes nothing at all.")
-        return
-    random = f"copying {wrote.copying:+.2f}; random weights spread by {wrote.spread:.2f}"
-    if abs(wrote.copying) < 2 * wrote.spread:
-        yield Sentence("copying", f"It writes neither what it reads nor its opposite ({random}).")
-    else:
-        yield Sentence(
-            "copying", f"It writes {'what it reads' if wrote.copying > 0 else 'against what it reads'} ({random})."
-        )
+    if wrote.effect is not None:
+        yield Sentence("direct effect", _attended_logit(wrote.effect))
     if wrote.words:
         one = wrote.words[0]
         yield Sentence(
             "writes",
             f"Looking at {one.token!r} it makes {_words(one.promotes)} likelier, {_words(one.suppresses)} less likely.",
         )
+
+
+def _attended_logit(effect: DirectEffect) -> str:
+    """How a head changes the logit of the token it attends to most."""
+    size = f"95% CI {effect.low:+.2f} to {effect.high:+.2f}"
+    claim = (
+        f"Its output does not measurably change the logit of the token it attends to most ({effect.mean:+.2f}; {size})"
+    )
+    if effect.sign:
+        verb = "raises" if effect.sign > 0 else "lowers"
+        claim = f"Its output {verb} the logit of the token it attends to most by {abs(effect.mean):.2f} ({size})"
+    return (
+        f"{claim}, relative to the mean over the vocabulary: direct effect at {effect.queries:,} query positions of "
+        f"{effect.texts:,} texts, {100 * effect.share:.2g}% of all; at the others it attends most to the first token or to a "
+        "special token."
+    )
 
 
 def _words(scored: list[tuple[str, float]]) -> str:

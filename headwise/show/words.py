@@ -90,8 +90,15 @@ WORDS = {
         "each weight counts by the length of what it brings in: a hard look at a word that brings nothing is worth nothing",
         WRITES,
     ),
-    "copying": Meaning(
-        "whether W_V W_O gives back what it reads: 1 it writes what it reads, −1 its opposite, 0 neither", WRITES
+    "direct effect": Meaning(
+        "how much the head's output raises the logit of the token it attends to most, relative to the mean over the "
+        "vocabulary, with the final norm's scale frozen; effects through later layers are not included",
+        WRITES,
+    ),
+    "OV eigenvalue score": Meaning(
+        "real part of the sum of the eigenvalues of W_V W_O, over the sum of their sizes: from −1 to 1, in the residual "
+        "stream's own basis; it does not say what is written for the attended token",
+        WRITES,
     ),
     "writes": Meaning(
         "what the head adds to the stream, z W_O; words it makes likelier are read off bare embeddings, which says less the "
@@ -117,7 +124,7 @@ WORDS = {
 def how(word: str) -> str:
     """Where it is told how a number is made.
 
-    >>> how("copying")
+    >>> how("direct effect")
     'docs/look.md#what-it-writes'
     """
     return f"docs/{WORDS[word].docs}"
