@@ -51,8 +51,8 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     streams = could_stream(profile.tally)
     if streams is not None:
         console.print(
-            f"{streams.sum()} of {len(profile)} heads could stream: surely less than {STREAMS:.0%} of their weight, on "
-            f"{BEYOND.on}, lies on what a cache of the first {KEEPS.first} and the last {KEEPS.last} tokens would forget",
+            f"On {BEYOND.on}, {streams.sum()} of {len(profile)} heads have less than {STREAMS:.0%} of their attention (upper end "
+            f"of the 95% CI) outside {KEEPS.first} sink tokens and a window of {KEEPS.last}",
             highlight=False,
         )
     for name, why in about.get("unasked", {}).items():

@@ -1,19 +1,21 @@
 """What is known of heads beside their profile: what they write, whom they resemble and work with, what they are worth and
 could cost less."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from headwise.change.evaluation import Estimate, PairedEvaluation
 from headwise.change.streaming import streaming_now
+from headwise.change.streaming_cost import StreamingEvaluation, StreamingTest
 from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
+from headwise.look.measure.far import BEYOND, KEEPS
+from headwise.look.profile.prompted import STREAMS
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import read_sites
@@ -24,7 +26,7 @@ from headwise.look.writes.direct_effect import DirectEffect, direct_effects
 from headwise.look.writes.writes import Promoted, copying, promoted
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.progress import Progress
-from headwise.spec import Address, Keeps, ModelSpec
+from headwise.spec import Address, ModelSpec
 from headwise.spec.cache import ALL
 from headwise.spec.layout import held_bytes
 
@@ -33,7 +35,6 @@ NEAREST = 5  # heads that look alike, of each
 MOST = 2e12  # multiplications for all compositions; beyond that they are left out, for they would take minutes
 LENGTH = 4096  # tokens that bytes of caches are told for
 TEXTS = 32  # texts one head is taken away on
-STREAMED = {"texts": 8, "longest": 512}  # long texts a key head streams on
 BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 
 
@@ -67,17 +68,7 @@ class Less:
     texts: int = 0
     cache: int = 0  # bytes of its key head at LENGTH tokens; 0: it keeps none
     key: str = ""
-    streamed: "Streamed | None" = None
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """What the loss of later tokens gains when a key head keeps the first and the last tokens alone."""
-
-    keeps: Keeps
-    more: Estimate  # nats a token
-    texts: int
-    longest: int  # tokens of a text
+    streamed: StreamingTest | None = None  # None: not measured
 
 
 @dataclass(frozen=True)
@@ -119,9 +110,10 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
         parts = PARTS if address in reads_cached(model.spec) else PARTS[:2]
         costs = sensitivity(model, reading(), heads=str(address), bits=BITS, parts=parts, progress=progress)
         held, key = cached(model.spec, address)
-        return Less(
-            tuple(costs), costs.metric, len(costs.counts), held, key, streamed(model, key, on) if held else None
-        )
+        # Without the attention condition streaming is not recommended, so its loss is not measured either.
+        local = head.measures.get(BEYOND.name, math.nan) < STREAMS
+        streaming = streamed(model, key, on) if held and local else None
+        return Less(tuple(costs), costs.metric, len(costs.counts), held, key, streaming)
 
     for name, work in (
         ("wrote", lambda: _wrote(model, head, _effects(model, on, str(address)))),
@@ -188,30 +180,18 @@ def shares(spec: ModelSpec, head: Address) -> tuple[str, ...]:
     return tuple(str(head.site.head(n)) for n, its in pairs if its == place and n != head.head)
 
 
-def streamed(model: AnyModel, key: str, on: Any = None) -> Streamed | None:
-    """What it would cost if this key head alone forgot the middle of a text; None where nobody can be asked.
-
-    Judged by tokens behind the first that is forgotten: earlier ones cannot differ.
-    """
+def streamed(model: AnyModel, key: str, on: Any = None) -> StreamingTest | None:
+    """Measure the loss with this KV head streaming; None if the model has no cache per head."""
     if model.spec.kind != "decoder" or model.output is None or model.spec.cache:
         return None
-    longest = min(STREAMED["longest"], model.spec.context)
-    keeps = Keeps(first=min(4, longest // 16), last=longest // 4)
     try:
-        model.check_own("only headwise's own models forget head by head")
-        texts = Reading.of(model, joined(model) if on is None else on, longest).first(STREAMED["texts"])
-        asked = PairedEvaluation.of(model, texts, past=keeps.first + longest // 4)
-    except HeadwiseError:  # somebody else's model, or no text is so long
+        model.check_own("only headwise's own models have a cache per head")
+    except HeadwiseError:
         return None
-    with streaming_now(cast(Transformer, model), (Address.parse(key),), keeps):
-        lost = asked.losses(model)
-    return Streamed(keeps, asked.difference(lost, asked.full), int((asked.counts > 0).sum()), longest)
-
-
-def joined(model: AnyModel) -> str:
-    """The texts a model is asked about where none is given, one behind the other: alone they are too short to forget."""
-    enough = STREAMED["texts"] * STREAMED["longest"]
-    return " ".join(item.text for item in islice(Reading.of(model).corpus.items(), enough))
+    ours = cast(Transformer, model)
+    evaluation = StreamingEvaluation.of(ours, KEEPS, on)
+    with streaming_now(ours, (Address.parse(key),), KEEPS):
+        return evaluation.test(ours)
 
 
 def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from headwise.change.streaming_cost import BOUND
 from headwise.look.measure.far import BEYOND, KEEPS
 from headwise.look.measure.questions import SETS
 from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
-from headwise.look.profile.prompted import could_stream
+from headwise.look.profile.prompted import STREAMS, could_stream
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import HELD, ROLE_OF, Support
 from headwise.look.worth.sensitivity import Cost
 from headwise.look.writes.direct_effect import DirectEffect
 from headwise.model import AnyModel
-from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
+from headwise.show.known import LENGTH, Facts, Kin, Less, Missed, Wrote, ask
 from headwise.show.words import WORDS, how
 
 # What a role means, as the end of "it ...". A relation that is not here is named as it is.
@@ -108,6 +109,7 @@ def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> li
         *_writes(known.wrote),
         *_without(known.loss),
         *_less(known),
+        *_streams(profile, head, known.less),
         *_with(known),
     ]
 
@@ -181,13 +183,12 @@ def _effect(one: Support) -> str:
 
 
 def _beyond(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
-    streams, value = could_stream(profile.tally), head.measures.get(BEYOND.name, math.nan)
-    if streams is not None and math.isfinite(value):
-        could = "Looking alone, it could stream" if streams[profile.addresses.index(head.address)] else "It needs more"
+    value = head.measures.get(BEYOND.name, math.nan)
+    if math.isfinite(value):
         yield Sentence(
             "beyond",
-            f"{could}: on {BEYOND.on} {_share(value)} of its weight lies on what a cache of the first {KEEPS.first} and the "
-            f"last {KEEPS.last} tokens would forget.",
+            f"{100 * value:.2g}% of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} tokens "
+            f"(on {BEYOND.on}).",
         )
 
 
@@ -273,14 +274,27 @@ def _less(known: Facts) -> Iterator[Sentence]:
             f"Its key head {less.key} keeps {less.cache / 1e6:.1f} MB of keys and values at {LENGTH:,} tokens{shared}.",
         )
 
-    if less.streamed is not None:
-        one, more = less.streamed, less.streamed.more
-        yield Sentence(
-            "streaming",
-            f"If that key head kept the first {one.keeps.first} and the last {one.keeps.last} tokens alone, later tokens "
-            f"would cost {more.mean:+.2g} nats (95 % CI {more.low:+.2g} to {more.high:+.2g}; {one.texts:,} texts of "
-            f"{one.longest:,} tokens).",
+
+def _streams(profile: Profile, head: HeadProfile, less: Less | None) -> Iterator[Sentence]:
+    """Measured loss with the KV head streaming; a recommendation only if attention and every kind of text allow it."""
+    if less is None or less.streamed is None or not less.streamed.costs:
+        return
+    test, local = less.streamed, could_stream(profile.tally)
+    costs = "; ".join(
+        f"{cost.kind} {cost.full:.2f} {cost.more.mean:+.2g} (95% CI {cost.more.low:+.2g} to {cost.more.high:+.2g}; "
+        f"{cost.texts:,} texts)"
+        for cost in test.costs
+    )
+    text = (
+        f"Loss in nats per token, and its increase with KV head {less.key} at {test.policy.first} sink tokens and a window of "
+        f"{test.policy.last}: {costs}."
+    )
+    if test.passed and local is not None and local[profile.addresses.index(head.address)]:
+        text += (
+            f" KV head {less.key} can stream: every increase is below {BOUND:g} (upper end of the CI), and less than "
+            f"{STREAMS:.0%} of the head's attention falls outside."
         )
+    yield Sentence("streaming", text)
 
 
 def _cost(one: Cost) -> str:
