@@ -54,12 +54,17 @@ class PairedEvaluation:
         check_askable(model, "loss")
         units = askable_units(model, read_on(model, on, longest))
         batches = tuple(ask(model, batch).past(past) for batch in make_batches(units, TOKENS, device=model.device))
-        counts = torch.cat([asked.counts for asked in batches]).numpy()
-        if not counts.sum():
+        if not sum(float(asked.counts.sum()) for asked in batches):
             raise HeadwiseError(
                 f"no text is longer than {past + 1} tokens, so there is nothing to judge by; give longer ones."
             )
-        return PairedEvaluation(batches, tuple(_answers(model, asked) for asked in batches), counts)
+        return PairedEvaluation.of_batches(model, batches)
+
+    @staticmethod
+    def of_batches(model: AnyModel, batches: tuple[TargetBatch, ...]) -> "PairedEvaluation":
+        """Evaluate the full model on batches with their targets."""
+        counts = torch.cat([batch.counts for batch in batches]).numpy()
+        return PairedEvaluation(batches, tuple(_answers(model, batch) for batch in batches), counts)
 
     @property
     def metric(self) -> str:

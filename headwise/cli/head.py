@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,8 +51,10 @@ def run(
         writes = None if wrote is None or not wrote.words else [one._asdict() for one in wrote.words]
         copies = None if wrote is None or math.isnan(wrote.copying) else wrote.copying
         lines = [line._asdict() for line in story(made, told, known)]
-        print(json.dumps({**told.to_dict(), "story": lines, "copying": copies, "promotes": writes}, indent=2))
+        effect = None if wrote is None or wrote.effect is None else asdict(wrote.effect)
+        more = {"story": lines, "direct_effect": effect, "copying": copies, "promotes": writes}
+        print(json.dumps({**told.to_dict(), **more}, indent=2))
         return
     show_story(made, told, known)
     if all_numbers:
-        show_head(made, told)
+        show_head(made, told, known)

@@ -1,6 +1,7 @@
 """The book: everything the page shows, as plain data. The live server and the one-file report read the same one."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -186,7 +187,10 @@ def _context(one: Context) -> dict[str, Any]:
 def _wrote(one: Wrote | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    return {"copying": one.copying, "spread": one.spread, "words": [word._asdict() for word in one.words]}
+    return {
+        "copying": one.copying, "spread": one.spread, "words": [word._asdict() for word in one.words],
+        "effect": None if one.effect is None else asdict(one.effect),
+    }  # fmt: skip
 
 
 def _known(

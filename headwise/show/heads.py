@@ -51,8 +51,8 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     streams = could_stream(profile.tally)
     if streams is not None:
         console.print(
-            f"{streams.sum()} of {len(profile)} heads could stream: surely less than {STREAMS:.0%} of their weight, on "
-            f"{BEYOND.on}, lies on what a cache of the first {KEEPS.first} and the last {KEEPS.last} tokens would forget",
+            f"On {BEYOND.on}, {streams.sum()} of {len(profile)} heads have less than {STREAMS:.0%} of their attention (upper end "
+            f"of the 95% CI) outside {KEEPS.first} sink tokens and a window of {KEEPS.last}",
             highlight=False,
         )
     for name, why in about.get("unasked", {}).items():
@@ -98,7 +98,7 @@ def show_story(profile: Profile, head: HeadProfile, known: Facts | None = None, 
         console.print(Text(f"Not asked: {refused}", "dim"))
 
 
-def show_head(profile: Profile, head: HeadProfile, console: Console | None = None) -> None:
+def show_head(profile: Profile, head: HeadProfile, known: Facts | None = None, console: Console | None = None) -> None:
     """Print every number of one head: what speaks for its roles, its measures, its cases."""
     console = console or Console()
     console.print(
@@ -141,7 +141,11 @@ def show_head(profile: Profile, head: HeadProfile, console: Console | None = Non
         ]
         console.print(make_table(f"What speaks for it ({profile.family:,} tests in the family)", columns, rows))
     listed = [name for name in head.measures if not profile.numbers[name].series]
-    console.print(make_table("Measures", ["measure", "value"], [[name, head.measures[name]] for name in listed]))
+    rows = [[name, head.measures[name]] for name in listed]
+    if known is not None and known.wrote is not None:
+        rows += [] if known.wrote.effect is None else [["direct effect", known.wrote.effect.mean]]
+        rows.append(["OV eigenvalue score", known.wrote.copying])
+    console.print(make_table("Measures", ["measure", "value"], rows))
     near = [(o, head.measures[OFFSET[o].name]) for o in range(8) if OFFSET[o].name in head.measures]
     if near:
         console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in near), highlight=False)

@@ -1,28 +1,32 @@
 """What is known of heads beside their profile: what they write, whom they resemble and work with, what they are worth and
 could cost less."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from headwise.change.evaluation import Estimate, PairedEvaluation
 from headwise.change.streaming import streaming_now
+from headwise.change.streaming_cost import StreamingEvaluation, StreamingTest
 from headwise.errors import HeadwiseError
 from headwise.look.compare.maps import js_sums, look, sample
 from headwise.look.compare.weights import fewest_columns, fewest_rows, folded_heads, product_norms
+from headwise.look.measure.far import BEYOND, KEEPS
+from headwise.look.profile.prompted import STREAMS
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import read_sites
 from headwise.look.worth.importance import Worth, importance
 from headwise.look.worth.outputs import read_on
 from headwise.look.worth.sensitivity import Cost, sensitivity
+from headwise.look.writes.direct_effect import DirectEffect, direct_effects
 from headwise.look.writes.writes import Promoted, copying, promoted
 from headwise.model import AnyModel, Transformer, quiet
 from headwise.progress import Progress
-from headwise.spec import Address, Keeps, ModelSpec
+from headwise.spec import Address, ModelSpec
 from headwise.spec.cache import ALL
 from headwise.spec.layout import held_bytes
 
@@ -31,17 +35,17 @@ NEAREST = 5  # heads that look alike, of each
 MOST = 2e12  # multiplications for all compositions; beyond that they are left out, for they would take minutes
 LENGTH = 4096  # tokens that bytes of caches are told for
 TEXTS = 32  # texts one head is taken away on
-STREAMED = {"texts": 8, "longest": 512}  # long texts a key head streams on
 BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 
 
 @dataclass(frozen=True)
 class Wrote:
-    """Whether a head copies, how far random weights spread, and what it does with words it was seen looking at."""
+    """Output of one head: its OV eigenvalue score, the words it promotes, and its effect on the attended token's logit."""
 
-    copying: float
-    spread: float
+    copying: float  # OV eigenvalue score
+    spread: float  # its standard deviation over random weights
     words: tuple[Promoted, ...] = ()
+    effect: DirectEffect | None = None  # None: not measured
 
 
 @dataclass(frozen=True)
@@ -64,17 +68,7 @@ class Less:
     texts: int = 0
     cache: int = 0  # bytes of its key head at LENGTH tokens; 0: it keeps none
     key: str = ""
-    streamed: "Streamed | None" = None
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """What the loss of later tokens gains when a key head keeps the first and the last tokens alone."""
-
-    keeps: Keeps
-    more: Estimate  # nats a token
-    texts: int
-    longest: int  # tokens of a text
+    streamed: StreamingTest | None = None  # None: not measured
 
 
 @dataclass(frozen=True)
@@ -116,11 +110,16 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
         parts = PARTS if address in reads_cached(model.spec) else PARTS[:2]
         costs = sensitivity(model, reading(), heads=str(address), bits=BITS, parts=parts, progress=progress)
         held, key = cached(model.spec, address)
-        return Less(
-            tuple(costs), costs.metric, len(costs.counts), held, key, streamed(model, key, on) if held else None
-        )
+        # Without the attention condition streaming is not recommended, so its loss is not measured either.
+        local = head.measures.get(BEYOND.name, math.nan) < STREAMS
+        streaming = streamed(model, key, on) if held and local else None
+        return Less(tuple(costs), costs.metric, len(costs.counts), held, key, streaming)
 
-    for name, work in (("wrote", lambda: _wrote(model, head)), ("loss", loss), ("less", less)):
+    for name, work in (
+        ("wrote", lambda: _wrote(model, head, _effects(model, on, str(address)))),
+        ("loss", loss),
+        ("less", less),
+    ):
         try:
             found[name] = work()
         except HeadwiseError as error:  # an encoder promotes no words, say: the rest is told all the same
@@ -133,22 +132,31 @@ def ask(model: AnyModel, head: HeadProfile, on: Any = None, progress: Progress |
     )  # fmt: skip
 
 
-def _wrote(model: AnyModel, head: HeadProfile) -> Wrote:
+def _effects(model: AnyModel, on: Any = None, heads: str = "*") -> dict[str, DirectEffect]:
+    """Direct effects of heads; none if the model has no unembedding that can be read."""
+    try:
+        return direct_effects(model, on, heads)
+    except HeadwiseError:
+        return {}
+
+
+def _wrote(model: AnyModel, head: HeadProfile, effects: Mapping[str, DirectEffect]) -> Wrote:
     score = copying(model, str(head.address))[str(head.address)]
     try:
         words = tuple(promoted(model, head)) if model.output is not None else ()
     except HeadwiseError:  # its logits are no sum over heads: nothing can be read off
         words = ()
-    return Wrote(score, spread(model.spec), words)
+    return Wrote(score, spread(model.spec), words, effects.get(str(head.address)))
 
 
 def wrote(model: AnyModel, profile: Profile) -> dict[str, Wrote]:
-    """Whether each head copies; and, for tokens it was seen looking at, the words it promotes and suppresses."""
-    return {str(head.address): _wrote(model, head) for head in profile}
+    """Describe the output of each head: OV eigenvalue score, direct effect, and words promoted and suppressed."""
+    effects = _effects(model)
+    return {str(head.address): _wrote(model, head, effects) for head in profile}
 
 
 def spread(spec: ModelSpec) -> float:
-    """How far the copying scores of random weights spread."""
+    """Standard deviation of the OV eigenvalue score over random weights."""
     return 1.5 / spec.attention.value_dim
 
 
@@ -172,30 +180,18 @@ def shares(spec: ModelSpec, head: Address) -> tuple[str, ...]:
     return tuple(str(head.site.head(n)) for n, its in pairs if its == place and n != head.head)
 
 
-def streamed(model: AnyModel, key: str, on: Any = None) -> Streamed | None:
-    """What it would cost if this key head alone forgot the middle of a text; None where nobody can be asked.
-
-    Judged by tokens behind the first that is forgotten: earlier ones cannot differ.
-    """
+def streamed(model: AnyModel, key: str, on: Any = None) -> StreamingTest | None:
+    """Measure the loss with this KV head streaming; None if the model has no cache per head."""
     if model.spec.kind != "decoder" or model.output is None or model.spec.cache:
         return None
-    longest = min(STREAMED["longest"], model.spec.context)
-    keeps = Keeps(first=min(4, longest // 16), last=longest // 4)
     try:
-        model.check_own("only headwise's own models forget head by head")
-        texts = Reading.of(model, joined(model) if on is None else on, longest).first(STREAMED["texts"])
-        asked = PairedEvaluation.of(model, texts, past=keeps.first + longest // 4)
-    except HeadwiseError:  # somebody else's model, or no text is so long
+        model.check_own("only headwise's own models have a cache per head")
+    except HeadwiseError:
         return None
-    with streaming_now(cast(Transformer, model), (Address.parse(key),), keeps):
-        lost = asked.losses(model)
-    return Streamed(keeps, asked.difference(lost, asked.full), int((asked.counts > 0).sum()), longest)
-
-
-def joined(model: AnyModel) -> str:
-    """The texts a model is asked about where none is given, one behind the other: alone they are too short to forget."""
-    enough = STREAMED["texts"] * STREAMED["longest"]
-    return " ".join(item.text for item in islice(Reading.of(model).corpus.items(), enough))
+    ours = cast(Transformer, model)
+    evaluation = StreamingEvaluation.of(ours, KEEPS, on)
+    with streaming_now(ours, (Address.parse(key),), KEEPS):
+        return evaluation.test(ours)
 
 
 def nearest(model: AnyModel) -> dict[str, list[list[Any]]]:

@@ -9,15 +9,17 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from headwise.change.streaming_cost import BOUND
 from headwise.look.measure.far import BEYOND, KEEPS
 from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
-from headwise.look.profile.prompted import could_stream
+from headwise.look.profile.prompted import STREAMS, could_stream
 from headwise.look.profile.result import HeadProfile, Profile
 from headwise.look.profile.roles import HELD, Support
 from headwise.look.worth.sensitivity import Cost
+from headwise.look.writes.direct_effect import DirectEffect
 from headwise.model import AnyModel
-from headwise.show.known import LENGTH, Facts, Kin, Missed, Wrote, ask
+from headwise.show.known import LENGTH, Facts, Kin, Less, Missed, Wrote, ask
 from headwise.show.role_descriptions import describe_role
 from headwise.show.words import WORDS, how
 
@@ -79,6 +81,7 @@ def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> li
         *_writes(known.wrote),
         *_without(known.loss),
         *_less(known),
+        *_streams(profile, head, known.less),
         *_with(known),
     ]
 
@@ -156,13 +159,12 @@ def _effect(one: Support) -> str:
 
 
 def _beyond(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
-    streams, value = could_stream(profile.tally), head.measures.get(BEYOND.name, math.nan)
-    if streams is not None and math.isfinite(value):
-        could = "Looking alone, it could stream" if streams[profile.addresses.index(head.address)] else "It needs more"
+    value = head.measures.get(BEYOND.name, math.nan)
+    if math.isfinite(value):
         yield Sentence(
             "beyond",
-            f"{could}: on {BEYOND.on} {_share(value)} of its weight lies on what a cache of the first {KEEPS.first} and the "
-            f"last {KEEPS.last} tokens would forget.",
+            f"{100 * value:.2g}% of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} tokens "
+            f"(on {BEYOND.on}).",
         )
 
 
@@ -182,22 +184,30 @@ def _rests(head: HeadProfile) -> Sentence:
 def _writes(wrote: Wrote | None) -> Iterator[Sentence]:
     if wrote is None:
         return
-    if not math.isfinite(wrote.copying):
-        yield Sentence("copying", "It writes nothing at all.")
-        return
-    random = f"copying {wrote.copying:+.2f}; random weights spread by {wrote.spread:.2f}"
-    if abs(wrote.copying) < 2 * wrote.spread:
-        yield Sentence("copying", f"It writes neither what it reads nor its opposite ({random}).")
-    else:
-        yield Sentence(
-            "copying", f"It writes {'what it reads' if wrote.copying > 0 else 'against what it reads'} ({random})."
-        )
+    if wrote.effect is not None:
+        yield Sentence("direct effect", _attended_logit(wrote.effect))
     if wrote.words:
         one = wrote.words[0]
         yield Sentence(
             "writes",
             f"Looking at {one.token!r} it makes {_words(one.promotes)} likelier, {_words(one.suppresses)} less likely.",
         )
+
+
+def _attended_logit(effect: DirectEffect) -> str:
+    """How a head changes the logit of the token it attends to most."""
+    size = f"95% CI {effect.low:+.2f} to {effect.high:+.2f}"
+    claim = (
+        f"Its output does not measurably change the logit of the token it attends to most ({effect.mean:+.2f}; {size})"
+    )
+    if effect.sign:
+        verb = "raises" if effect.sign > 0 else "lowers"
+        claim = f"Its output {verb} the logit of the token it attends to most by {abs(effect.mean):.2f} ({size})"
+    return (
+        f"{claim}, relative to the mean over the vocabulary: direct effect at {effect.queries:,} query positions of "
+        f"{effect.texts:,} texts, {100 * effect.share:.2g}% of all; at the others it attends most to the first token or to a "
+        "special token."
+    )
 
 
 def _words(scored: list[tuple[str, float]]) -> str:
@@ -237,14 +247,27 @@ def _less(known: Facts) -> Iterator[Sentence]:
             f"Its key head {less.key} keeps {less.cache / 1e6:.1f} MB of keys and values at {LENGTH:,} tokens{shared}.",
         )
 
-    if less.streamed is not None:
-        one, more = less.streamed, less.streamed.more
-        yield Sentence(
-            "streaming",
-            f"If that key head kept the first {one.keeps.first} and the last {one.keeps.last} tokens alone, later tokens "
-            f"would cost {more.mean:+.2g} nats (95 % CI {more.low:+.2g} to {more.high:+.2g}; {one.texts:,} texts of "
-            f"{one.longest:,} tokens).",
+
+def _streams(profile: Profile, head: HeadProfile, less: Less | None) -> Iterator[Sentence]:
+    """Measured loss with the KV head streaming; a recommendation only if attention and every kind of text allow it."""
+    if less is None or less.streamed is None or not less.streamed.costs:
+        return
+    test, local = less.streamed, could_stream(profile.tally)
+    costs = "; ".join(
+        f"{cost.kind} {cost.full:.2f} {cost.more.mean:+.2g} (95% CI {cost.more.low:+.2g} to {cost.more.high:+.2g}; "
+        f"{cost.texts:,} texts)"
+        for cost in test.costs
+    )
+    text = (
+        f"Loss in nats per token, and its increase with KV head {less.key} at {test.policy.first} sink tokens and a window of "
+        f"{test.policy.last}: {costs}."
+    )
+    if test.passed and local is not None and local[profile.addresses.index(head.address)]:
+        text += (
+            f" KV head {less.key} can stream: every increase is below {BOUND:g} (upper end of the CI), and less than "
+            f"{STREAMS:.0%} of the head's attention falls outside."
         )
+    yield Sentence("streaming", text)
 
 
 def _cost(one: Cost) -> str:

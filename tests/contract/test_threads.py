@@ -17,8 +17,7 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 def native_model() -> Any:
     torch.manual_seed(5)
-    spec = hw.ModelSpec.decoder(vocab=23, width=24, layers=2, heads=4, context=32)
-    return hw.Transformer(spec).eval()
+    return hw.Transformer(hw.ModelSpec(23, 32, 2, hw.AttentionSpec(width=24, heads=4))).eval()
 
 
 def attached_model() -> Any:

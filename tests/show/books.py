@@ -152,6 +152,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
         "hardest": [context] * 5,
         "writes": {
             "copying": 0.345678901, "spread": 0.0234,
+            "effect": {"mean": 0.6615085, "low": 0.474489, "high": 0.847086, "queries": 27, "share": 0.007, "texts": 22},
             "words": [
                 {"token": " ship", "promotes": [[" harbour", 12.345678]] * 6, "suppresses": [[" paint", -9.87654321]] * 6}
             ] * 3,

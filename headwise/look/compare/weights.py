@@ -105,9 +105,9 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def ov_copying(head: Head | HeadWeights | Circuit) -> float:
-    """Re Σλ / Σ|λ| of W_V W_O: 1 if the head writes what it reads, −1 if its opposite; chance is 0, sd about 1.5/d.
+    """OV eigenvalue score: Re Σλ / Σ|λ| of W_V W_O, from −1 to 1. Random weights: mean 0, sd about 1.5/d.
 
-    Eigenvalues as a sign of copying: https://transformer-circuits.pub/2021/framework/index.html
+    It does not say what is written for the attended token: https://transformer-circuits.pub/2021/framework/index.html
 
     >>> ov_copying(Circuit(torch.eye(5)[:, :3], 2 * torch.eye(5)[:3]))
     1.0

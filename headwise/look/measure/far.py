@@ -5,7 +5,8 @@
     fixed place   the weight on a fixed place of the text from rows farther away than the window, chosen and told alike; the
                   first token, and what a tokenizer puts around a text, is no place
     beyond        the weight on what a key head would forget that keeps the first tokens and the last alone: what
-                  `Plan.streaming` ranks key heads by. A head with next to nothing there could stream; others need it all
+                  `Plan.streaming` ranks key heads by. Next to nothing there does not mean that a head can stream: an
+                  induction head attends to the first token until something is repeated
 
 Heads that see no farther than a window of their own are not asked. The baseline of the first two is one token in all
 visible. Texts are drawn by chance, so no word stands at the same place.

@@ -19,7 +19,7 @@ from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
 from headwise.look.profile.roles import DUE, HELD, Role, Support
 
-STREAMS = 0.05  # a head could stream if surely less of its weight lies beyond what such a cache keeps
+STREAMS = 0.05  # attention condition for streaming: the largest share outside sink tokens and window
 
 
 def prompted_measures() -> tuple[TaskMeasure, ...]:
@@ -49,7 +49,12 @@ def with_choices(found: Sequence[Sequence[Support]], about: Mapping[str, Any]) -
 
 
 def could_stream(tally: Tally) -> np.ndarray | None:
-    """Which heads surely have next to no weight beyond what a streaming cache keeps, (heads,); None: it was not asked."""
+    """Heads that meet the attention condition for streaming, (heads,); None if it was not measured.
+
+    The upper end of the 95% CI of the attention outside sink tokens and window is below STREAMS. The condition is necessary,
+    not sufficient: induction heads meet it, because they attend to the first token of ordinary text. Streaming is recommended
+    only if the loss with the KV head streaming was measured as well (`headwise.change.streaming_cost`).
+    """
     if BEYOND.name not in tally.fields:
         return None
     sums, counts = tally.per_bucket(BEYOND.name)

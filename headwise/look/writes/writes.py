@@ -1,4 +1,4 @@
-"""What heads write: whether they copy, which words they promote, how much of a layer's output is theirs."""
+"""What heads write: OV eigenvalue score, promoted words, the share of each head in its layer's output."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -38,11 +38,12 @@ __all__ = [
 
 
 def copying(model: AnyModel, heads: Pattern = "*") -> dict[str, float]:
-    """How far each head writes what it reads: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
+    """OV eigenvalue score of each head: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
 
-    1 where every direction comes back as it was read, −1 where all come back negated
-    (https://transformer-circuits.pub/2021/framework). Random weights give 0 with a spread of about 1.5 / head_dim: a score
-    within twice that says nothing. The norm before the layer is left out. A head that writes nothing has no score, NaN.
+    The score is 1 if W_V W_O maps every eigenvector to a positive multiple of itself, −1 if to a negative one
+    (https://transformer-circuits.pub/2021/framework). Random weights give 0 with a standard deviation of about
+    1.5 / head_dim. The eigenvectors are directions of the residual stream, not tokens: the score does not say what the head
+    writes for the token it attends to. `direct_effects` measures that. Norms are left out. NaN if all eigenvalues are 0.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset

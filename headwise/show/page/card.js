@@ -95,10 +95,11 @@ async function picture_(head, sight) {
 
 function writes(head) {
   if (!head.writes) return null;
-  const { copying, spread, words } = head.writes;
-  const verdict = copying === null ? "it writes nothing" : Math.abs(copying) < 2 * spread ? "no more than random weights" : copying > 0 ? "it writes what it reads" : "it writes against what it reads";
+  const { copying, spread, words, effect } = head.writes;
   return section("What it writes",
-    el("dl", { class: "facts" }, el("dt", {}, word("copying")), el("dd", { "data-fact": "copying", "data-value": copying }, `${number(copying, 2)}: ${verdict} (those spread by ${number(spread, 3)})`)),
+    el("dl", { class: "facts" },
+      effect && [el("dt", {}, word("direct effect")), el("dd", { "data-fact": "direct effect", "data-value": effect.mean }, `${number(effect.mean, 2)} logits on the attended token (${number(effect.low, 2)} to ${number(effect.high, 2)})`)],
+      el("dt", {}, word("OV eigenvalue score")), el("dd", { "data-fact": "OV eigenvalue score", "data-value": copying }, `${number(copying, 2)} (random weights: 0 ± ${number(spread, 3)})`)),
     words.length > 0 && grid("When it looks at a word, by the word's bare embedding", ["looks at", "makes likelier", "makes less likely"],
       words.map((one) => [one.token, one.promotes.map(([word]) => word.trim() || "␣").join("  "), one.suppresses.map(([word]) => word.trim() || "␣").join("  ")])));
 }
