@@ -223,7 +223,8 @@ def adjust(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
 
     A folder that says ForCausalLM needs its head: tied to the embedding, or in the file.
     """
-    is_causal_lm = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
+    classes = config.get("architectures")
+    is_causal_lm = isinstance(classes, list) and any(str(name).endswith("ForCausalLM") for name in classes)
     is_body = "embed_tokens.weight" in names and "lm_head.weight" not in names
     return replace(spec, output="none") if is_body and not is_causal_lm else spec
 
