@@ -95,7 +95,10 @@ def stream(
         prompt, more = _with_source(model, prompt, {"stop": stop, "cache": cache})
         stop, source, source_padding = more.get("stop"), more.get("source"), more.get("source_padding")
     if model.output is None or model.spec.kind == "encoder":
-        raise HeadwiseError("this model has no next-token output; generate needs a decoder with output='lm'.")
+        raise HeadwiseError(
+            "this model has no next-token output; generate needs a decoder with output='lm'. Load the folder of a model "
+            "with an output head, for example LlamaForCausalLM instead of LlamaModel."
+        )
     choose = Sampling(temperature, top_k, top_p)
     ids, made_padding = as_batch(model, prompt)
     padding = made_padding if padding is None else padding

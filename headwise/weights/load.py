@@ -255,7 +255,7 @@ def _open_hugging_face(folder: Path, files: list[Path]) -> Checkpoint:
     config = read_json(inside(folder, "config.json"))
     family = family_of(config.get("model_type"))
     reader = SafetensorsReader(files) if files[0].suffix == ".safetensors" else TorchReader(files)
-    spec = family.adjust(_understood(family.spec, config, folder / "config.json"), set(reader.shapes))
+    spec = family.adjust(_understood(family.spec, config, folder / "config.json"), set(reader.shapes), config)
     return Checkpoint(folder, spec, reader, _tokenizer(folder), family, family.lines, family.storage)
 
 

@@ -78,10 +78,10 @@ def bert(name: str, model: str, output: str, options: dict[str, Any] | None = No
     return Case(name, model, sizes | config, options or {}, output)
 
 
-def llama(name: str, model: str = "LlamaForCausalLM", **config: Any) -> Case:
+def llama(name: str, model: str = "LlamaForCausalLM", output: str = "logits", **config: Any) -> Case:
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": LAYERS}
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "intermediate_size": HIDDEN}
-    return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config)
+    return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config, output=output)
 
 
 def scaled_rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -122,6 +122,9 @@ CASES = (
     llama(
         "qwen2, windows on all", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=3, max_window_layers=0
     ),
+    llama("llama, no output head", "LlamaModel", "last_hidden_state"),
+    llama("mistral, no output head", "MistralModel", "last_hidden_state", sliding_window=5),
+    llama("qwen2, no output head", "Qwen2Model", "last_hidden_state", tie_word_embeddings=True),
 )  # fmt: skip
 
 

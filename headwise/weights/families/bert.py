@@ -91,7 +91,7 @@ def config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def adjust(spec: ModelSpec, names: set[str]) -> ModelSpec:
+def adjust(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
     """Whether there is a pooler and an output for gaps is told by the tensors."""
     filling = "cls.predictions.transform.dense.weight" in names
     pooler = any(name.endswith("pooler.dense.weight") for name in names)

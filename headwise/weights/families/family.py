@@ -21,7 +21,8 @@ class Family:
     config: Callable[[ModelSpec], dict[str, Any]]  # to config.json; an error where the family cannot hold the spec
     lines: tuple[Line, ...]
     storage: str  # how their q, k and v lie: in one weight or in three
-    adjust: Callable[[ModelSpec, set[str]], ModelSpec] = lambda spec, names: spec  # what the tensors' names add
+    # Parts of the model that only the names of the tensors show: from the spec, those names and config.json.
+    adjust: Callable[[ModelSpec, set[str], Config], ModelSpec] = lambda spec, names, config: spec
     prefixes: tuple[str, ...] = ("",)  # what may stand before every name
     ignored: tuple[str, ...] = ()  # ends of names of buffers that are no weights
     export_prefix: Callable[[ModelSpec], str] = lambda spec: ""  # the one transformers expects

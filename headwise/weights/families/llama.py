@@ -1,6 +1,7 @@
 """Llama and those built like it (SmolLM2, TinyLlama, Mistral, Qwen2): rotary, RMS norms, swiglu, grouped keys."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headwise.errors import HeadwiseError
@@ -122,7 +123,7 @@ def config(spec: ModelSpec) -> dict[str, Any]:
     refuse(
         {
             **common_refusals(spec),
-            "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
+            "anything but a decoder": spec.kind != "decoder",
             "positions other than rotary": heads.rotary is None or spec.positions != "none",
             "rotary positions on part of the channels": heads.rotary is not None
             and heads.rotary.dims not in (None, heads.head_dim),
@@ -144,10 +145,10 @@ def config(spec: ModelSpec) -> dict[str, Any]:
             f"transformers' Llama refuses a width of {spec.width} with {heads.heads} heads, and its Mistral and Qwen2 a "
             f"bias on what heads write; use model.save(folder)."
         )
-    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
     made: dict[str, Any] = {
         "model_type": kind,
-        "architectures": [names[kind]],
+        "architectures": [names[kind] + ("Model" if spec.output == "none" else "ForCausalLM")],
         "vocab_size": spec.vocab,
         "max_position_embeddings": spec.context,
         "hidden_size": spec.width,
@@ -202,19 +203,34 @@ _OURS = {
     "output": "output.vocabulary.weight",
 }
 _HUGGING_FACE = {
-    "tokens": "model.embed_tokens.weight",
-    "norm_attention": "model.layers.{i}.input_layernorm.weight",
-    "q": "model.layers.{i}.self_attn.q_proj.weight",
-    "k": "model.layers.{i}.self_attn.k_proj.weight",
-    "v": "model.layers.{i}.self_attn.v_proj.weight",
-    "o": "model.layers.{i}.self_attn.o_proj.weight",
-    "norm_mlp": "model.layers.{i}.post_attention_layernorm.weight",
-    "gate": "model.layers.{i}.mlp.gate_proj.weight",
-    "up": "model.layers.{i}.mlp.up_proj.weight",
-    "down": "model.layers.{i}.mlp.down_proj.weight",
-    "norm": "model.norm.weight",
-    "output": "lm_head.weight",
+    "tokens": "embed_tokens.weight",
+    "norm_attention": "layers.{i}.input_layernorm.weight",
+    "q": "layers.{i}.self_attn.q_proj.weight",
+    "k": "layers.{i}.self_attn.k_proj.weight",
+    "v": "layers.{i}.self_attn.v_proj.weight",
+    "o": "layers.{i}.self_attn.o_proj.weight",
+    "norm_mlp": "layers.{i}.post_attention_layernorm.weight",
+    "gate": "layers.{i}.mlp.gate_proj.weight",
+    "up": "layers.{i}.mlp.up_proj.weight",
+    "down": "layers.{i}.mlp.down_proj.weight",
+    "norm": "norm.weight",
+    "output": "/lm_head.weight",
 }
+
+
+def adjust(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
+    """Leave the output head out if the tensors are those of a LlamaModel, MistralModel or Qwen2Model.
+
+    A folder that says ForCausalLM needs its head: tied to the embedding, or in the file.
+    """
+    classes = config.get("architectures")
+    is_causal_lm = isinstance(classes, list) and any(str(name).endswith("ForCausalLM") for name in classes)
+    is_body = "embed_tokens.weight" in names and "lm_head.weight" not in names
+    return replace(spec, output="none") if is_body and not is_causal_lm else spec
+
+
+def _has_own_output(spec: ModelSpec) -> bool:
+    return spec.output == "lm" and not spec.tied
 
 
 def lines(names: dict[str, str]) -> tuple[Line, ...]:
@@ -224,9 +240,7 @@ def lines(names: dict[str, str]) -> tuple[Line, ...]:
         ours = _OURS[part]
         rotated = part in ("q", "k")
         tied = part == "output"
-        made.append(
-            Line(theirs, ours, rotated=rotated, when=(lambda spec: not spec.tied) if tied else lambda spec: True)
-        )
+        made.append(Line(theirs, ours, rotated=rotated, when=_has_own_output if tied else lambda spec: True))
         for parts, there in _BIASES:
             if part in parts:
                 theirs_bias, ours_bias = theirs.replace(".weight", ".bias"), ours.replace("weight", "bias")
@@ -247,6 +261,9 @@ FAMILY = Family(
     config=config,
     lines=lines(_HUGGING_FACE),
     storage="q,k,v",
+    adjust=adjust,
+    prefixes=("model.", ""),
+    export_prefix=lambda spec: "" if spec.output == "none" else "model.",
     ignored=("rotary_emb.inv_freq", "rope.freqs", "rope_freqs.weight", "lm_head.weight"),
     other_names={"meta": lines(META), "gguf": lines(GGUF)},
 )
