@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attach.layer import MARK, Layer, Mark, layer_of
+from headwise.attach.layer import MARK, Layer, LayerMark, layer_of
 from headwise.attach.masks import lowest
 from headwise.errors import HeadwiseError
 from headwise.heads.site import is_repeated
@@ -57,7 +57,7 @@ def unregister(attachment: Any) -> None:
 def mark(layer: Layer, run: Callable[..., Any] | None) -> None:
     """Let calls of a layer's module reach the layer; `run` is the attention function of the module, None for SDPA."""
     layer.words = _words(_sdpa() if run is None else run)
-    layer.module.__dict__[MARK] = Mark(layer)
+    layer.module.__dict__[MARK] = LayerMark(layer)
 
 
 def unmark(layer: Layer) -> None:

@@ -37,7 +37,7 @@ REMEMBERED = 512  # edited calls whose queries are known again
 MARK = "_headwise_layer"  # where a module keeps the mark that says which layer looks at it
 
 
-class Mark:
+class LayerMark:
     """The layer that looks at a module. A copy of the module, or what is pickled of it, has an empty mark.
 
     It is an attribute of the module, because torch.compile guards on attributes. It does not guard on a lookup by module.
@@ -46,11 +46,11 @@ class Mark:
     def __init__(self, layer: "Layer | None" = None) -> None:
         self.layer = layer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Mark":
-        return Mark()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerMark":
+        return LayerMark()
 
-    def __reduce__(self) -> tuple[type["Mark"], tuple[()]]:
-        return Mark, ()
+    def __reduce__(self) -> tuple[type["LayerMark"], tuple[()]]:
+        return LayerMark, ()
 
 
 def layer_of(module: nn.Module) -> "Layer | None":
