@@ -80,23 +80,20 @@ class EagerHook:
     _lock = threading.Lock()
 
     def __init__(self, kind: type[nn.Module]) -> None:
-        self._names, self._is_open = kind.forward.__globals__, True
+        self._names: dict[str, Any] = kind.forward.__globals__
         with self._lock:
-            function = self._names[OWN]
-            if not isinstance(function, partial):
-                function = self._names[OWN] = partial(attend_eager, function)
-                function.hooks = 0
-            function.hooks += 1
+            if not isinstance(self._names[OWN], partial):
+                self._names[OWN] = partial(attend_eager, self._names[OWN])
+            vars(self._names[OWN]).setdefault("hooks", []).append(self)
 
     def remove(self) -> None:
         """Take the hook away."""
         with self._lock:
-            function = self._names[OWN]
-            if self._is_open:
-                function.hooks -= 1
-                if function.hooks == 0:
+            function: Any = self._names[OWN]
+            if isinstance(function, partial) and self in vars(function)["hooks"]:
+                vars(function)["hooks"].remove(self)
+                if not vars(function)["hooks"]:
                     self._names[OWN] = function.args[0]
-            self._is_open = False
 
 
 class Watching:
