@@ -80,22 +80,22 @@ class EagerHook:
     _lock = threading.Lock()
 
     def __init__(self, kind: type[nn.Module]) -> None:
-        self._names, self._is_open = kind.forward.__globals__, False
+        self._names: dict[str, Any] = kind.forward.__globals__
+        self._is_open = False
         with self._lock:
-            function = self._names[OWN]
-            if not isinstance(function, partial):
-                function = self._names[OWN] = partial(attend_eager, function)
-                function.hooks = 0
-            function.hooks += 1
+            if not isinstance(self._names[OWN], partial):
+                self._names[OWN] = partial(attend_eager, self._names[OWN])
+            count = vars(self._names[OWN])
+            count["hooks"] = count.get("hooks", 0) + 1
             self._is_open = True
 
     def remove(self) -> None:
         """Take the hook away."""
         with self._lock:
-            function = self._names[OWN]
             if self._is_open:
-                function.hooks -= 1
-                if function.hooks == 0:
+                function = self._names[OWN]
+                vars(function)["hooks"] -= 1
+                if not vars(function)["hooks"]:
                     self._names[OWN] = function.args[0]
             self._is_open = False
 

@@ -110,7 +110,7 @@ class CallGuard:
     """Stands at the doors of an attached model: the model itself, and those parts of it that can be called alone."""
 
     def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
-        self._model, self._layers = model, layers
+        self._model = model
         run = [layer for layer in layers if layer.spec.head_ids and layer.found.way != "watched"]
         there = [(config_of(model, layer.module), layer.found.way) for layer in run]
         self._configs = list({id(config): (config, way) for config, way in there}.values())
@@ -140,7 +140,7 @@ class CallGuard:
                     f"{one._attn_implementation!r} now, where heads can be neither seen nor silenced; detach it first, or "
                     f'call model.set_attn_implementation("{way}").'
                 )
-        if door.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if HOOKS.now is not HOOKS and door.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._wrap(door)
 
     def _wrap(self, door: nn.Module) -> None:

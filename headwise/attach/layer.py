@@ -87,9 +87,7 @@ class Layer:
         self.unlike = ""  # why what is rebuilt of attention that is not SDPA's is not what it computed
         self.handle: Callable[[], Any] = lambda: None  # a weak reference to the handle of the model
         self.trial: LayerTrial | None = None  # while it is found out how the layer is put together
-        self.words: frozenset[str] | None = (
-            None  # in the source of the function that runs; None: the source is not known
-        )
+        self.words: frozenset[str] | None = None  # of the attention function's source; None if it cannot be read
         self._waiting = threading.local()  # `call`: what attention was called with and gave, until W_O is called
         self._edited: deque[tuple[torch.Size, float]] = deque(maxlen=REMEMBERED)
         self._path = next((name for name, part in found.parent.named_modules() if part is found.writes), None)

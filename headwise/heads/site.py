@@ -199,15 +199,17 @@ class Site:
         return z
 
     def show(self, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
-        """Call the listeners of this context. They never run inside compiled code: it is left for them."""
+        """Show a call to the listeners of this context. Compiled code is left for them (a graph break)."""
         if torch.compiler.is_compiling():
-            from headwise.heads.uncompiled import call_listeners
+            from headwise.heads.uncompiled import call_uncompiled
+
+            call_uncompiled(self, q, k, v, terms, z)
         else:
-            call_listeners = _call_listeners
-        call_listeners(self, q, k, v, terms, z)
+            call_listeners(self, q, k, v, terms, z)
 
 
-def _call_listeners(site: Site, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
+def call_listeners(site: Site, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
+    """Show a call to the listeners that this context has at a hook point."""
     seen = Seen(site, q, k, v, terms(), z)
     for listener in HOOKS.now.listeners.get(site.key, ()):
         listener(seen)
@@ -232,7 +234,7 @@ def expanded(value: Tensor, z: Tensor) -> Tensor:
 
 
 @contextmanager
-def _opened(kind: Literal["edits", "listeners"], key: str, item: Edit | Listener) -> Iterator[None]:
+def _opened(kind: Literal["edits", "listeners"], key: str, item: Callable[[Any], Any]) -> Iterator[None]:
     """Open an edit or a listener in this context."""
     now: OpenHooks = HOOKS.now
     _set_items(kind, key, (*getattr(now, kind).get(key, ()), item))
@@ -250,11 +252,12 @@ def _opened(kind: Literal["edits", "listeners"], key: str, item: Edit | Listener
         _set_items(kind, key, items[: places[-1]] + items[places[-1] + 1 :])
 
 
-def _set_items(kind: str, key: str, items: tuple[Edit | Listener, ...]) -> None:
+def _set_items(kind: str, key: str, items: tuple[Any, ...]) -> None:
     """Put the edits or the listeners of one hook point into this context."""
     now: OpenHooks = HOOKS.now
-    by_key = {other: value for other, value in getattr(now, kind).items() if other != key}
-    by_key = by_key | {key: items} if items else by_key
+    by_key: dict[str, tuple[Any, ...]] = {k: value for k, value in getattr(now, kind).items() if k != key}
+    if items:
+        by_key[key] = items
     edits, listeners = (by_key, now.listeners) if kind == "edits" else (now.edits, by_key)
     adopt_hooks(OpenHooks(edits, listeners, now.repeats) if edits or listeners or now.repeats else HOOKS)
 

@@ -1,10 +1,10 @@
 """Functions that torch.compile leaves alone. Imported only while code is compiled, because the import loads its compiler."""
 
+from collections.abc import Callable
+
 import torch
 
-from headwise.heads.site import _call_listeners
+from headwise.heads.site import call_listeners
 
-REASON = (
-    "a listener is open (hw.record, site.listen); it runs between compiled parts, so fullgraph=True is not possible"
-)
-call_listeners = torch.compiler.disable(_call_listeners, reason=REASON)
+REASON = "a listener is open (hw.record, site.listen); it runs between compiled parts. Compile without fullgraph=True"
+call_uncompiled: Callable[..., None] = torch.compiler.disable(call_listeners, reason=REASON)

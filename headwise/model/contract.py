@@ -291,7 +291,7 @@ def quiet(model: AnyModel | nn.Module, parts: Iterable[nn.Module] | None = None)
         frozen = set(parts).difference(trained) if trained else parts
         for part in trained:
             _quiet_users[part] = _quiet_users.get(part, 0) + 1
-        if trained:
+        if any(part.training for part in trained):
             model.eval()
     try:
         yield
