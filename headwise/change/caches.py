@@ -13,6 +13,7 @@ from headwise.change.evaluation import Estimate, PairedEvaluation, finite
 from headwise.change.passkey import ask_passkeys, make_cases
 from headwise.change.plan import Plan
 from headwise.change.report import random_plan
+from headwise.change.streaming_cost import StreamingCost, StreamingEvaluation
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_folder
 from headwise.look.record.reading import Reading
@@ -54,7 +55,7 @@ class CacheStudy:
     spare: float = 0.0  # the part of the key heads that never streams: those that find what is repeated best
     seeds: int = 3  # random plans to compare with
     shares: tuple[float, ...] = ()  # also with each of these shares streaming: a curve
-    passkeys: int = 0  # numbers hidden in texts of that length and asked for
+    passkeys: int = 0  # numbers hidden in texts of that length and asked for; with it, also losses on retrieval texts
 
     def __post_init__(self) -> None:
         ways = [self.share is not None, self.heads is not None, self.plan is not None]
@@ -104,6 +105,7 @@ class CacheReport:
     random: tuple[float, ...] = ()  # the loss of random plans of equal cost, a seed each
     more_than_random: Estimate | None = None
     passkeys: tuple[int, int] | None = None  # of those the whole cache finds, how many are kept; and how many those are
+    retrieval: tuple[StreamingCost, ...] = ()  # increases on repeated lists and on facts asked for later
 
     @property
     def times(self) -> float:
@@ -117,6 +119,7 @@ class CacheReport:
             seeds = f"random plans, {len(self.random)} seeds: mean, least, most"
             spread = Estimate(float(np.mean(self.random)), min(self.random), max(self.random))
             named |= {seeds: spread, "this plan − random": self.more_than_random}
+        named |= {f"this plan − whole, {cost.kind}": cost.more for cost in self.retrieval}
         return [[name, *asdict(figure).values()] for name, figure in named.items()]
 
 
@@ -216,8 +219,9 @@ def _report(
         random.append(evaluation.losses(random_plan(model, small.spec, None, seed)))
         if progress is not None:
             progress("random plans", seed + 1, study.seeds)
-    found = None
+    found, retrieval = None, ()
     if study.passkeys:
+        retrieval = _retrieval(model, small, judging)
         cases = make_cases(model, " ".join(unit.text for unit in judging), length, study.passkeys, study.seed)
         whole = ask_passkeys(model, cases)
         found = ask_passkeys(small, cases).kept(whole)
@@ -234,7 +238,17 @@ def _report(
         random=tuple(float(one.sum() / evaluation.counts.sum()) for one in random),
         more_than_random=evaluation.difference_from_draws(losses, random) if random else None,
         passkeys=found,
+        retrieval=retrieval,
     )
+
+
+def _retrieval(model: Transformer, small: Transformer, judging: Reading) -> tuple[StreamingCost, ...]:
+    """Loss increases on texts longer than the longest window of the plan; none if no KV head streams."""
+    policies = [rule.keeps for rule in small.spec.cache if rule.keeps.last is not None]
+    if not policies:
+        return ()
+    longest = max(policies, key=lambda policy: policy.first + (policy.last or 0))
+    return StreamingEvaluation.of(model, longest, judging, running=False).test(small).costs
 
 
 def _curve(

@@ -1,6 +1,7 @@
 """Which key heads may stream: ways to rank them, one entry each, and the choice that follows.
 
-Those with the least score stream first. What is heavy is in `stream_ways`, imported by the way that needs it.
+KV heads with the lowest score stream first. A low score does not recommend a head: on ordinary text heads that retrieve have
+low scores, too. `streaming_cost` measures the loss on texts that need retrieval. `stream_ways` is imported on demand.
 """
 
 import math

@@ -25,14 +25,13 @@ from headwise.change.evaluation import Estimate, PairedEvaluation
 from headwise.errors import HeadwiseError
 from headwise.look.measure.prompts import next_token
 from headwise.look.measure.repeats import make_repeats
-from headwise.look.record.reading import Reading, documents_for
+from headwise.look.record.reading import Reading
 from headwise.look.record.units import tokenizer_of
 from headwise.look.worth.targets import TargetBatch
 from headwise.model import Transformer
 from headwise.model.loss import IGNORE
 from headwise.spec import Keeps
 from headwise.text import Tokenizer
-from headwise.text.corpus import Corpus
 
 BOUND = 0.05  # nats per token: the upper end of each interval must stay below, else streaming is not recommended
 RUNNING, TOKENS, NOUN_LISTS, FACTS = KINDS = (
@@ -42,6 +41,7 @@ TEXTS = {RUNNING: 8, TOKENS: 12, NOUN_LISTS: 12, FACTS: 24}
 MARGIN = 13  # tokens that a repeated list is longer than the window
 LEAD = 8  # tokens before a fact: a fact among the sink tokens would never be evicted
 BATCH_TOKENS = 2048
+CHARACTERS = 16  # per token, at most, in running text
 NOUNS = (
     "apple", "baby", "ball", "bank", "bed", "bird", "boat", "book", "box", "boy", "bread", "bridge", "car", "card", "cat",
     "chair", "child", "church", "city", "coat", "cow", "cup", "dog", "door", "dress", "egg", "farm", "field", "fire",
@@ -52,10 +52,10 @@ NOUNS = (
     "window", "wood",
 )  # fmt: skip
 QUESTIONS = (
-    ("The secret word is {}.", "What is the secret word? The secret word is"),
-    ("Anna hid the letter under the {}.", "Where is the letter? Anna hid the letter under the"),
-    ("For his birthday Tom was given a {}.", "What was Tom given? For his birthday Tom was given a"),
-    ("The old sign shows a {}.", "What is on the sign? The old sign shows a"),
+    ("The secret word is {} today.", "What is the secret word? The secret word is"),
+    ("Anna hid the letter under the {} last night.", "Where is the letter? Anna hid the letter under the"),
+    ("For his birthday Tom was given a {} by his aunt.", "What was Tom given? For his birthday Tom was given a"),
+    ("The old sign shows a {} in bright colors.", "What is on the sign? The old sign shows a"),
 )
 
 
@@ -90,7 +90,7 @@ class StreamingTest:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RetrievalPrompt:
     """Token ids, the same tokens with another context, and the positions whose tokens count."""
 
     ids: tuple[int, ...]
@@ -154,20 +154,28 @@ def _window(policy: Keeps) -> int:
     return policy.last
 
 
+def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
+    """Texts of a corpus, joined: single sentences are too short to evict anything. Enough for so many tokens."""
+    texts: list[str] = []
+    for item in Reading.of(model, corpus).corpus.items():
+        texts.append(item.text[: CHARACTERS * tokens])
+        if sum(map(len, texts)) > CHARACTERS * tokens:
+            break
+    return " ".join(texts)
+
+
 def _running_text(model: Transformer, policy: Keeps, corpus: Any) -> PairedEvaluation | None:
-    """Texts four times as long as what is kept; None if no text is so long."""
+    """Texts eight times as long as what is kept; None if the corpus has too little text."""
     kept = policy.first + _window(policy)
-    if corpus is None:  # single sentences are too short
-        corpus = " ".join(item.text for item in islice(documents_for(model).items(), 4 * kept * TEXTS[RUNNING]))
     length = min(8 * kept, model.spec.room)
-    try:
-        texts = Reading.of(model, corpus, length).first(TEXTS[RUNNING])
-        return PairedEvaluation.of(model, texts, past=kept)
-    except HeadwiseError:
+    text = _texts(model, corpus, length * TEXTS[RUNNING])
+    if length <= kept + 1 or not text:
         return None
+    units = [unit for unit in Reading.of(model, text, length).first(TEXTS[RUNNING]) if len(unit.ids) > kept + 1]
+    return PairedEvaluation.of(model, Reading.of(model, text, length).only(units), past=kept) if units else None
 
 
-def _random_lists(model: Transformer, policy: Keeps, seed: int) -> list[Prompt]:
+def _random_lists(model: Transformer, policy: Keeps, seed: int) -> list[RetrievalPrompt]:
     length = _window(policy) + MARGIN
     repeats = make_repeats(model, TEXTS[TOKENS], length, seed)
     if repeats.length < length:
@@ -177,11 +185,11 @@ def _random_lists(model: Transformer, policy: Keeps, seed: int) -> list[Prompt]:
     for twice, once in zip(repeats.twice.tolist(), repeats.once.tolist(), strict=True):
         lead, other = twice[: repeats.start], once[start:stop]  # R′, which is not R
         control = (*lead, *other, *twice[start:])
-        prompts.append(Prompt(tuple(twice[:stop]), control[:stop], range(start + 1, stop)))
+        prompts.append(RetrievalPrompt(tuple(twice[:stop]), control[:stop], range(start + 1, stop)))
     return prompts
 
 
-def _noun_lists(model: Transformer, policy: Keeps, seed: int) -> list[Prompt]:
+def _noun_lists(model: Transformer, policy: Keeps, seed: int) -> list[RetrievalPrompt]:
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, length, prompts = tokenizer.around[0], _window(policy) + MARGIN, []
     for _ in range(TEXTS[NOUN_LISTS]):
@@ -190,7 +198,7 @@ def _noun_lists(model: Transformer, policy: Keeps, seed: int) -> list[Prompt]:
             return []
         start = len(before) + length
         ids, control = ((*before, *context, *first) for context in (first, other))
-        prompts.append(Prompt(ids, control, range(start + 1, start + length)))
+        prompts.append(RetrievalPrompt(ids, control, range(start + 1, start + length)))
     return prompts
 
 
@@ -203,14 +211,13 @@ def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple
     return None if tokenizer.special["unk"] in ids else tuple(ids)
 
 
-def _facts(model: Transformer, policy: Keeps, corpus: Any, seed: int) -> Iterator[Prompt]:
+def _facts(model: Transformer, policy: Keeps, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
     """A fact, text that pushes it out of the window, and its question; the control states another fact."""
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, unknown = tokenizer.around[0], tokenizer.special["unk"]
-    items = (documents_for(model) if corpus is None else Corpus.of(corpus)).items()
     needed = LEAD + _window(policy) + MARGIN
-    texts = [tokenizer.encode(item.text, special=False) for item in islice(items, 8 * needed)]
-    hay = [i for text in texts for i in text if i != unknown]
+    text = _texts(model, corpus, 4 * needed * TEXTS[FACTS])
+    hay = [i for i in tokenizer.encode(text, special=False) if i != unknown]
     if len(hay) < needed:
         return
     for number in range(4 * TEXTS[FACTS]):  # some nouns may be several tokens
@@ -224,10 +231,12 @@ def _facts(model: Transformer, policy: Keeps, corpus: Any, seed: int) -> Iterato
         if answer is None or len(stated[0]) != len(stated[1]) or unknown in (*asks, *stated[0], *stated[1]):
             continue
         ids, control = ((*before, *some[:LEAD], *said, *some[LEAD:], *asks, answer) for said in stated)
-        yield Prompt(ids, control, range(len(ids) - 1, len(ids)))
+        yield RetrievalPrompt(ids, control, range(len(ids) - 1, len(ids)))
 
 
-def _batches(model: Transformer, prompts: Sequence[Prompt], *, control: bool = False) -> tuple[TargetBatch, ...]:
+def _batches(
+    model: Transformer, prompts: Sequence[RetrievalPrompt], *, control: bool = False
+) -> tuple[TargetBatch, ...]:
     """Prompts side by side, padded on the right, where a decoder does not see it."""
     longest = max(len(prompt.ids) for prompt in prompts)
     rows = torch.zeros(len(prompts), longest, dtype=torch.long)

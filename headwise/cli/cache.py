@@ -41,7 +41,12 @@ def run(
     limit: Annotated[int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")] = 8,
     length: Annotated[int | None, typer.Option(help="Tokens of a text; none: 1024, or the model's context.")] = None,
     seeds: Annotated[int, typer.Option(help="So many random plans to compare with.")] = 3,
-    passkeys: Annotated[int, typer.Option(help="Also hide so many numbers in texts and ask for them.")] = 0,
+    passkeys: Annotated[
+        int,
+        typer.Option(
+            help="Also hide so many numbers in texts and ask for them, and measure the loss on repeated lists and facts."
+        ),
+    ] = 0,
     curve: Annotated[bool, typer.Option("--curve", help="Also with every share streaming, and at fewer bits.")] = False,
     shares: Annotated[str, typer.Option(help="The shares of the curve.")] = "0.25,0.5,0.75,1",
     plot: Annotated[

@@ -51,8 +51,8 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
     streams = could_stream(profile.tally)
     if streams is not None:
         console.print(
-            f"On {BEYOND.on}, {streams.sum()} of {len(profile)} heads have less than {STREAMS:.0%} of their attention (upper end "
-            f"of the 95% CI) outside {KEEPS.first} sink tokens and a window of {KEEPS.last}",
+            f"On {BEYOND.on}, {streams.sum()} of {len(profile)} heads have less than {STREAMS:.0%} of their attention "
+            f"(upper end of the 95% CI) outside {KEEPS.first} sink tokens and a window of {KEEPS.last}",
             highlight=False,
         )
     for name, why in about.get("unasked", {}).items():

@@ -77,7 +77,7 @@ def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> li
     return [
         *_does(profile, head),
         _rests(head),
-        *_beyond(profile, head),
+        *_beyond(head),
         *_writes(known.wrote),
         *_without(known.loss),
         *_less(known),
@@ -158,13 +158,13 @@ def _effect(one: Support) -> str:
     return f"{told}; {one.effect:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
 
 
-def _beyond(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
+def _beyond(head: HeadProfile) -> Iterator[Sentence]:
     value = head.measures.get(BEYOND.name, math.nan)
     if math.isfinite(value):
         yield Sentence(
             "beyond",
-            f"{100 * value:.2g}% of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} tokens "
-            f"(on {BEYOND.on}).",
+            f"{100 * value:.2g}% of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} "
+            f"tokens (on {BEYOND.on}).",
         )
 
 
@@ -259,8 +259,8 @@ def _streams(profile: Profile, head: HeadProfile, less: Less | None) -> Iterator
         for cost in test.costs
     )
     text = (
-        f"Loss in nats per token, and its increase with KV head {less.key} at {test.policy.first} sink tokens and a window of "
-        f"{test.policy.last}: {costs}."
+        f"Loss in nats per token, and its increase with KV head {less.key} at {test.policy.first} sink tokens and a window "
+        f"of {test.policy.last}: {costs}."
     )
     if test.passed and local is not None and local[profile.addresses.index(head.address)]:
         text += (

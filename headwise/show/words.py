@@ -134,8 +134,8 @@ WORDS = {
     "drift": Meaning("how far the model's predictions move from the untouched model's: KL divergence, nats a token", BITS),
     "cache": Meaning("keys and values kept for tokens read before; heads that share keys share them", CACHES),
     "streaming": Meaning(
-        "a KV head that keeps a few sink tokens and a window; recommended only if the loss on running text, repeated lists and "
-        "facts asked for later rises by less than 0.05 nats per token (upper end of the 95% CI)",
+        "a KV head that keeps a few sink tokens and a window; recommended only if the loss on running text, repeated lists "
+        "and facts asked for later rises by less than 0.05 nats per token (upper end of the 95% CI)",
         CACHES,
     ),
     "partners": Meaning(

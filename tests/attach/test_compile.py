@@ -117,6 +117,7 @@ def test_generate_with_a_compiled_static_cache_equals_the_dynamic_cache(
     """On an accelerator transformers compiles `generate` with a static cache; here its condition is forced to hold."""
     from transformers import CompileConfig
 
+    compile_config: Any = CompileConfig
     model = BY_NAME[name].build()
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     theirs = hw.attach(model)
@@ -125,7 +126,7 @@ def test_generate_with_a_compiled_static_cache_equals_the_dynamic_cache(
     options["pad_token_id"] = 0
     static = {
         "cache_implementation": "static",
-        "compile_config": CompileConfig(backend="eager", fullgraph=False, mode=None),
+        "compile_config": compile_config(backend="eager", fullgraph=False, mode=None),
     }
     for heads in ("", "1.1", "0.0"):
         with silenced(theirs, heads) if heads else nullcontext():

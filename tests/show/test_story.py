@@ -4,18 +4,21 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
 from headwise.change.evaluation import Estimate
+from headwise.change.streaming_cost import BOUND, KINDS, StreamingCost, StreamingTest
 from headwise.look.measure.cases import Example
+from headwise.look.measure.far import KEEPS
 from headwise.look.profile.roles import Support
 from headwise.look.worth.importance import Worth
 from headwise.look.worth.sensitivity import Cost
 from headwise.look.writes.direct_effect import DirectEffect, direct_effects
 from headwise.look.writes.writes import Promoted
-from headwise.show.known import Facts, Kin, Less, Missed, Streamed, Wrote, ask, streamed
+from headwise.show.known import Facts, Kin, Less, Missed, Wrote, ask
 from headwise.show.role_descriptions import RELATION_ROLES, TOKEN_ROLES
 from headwise.show.story import story
 from headwise.show.words import WORDS
@@ -62,6 +65,7 @@ def test_of_a_random_model_nothing_is_found_and_that_is_said(random, profile):
     told = lines(profile, head, found)
     assert found.wrote is not None
     effect = found.wrote.effect
+    assert effect is not None
     assert effect == direct_effects(random, TEXTS, "0.0")["0.0"]
     verb = {1: "raises the", -1: "lowers the", 0: "does not measurably change the"}[effect.sign]
     assert f"Its output {verb} logit of the token it attends to most" in told["direct effect"]
@@ -87,7 +91,8 @@ def test_every_number_given_is_told(profile):
               DirectEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
         Missed(Worth("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
         Less((Cost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token", 16, 2_097_152, "0.0",
-             Streamed(hw.Keeps(first=4, last=128), Estimate(0.0039, 0.0005, 0.0071), 8, 512)),
+             StreamingTest(hw.Keeps(first=4, last=128),
+                           (StreamingCost("nouns repeated", 2.85, Estimate(3.1, 2.8, 3.4), 12),))),
         ("0.1", "0.2"), Kin("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
     told = story(profile, head, known)
@@ -111,7 +116,7 @@ def test_every_number_given_is_told(profile):
         "loses 0.031 nats a token (95 % CI 0.02 to 0.04), +0.011 beside", "mean ablation on 64 texts",
         "Stored at 4 bits, with 0.1 and 0.2, which share its keys, "
         "the loss changes by: W_Q and W_K +0.0012 (95 % CI -0.001 to +0.003)",
-        "kept the first 4 and the last 128 tokens alone, later tokens would cost +0.0039 nats (95 % CI +0.0005 to +0.0071; ",
+        "increase with KV head 0.0 at 4 sink tokens and a window of 128: nouns repeated 2.85 +3.1 (95% CI +2.8 to +3.4; 12",
         "keeps 2.1 MB of keys and values at 4,096 tokens", "reads 0.3 (V-composition 0.19, random weights 0.04) most",
         "looks most like 1.1 (0.12 nats apart)",
     ):  # fmt: skip
@@ -147,28 +152,53 @@ def test_story_encoder_has_no_direct_effect_sentence():
     assert wrote.effect is None
 
 
-def test_what_streaming_costs_is_the_loss_behind_what_is_forgotten(random):
-    text = "".join(TEXTS)
-    found = streamed(random, "1.2", text)
-    assert found is not None
-    assert found.keeps.last is not None
-    length, room = found.longest, found.keeps.first + found.keeps.last
-    ids = torch.tensor(random.tokenizer.encode(text))
-    pieces = [piece for piece in ids.split(length) if len(piece) > room + 1]
-    fewer = hw.Plan.make(random, cache={"1.2": found.keeps}).apply(random)
+def costs(**highs):
+    """Loss increases of every kind with these upper ends; 0.01 if none is given."""
+    ends = {kind: highs.get(kind.split()[0], 0.01) for kind in KINDS}
+    return tuple(StreamingCost(kind, 2.5, Estimate(0.0, -0.01, high), 12) for kind, high in ends.items())
 
-    def lost(model):
-        with torch.no_grad():
-            surprise = [
-                torch.nn.functional.cross_entropy(model(piece[None])[0, room:-1], piece[room + 1 :], reduction="sum")
-                for piece in pieces
-            ]
-        return float(sum(surprise)) / sum(len(piece) - room - 1 for piece in pieces)
 
-    assert found.texts == len(pieces)
-    assert found.more.mean == pytest.approx(lost(fewer) - lost(random), abs=1e-6)
-    assert found.more.mean != 0
-    assert streamed(random, "1.2", TEXTS) is None  # too short to forget anything
+@pytest.mark.parametrize(
+    ("local", "measured", "recommended"),
+    [
+        (True, costs(), True),
+        (False, costs(), False),
+        (None, costs(), False),
+        (True, costs(random=BOUND), False),
+        (True, costs(nouns=3.4), False),
+        (True, costs(facts=0.06), False),
+        (True, costs(running=float("nan")), False),
+        (True, costs()[:3], False),
+        (True, (), False),
+    ],
+)
+def test_story_streaming_recommended_only_if_attention_and_all_losses_allow_it(
+    profile, monkeypatch, local, measured, recommended
+):
+    flags = None if local is None else np.full(len(profile), local)
+    monkeypatch.setattr("headwise.show.story.could_stream", lambda tally: flags)
+    known = Facts(less=Less(key="0.0", streamed=StreamingTest(KEEPS, measured)))
+    text = lines(profile, next(iter(profile)), known).get("streaming", "")
+    assert ("can stream" in text) == recommended
+    assert all(f"{cost.kind} 2.50" in text for cost in measured)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.012, 0.4])
+def test_story_attention_outside_the_window_is_a_figure_and_no_recommendation(profile, value):
+    head = next(iter(profile))
+    text = lines(profile, replace(head, measures={**head.measures, "beyond": value}))
+    assert "stream" not in " ".join(text.values())
+    assert text["beyond"].startswith(
+        f"{100 * value:.2g}% of its attention falls outside 4 sink tokens and a window of 32"
+    )
+
+
+def test_ask_measures_streaming_only_if_attention_is_local(random, profile):
+    head = profile["0.1"]
+    for beyond, measured in ((0.4, False), (float("nan"), False), (0.01, True)):
+        less = ask(random, replace(head, measures={**head.measures, "beyond": beyond}), TEXTS).less
+        assert less is not None
+        assert (less.streamed is not None) == measured
 
 
 def test_somebody_elses_model_has_a_story_too():
