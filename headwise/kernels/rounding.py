@@ -60,6 +60,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """The codes, and behind them what filled the last byte up."""
+    if torch.compiler.is_exporting():
+        packed = packed.int()  # the ONNX exporter makes int8 of a shifted uint8, and onnxruntime refuses a mix of both
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     if bits == 2:

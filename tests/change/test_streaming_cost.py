@@ -128,7 +128,7 @@ def test_streaming_cost_targets_are_outside_the_window(evaluation: StreamingEval
 
 
 def test_cache_study_passkeys_reports_losses_on_retrieval_texts(induction: Worded) -> None:
-    study = {"first": KEEPS.first, "last": KEEPS.last, "on": texts(), "length": LENGTH, "seeds": 0, "passkeys": 1}
+    study = {"first": KEEPS.first, "last": KEEPS.last, "on": texts(), "length": 100, "seeds": 0, "passkeys": 1}
     for key, lost in (("0.0", False), ("1.0", True)):
         report = cache_study(induction.model, CacheStudy(heads=key, **study)).report
         assert report is not None

@@ -15,6 +15,7 @@ from headwise.deploy.graphs import Next, Prefill, cached_sites, traceable
 from headwise.deploy.onnx import _session
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.spec.weights import WEIGHT_BITS
 from tests.deploy.llamas import SPEC, llama, without
 
 BERT = ModelSpec(
@@ -103,6 +104,25 @@ def any_shape_of_decoder(model: Transformer, folder: Path) -> None:
         names = [given.name for given in step.get_inputs()][1:]
         logits, *_ = step.run(None, {"ids": ids[:, length:].numpy(), **dict(zip(names, held, strict=True))})
         close(torch.from_numpy(logits), model(ids).detach()[:, -1:])
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    "bits", [pytest.param(bits, marks=() if bits in (4, 2) else pytest.mark.slow) for bits in WEIGHT_BITS]
+)
+def test_onnx_of_quantized_encoder_equals_ours(bits: int, tmp_path: Path) -> None:
+    model = hw.quantise(make(replace(BERT, layers=1), None), bits)
+    hw.export(model, tmp_path / "out", to="onnx")
+    any_shape_of_encoder(model, tmp_path / "out")
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_onnx_of_decoder_with_mixed_bits_equals_ours(tmp_path: Path) -> None:
+    bits = {"*": 4, "0.1": 2, "0.2:qk": 3, "0.3:vo": 8, "mlp": 2, "vocabulary": 16}
+    model = hw.quantise(make(replace(GPT2, layers=1), None), bits, group=5)
+    hw.export(model, tmp_path / "out", to="onnx")
+    any_shape_of_decoder(model, tmp_path / "out")
 
 
 @needs_onnx
