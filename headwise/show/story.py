@@ -225,9 +225,7 @@ def _without(loss: Missed | None) -> Iterator[Sentence]:
     text = f"Without it {lost} (95 % CI {one.low:.2g} to {one.high:.2g}{nothing})"
     if math.isfinite(one.above_layer):
         text += f", {one.above_layer:+.2g} beside an average other head of its layer"
-    yield Sentence(
-        "worth", f"{text}; {told} on {loss.texts:,} texts. Later heads may take over: this is the least it does."
-    )
+    yield Sentence("worth", f"{text}; {told} on {loss.texts:,} texts. Later heads may take over a part of its work.")
 
 
 def _less(known: Facts) -> Iterator[Sentence]:

@@ -127,7 +127,8 @@ WORDS = {
         WRITES,
     ),
     "worth": Meaning(
-        "what the model loses when the head is replaced by its mean; later heads may take over, so this is the least it does",
+        "what the model loses when the head is replaced by its mean; later heads may take over a part of its work, "
+        "which this does not count",
         WORTH,
     ),
     "bits": Meaning("what the loss gains when this head alone is stored at so few bits, everything else untouched", BITS),

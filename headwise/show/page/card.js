@@ -118,7 +118,7 @@ function worth(head) {
     el("dl", { class: "facts" },
       el("dt", {}, word(`lost without it (${about.metric})`, "worth")), el("dd", { "data-fact": "worth", "data-value": mean }, `${number(mean, 4)}  (${number(low, 4)} to ${number(high, 4)})`),
       el("dt", {}, "more than others of its layer"), el("dd", {}, `${number(above, 4)}  (${number(least, 4)} to ${number(most, 4)})`)),
-    el("p", { class: "note" }, `By ${about.by}${about.by === "ablation" ? `, ${about.how}` : ""}, on ${about.texts} texts. Later heads take over from one that is gone: this is the least it does.`));
+    el("p", { class: "note" }, `By ${about.by}${about.by === "ablation" ? `, ${about.how}` : ""}, on ${about.texts} texts. Later heads may take over a part of its work.`));
 }
 
 function life(head) {
