@@ -37,7 +37,7 @@ def run(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
     control: Annotated[
-        str | None, typer.Option(help="random-init or shuffled: what would be seen without learning.")
+        str | None, typer.Option(help="random-init, random-attention or shuffled: profile this control instead.")
     ] = None,
     no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
     prompts: Annotated[
