@@ -15,6 +15,10 @@ a list is being repeated, and only what it says about this one goes. A head is c
 and if these are no accident: p < .05 by sign flips over cases, corrected for all heads and token sets that are tried (Holm);
 roles on prompts are corrected by themselves. What comes later is not asked of heads that fail, and their p is 1. Of a head
 that holds answers back all this is asked of what they gain without it.
+
+Roles about two names are judged by the lead: log-probability of the name due minus that of the other. A head that lifts any
+earlier name changes the lead only if the other name is absent. So single-name prompts are a second control: the loss must be
+above a share of the loss there (prompt_trials.py), with its 95% interval above 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +31,8 @@ from torch import Tensor
 
 from headwise.look.measure.statistics import bootstrap, holm, sign_flips
 from headwise.look.profile.effects import RANDOM_TOKENS, RUNNING_TEXT, Effect
-from headwise.look.profile.prompt_trials import prompt_trial
-from headwise.look.profile.roles import DUE, HELD, REPEATS, Support, in_order
+from headwise.look.profile.prompt_trials import lead_trial, prompt_trial
+from headwise.look.profile.roles import DUE, HELD, LEAD, REPEATS, Support, in_order
 from headwise.look.profile.trials import Prompt, Trial, list_trial, target_batches, text_trial, word_trial
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.ablate import How, stand_in
@@ -109,6 +113,8 @@ def _trials(
             tokens: replace(make(model, texts, seed), held=probe == HELD)
             for tokens, make in ((RANDOM_TOKENS, list_trial), (RUNNING_TEXT, text_trial))
         }
+    if probe == LEAD:
+        return {"": lead_trial(model, role, seed)}
     return {"": prompt_trial(model, role, seed) if probe == DUE else word_trial(model, related, texts, role, probe)}
 
 
@@ -124,9 +130,12 @@ def try_heads(model: AnyModel, addresses: Sequence[Address], heads: Sequence[Add
     costs = Costs(_counts(trial.cases), float(clean.sum()), _counts(trial.matched) if trial.matched else None)
     control = trial.by_case(ask(heads, trial.controls)[0]) if trial.controls else None
     matched = ask(heads, trial.matched)[0] if trial.matched else None
-    made = [
-        costs.beyond(*(None if x is None else x[:, i] for x in (lost, control, matched))) for i in range(len(heads))
-    ]
+    singles = ask(heads, trial.singles)[0] if trial.singles else None
+    made = []
+    for i in range(len(heads)):
+        beside = [None if some is None else some[:, i] for some in (control, matched)]
+        effect = costs.beyond(lost[:, i], *beside)
+        made.append(effect if singles is None else costs.beyond_single(effect, lost[:, i], singles[:, i], trial.share))
     left = [i for i, one in enumerate(made) if one.causal]
     layers = {heads[i].site for i in left}
     others = [address for address in addresses if address.site in layers and address not in heads]
@@ -172,6 +181,13 @@ class Costs:
         told = None if matched is None else paired._mean(matched)
         return replace(effect, control=paired._mean(control), matched=told, beyond=ends, p=p)
 
+    def beyond_single(self, effect: Effect, lost: np.ndarray, single: np.ndarray, share: float) -> Effect:
+        """Compare the loss with a share of the loss in single-name prompts, (cases,) each."""
+        more = lost - share * single
+        ends = self._interval(more)
+        p = max(effect.p, self._p(more)) if effect.causal and ends[0] > 0 else 1.0
+        return replace(effect, single=self._mean(single), single_beyond=ends, p=p)
+
     def beside(self, effect: Effect, lost: np.ndarray, others: np.ndarray) -> Effect:
         """The same beside what the cases lose by the other heads of its layer, (cases, heads).
 
@@ -191,8 +207,8 @@ class Costs:
 
     @property
     def least(self) -> float:
-        """The least loss that counts."""
-        return max(NATS, SHARE * self.clean / self._answers)
+        """The least loss that counts; of leads, the surprises minus those of the rivals, `clean` is negative."""
+        return max(NATS, SHARE * abs(self.clean) / self._answers)
 
     @property
     def _answers(self) -> float:

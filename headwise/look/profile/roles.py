@@ -30,8 +30,8 @@ from headwise.look.profile.effects import Effect
 from headwise.look.record.buckets import CHOOSING, REPORTING, in_half
 from headwise.text.documents import Document
 
-# Probes: tokens said twice; the same where a head holds them back; prompts of the role's own.
-REPEATS, HELD, DUE = "repeats", "held back", "due"
+# Probes: tokens said twice; the same where a head holds them back; prompts of the role's own, by answer or by lead.
+REPEATS, HELD, DUE, LEAD = "repeats", "held back", "due", "lead"
 RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
 
 
@@ -208,7 +208,7 @@ def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
             )
         if (role.name, role.detail) in told:
             raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
-        if not 0 < role.threshold < 1 or role.probe not in (None, REPEATS, HELD, *[DUE] * role.apart):
+        if not 0 < role.threshold < 1 or role.probe not in (None, REPEATS, HELD, *[DUE, LEAD] * role.apart):
             raise HeadwiseError(
                 f"the role {role.name!r} needs a threshold between 0 and 1 and the probe {REPEATS!r}, {HELD!r} or none; "
                 f"got {role.threshold} and {role.probe!r}."

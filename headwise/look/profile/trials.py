@@ -57,6 +57,7 @@ class Prompt(NamedTuple):
 
     unit: Unit
     wanted: Mapping[int, int]
+    rivals: Mapping[int, int] = {}  # by place, a token whose surprise is subtracted: then the answer is a lead
 
     @property
     def read(self) -> Unit:
@@ -72,6 +73,8 @@ class Trial:
     controls: tuple[Prompt, ...] = ()
     of_case: tuple[tuple[int, ...], ...] = ()  # for each case its controls
     held: bool = False  # whether the role holds answers back: then what counts is what they gain without a head
+    singles: tuple[Prompt, ...] = ()  # single-name prompts, one for each case
+    share: float = 1.0  # of the loss in single-name prompts that the loss of a case must exceed
     matched: tuple[Prompt, ...] = ()  # the cases with the answers that have a control; none: all answers have one
 
     def by_case(self, values: np.ndarray) -> np.ndarray:
@@ -233,11 +236,15 @@ def target_batches(
     the plain causal kernel serves."""
     numbered = [replace(row.read, number=number) for number, row in enumerate(rows)]
     for batch in make_batches(numbered, tokens, device=device):
-        targets = torch.full_like(batch.ids, IGNORE)
+        targets, rivals = torch.full_like(batch.ids, IGNORE), torch.full_like(batch.ids, IGNORE)
         for place, unit in enumerate(batch.units):
-            for at, token in rows[unit.number].wanted.items():
+            row = rows[unit.number]
+            for at, token in row.wanted.items():
                 targets[place, at - 1] = token
-        yield TargetBatch(batch.ids, batch.real, targets, None, tuple(unit.number for unit in batch.units))
+                rivals[place, at - 1] = row.rivals.get(at, IGNORE)
+        subtracted = rivals if bool((rivals != IGNORE).any()) else None
+        numbers = tuple(unit.number for unit in batch.units)
+        yield TargetBatch(batch.ids, batch.real, targets, None, numbers, rivals=subtracted)
 
 
 def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Prompt]:
@@ -267,7 +274,7 @@ def foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
     """The same rows, with the answers that the whole model foresees."""
     limit = _limit(model)
     return [
-        Prompt(row.unit, {place: token for place, token in row.wanted.items() if cost[place] <= limit})
+        row._replace(wanted={place: token for place, token in row.wanted.items() if cost[place] <= limit})
         for row, cost in zip(rows, surprises(model, rows), strict=True)
     ]
 
