@@ -67,13 +67,6 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT / "headwise").parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize(
-    "path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
-)
-def test_files_are_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-
-
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
     """The modules of this package that some statements import."""
     found: set[str] = set()

@@ -18,7 +18,9 @@ def run(
     text: Texts = None,
     prompts: Annotated[
         bool,
-        typer.Option("--prompts", help="Ask also on prompts of their own: name movers, copy suppression and others."),
+        typer.Option(
+            "--prompts", help="Also test roles on their own prompts: name movers, name and copy suppression, others."
+        ),
     ] = False,
     all_numbers: Annotated[bool, typer.Option("--all", help="Every measure and every case, behind the story.")] = False,
     as_json: Json = False,

@@ -37,12 +37,14 @@ def run(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
     control: Annotated[
-        str | None, typer.Option(help="random-init or shuffled: what would be seen without learning.")
+        str | None, typer.Option(help="random-init, random-attention or shuffled: profile this control instead.")
     ] = None,
     no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
     prompts: Annotated[
         bool,
-        typer.Option("--prompts", help="Ask also on prompts of their own: name movers, copy suppression and others."),
+        typer.Option(
+            "--prompts", help="Also test roles on their own prompts: name movers, name and copy suppression, others."
+        ),
     ] = False,
     every: Annotated[int, typer.Option(help="For long texts: look at one block of 64 rows in so many.")] = 1,
     save: Annotated[Path | None, typer.Option(help="Write the whole profile to this file.")] = None,

@@ -160,7 +160,7 @@ def _cases(role: Support, cases: Sequence[Example]) -> dict[str, Any]:
 def _support(one: Support) -> dict[str, Any]:
     names = (
         "role", "detail", "on", "rung", "score", "null", "interval", "p", "rows", "coverage", "probe", "effect", "cost",
-        "bar", "control", "family",
+        "bar", "control", "family", "causal_on",
     )  # fmt: skip
     return {name: getattr(one, name) for name in names}
 

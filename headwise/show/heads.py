@@ -40,7 +40,7 @@ def show_profile(profile: Profile, wanted: set[str], console: Console | None = N
             strongest[role] = head, next(one for one in head.roles if one.role == role), len(there)
     rows = [
         [
-            *(role, Text(*sign(role)), heads, str(head.address), one.detail, one.rung, one.score, one.null),
+            *(role, Text(*sign(role)), heads, str(head.address), one.detail, one.evidence_level, one.score, one.null),
             *(_interval(one.interval), _effect(one), one.on),
             "" if head.role == role and len(head.roles) == 1 else head.role_label,
         ]
@@ -72,7 +72,16 @@ def show_role(profile: Profile, role: str, wanted: set[str], console: Console | 
     found = [(head, next(one for one in profile[head].roles if one.role == role)) for head in profile.roles()[role]]
     rows = [
         [
-            *(str(head), one.detail, one.score, one.null, _interval(one.interval), f"{one.p:.4f}", one.rows, one.rung),
+            *(
+                str(head),
+                one.detail,
+                one.score,
+                one.null,
+                _interval(one.interval),
+                f"{one.p:.4f}",
+                one.rows,
+                one.evidence_level,
+            ),
             *(_effect(one), one.on),
         ]
         for head, one in found
@@ -103,7 +112,8 @@ def show_head(profile: Profile, head: HeadProfile, known: Facts | None = None, c
     console = console or Console()
     console.print(
         Text.assemble(
-            (f"head {head.address}", "bold"), f"  {head.role_label}{', ' * bool(head.on)}{head.on}  ({head.rung})"
+            (f"head {head.address}", "bold"),
+            f"  {head.role_label}{', ' * bool(head.on)}{head.on}  ({head.evidence_level})",
         )
     )
     if head.rest:
@@ -112,7 +122,7 @@ def show_head(profile: Profile, head: HeadProfile, known: Facts | None = None, c
         [
             s.role,
             s.detail,
-            s.rung,
+            s.evidence_level,
             s.score,
             s.null,
             _interval(s.interval),

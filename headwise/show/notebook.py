@@ -28,7 +28,14 @@ def profile_html(profile: Profile) -> str:
         one, cases = next(one for one in head.roles if one.role == role), head.cases[role]
         told = f"{role} {one.detail}".strip() + f", {one.on}"
         lines.append(
-            [str(head.address), told, one.rung, _number(one.score), _number(one.null), cases[0].text if cases else ""]
+            [
+                str(head.address),
+                told,
+                one.evidence_level,
+                _number(one.score),
+                _number(one.null),
+                cases[0].text if cases else "",
+            ]
         )
     about = profile.about
     what = "pictures" if about.get("pictures") else "texts"
@@ -67,7 +74,7 @@ def look_of(head: HeadProfile) -> tuple[str, str, float]:
 
 def _cell(head: HeadProfile) -> str:
     letters, colour, strength = look_of(head)
-    told = f"{head.address}: {head.role_label} ({head.rung})"
+    told = f"{head.address}: {head.role_label} ({head.evidence_level})"
     if head.score is not None:
         told += f", {_number(head.score)} against {_number(head.null)}"
     told += f"; rests: {', '.join(head.rest)}" if head.rest else ""

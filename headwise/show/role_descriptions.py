@@ -81,6 +81,7 @@ TOKEN_ROLES = {
     "duplicate token": "attends from the second copy of a random token to the first copy",
     "successor": "writes more for the next day, month, number or letter than for any other of its class",
     "name mover": "attends to the name that is due and writes more for it than for the other name",
+    "name suppression": "attends to the name that is not due and writes less for it than for names outside the sentence",
     "copy suppression": "attends to the token about to be repeated and writes less for it than for other tokens of the text",
     "query focus": "attends from the tokens of a question to the document the question is about",
     "retrieval": "attends to the token that is being copied, inside a longer text",
@@ -97,7 +98,8 @@ PATCH_ROLES = {
     "sink": "attends to one patch, the same from all patches",
 }
 WRITING_ROLES = ("successor",)  # the score is the share of cases in which the head writes as described
-WRITE_CONDITIONED_ROLES = ("name mover", "copy suppression")  # weight counts in cases in which the head writes so
+# weight counts in the cases in which the head writes as described
+WRITE_CONDITIONED_ROLES = ("name mover", "name suppression", "copy suppression")
 
 
 def describe_role(support: Support, *, pictures: bool = False) -> str:

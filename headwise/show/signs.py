@@ -19,7 +19,8 @@ SIGNS = {
     "coreference": ("cf", 7), "possessive": ("po", 2), "bracket": ("br", 4), "quote": ("qu", 5),
     "if-then": ("if", 1), "cause-effect": ("ce", 5), "question-answer": ("qa", 0), "subject-verb": ("sv", 7),
     "verb-object": ("vo", 4), "adjective-noun": ("an", 0), "determiner-noun": ("dn", 3),
-    "successor": ("su", 3), "name mover": ("nm", 5), "copy suppression": ("cs", 1), "query focus": ("qf", 6),
+    "successor": ("su", 3), "name mover": ("nm", 5), "name suppression": ("ns", 3), "copy suppression": ("cs", 1),
+    "query focus": ("qf", 6),
     "far offset": ("fo", 2), "fixed place": ("fp", 7), "retrieval": ("re", 0),
 }  # fmt: skip
 

@@ -13,9 +13,10 @@ from headwise.change.streaming_cost import BOUND
 from headwise.look.measure.far import BEYOND, KEEPS
 from headwise.look.measure.scene import SPECIAL
 from headwise.look.measure.shape import RELATIVE, RESTING, SHARE
+from headwise.look.profile.effects import Effect
 from headwise.look.profile.prompted import STREAMS, could_stream
 from headwise.look.profile.result import HeadProfile, Profile
-from headwise.look.profile.roles import HELD, Support
+from headwise.look.profile.roles import HELD, LEAD, Support
 from headwise.look.worth.sensitivity import Cost
 from headwise.look.writes.direct_effect import DirectEffect
 from headwise.model import AnyModel
@@ -36,6 +37,8 @@ SURE = {
     "was not shown (effective).",
     "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
 }
+ONE_SET = "It stands as well when each look counts by the length of what it fetches."
+LED = "And the lead of the name due over the other name hangs on it (causal)."
 PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
 COSINE = "1 − cosine"  # of a model without output
 MORE = 2  # roles told in full beside the first
@@ -93,17 +96,20 @@ def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
             "unclear",
             f"Head {head.address}: nothing found. On {profile.about['texts']:,} {'pictures' if pictures else 'texts'} no "
             "role of it stood above its baseline by the margin of the role, with p < 0.05; "
-            f"{profile.family:,} tests were made over all heads and roles. Heads of "
-            "random weights give the same answer.",
+            f"{profile.family:,} tests were made over all heads and roles. Models with random weights throughout give this "
+            "answer for all heads; a trained model with random attention need not, because tests are over texts and not over "
+            "draws of weights.",
         )
         return
     yield Sentence("role", f"Head {head.address} {describe_role(head.roles[0], pictures=pictures)}.")
     yield Sentence(
-        "evidence", f"{_sure(head.roles[0], profile.family)} {SURE[head.roles[0].rung]}{_effect(head.roles[0])}"
+        "evidence", f"{_sure(head.roles[0], profile.family)} {_level(head.roles[0])}{_effects(head.roles[0])}"
     )
     for one in head.roles[1 : 1 + MORE]:
         described = describe_role(one, pictures=pictures)
-        yield Sentence("role", f"It also {described} ({one.rung}; {_ends(one)}; baseline {_share(one.null)}).")
+        yield Sentence(
+            "role", f"It also {described} ({one.evidence_level}; {_ends(one)}; baseline {_share(one.null)})."
+        )
     yield from _further_roles(head.roles[: 1 + MORE], head.roles[1 + MORE :])
     if head.evidence:
         hits = sum(one.hit for one in head.evidence)
@@ -143,19 +149,36 @@ def _ends(one: Support) -> str:
     return f"95 % CI {_share(one.interval[0])} to {_share(one.interval[1])}"
 
 
-def _effect(one: Support) -> str:
-    """What taking it away showed, so far as it was asked."""
-    if one.cost is None:
-        return ""
-    moves = "what it holds back gains" if one.probe == HELD else "the role's own test loses"
-    told = f" Without what it says of a case {moves} {one.cost:+.3f} nats an answer"
-    if one.control is None:
+def _level(one: Support) -> str:
+    """Evidence level in a sentence; a causal level names the token sets or prompts of its test."""
+    if not one.causal_on:
+        return SURE[one.rung]
+    sets = " and ".join(one.causal_on)
+    if one.rung != "causal":
+        return f"{ONE_SET} Answers hang on it on {sets} alone ({one.evidence_level})."
+    return f"{LED if one.probe == LEAD else SURE[one.rung]} It was tested on {sets}."
+
+
+def _effects(one: Support) -> str:
+    """Costs of ablating the head on each token set, so far as they were asked for."""
+    return "".join(_effect(one, effect) for effect in one.effects)
+
+
+def _effect(one: Support, effect: Effect) -> str:
+    moves = {HELD: "what it holds back gains", LEAD: "the lead of the name due loses"}
+    told = (
+        f" On {effect.on}, without what it says of a case {moves.get(one.probe or '', 'the test of its role loses')} "
+    )
+    told += f"{effect.cost:+.3f} nats an answer"
+    if effect.control is None:
         return f"{told}; nowhere were the same answers found reached another way."
-    told += f", and {one.control:+.3f} where the same answers are reached another way"
-    if one.effect is None or one.effect_interval is None:
+    told += f", and {effect.control:+.3f} where the same answers are reached another way"
+    if effect.single is not None:
+        told += f" and {effect.single:+.3f} in sentences that name one person"
+    if effect.more is None or effect.interval is None:
         return f"{told}."
-    low, high = one.effect_interval
-    return f"{told}; {one.effect:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
+    low, high = effect.interval
+    return f"{told}; {effect.more:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
 
 
 def _beyond(head: HeadProfile) -> Iterator[Sentence]:

@@ -23,7 +23,8 @@ WORDS = {
         "what a head may be said to do, because its score stands above its baseline on texts it was not chosen on", LADDER
     ),
     "unclear": Meaning(
-        "no role stood above its baseline on held-out texts; heads of random weights look the same", LADDER
+        "no role stood above its baseline on held-out texts; in models with random weights throughout, all heads are so",
+        LADDER,
     ),
     "score": Meaning(
         "the share of its weight, or of its cases, that goes where the role says, on held-out texts", LADDER
@@ -47,9 +48,10 @@ WORDS = {
     "effective": Meaning("it also stands when each look counts by the length of what it fetches", LADDER),
     "causal": Meaning(
         "and the role's answers hang on it: without the head they lose more than the same answers reached another way, and "
-        "more than without others of its layer, corrected for all heads tried",
+        "more than without others of its layer, on every token set tried, corrected for all heads and sets",
         LADDER,
     ),
+    "causal on": Meaning("the token sets or prompts on which the causal test of a role holds", LADDER),
     "coverage": Meaning("the share of rows in which the role could be seen at all", LADDER),
     "effect": Meaning(
         "what taking the head away costs its role's own test, beyond others of its layer, in nats an answer", LADDER
@@ -86,6 +88,11 @@ WORDS = {
     "write share": Meaning("the head's share in what its layer writes, by length", MEASURES),
     "name mover": Meaning(
         "where one of two names is due it attends to that one, and writes more for it than for the other", PROMPTS
+    ),
+    "name suppression": Meaning(
+        "where one of two names is due it attends to the other one, and writes less for that name than for names that are "
+        "not in the sentence",
+        PROMPTS,
     ),
     "copy suppression": Meaning(
         "it attends to the token the model is about to repeat, and writes less for it than for the other tokens of the "

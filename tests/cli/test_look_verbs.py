@@ -77,7 +77,7 @@ def test_ablate(folder: str, texts: str) -> None:
 
 @pytest.mark.usefixtures("few_documents")
 def test_what_cannot_be_done(folder: str, texts: str) -> None:
-    assert "random-init or shuffled" in headwise("heads", folder, texts, "--control", "sorted").refused
+    assert "random-init, random-attention, shuffled" in headwise("heads", folder, texts, "--control", "sorted").refused
     assert "there is no role 'juggler'" in headwise("heads", folder, texts, "--no-causal", "--role", "juggler").refused
 
 

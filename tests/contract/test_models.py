@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import headwise as hw
 from headwise.model.contract import AnyModel, is_model
+from headwise.model.random_attention import randomize_attention
 from tests.contract.anyones import (
     DECODERS,
     ENCODERS,
@@ -299,6 +300,43 @@ def test_an_untrained_twin_has_the_shape_and_nothing_learned(name: str) -> None:
     W = [m.heads[head].W_Q.double() for m in (one, same, other, model)]
     assert torch.equal(W[0], W[1])
     assert all(not torch.equal(W[0], w) for w in W[2:])
+
+
+@each
+def test_randomize_attention_any_model_redraws_projections_alone(name: str) -> None:
+    """Every head keeps the root mean square of each of its weights; every other tensor keeps its bits."""
+    model = kept(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    one, same, other = (randomize_attention(model, seed) for seed in (0, 0, 1))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    redrawn = 0
+    for head in model.heads.addresses:
+        for weight in ("W_Q", "W_K", "W_V", "W_O"):
+            old, new, again, next_seed = (getattr(m.heads[head], weight).detach() for m in (model, one, same, other))
+            assert torch.equal(new, again)
+            assert not torch.equal(new, next_seed)
+            spread = 4 / (2 * new.numel()) ** 0.5  # four standard errors of a root mean square of normal numbers
+            assert new.norm() / old.norm() == pytest.approx(1, abs=spread)
+            cosine = torch.cosine_similarity(new.flatten(), old.flatten(), dim=0)
+            assert abs(cosine) < 5 / new.numel() ** 0.5
+            redrawn += new.numel()
+    with torch.no_grad():
+        for layer, twin in zip(model.attention_layers(), one.attention_layers(), strict=True):
+            for letter in "qkv":
+                twin.read.weight(letter).copy_(layer.read.weight(letter))
+                if layer.read.bias(letter) is not None:
+                    twin.read.bias(letter).copy_(layer.read.bias(letter))
+            twin.site.W_O.copy_(layer.site.W_O)
+    for key, value in one.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert redrawn
+
+
+def test_randomize_attention_quantized_weights_raises() -> None:
+    model = hw.quantise(fresh("decoder"), 4)
+    with pytest.raises(hw.HeadwiseError, match="Dequantize"):
+        randomize_attention(model)
 
 
 @each

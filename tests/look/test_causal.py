@@ -1,24 +1,57 @@
 """The last rung: who is causal; who only looks so, beside heads that do nothing or because any answer hangs on it."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import headwise as hw
 from headwise.look.measure.statistics import holm
-from headwise.look.profile.causal import Costs, climb, lost_without
+from headwise.look.measure.tasks import bare_unit
+from headwise.look.profile.causal import Costs, climb, lost_without, try_heads
+from headwise.look.profile.effects import RANDOM_TOKENS, RUNNING_TEXT, Effect
 from headwise.look.profile.make import profile
 from headwise.look.profile.result import Profile
-from headwise.look.profile.roles import Effect, Support
-from headwise.look.profile.trials import CASES, LISTED, Prompt, list_trial, surprises, word_trial
+from headwise.look.profile.roles import Support
+from headwise.look.profile.trials import (
+    CASES,
+    LISTED,
+    TWICE,
+    Prompt,
+    Trial,
+    list_trial,
+    surprises,
+    text_trial,
+    word_trial,
+)
 from headwise.look.record.reading import Reading
 from headwise.look.worth.outputs import mean_of, record_z, run_on
 from headwise.model import Transformer
+from headwise.show.heads import show_profile
 from headwise.spec import Address
 from headwise.text.documents import Document, Relation
-from tests.look.built import BEFORE, FOLLOWS, OUT, PLACE, WORDS, Built, P, V, blank, decoder, documents, foresee
+from headwise.text.make import word_tokenizer
+from tests.look.built import (
+    BEFORE,
+    FOLLOWS,
+    OUT,
+    PLACE,
+    WORDS,
+    Built,
+    P,
+    V,
+    blank,
+    decoder,
+    documents,
+    foresee,
+    matching,
+)
 
 
 def judged(*heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0, control: float = 0.0) -> Effect:
@@ -83,7 +116,7 @@ def test_more_heads_tried_ask_for_more() -> None:
     found = judged(0.5, 0.0, texts=6)
     assert found.p == pytest.approx(1 / 64)
     assert found.causal
-    assert not found._replace(p=float(holm([found.p, 1, 1, 1])[0])).causal
+    assert not replace(found, p=float(holm([found.p, 1, 1, 1])[0])).causal
 
 
 def test_a_head_that_costs_next_to_nothing_is_not_causal_beside_idle_ones() -> None:
@@ -153,6 +186,39 @@ def test_lists_and_texts_ask_for_the_same() -> None:
         cost for rows in (trial.cases, trial.controls) for some in surprises(model, rows) for cost in some.values()
     ]
     assert max(costs) <= 3
+
+
+@torch.no_grad()
+def test_list_trial_at_least_half_of_a_list_is_drawn_from_the_vocabulary() -> None:
+    model = decoder()
+    trial = list_trial(model, list(reads(model)), seed=3)
+    lists = [row.unit.ids[:LISTED] for row in trial.cases]
+    assert all(len(row.wanted) <= LISTED // 2 for row in trial.cases)
+    assert {*range(len(WORDS))} == {token for ids in lists for token in ids} | {*range(len(WORDS))}, (
+        "ordinary tokens alone"
+    )
+    rare = {WORDS.index(word) for word in WORDS[:6]}  # digits, which no text asks for
+    assert any({*ids} & rare for ids in lists)
+
+
+@torch.no_grad()
+def test_text_trial_asks_second_copy_with_the_text_read_once_as_control() -> None:
+    model = decoder()
+    texts = list(reads(model))
+    trial = text_trial(model, texts, seed=3)
+    known = {unit.ids[:TWICE] for unit in texts}
+    assert len(trial.cases) == len(trial.controls) == len(trial.matched) == CASES
+    for case, matched, control in zip(trial.cases, trial.matched, trial.controls, strict=True):
+        first, second = case.unit.ids[:TWICE], case.unit.ids[TWICE:]
+        assert first == second
+        assert first in known, "in the text's own order"
+        assert matched.wanted.items() <= case.wanted.items()
+        assert {place - TWICE: token for place, token in matched.wanted.items()} == control.wanted
+        assert all(control.unit.ids[place] == token for place, token in control.wanted.items())
+        assert min(case.wanted) > TWICE, "the first token of the second copy cannot be foreseen"
+        assert all(token not in first[: place - TWICE] for place, token in case.wanted.items())
+    more = sum(len(case.wanted) - len(matched.wanted) for case, matched in zip(trial.cases, trial.matched, strict=True))
+    assert more > CASES, "tokens that the text does not foretell are asked for as well"
 
 
 @torch.no_grad()
@@ -264,13 +330,15 @@ def test_heads_that_copying_needs(real: Profile) -> None:
         assert head.cost > 1 > head.bar
         assert head.mean_cost > 1
         assert abs(head.control) < 0.2, "followers are said without any head"
-        assert head.causal_p == pytest.approx(3 / 65536), "of three heads tried the first counts three times"
+        assert head.causal_on == (RANDOM_TOKENS, RUNNING_TEXT)
+        assert head.evidence_level == "causal on random tokens and running text"
+        assert head.causal_p == pytest.approx(6 / 65536), "of three heads on two token sets the first counts six times"
     idle = first(real, "0.2")
     assert idle.rung == "effective"
     assert idle.cost is not None
     assert idle.cost < 0.2, "what it writes makes the stream longer, and that is all"
     assert idle.mean_cost is None, "not asked any more"
-    assert real.tried == 3
+    assert real.tried == 6, "three heads on two token sets"
 
 
 def test_two_heads_that_do_the_same_work() -> None:
@@ -284,23 +352,33 @@ def test_two_heads_that_do_the_same_work() -> None:
         assert (made[address].role, made[address].rung) == ("induction", "causal")
 
 
+@torch.no_grad()
 def test_two_heads_of_which_one_would_do() -> None:
-    """Each says the answer loud enough. One that says another case's answer misleads; one that says nothing is not missed."""
+    """Each says the answer loud enough. One that says another case's answer misleads; one that says nothing is not missed.
+    Lists are made of followers alone, so that nothing but these heads has a part in them."""
     model = decoder()
     _, two = model.attention_layers()
     for number in (0, 4):
         Built(two, number).tokens(torch.eye(V), at=BEFORE).rest().writes(OUT, 1.0)
     assert model.output is not None
-    with torch.no_grad():
-        model.output.vocabulary.weight.mul_(4)
-    made = profile(model, documents(40))
-    for address in ("1.0", "1.4"):
-        head = first(made, address)
-        assert (head.role, head.rung) == ("induction", "effective")
-        assert head.cost is not None
-        assert 0.5 < head.cost < 0.7, "ln 2: two answers, equally loud; 0 where the other case has the same answer"
-        assert head.mean_cost is not None
-        assert head.mean_cost < 0.01
+    model.output.vocabulary.weight.mul_(4)
+    draw, followers = np.random.default_rng(0), [WORDS.index(word) for word in FOLLOWS.values()]
+    lists = [draw.permutation(followers)[:LISTED].tolist() for _ in range(CASES)]
+    cases = [asked([*ids, *ids], range(LISTED + 2, 2 * LISTED)) for ids in lists]
+    pairs = [[WORDS.index(word) for pair in list(FOLLOWS.items())[i : i + 4] for word in pair] for i in range(CASES)]
+    controls = [asked(ids[: len(ids) // 2 * 2], [1]) for ids in pairs if len(ids) > 1]
+    of_case = tuple((i % len(controls),) for i in range(CASES))
+    heads = [Address.parse("1.0"), Address.parse("1.4")]
+    for effect in try_heads(model, model.spec.addresses, heads, Trial(tuple(cases), tuple(controls), of_case)):
+        assert 0.5 < effect.cost < 0.7, "ln 2: two answers, equally loud; 0 where the other case has the same answer"
+        assert effect.mean_cost is not None
+        assert effect.mean_cost < 0.01
+        assert not effect.causal
+
+
+def asked(ids: list[int], places: Iterable[int]) -> Prompt:
+    """A text of built words, and the tokens asked for."""
+    return Prompt(bare_unit(0, tuple(ids), word_tokenizer(WORDS)), {place: ids[place] for place in places})
 
 
 def test_a_head_that_writes_whatever_the_answer_is() -> None:
@@ -346,6 +424,32 @@ def test_a_head_that_writes_a_constant_all_answers_need() -> None:
         with hw.ablated(model, "1.4", "zero"):
             without = model(ids)[0, 0].log_softmax(-1)[ids[0, 1]]
     assert whole - without > 1
+
+
+def test_climb_head_that_copies_texts_alone_names_the_set(tmp_path: Path) -> None:
+    """An induction head for tokens that have a follower: texts are made of such pairs, random tokens are not. It is
+    causal on one set. The level is not causal, and the set is named, saved, merged and printed."""
+    model = decoder()
+    _, two = model.attention_layers()
+    Built(two, 0).tokens(matching(tuple(FOLLOWS), tuple(FOLLOWS)), at=BEFORE).rest().writes(OUT, 2.0)
+    made = profile(model, documents(40))
+    head = first(made, "1.0")
+    assert (head.role, head.rung, head.causal_on) == ("induction", "effective", (RUNNING_TEXT,))
+    assert head.evidence_level == "effective; causal on running text"
+    lists, texts = head.effects
+    assert (lists.on, lists.causal) == (RANDOM_TOKENS, False)
+    assert (texts.on, texts.causal) == (RUNNING_TEXT, True)
+    assert texts.control is not None
+    assert texts.cost > 1 > texts.control
+    again = Profile.load(made.save(tmp_path / "made.npz"))
+    assert again.supports == made.supports
+    assert first(again.merge(profile(model, documents(8, seed=9), causal=False)), "1.0").causal_on == (RUNNING_TEXT,)
+    row = next(row for row in made.table() if row["head"] == "1.0")
+    assert row["causal_on"] == RUNNING_TEXT
+    console = Console(file=StringIO(), width=250)
+    show_profile(made, {"1.0"}, console)
+    assert "effective; causal on running text" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "running text" in str(made.story("1.0"))
 
 
 @pytest.mark.parametrize("seed", range(1, 3))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from headwise.look.profile.roles import RUNGS
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import make_batches
 from headwise.model import Transformer
+from headwise.model.random_attention import randomize_attention
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.documents import Document
 from headwise.text.little import VOCABULARY
 from headwise.text.make import word_tokenizer
+from tests.contract import anyones
 
 HEADS = [f"{layer}.{head}" for layer in range(2) for head in range(4)]
 
@@ -204,9 +207,25 @@ def test_controls() -> None:
     assert shuffled.about["tokens"] == twin.about["tokens"]
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_profile_random_attention_equals_profile_of_redrawn_model(attached: bool) -> None:
+    """The control profiles a model with the same embeddings and MLPs and other heads, for ours and for attached models."""
+    model = anyones.fresh("llama") if attached else make()
+    texts = (
+        ["the cat saw the dog and the dog saw the cat", "a dog ran", "the man saw a cat"] if attached else little(20)
+    )
+    asked: dict[str, Any] = {"causal": False, "relations": False}
+    control = profile(model, texts, control="random-attention", seed=3, **asked)
+    redrawn = profile(randomize_attention(model, 3), texts, seed=3, **asked)
+    plain = profile(model, texts, seed=3, **asked)
+    assert control.about["control"] == "random-attention"
+    np.testing.assert_array_equal(control.measure("entropy"), redrawn.measure("entropy"))
+    assert not np.allclose(control.measure("entropy"), plain.measure("entropy"))
+
+
 def test_what_cannot_be_done() -> None:
     model = make()
-    with pytest.raises(HeadwiseError, match="random-init or shuffled"):
+    with pytest.raises(HeadwiseError, match="random-init, random-attention, shuffled"):
         profile(model, little(5), control="sorted")
     for empty in ([], ""):
         with pytest.raises(HeadwiseError):

@@ -1,33 +1,39 @@
 """The last rung of roles on prompts: prompts and lists that ask for the same word, and who is causal there."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.look.measure.names import NAMES, make_pairs
-from headwise.look.profile.causal import climb
+from headwise.look.measure import name_suppression
+from headwise.look.measure.names import NAMES, NamePair, make_name_pairs, make_pairs
+from headwise.look.measure.prompts import Looks, ask_prompts
+from headwise.look.profile.causal import climb, lost_without
 from headwise.look.profile.make import profile
-from headwise.look.profile.prompt_trials import _comma, _list, prompt_trial
+from headwise.look.profile.prompt_trials import _comma, _list, lead_trial, prompt_trial
 from headwise.look.profile.result import Profile
-from headwise.look.profile.roles import DUE, HELD, Support
+from headwise.look.profile.roles import HELD, LEAD, Support
 from headwise.look.profile.shards import profile_shards
-from headwise.look.profile.trials import LISTED
+from headwise.look.profile.trials import LISTED, Prompt
 from headwise.look.record.reading import Reading
+from headwise.look.worth.outputs import run_on
 from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text import Tokenizer
 from headwise.text.make import byte_tokenizer, word_tokenizer
 from tests.look.built import BEFORE, OUT, Built, V, decoder, documents
 from tests.look.test_prompts import people
-from tests.look.worded import BETA, Worded, back
+from tests.look.worded import BETA, P, Worded, back, to_place
 from tests.parity.real import smollm2_folder
 
 
 def effective(role: str, probe: str, family: int = 8) -> Support:
-    return Support(role, "", "effective", 1.0, 0.0, (0.9, 1.0), 1.0, 0.001, 1.0, probe, 64, family=family)
+    on = "sentences about two people" if probe == LEAD else ""
+    return Support(role, "", "effective", 1.0, 0.0, (0.9, 1.0), 1.0, 0.001, 1.0, probe, 64, on=on, family=family)
 
 
 @torch.no_grad()
@@ -49,21 +55,54 @@ def people_who_repeat() -> Worded:
 
 
 @torch.no_grad()
-def test_sentences_and_lists_ask_for_the_same_name() -> None:
+@pytest.mark.parametrize(("role", "share"), [("name mover", 0.5), ("name suppression", 1.0)])
+def test_lead_trial_sentences_lists_and_single_names_ask_for_the_same_lead(role: str, share: float) -> None:
     built = people_who_repeat()
-    trial = prompt_trial(built.model, "name mover", seed=5)
-    assert len(trial.cases) == len(trial.controls) == 32
+    trial = lead_trial(built.model, role, seed=5)
+    assert len(trial.cases) == len(trial.controls) == len(trial.singles) == 32
+    assert trial.share == share
     names = set(built.ids(NAMES))
-    for case, control in zip(trial.cases, trial.controls, strict=True):
-        (answer,), (same,) = case.wanted.values(), control.wanted.values()
-        assert answer == same
+    for case, control, single in zip(trial.cases, trial.controls, trial.singles, strict=True):
+        (answer,), (other,) = case.wanted.values(), case.rivals.values()
+        for row in (control, single):
+            assert [*row.wanted.values()] == [answer]
+            assert [*row.rivals.values()] == [other]
+        assert case.read.ids.count(answer) == 1
+        assert case.read.ids.count(other) == 2, "said again, so it is not due"
+        assert set(single.read.ids) & names == {answer}, "one name alone"
         ids = control.read.ids
         assert set(ids) < names
         first = ids.index(answer)
         assert first > 0, "nobody can foresee the first"
         assert ids[LISTED:] == ids[:first], "said again up to the answer"
         assert not {*ids} & ({*case.read.ids} - {answer}), "nobody else of the sentence is in the list"
-    assert trial.cases != prompt_trial(built.model, "name mover", seed=6).cases
+    due_first = [
+        case.read.ids.index(*case.wanted.values()) < case.read.ids.index(*case.rivals.values()) for case in trial.cases
+    ]
+    assert 8 < sum(due_first) < 24, "either name is due"
+    assert trial.cases != lead_trial(built.model, role, seed=6).cases
+
+
+@torch.no_grad()
+def test_lost_without_rivals_measures_the_lead() -> None:
+    """What a row loses is the fall of log p(due) − log p(other), as the patched model gives it."""
+    model = people_who_repeat().model
+    rows = lead_trial(model, "name mover", seed=5).cases[:4]
+    assert len({len(row.read.ids) for row in rows}) == 1
+    head = Address.parse("2.0")
+    lost, clean = lost_without(model, [head], rows)
+
+    def lead(row: Prompt) -> float:
+        logs = model(torch.tensor([row.read.ids]))[0, -1].log_softmax(-1)
+        return float(
+            sum(logs[token] for token in row.wanted.values()) - sum(logs[token] for token in row.rivals.values())
+        )
+
+    for number, row in enumerate(rows):
+        assert clean[number] == pytest.approx(-lead(row), abs=1e-4)
+        before = lead(row)
+        with hw.ablated(model, "2.0", "resample", other=run_on(model, torch.tensor([rows[number - 1].read.ids]))):
+            assert lost[number, 0] == pytest.approx(before - lead(row), abs=1e-4)
 
 
 def test_commas_stand_between_the_words_of_a_list() -> None:
@@ -79,20 +118,115 @@ def test_commas_stand_between_the_words_of_a_list() -> None:
     assert _comma(word_tokenizer(["Then"])) == ()
 
 
-def test_the_answers_hang_on_the_head_that_finds_the_other_name() -> None:
-    """The head that goes on with lists is needed there and not for names: as a name mover it is not causal."""
-    heads = {address: effective("name mover", DUE) for address in ("2.0", "2.2", "1.4")}
+def test_climb_name_mover_is_judged_by_the_lead() -> None:
+    """The head that goes on with lists is needed there and not for names: as a name mover it is not causal. A name
+    mover lifts a single name as much as the name due among two."""
+    heads = {address: effective("name mover", LEAD) for address in ("2.0", "2.2", "1.4")}
     made = climbed(people_who_repeat().model, heads)
-    mover = made["2.0"]
-    assert (mover.rung, mover.control is not None) == ("causal", True)
-    assert mover.cost is not None
-    assert mover.control is not None
-    assert mover.cost > 1 > mover.control
+    mover, (effect,) = made["2.0"], made["2.0"].effects
+    assert mover.rung == "causal"
+    assert effect.control is not None
+    assert effect.single is not None
+    assert effect.cost > 1 > effect.control
+    assert effect.single > 0.5 * effect.cost
     assert made["2.2"].rung == "effective", "it writes nothing"
-    assert made["2.2"].cost == 0
+    assert made["2.2"].cost == pytest.approx(0, abs=1e-6)
     assert made["1.4"].rung == "effective"
     assert made["1.4"].control is not None
     assert made["1.4"].control > 1
+
+
+def people_with_a_suppressor() -> Worded:
+    """A model that chooses between two names by suppression: 2.0 looks at all names and writes them, whoever is due; 2.1
+    looks at the name said again and writes against it; 2.2 looks there too and writes a little for it; 2.3 writes against
+    the name due."""
+    built = people_who_repeat()
+    eye, avoided, out = torch.eye(built.V), 1, 3
+    with torch.no_grad():
+        built.model.heads[Address.parse("2.0")].W_Q[built.part(avoided)] = 0
+        built.model.heads[Address.parse("2.3")].W_O[:, built.part(out)] = -0.1 * eye
+    for address, size in (("2.1", -8.0), ("2.2", 0.1)):
+        head = built.model.heads[Address.parse(address)]
+        with torch.no_grad():
+            for letter in ("W_Q", "W_K", "W_V", "W_O"):
+                getattr(head, letter).zero_()
+        rest = to_place(0, 20 * BETA)
+        built.head(address, tokens=200 * BETA * eye, asked=avoided, places=rest, write=size * eye, into=out)
+    return built
+
+
+def test_climb_head_that_lifts_any_name_is_no_name_mover() -> None:
+    """The surprise of the name due depends on it, among two names and alone. The lead over the other name does not."""
+    model = people_with_a_suppressor().model
+    made = climbed(model, {"2.0": effective("name mover", LEAD), "2.1": effective("name suppression", LEAD)})
+    lifter, suppressor = made["2.0"], made["2.1"]
+    with torch.no_grad():
+        trial = lead_trial(model, "name mover", seed=1)
+        surprise, _ = lost_without(model, [Address.parse("2.0")], [row._replace(rivals={}) for row in trial.cases])
+    assert surprise.mean() > 0.5, "judged by the name due alone it would be causal"
+    (effect,) = lifter.effects
+    assert effect.single is not None
+    assert effect.single > 0.5
+    assert effect.cost < 0.1 * effect.single
+    assert lifter.rung == "effective"
+    (effect,) = suppressor.effects
+    assert suppressor.evidence_level == "causal on sentences about two people"
+    assert effect.single is not None
+    assert effect.cost > 1 > 0.2 > abs(effect.single), "a single name is not suppressed"
+
+
+def test_name_suppression_built_heads_only_the_one_that_writes_against_the_wrong_name() -> None:
+    built = people_with_a_suppressor()
+    found = profile(built.model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False)
+    assert [str(address) for address in found.roles()["name suppression"]] == ["2.1"]
+    at = [str(address) for address in found.addresses].index
+    score, null = (found.measure(name) for name in ("name suppression", "name suppression null"))
+    assert (score[at("2.1")], null[at("2.1")]) == (pytest.approx(1, abs=1e-4), pytest.approx(0, abs=1e-4))
+    assert (score[at("2.2")], null[at("2.2")]) == (pytest.approx(0, abs=1e-4), pytest.approx(1, abs=1e-4)), (
+        "writes for it"
+    )
+    assert score[at("2.3")] < 0.1, "it looks at the name due"
+    assert "looks at the name that is not due and writes against it" in str(found.story("2.1"))
+
+
+def test_name_suppression_head_that_suppresses_the_last_name_scores_its_baseline() -> None:
+    """It looks at whatever name was said last, which is the wrong candidate among two and the one due if it is alone."""
+    built = people_with_a_suppressor()
+    V, eye = built.V, torch.eye(built.V)
+    names = torch.zeros(V, 1)
+    names[built.ids(NAMES)] = 1
+    later = BETA * torch.arange(P)[None].expand(P, P)  # later places score more
+    built.head("0.1", tokens=50 * BETA * torch.ones(V, 1) @ names.T, places=later, write=-0.01 * eye, into=3)
+    found = profile(built.model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False)
+    at = [str(address) for address in found.addresses].index("0.1")
+    assert found.measure("name suppression")[at] > 0.9
+    assert found.measure("name suppression null")[at] > 0.9
+    assert "name suppression" not in {one.role for one in found["0.1"].roles}
+
+
+def test_name_suppression_shuffled_gold_gives_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every other pair the sentences change places, so that gold names the wrong one of them."""
+
+    def shuffled(*given: Any) -> list[NamePair]:
+        made = []
+        for number, (sentences, singles) in enumerate(make_name_pairs(*given)):
+            one, other = sentences
+            swapped = one._replace(ids=other.ids), other._replace(ids=one.ids)
+            made.append(NamePair(swapped if number % 4 < 2 else sentences, singles))
+        return made
+
+    def always_right(*given: Any) -> Looks:
+        looks = ask_prompts(*given)
+        return looks._replace(right=np.ones_like(looks.right))
+
+    monkeypatch.setattr(name_suppression, "make_name_pairs", shuffled)
+    monkeypatch.setattr(name_suppression, "ask_prompts", always_right)
+    found = profile(
+        people_with_a_suppressor().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False
+    )
+    at = [str(address) for address in found.addresses].index("2.1")
+    assert found.measure("name suppression")[at] == pytest.approx(0.5, abs=0.05)
+    assert "name suppression" not in found.roles()
 
 
 def test_what_is_held_back_gains() -> None:
@@ -145,7 +279,7 @@ def test_who_has_no_prompts_has_no_trial() -> None:
     built = people()
     assert prompt_trial(built.model, "query focus", seed=0).cases == ()
     built.model.tokenizer = byte_tokenizer()
-    assert prompt_trial(built.model, "name mover", seed=0).cases == ()
+    assert lead_trial(built.model, "name mover", seed=0).cases == ()
 
 
 def test_cases_of_roles_on_prompts_are_shown_and_shards_ask_for_them_once(tmp_path: Path) -> None:

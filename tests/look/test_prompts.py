@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headwise.errors import HeadwiseError
 from headwise.look.measure.listening import listening
-from headwise.look.measure.names import NAMES, TEMPLATES, NameMover, make_pairs
+from headwise.look.measure.names import NAMES, SINGLES, TEMPLATES, NameMover, make_pairs
 from headwise.look.measure.prompts import Due, DuePrompt, ask_prompts, next_token
 from headwise.look.measure.queries import FACTS, QueryFocus, make_queries
 from headwise.look.measure.successor import CLASSES, ROUND, Successor, find_members, list_prompt
@@ -32,7 +32,12 @@ from tests.look.built import V as BUILT
 from tests.look.worded import BETA, P, Worded, back, to_place
 
 PEOPLE = sorted(
-    {word for t in TEMPLATES for word in t.replace("{", " {").replace("}", "} ").split() if "{" not in word}
+    {
+        word
+        for t in (*TEMPLATES, *SINGLES)
+        for word in t.replace("{", " {").replace("}", "} ").split()
+        if "{" not in word
+    }
 )
 
 

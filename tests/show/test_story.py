@@ -13,6 +13,7 @@ from headwise.change.evaluation import Estimate
 from headwise.change.streaming_cost import BOUND, KINDS, StreamingCost, StreamingTest
 from headwise.look.measure.cases import Example
 from headwise.look.measure.far import KEEPS
+from headwise.look.profile.effects import Effect
 from headwise.look.profile.roles import Support
 from headwise.look.worth.importance import Worth
 from headwise.look.worth.sensitivity import Cost
@@ -76,7 +77,9 @@ def test_of_a_random_model_nothing_is_found_and_that_is_said(random, profile):
 
 def test_every_number_given_is_told(profile):
     head = next(iter(profile))
-    first = role("induction", "causal", 0.61, effect=0.25, effect_interval=(0.125, 0.375), cost=0.5, control=0.0625)
+    cost = Effect(0.5, 0.01, control=0.0625, more=0.25, interval=(0.125, 0.375), on="random tokens")
+    also = replace(cost, cost=0.75, control=None, on="running text")
+    first = role("induction", "causal", 0.61, effects=(cost, also), causal_on=("random tokens", "running text"))
     second = role("possessive", "effective", 0.875, relation=True, hits=True, detail=">")
     third, fourth = (
         role("same phrase", "selective", 0.5, relation=True, detail="<"), role("digit", "selective", 0.4, gain=0.25),
@@ -101,7 +104,9 @@ def test_every_number_given_is_told(profile):
         "attends from the second copy of a random token to the token after the first copy (induction): in the cases measured "
         "61 % of its weight goes there",
         "1,234 held-out cases (the probe set): 95 % CI 50 % to 71 %; its baseline has 6 %; p = 0.0004",
-        f"correction for {profile.family:,} tests", "loses +0.500 nats an answer", "and +0.062 where the same answers are",
+        f"correction for {profile.family:,} tests", "It was tested on random tokens and running text.",
+        "On random tokens, without", "loses +0.500 nats an answer", "and +0.062 where the same answers are",
+        "On running text, without", "loses +0.750 nats an answer; nowhere were the same answers found",
             "; +0.250 more than without others of its layer (95 % CI +0.125 to +0.375)",
         "It also attends from a possessive pronoun to its owner (possessive >): in 88 % of the cases the right word gets the "
         "largest weight of all words (",

@@ -133,7 +133,7 @@ TEMPLATES = (
     Template(r"Whether it changes what the head writes was not shown", encoder_heads, "fetches nothing", ("0.1",)),
     Template(r"It stands as well when each look counts by the length", encoder_heads, "0.1", ("fetches nothing",)),
     Template(r"And the role's answers hang on it, .* \(causal\)", decoder_heads, "0.0", ("0.2", "1.2")),
-    Template(r"the role's own test loses \+\S+ nats an answer, and", decoder_heads, "0.0", ("1.2", "0.1")),
+    Template(r"the test of its role loses \+\S+ nats an answer, and", decoder_heads, "0.0", ("1.2", "0.1")),
     Template(r"the role's own test loses -\S+ nats an answer, and", decoder_heads, "0.2", ("0.0", "0.1")),
     Template(r"what it holds back gains \+\S+ nats an answer", ranked_heads, "held back", ("lower level",)),
     Template(r"nowhere were the same answers found reached another way", decoder_heads, "0.3", ("0.0", "0.2")),

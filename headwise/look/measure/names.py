@@ -10,9 +10,10 @@ place, or looks at the right one and writes now this and now that, scores no mor
 model gets both sentences right.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,10 @@ NAMES = (
 TEMPLATES = (
     "Then {0} and {1} went home. {2} gave a book to", "When {0} and {1} came in, {2} gave a drink to",
     "After {0} and {1} met, {2} sent a letter to", "While {0} and {1} were at school, {2} gave a pen to",
+)  # fmt: skip
+SINGLES = (  # the same with one name, who is due
+    "Then {0} went home. Somebody gave a book to", "When {0} came in, somebody gave a drink to",
+    "After {0} left, somebody sent a letter to", "While {0} was at school, somebody gave a pen to",
 )  # fmt: skip
 PAIRS = 64  # of sentences
 FEWEST_NAMES = 3  # of which six couples can be made, for each template
@@ -77,48 +82,108 @@ def name_sums(looks: Looks) -> UnitSums:
     return UnitSums(score[:, due].sum(1), null, valued[:, due].sum(1), counts)
 
 
+class NameSentence(NamedTuple):
+    """A sentence about two people that breaks off where one of them is due: tokens of both names and where they stand."""
+
+    ids: tuple[int, ...]
+    due: int
+    other: int  # said twice
+    due_place: int
+    other_places: tuple[int, int]
+
+    def prompt(self) -> DuePrompt:
+        """Ask for the name due, then for the one that is not."""
+        row = len(self.ids) - 1
+        due = Due(row, self.due_place, self.due, (self.other,))
+        return DuePrompt(self.ids, (due, Due(row, self.other_places[0], self.other, (self.due,))))
+
+
+class SingleName(NamedTuple):
+    """A sentence that names one person, who is due where it breaks off."""
+
+    ids: tuple[int, ...]
+    due: int
+    place: int
+
+
+class NamePair(NamedTuple):
+    """Two sentences that differ in who is named again: in the first the name said first is due, in the second the other."""
+
+    sentences: tuple[NameSentence, NameSentence]
+    singles: tuple[
+        SingleName | None, SingleName | None
+    ]  # the name due in each, alone; None if it is several tokens there
+
+
 def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[DuePrompt]:
     """Two prompts for each pair, one after the other: each asks for the name due, and then for the one that is not. Names of
     several tokens are left out."""
+    made: list[DuePrompt] = []
+    for number, pair in enumerate(make_name_pairs(tokenizer, seed, pairs)):
+        one, other = (sentence.prompt() for sentence in pair.sentences)
+        made += (replace(one, unit=number), other) if number % 2 else (one, replace(other, unit=number))
+    return made
+
+
+def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[NamePair]:
+    """Pairs of sentences about two people, with the single-name sentences of both, drawn by a seed."""
     single = [name for name in NAMES if next_token(tokenizer, "Then", name) is not None]
     couples, dice, made = list(permutations(single, 2)), np.random.default_rng(seed), []
-    for template in TEMPLATES:
+    for number in range(len(TEMPLATES)):
         drawn = (couples[i] for i in dice.permutation(len(couples)))
-        made += islice(_pairs(tokenizer, template, drawn), pairs // len(TEMPLATES))
+        made += islice(_pairs(tokenizer, number, drawn), pairs // len(TEMPLATES))
     if len(made) < ENOUGH:
         raise too_few(f"{len(NAMES)} names", len(single), FEWEST_NAMES)
-    shown = [
-        (replace(one, unit=i), other) if i % 2 else (one, replace(other, unit=i)) for i, (one, other) in enumerate(made)
-    ]
-    return [prompt for pair in shown for prompt in pair]
+    return made
 
 
-def _pairs(
-    tokenizer: Tokenizer, template: str, couples: Iterable[tuple[str, str]]
-) -> Iterator[tuple[DuePrompt, DuePrompt]]:
+def _pairs(tokenizer: Tokenizer, template: int, couples: Iterable[tuple[str, str]]) -> Iterator[NamePair]:
     """Those in which both names are one token wherever they stand."""
     for couple in couples:
-        one, other = (_prompt(tokenizer, template, couple, again) for again in (1, 0))
+        one, other = (_sentence(tokenizer, TEMPLATES[template], couple, again) for again in (1, 0))
         if one is not None and other is not None and len(one.ids) == len(other.ids):
-            yield one, other
+            first, second = (_single(tokenizer, SINGLES[template], name) for name in couple)
+            yield NamePair((one, other), (first, second))
 
 
-def _prompt(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: int) -> DuePrompt | None:
-    """One of two names is said again. The other is due, and comes first among what is asked; then the one that is not."""
-    text = template.format(*names, names[again])
+def _sentence(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: int) -> NameSentence | None:
+    """One of two names is said again; the other is due."""
+    found = _find_names(tokenizer, template.format(*names, names[again]), names)
+    if found is None or [len(places) for places in found.places] != [1 + (i == again) for i in range(2)]:
+        return None
+    first, second = found.places[again]
+    return NameSentence(
+        found.ids, found.answers[1 - again], found.answers[again], found.places[1 - again][0], (first, second)
+    )
+
+
+def _single(tokenizer: Tokenizer, template: str, name: str) -> SingleName | None:
+    """A sentence in which one name stands, once."""
+    found = _find_names(tokenizer, template.format(name), (name,))
+    if found is None or len(found.places[0]) != 1:
+        return None
+    return SingleName(found.ids, found.answers[0], found.places[0][0])
+
+
+class _FoundNames(NamedTuple):
+    ids: tuple[int, ...]
+    answers: list[int]  # the token of each name where the text breaks off
+    places: list[list[int]]  # of each name
+
+
+def _find_names(tokenizer: Tokenizer, text: str, names: Sequence[str]) -> _FoundNames | None:
+    """Find names in a text. None if one is several tokens, is the first token, or shares a token with another word."""
     aligned, behind = tokenizer.align(text), tokenizer.around[1]
     ids = aligned.ids[: len(aligned.ids) - len(behind)]
-    answers = [next_token(tokenizer, text, name) for name in names]
+    answers = [token for name in names if (token := next_token(tokenizer, text, name)) is not None]
     tokens, words = aligned.tokens_of_word, aligned.words
-    said = [[tokens[i] for i, word in enumerate(words) if word == name] for name in names]  # where each stands
-    if None in answers or sorted(map(len, said)) != [1, 2] or tokenizer.special["unk"] in ids:
+    said = [[tokens[i] for i, word in enumerate(words) if word == name] for name in names]
+    if len(answers) < len(names) or tokenizer.special["unk"] in ids:
         return None
-    single = all(len(where) == 1 and len(aligned.words_of_token[where[0]]) == 1 for some in said for where in some)
-    places = [some[0][0] for some in said] if single else [0]
-    if 0 in places:  # the first token is no target
+    if not all(len(where) == 1 and len(aligned.words_of_token[where[0]]) == 1 for some in said for where in some):
         return None
-    row, due, other = len(ids) - 1, int(answers[1 - again] or 0), int(answers[again] or 0)
-    return DuePrompt(ids, (Due(row, places[1 - again], due, (other,)), Due(row, places[again], other, (due,))))
+    places = [[where[0] for where in some] for some in said]
+    return None if any(0 in some for some in places) else _FoundNames(ids, answers, places)
 
 
 def _fours(made: np.ndarray) -> np.ndarray:

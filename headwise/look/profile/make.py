@@ -37,6 +37,7 @@ from headwise.look.profile.trials import Few
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Batch, Unit, make_batches, read_sites, tokenizer_of
 from headwise.model import AnyModel, quiet
+from headwise.model.random_attention import control_model
 from headwise.model.shard import Shard
 from headwise.progress import Progress
 from headwise.team.spread import check_same
@@ -44,7 +45,7 @@ from headwise.team.team import Team, join_team
 from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
 
-CONTROLS = ("random-init", "shuffled")
+CONTROLS = ("random-init", "random-attention", "shuffled")
 OTHER_TEXTS = "the processes do not read the same texts; give every machine the same files."
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
 SEQUENCES, REPEATED = 64, 16
@@ -75,7 +76,8 @@ def profile(
     plain text. `tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very
     long texts, one block of 64 rows in so many is looked at. `causal`: climb the last rung, by ablation. `prompts`: ask for
     the roles that need prompts of their own too (`headwise.look.profile.prompted`).
-    `control`: the same for the model with random weights, or for texts whose tokens are shuffled.
+    `control`: profile a model with random weights throughout (`random-init`), this model with random attention weights and
+    everything else as trained (`random-attention`), or texts whose tokens are shuffled (`shuffled`).
 
     An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both
     stacks can see. Cross-attention has no distances, so none of those, no relations and no repeats are asked of it.
@@ -91,11 +93,10 @@ def profile(
         own: dict[str, Any] = {"tokens": tokens, "every": every, "control": control, "seed": seed, "progress": progress}
         return profile_pictures(model, corpus, measures=measures, roles=roles, **own)
     if control is not None and control not in CONTROLS:
-        raise HeadwiseError(f"there is no control {control!r}; use {' or '.join(CONTROLS)}.")
+        raise HeadwiseError(f"control={control!r}: not a control. Use {', '.join(CONTROLS)} or none.")
     if detail not in ("full", "light") or every < 1:
         raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
-    if control == "random-init":
-        model = model.untrained(seed)
+    model = control_model(model, control, seed)
     if prompts:
         if control == "shuffled" or model.is_shared:
             raise HeadwiseError("prompts are read as they are, by a model that one process holds; leave them out here.")

@@ -6,19 +6,47 @@ one pass. What both read alike, such as the repeated tokens, counts once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headwise.errors import HeadwiseError
 from headwise.look.measure.evidence import KEPT, Context
 from headwise.look.measure.measure import ADD, ALIKE, LARGER, Number
 from headwise.look.measure.questions import SETS, SHAPES, Question, questions_of
 from headwise.look.measure.relations import Relations
+from headwise.look.measure.repeats import INDUCTION
 from headwise.look.measure.tally import Tally
 from headwise.look.profile.roles import Support, in_order
 from headwise.look.record.buckets import BUCKETS
 
+if TYPE_CHECKING:
+    from headwise.look.profile.result import Profile
+
 OWN = "own"  # relations are those of the texts themselves, not of documents apart
+
+
+def check_alike(one: "Profile", other: "Profile") -> None:
+    """Whether two profiles are of one model, made in one way: on the same repeated tokens it gives the same numbers."""
+    if one.addresses != other.addresses:
+        raise HeadwiseError(
+            f"profiles of {len(one)} and of {len(other)} heads that are not the same cannot be merged; see diff."
+        )
+    for what in ("control", "seed", "detail", "every"):
+        if one.about[what] != other.about[what]:
+            raise HeadwiseError(
+                f"profiles with {what}={one.about[what]!r} and {other.about[what]!r} cannot be merged; make both alike."
+            )
+    asked = [
+        ({name for name, number in made.numbers.items() if number.series != "relation"}, made.own)
+        for made in (one, other)
+    ]
+    if asked[0] != asked[1]:
+        raise HeadwiseError("profiles with different measures or roles cannot be merged; measure both alike.")
+    said = INDUCTION[0].name if INDUCTION[0].name in one.numbers else None  # pictures are not said twice
+    repeats = [made.tally.per_bucket(said)[0] for made in (one, other)] if said else []
+    if one.about["model"] != other.about["model"] or (said and not np.allclose(*repeats, rtol=1e-4, atol=1e-5)):
+        raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
 
 
 def merge_tallies(one: Tally, other: Tally, numbers: Mapping[str, Number], apart: Sequence[str]) -> Tally:
@@ -80,6 +108,7 @@ def _keep_effect(support: Support, earlier: Sequence[Support]) -> Support:
         same = (before.role, before.detail) == (support.role, support.detail)
         if same and before.cost is not None and support.rung == "effective":
             told = ("effect", "effect_interval", "cost", "bar", "control", "beyond_interval", "mean_cost", "causal_p")
+            told += ("effects", "causal_on")
             rung = "causal" if before.rung == "causal" else support.rung
             return replace(support, rung=rung, **{name: getattr(before, name) for name in told})
     return support

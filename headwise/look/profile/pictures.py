@@ -18,6 +18,7 @@ from headwise.look.profile.roles import Role, check_roles
 from headwise.look.record.picture import picture_unit, pictures_of, read_pictures
 from headwise.look.record.units import Unit, make_batches
 from headwise.model import AnyModel, quiet
+from headwise.model.random_attention import control_model
 from headwise.progress import Progress
 
 # What a head may be said to do with a picture. Rows and columns are told above a head that looks as far in all directions
@@ -40,11 +41,13 @@ def profile_pictures(
     """What every head does over pictures: a folder, a list of paths, Pillow images or tensors, or a tensor (N, C, H, W)."""
     if pictures is None:
         raise HeadwiseError("this model reads pictures, and none come along; give a folder of them, or a list.")
-    if control not in (None, "random-init"):
-        raise HeadwiseError(f"of pictures there is the control random-init, got {control!r}.")
+    if control not in (None, "random-init", "random-attention"):
+        raise HeadwiseError(
+            f"control={control!r}: pictures have no tokens to shuffle. Use random-init or random-attention."
+        )
     if any(isinstance(one, TaskMeasure) for one in measures):
         raise HeadwiseError("tasks read texts of their own; this model reads pictures.")
-    model = model.untrained(seed) if control == "random-init" else model
+    model = control_model(model, control, seed)
     grid, sites = pictures_of(model).grid, model.all_sites()
     addresses = tuple(address for site in sites for address in site.addresses)
     taken = [*patches.picture_measures(grid), *measures]

@@ -4,6 +4,12 @@ The word due at the end of a prompt is the answer: the other name, the next of d
 `Anna, Tom, Mary, Anna, Tom,`, drawn anew and without those of the prompt: there the same word is due because of what stood
 before it the first time, and neither whose turn it is nor what comes next has a part in it. What holds back copies has no
 prompts here: it is tried on the lists that induction is (trials.py), where an answer must *gain* without the head.
+
+Roles about two names (name mover, name suppression) are judged by the lead of the name due over the other name, and have two
+controls: such lists, and single-name prompts, `Then Mary went home. Somebody gave a book to`. A name mover lifts a single
+name as much as the name due among two; a head that lifts any earlier name lifts the single name and leaves the lead among
+two as it is. So the lead must lose more than half of what it loses with a single name. A head that suppresses the wrong
+candidate has nothing to suppress with a single name, so its lead must lose more than there.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +17,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from headwise.errors import HeadwiseError
-from headwise.look.measure.names import make_pairs
+from headwise.look.measure.names import make_name_pairs
 from headwise.look.measure.prompts import DuePrompt
+from headwise.look.measure.statistics import FEWEST
 from headwise.look.measure.successor import find_members, list_prompt
 from headwise.look.measure.tasks import bare_unit
 from headwise.look.profile.trials import LISTED, Prompt, Trial, foreseen, paired
@@ -21,6 +28,8 @@ from headwise.model import AnyModel
 from headwise.text import Tokenizer
 
 PROMPTS = 32  # at most
+# Share of the loss in single-name prompts that the loss of the lead between two names must exceed.
+SHARES = {"name mover": 0.5, "name suppression": 1.0}
 
 
 def prompt_trial(model: AnyModel, role: str, seed: int) -> Trial:
@@ -42,6 +51,34 @@ def prompt_trial(model: AnyModel, role: str, seed: int) -> Trial:
         asked.append(_row(tokenizer, number, (*prompt.ids[: due.row + 1], due.answer)))
         lists.append(_row(tokenizer, number, (*tokenizer.around[0], *_list(prompt, pool, length, between, dice))))
     return paired(asked, foreseen(model, asked), foreseen(model, lists))
+
+
+def lead_trial(model: AnyModel, role: str, seed: int) -> Trial:
+    """Sentences about two people, by the lead of the name due over the other; each with a list and a single-name prompt for
+    the same name. The whole model foresees it in all three. In turns the first and the second name are due."""
+    tokenizer, room, dice = tokenizer_of(model), model.spec.room, np.random.default_rng(seed)
+    try:
+        pairs = make_name_pairs(tokenizer, seed)
+    except HeadwiseError:  # this tokenizer leaves too few names
+        return Trial(())
+    chosen = [(pair.sentences[i % 2], pair.singles[i % 2]) for i, pair in enumerate(pairs)]
+    chosen = [(sentence, single) for sentence, single in chosen if single is not None and len(sentence.ids) < room]
+    some = sorted((chosen[i] for i in dice.permutation(len(chosen))[:PROMPTS]), key=lambda both: len(both[0].ids))
+    pool, between = sorted({sentence.due for sentence, _ in chosen}), _comma(tokenizer)
+    length = min(LISTED, (room - len(tokenizer.around[0])) // (2 + 2 * len(between)))
+    kinds: list[list[Prompt]] = [[], [], []]  # sentences about two, lists, sentences about one
+    for number, (sentence, single) in enumerate(some):
+        listed = _list(sentence.prompt(), pool, length, between, dice)
+        texts = ((*sentence.ids, sentence.due), (*tokenizer.around[0], *listed), (*single.ids, sentence.due))
+        for rows, ids in zip(kinds, texts, strict=True):
+            rows.append(_row(tokenizer, number, ids)._replace(rivals={len(ids) - 1: sentence.other}))
+    answered = zip(*(foreseen(model, rows) for rows in kinds), strict=True)
+    kept = [triple for triple in answered if all(row.wanted for row in triple)]
+    if len(kept) < FEWEST:
+        return Trial(tuple(kinds[0]))
+    cases, lists, singles = (tuple(rows) for rows in zip(*kept, strict=True))
+    numbers = tuple((number,) for number in range(len(cases)))
+    return Trial(cases, lists, numbers, singles=singles, share=SHARES[role])
 
 
 def _list(
@@ -69,17 +106,10 @@ def _row(tokenizer: Tokenizer, number: int, ids: tuple[int, ...]) -> Prompt:
     return Prompt(bare_unit(number, ids, tokenizer), {len(ids) - 1: ids[-1]})
 
 
-def _name_prompts(tokenizer: Tokenizer, seed: int) -> list[DuePrompt]:
-    """One sentence of each pair: in turns the first name is due, and the second."""
-    made = make_pairs(tokenizer, seed)
-    return [made[2 * pair + pair % 2] for pair in range(len(made) // 2)]
-
-
 def _list_prompts(tokenizer: Tokenizer, seed: int) -> list[DuePrompt]:
     return [list_prompt(tokenizer, member) for member in find_members(tokenizer)]
 
 
 PROMPTS_OF: dict[str, Callable[[Tokenizer, int], list[DuePrompt]]] = {
-    "name mover": _name_prompts,
     "successor": _list_prompts,
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from headwise.look.measure.far import BEYOND, FAR, FIXED, FarPlaces
+from headwise.look.measure.name_suppression import NameSuppression
 from headwise.look.measure.names import NameMover
 from headwise.look.measure.queries import QueryFocus
 from headwise.look.measure.statistics import bootstrap
@@ -17,18 +18,23 @@ from headwise.look.measure.successor import Successor
 from headwise.look.measure.suppression import CopySuppression
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.tasks import TaskMeasure
-from headwise.look.profile.roles import DUE, HELD, Role, Support
+from headwise.look.profile.roles import DUE, HELD, LEAD, Role, Support
 
 STREAMS = 0.05  # attention condition for streaming: the largest share outside sink tokens and window
 
 
 def prompted_measures() -> tuple[TaskMeasure, ...]:
     """What is asked, anew for each profile."""
-    return Successor(), NameMover(), CopySuppression(), QueryFocus(), FarPlaces()
+    return Successor(), NameMover(), NameSuppression(), CopySuppression(), QueryFocus(), FarPlaces()
 
 
-THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "copy suppression": 0.1, "query focus": 0.1}
-ASKED = {"successor": DUE, "name mover": DUE, "copy suppression": HELD}  # by ablation; the others have no answers
+THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "name suppression": 0.1, "copy suppression": 0.1, "query focus": 0.1}
+ASKED = {
+    "successor": DUE,
+    "name mover": LEAD,
+    "name suppression": LEAD,
+    "copy suppression": HELD,
+}  # by ablation; the others have no answers
 PROMPTED = (
     *(
         Role(name, one.score, THRESHOLDS[name], ASKED.get(name), apart=True)

@@ -15,10 +15,16 @@ from headwise.look.measure.evidence import Context
 from headwise.look.measure.measure import Number
 from headwise.look.measure.questions import Question
 from headwise.look.measure.relations import Relations
-from headwise.look.measure.repeats import INDUCTION
 from headwise.look.measure.shape import CONFIDENCE, DISTANCE, ENTROPY, RESTING, SHARE
 from headwise.look.measure.tally import Tally
-from headwise.look.profile.merge import keep_effects, merge_evidence, merge_relations, merge_sources, merge_tallies
+from headwise.look.profile.merge import (
+    check_alike,
+    keep_effects,
+    merge_evidence,
+    merge_relations,
+    merge_sources,
+    merge_tallies,
+)  # fmt: skip
 from headwise.look.profile.prompted import with_choices
 from headwise.look.profile.roles import TABLE, Case, Role, Support, judge, make_cases, rest
 from headwise.look.profile.saved import VERSION, number_of, pack, role_of, support_of, unpack
@@ -56,6 +62,16 @@ class HeadProfile:
     cases: dict[str, tuple[Example, ...]]  # the same for each of its roles
     hardest: tuple[Context, ...]  # where it looked hardest, whatever for
     measures: dict[str, float]
+
+    @property
+    def causal_on(self) -> tuple[str, ...]:
+        """Token sets, or prompts, on which the causal test of its first role holds."""
+        return self.roles[0].causal_on if self.roles else ()
+
+    @property
+    def evidence_level(self) -> str:
+        """Evidence level of its first role in words, with the token sets on which the causal test holds."""
+        return self.roles[0].evidence_level if self.roles else self.rung
 
     @property
     def role_label(self) -> str:
@@ -176,8 +192,8 @@ class Profile:
 
     @property
     def tried(self) -> int:
-        """How many roles of heads were tried on the last rung; those on prompts are a family of their own."""
-        return sum(one.causal_p is not None for supports in self.supports for one in supports)
+        """Number of causal tests: heads × roles × token sets that have a control, in both families."""
+        return sum(effect.control is not None for some in self.supports for one in some for effect in one.effects)
 
     def roles(self) -> dict[str, list[Address]]:
         """Every role that some head has, be it its first or not, with its heads, best first."""
@@ -202,7 +218,7 @@ class Profile:
         return [
             {
                 "head": str(head.address), "role": head.role, "roles": "; ".join(one.role for one in head.roles),
-                "detail": head.detail, "on": head.on, "rung": head.rung,
+                "detail": head.detail, "on": head.on, "rung": head.rung, "causal_on": " and ".join(head.causal_on),
                 "score": head.score, "null": head.null, "low": (head.interval or (None, None))[0],
                 "high": (head.interval or (None, None))[1], "effect": head.effect, "rest": ", ".join(head.rest),
                 **{name: head.measures[name] for name in self.columns},
@@ -229,7 +245,7 @@ class Profile:
         showed for it, here or in the other. `variability`, which compares texts with each other, stays that of the larger
         sample.
         """
-        _check_alike(self, other)
+        check_alike(self, other)
         texts, (asked, same) = self.about["texts"], merge_sources(self.about, other.about)
         parts = [(made.tally, made.relations) for made in (self, other) if made.relations is not None]
         numbers = {**self.numbers, **other.numbers}
@@ -344,29 +360,6 @@ class Profile:
             return _rebuilt(told, arrays)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise HeadwiseError(f"{path} lacks something a profile has ({error}); make it anew.") from None
-
-
-def _check_alike(one: Profile, other: Profile) -> None:
-    """Whether two profiles are of one model, made in one way: on the same repeated tokens it gives the same numbers."""
-    if one.addresses != other.addresses:
-        raise HeadwiseError(
-            f"profiles of {len(one)} and of {len(other)} heads that are not the same cannot be merged; see diff."
-        )
-    for what in ("control", "seed", "detail", "every"):
-        if one.about[what] != other.about[what]:
-            raise HeadwiseError(
-                f"profiles with {what}={one.about[what]!r} and {other.about[what]!r} cannot be merged; make both alike."
-            )
-    asked = [
-        ({name for name, number in made.numbers.items() if number.series != "relation"}, made.own)
-        for made in (one, other)
-    ]
-    if asked[0] != asked[1]:
-        raise HeadwiseError("profiles with different measures or roles cannot be merged; measure both alike.")
-    said = INDUCTION[0].name if INDUCTION[0].name in one.numbers else None  # pictures are not said twice
-    repeats = [made.tally.per_bucket(said)[0] for made in (one, other)] if said else []
-    if one.about["model"] != other.about["model"] or (said and not np.allclose(*repeats, rtol=1e-4, atol=1e-5)):
-        raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
 
 
 def _rebuilt(stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:

@@ -4,14 +4,13 @@
     selective   so it is on the other half, and the difference is no accident (max-T over all heads, roles and directions)
     effective   so it is when attention is weighted by the length of what it fetches
     causal      taking the head away costs the role's own answers more than the same answers reached another way, and more
-                than taking away others of its layer (see causal.py)
+                than taking away others of its layer, on every token set that is tried (see causal.py)
 
 No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,11 +26,12 @@ from headwise.look.measure.shape import ENTROPY, RELATIVE, RESTING, SHARE
 from headwise.look.measure.statistics import FEWEST, bootstrap, max_t
 from headwise.look.measure.tally import Tally
 from headwise.look.measure.word_arcs import NEAREST
+from headwise.look.profile.effects import Effect
 from headwise.look.record.buckets import CHOOSING, REPORTING, in_half
 from headwise.text.documents import Document
 
-# Probes: tokens said twice; the same where a head holds them back; prompts of the role's own.
-REPEATS, HELD, DUE = "repeats", "held back", "due"
+# Probes: tokens said twice; the same where a head holds them back; prompts of the role's own, by answer or by lead.
+REPEATS, HELD, DUE, LEAD = "repeats", "held back", "due", "lead"
 RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
 
 
@@ -120,24 +120,6 @@ class Case:
         return in_half(self.counts, half)
 
 
-class Effect(NamedTuple):
-    """What taking a head away costs its role's own test, in nats an answer; what is not asked any more is None."""
-
-    cost: float  # by itself
-    bar: float  # what the cost must be above
-    control: float | None = None  # what it costs where the same answers are reached another way; None: nowhere found
-    beyond: tuple[float, float] | None = None  # the interval of cost − control
-    more: float | None = None  # than the other heads of its layer cost on average
-    interval: tuple[float, float] | None = None  # of that
-    mean_cost: float | None = None  # with its mean in its place
-    p: float = 1.0  # that any of these is by chance; 1 for a head that fails one of them
-
-    @property
-    def causal(self) -> bool:
-        """Whether the role's answers hang on the head, and not just any answers."""
-        return self.p < 0.05
-
-
 @dataclass(frozen=True)
 class Support:
     """What speaks for one head having one role."""
@@ -160,20 +142,34 @@ class Support:
     control: float | None = None  # what it costs where the same answers are reached another way; None: nowhere found
     beyond_interval: tuple[float, float] | None = None  # of cost − control
     mean_cost: float | None = None  # what it costs with its mean in its place, asked of heads that stand so far
-    causal_p: float | None = None  # family-wise, over all heads and roles tried; None: not tried, for want of a control
+    causal_p: float | None = None  # the largest of its token sets, family-wise; None: not tried, for lack of a control
     relation: bool = False  # whether it was asked of gold arcs
     on: str = ""  # the texts on which it was shown, in words
     family: int = 0  # tests that p is corrected for, where they are not those of the profile
     hits: bool = False  # the score is a share of cases in which the right target gets the largest weight
+    effects: tuple[Effect, ...] = ()  # of each token set tried; the numbers above are those of the first
+    causal_on: tuple[str, ...] = ()  # the token sets, or prompts, on which the causal test holds
 
-    def with_effect(self, found: Effect) -> "Support":
-        """The same with what ablation showed."""
-        tried = found.control is not None
+    def with_effects(self, effects: Sequence[Effect], sets: int) -> "Support":
+        """Return the support with the results of its causal test. The level is causal only if all `sets` token sets were
+        tried and hold on each; otherwise `causal_on` names those that hold."""
+        effects = tuple(effect if effect.on else replace(effect, on=self.on) for effect in effects)
+        holds = tuple(effect.on for effect in effects if effect.causal)
+        tried = [effect.p for effect in effects if effect.control is not None]
+        first = effects[0]
         return replace(
-            self, rung="causal" if found.causal else self.rung, effect=found.more, effect_interval=found.interval,
-            cost=found.cost, bar=found.bar, control=found.control, beyond_interval=found.beyond,
-            mean_cost=found.mean_cost, causal_p=found.p if tried else None,
+            self, rung="causal" if len(holds) == sets else self.rung, effect=first.more, effect_interval=first.interval,
+            cost=first.cost, bar=first.bar, control=first.control, beyond_interval=first.beyond,
+            mean_cost=first.mean_cost, causal_p=max(tried) if tried else None, effects=effects, causal_on=holds,
         )  # fmt: skip
+
+    @property
+    def evidence_level(self) -> str:
+        """Evidence level in words, with the token sets on which the causal test holds."""
+        sets = " and ".join(self.causal_on)
+        if not sets:
+            return self.rung
+        return f"causal on {sets}" if self.rung == "causal" else f"{self.rung}; causal on {sets}"
 
     @property
     def stands(self) -> bool:
@@ -213,7 +209,7 @@ def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
             )
         if (role.name, role.detail) in told:
             raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
-        if not 0 < role.threshold < 1 or role.probe not in (None, REPEATS, HELD, *[DUE] * role.apart):
+        if not 0 < role.threshold < 1 or role.probe not in (None, REPEATS, HELD, *[DUE, LEAD] * role.apart):
             raise HeadwiseError(
                 f"the role {role.name!r} needs a threshold between 0 and 1 and the probe {REPEATS!r}, {HELD!r} or none; "
                 f"got {role.threshold} and {role.probe!r}."

@@ -11,6 +11,7 @@ import numpy as np
 from headwise.errors import HeadwiseError
 from headwise.files.whole import whole_file
 from headwise.look.measure.measure import Number, Target
+from headwise.look.profile.effects import Effect
 from headwise.look.profile.roles import Role, Support
 
 VERSION = 6  # of the table: names, what they mean, where their sums stand
@@ -54,4 +55,5 @@ def role_of(stored: dict[str, Any]) -> Role:
 def support_of(stored: dict[str, Any]) -> Support:
     """What spoke for a role."""
     intervals = {name: tuple(stored[name]) for name in INTERVALS if stored[name] is not None}
-    return Support(**{**stored, **intervals})
+    effects = tuple(Effect.load(effect) for effect in stored["effects"])
+    return Support(**{**stored, **intervals, "effects": effects, "causal_on": tuple(stored["causal_on"])})

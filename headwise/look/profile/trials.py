@@ -1,7 +1,10 @@
 """What the last rung asks: cases of a role, and beside each the same answers reached another way.
 
-    lists    tokens said twice (induction, duplicate, previous token). They are taken from a text in which the whole model
-             foresees them, each where it is said for the first time; that text is the control
+    lists    tokens in random order, said twice (induction, duplicate, previous token). Half of them or more are drawn from
+             the vocabulary. The answers are tokens that the whole model foresees in a text, each where it is said for the
+             first time; that text is the control
+    texts    the beginning of a text, said twice, for the same roles. The answers are the tokens of the second copy. Those
+             that the model foresees in the text as well have a control: the text, read once
     words    documents with a relation (brackets, quotes, if-then …): the later word of the arc, or what is said of the noun
              meant. The control is another text in which the same token is foreseen and the role has no part
 
@@ -42,6 +45,7 @@ CASES = 16  # lists said twice, at most
 DOCUMENTS = 20  # documents with a relation, at most
 TEXTS = 64  # texts in which answers to put into lists are looked for, at most
 LISTED = 8  # tokens in a list
+TWICE = 16  # tokens of a text that is said twice
 CUT = 24  # tokens of a text that are read for its answers
 NATS = 3.0  # an answer counts as foreseen if it costs the whole model no more (p is .05), and a nat less than guessing
 TOKENS = 512  # in a batch: as a rule all cases, so that what one borrows from another is at hand
@@ -54,6 +58,7 @@ class Prompt(NamedTuple):
 
     unit: Unit
     wanted: Mapping[int, int]
+    rivals: Mapping[int, int] = {}  # by place, a token whose surprise is subtracted: then the answer is a lead
 
     @property
     def read(self) -> Unit:
@@ -69,6 +74,9 @@ class Trial:
     controls: tuple[Prompt, ...] = ()
     of_case: tuple[tuple[int, ...], ...] = ()  # for each case its controls
     held: bool = False  # whether the role holds answers back: then what counts is what they gain without a head
+    singles: tuple[Prompt, ...] = ()  # single-name prompts, one for each case
+    share: float = 1.0  # of the loss in single-name prompts that the loss of a case must exceed
+    matched: tuple[Prompt, ...] = ()  # the cases with the answers that have a control; none: all answers have one
 
     def by_case(self, values: np.ndarray) -> np.ndarray:
         """Sums over the controls of each case: (controls, heads) → (cases, heads)."""
@@ -99,25 +107,59 @@ class Few:
 
 
 def list_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
-    """Lists said twice, each made of tokens that the model foresees in one of the texts, where they were not said before."""
+    """Lists of random tokens said twice. The model foresees the answers in one of the texts as well, where they were not said
+    before; at least half of a list is drawn from the vocabulary."""
     dice = np.random.default_rng(seed)
     found = _answers_in_texts(model, [texts[i] for i in dice.permutation(len(texts))])
-    before, behind = tokenizer_of(model).around
-    pool = sorted({token for row in found for token in row.wanted.values()})
-    length = min(LISTED, len(pool), (model.spec.room - len(before) - len(behind)) // 2)
+    tokenizer = tokenizer_of(model)
+    before, behind = tokenizer.around
+    ordinary = [token for token in _ordinary(model).nonzero()[:, 0].tolist() if token < len(tokenizer)]
+    length = min(LISTED, len(ordinary) // 2, (model.spec.room - len(before) - len(behind)) // 2)
     if len(found) < FEWEST or length < 3:
         return _plain_lists(model, seed)
     lists: list[Prompt] = []
     for number, row in enumerate(found):
-        own = [int(token) for token in dice.permutation(list(row.wanted.values()))][: length - 1]
-        others = [int(token) for token in dice.permutation(pool) if token not in own][: length - len(own)]
-        # Nobody can foresee the first of a list: another text's answer stands there and is not asked for.
-        rest = [*own, *others[1:]]
-        said = [*others[:1], *(rest[i] for i in dice.permutation(len(rest)))]
+        answers = [int(token) for token in dice.permutation(list(row.wanted.values()))][: length // 2]
+        drawn = dice.permutation(ordinary)[: length + len(answers)].tolist()
+        first, *others = [token for token in drawn if token not in answers][: length - len(answers)]
+        # The first token of a list cannot be foreseen: it is not asked for.
+        rest = [*answers, *others]
+        said = [first, *(rest[i] for i in dice.permutation(len(rest)))]
         start = len(before) + len(said)
-        wanted = {start + place: token for place, token in enumerate(said) if place and token in own}
-        lists.append(Prompt(bare_unit(number, (*before, *said, *said), tokenizer_of(model)), wanted))
+        wanted = {start + place: token for place, token in enumerate(said) if place and token in answers}
+        lists.append(Prompt(bare_unit(number, (*before, *said, *said), tokenizer), wanted))
     return paired(lists, foreseen(model, lists), found)
+
+
+def text_trial(model: AnyModel, texts: Sequence[Unit], seed: int) -> Trial:
+    """Beginnings of texts said twice, in their own order. The control is the same text, read once: it asks for the answers
+    that the model foresees there too. Whether the second copy depends on a head is asked of all its tokens, because what the
+    text itself foretells needs no copy."""
+    dice, tokenizer, ordinary = np.random.default_rng(seed), tokenizer_of(model), _ordinary(model)
+    found = _answers_in_texts(model, [texts[i] for i in dice.permutation(len(texts))])
+    before, behind = tokenizer.around
+    length = min(TWICE, (model.spec.room - len(before) - len(behind)) // 2)
+    rows, shifts = [], []
+    for number, row in enumerate(found):
+        ids = row.unit.ids
+        start = len(before) if ids[: len(before)] == before else 0
+        end = len(ids) - len(behind) if behind and ids[-len(behind) :] == behind else len(ids)
+        body = ids[start:end][:length]
+        wanted = {place + len(body): token for place, token in _first_times(ids[: start + len(body)], ordinary).items()}
+        wanted = {place: token for place, token in wanted.items() if place > start + len(body)}
+        rows.append(Prompt(bare_unit(number, (*ids[:start], *body, *body), tokenizer), wanted))
+        shifts.append(len(body))
+    cases, matched, controls = [], [], []
+    for row, once, shift in zip(foreseen(model, rows), found, shifts, strict=True):
+        both = {place: token for place, token in row.wanted.items() if place - shift in once.wanted}
+        if both:
+            cases.append(row)
+            matched.append(row._replace(wanted=both))
+            controls.append(once._replace(wanted={place - shift: token for place, token in both.items()}))
+    if len(cases) < FEWEST:
+        return Trial(tuple(row for row in rows if row.wanted))
+    numbers = tuple((number,) for number in range(len(cases)))
+    return Trial(tuple(cases), tuple(controls), numbers, matched=tuple(matched))
 
 
 def word_trial(model: AnyModel, units: Iterable[Unit], texts: Sequence[Unit], role: str, where: str) -> Trial:
@@ -196,16 +238,20 @@ def target_batches(
     the plain causal kernel serves."""
     numbered = [replace(row.read, number=number) for number, row in enumerate(rows)]
     for batch in make_batches(numbered, tokens, device=device):
-        targets = torch.full_like(batch.ids, IGNORE)
+        targets, rivals = torch.full_like(batch.ids, IGNORE), torch.full_like(batch.ids, IGNORE)
         for place, unit in enumerate(batch.units):
-            for at, token in rows[unit.number].wanted.items():
+            row = rows[unit.number]
+            for at, token in row.wanted.items():
                 targets[place, at - 1] = token
-        yield TargetBatch(batch.ids, batch.real, targets, None, tuple(unit.number for unit in batch.units))
+                rivals[place, at - 1] = row.rivals.get(at, IGNORE)
+        subtracted = rivals if bool((rivals != IGNORE).any()) else None
+        numbers = tuple(unit.number for unit in batch.units)
+        yield TargetBatch(batch.ids, batch.real, targets, None, numbers, rivals=subtracted)
 
 
 def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Prompt]:
     """Of the first texts that have some: the tokens that the model foresees there and that were not said before."""
-    ordinary = class_flags(tokenizer_of(model), model.spec.vocab)[:, CLASSES.index(SPECIAL)] == 0
+    ordinary = _ordinary(model)
     found: list[Prompt] = []
     for start in range(0, len(texts), CASES):  # no more are read than needed
         some = [replace(unit, ids=unit.ids[:CUT]) for unit in texts[start : start + CASES]]
@@ -214,6 +260,11 @@ def _answers_in_texts(model: AnyModel, texts: Sequence[Unit]) -> list[Prompt]:
         if len(found) >= CASES:
             break
     return found[:CASES]
+
+
+def _ordinary(model: AnyModel) -> torch.Tensor:
+    """True at tokens of the vocabulary that are not special, (V,)."""
+    return class_flags(tokenizer_of(model), model.spec.vocab)[:, CLASSES.index(SPECIAL)] == 0
 
 
 def _first_times(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, int]:
@@ -225,7 +276,7 @@ def foreseen(model: AnyModel, rows: Sequence[Prompt]) -> list[Prompt]:
     """The same rows, with the answers that the whole model foresees."""
     limit = _limit(model)
     return [
-        Prompt(row.unit, {place: token for place, token in row.wanted.items() if cost[place] <= limit})
+        row._replace(wanted={place: token for place, token in row.wanted.items() if cost[place] <= limit})
         for row, cost in zip(rows, surprises(model, rows), strict=True)
     ]
 

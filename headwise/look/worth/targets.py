@@ -35,6 +35,9 @@ class TargetBatch:
     units: tuple[int, ...] = ()
     source: Tensor | None = None  # (B, S), what an encoder-decoder reads
     source_real: Tensor | None = None  # (B, S)
+    rivals: Tensor | None = (
+        None  # (B, T), tokens whose surprise is subtracted: answers are then minus the lead over them
+    )
 
     def run(self, model: AnyModel, gates: Any = None) -> Tensor:
         """One forward pass: final states (B, T, D)."""
@@ -82,13 +85,19 @@ class TargetBatch:
         return x.gather(1, rows.expand(-1, -1, x.shape[-1]))
 
     def answers(self, model: AnyModel, hidden: Tensor) -> Tensor:
-        """Final states of the rows asked about → the summed surprise of each text (n·B,), or its mean state (n·B, D)."""
+        """Final states of the rows asked about → the summed surprise of each text, minus that of its rivals (n·B,), or its
+        mean state (n·B, D)."""
         copies = len(hidden) // len(self.ids)
         if self.targets is None:
             real = self.real.repeat(copies, 1)[..., None]  # (n·B, T, 1)
             return hidden.masked_fill(~real, 0).double().sum(1) / real.sum(1)
-        targets = self.targets if self.rows is None else self.targets.gather(1, self.rows)  # (B, R)
-        return _surprise(model, hidden, targets.repeat(copies, 1))
+        targets, rivals = (
+            some if some is None or self.rows is None else some.gather(1, self.rows)  # (B, R)
+            for some in (self.targets, self.rivals)
+        )
+        assert targets is not None
+        made = _surprise(model, hidden, targets.repeat(copies, 1))
+        return made if rivals is None else made - _surprise(model, hidden, rivals.repeat(copies, 1))
 
     def lost(self, answers: Tensor, clean: Tensor) -> Tensor:
         """How much worse answers are than the untouched model's: (B, …), (B, …) → (B,)."""

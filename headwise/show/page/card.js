@@ -40,12 +40,18 @@ function control(head) {
     : `${signed(one.cost, 3)} nats, and ${signed(one.control, 3)} where the same answers are reached another way`;
 }
 
+// Token sets, or prompts, on which the causal test of a role holds.
+function causalOn(one) {
+  return (one?.causal_on ?? []).join(" and ");
+}
+
 function role(head) {
   const facts = [
     ["shown on", head.on || null], ["evidence", head.rung], ["score", head.score], ["baseline", head.null],
     ["95 % CI", head.interval && `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}`],
     ["effect", head.effect === null ? null : `${signed(head.effect, 3)} nats more than without others of its layer`],
     ["control", control(head)],
+    ["causal on", causalOn(head.supports.find((one) => one.role === head.role)) || null],
     ["rests", head.rest.join(", ") || "no"],
   ].filter(([, value]) => value !== null && value !== undefined);
   return section(`Head ${head.address}`,
@@ -149,6 +155,6 @@ function runnersUp(head) {
   if (!head.supports.length) return null;
   const apart = head.supports.find((one) => one.family)?.family; // roles on prompts of their own are tested apart
   return el("section", { class: "wide", "aria-label": "What speaks for it" }, el("h2", {}, "What speaks for it, and for other roles"),
-    grid(`${number(store.book.about.family)} tests in the family${apart ? `, ${number(apart)} in that of prompts` : ""}`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "control"].map((name) => word(name)),
-      head.supports.map((one) => [word(one.role), one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], ...[one.effect, one.cost, one.control].map((some) => (some === null ? "" : [some, 3]))])));
+    grid(`${number(store.book.about.family)} tests in the family${apart ? `, ${number(apart)} in that of prompts` : ""}`, ["role", "", "shown on", "evidence", "score", "baseline", "95 % CI", "p", "cases", "coverage", "effect", "cost", "control", "causal on"].map((name) => word(name)),
+      head.supports.map((one) => [word(one.role), one.detail, one.on ?? "", one.rung, [one.score, 2], [one.null, 2], `${number(one.interval[0], 2)}–${number(one.interval[1], 2)}`, [one.p, 4], one.rows, [one.coverage, 2], ...[one.effect, one.cost, one.control].map((some) => (some === null ? "" : [some, 3])), causalOn(one)])));
 }
