@@ -186,7 +186,7 @@ def _beyond(head: HeadProfile) -> Iterator[Sentence]:
     if math.isfinite(value):
         yield Sentence(
             "beyond",
-            f"{100 * value:.2g}% of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} "
+            f"{_small_share(value)} of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} "
             f"tokens (on {BEYOND.on}).",
         )
 
@@ -315,6 +315,10 @@ def _partner(one: Kin) -> str:
 
 def _share(part: float) -> str:
     return f"{100 * part:.0f} %"
+
+
+def _small_share(value: float) -> str:
+    return "Less than 0.01%" if 0 < value < 1e-4 else f"{100 * value:.2g}%"
 
 
 def _and(heads: tuple[str, ...]) -> str:

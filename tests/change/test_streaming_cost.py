@@ -1,6 +1,7 @@
 """Loss with KV heads streaming: a built induction head is never recommended, a built previous-token head is."""
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -41,8 +42,8 @@ def texts(count: int = 24) -> list[str]:
     return [" ".join(draw.permutation(FILLERS)) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def induction() -> Worded:
+@cache
+def build_induction() -> Worded:
     """0.0 attends to the previous token, 1.0 to the token after an earlier copy, else to the first token."""
     built = Worded(words(), heads=2, layers=2, parts=2, places=LENGTH)
     eye = torch.eye(built.V)
@@ -50,6 +51,11 @@ def induction() -> Worded:
     built.head("0.0", places=back(1, places=LENGTH), write=one * eye)
     built.head("1.0", tokens=BETA * eye, at=0, places=to_place(0, BETA / 2, LENGTH), write=eye, into=1)
     return built
+
+
+@pytest.fixture(scope="module")
+def induction() -> Worded:
+    return build_induction()
 
 
 @pytest.fixture(scope="module")

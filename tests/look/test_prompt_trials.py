@@ -186,7 +186,7 @@ def test_name_suppression_built_heads_only_the_one_that_writes_against_the_wrong
         "writes for it"
     )
     assert score[at("2.3")] < 0.1, "it looks at the name due"
-    assert "looks at the name that is not due and writes against it" in str(found.story("2.1"))
+    assert "attends to the name that is not due and writes less for it" in str(found.story("2.1"))
 
 
 def test_name_suppression_head_that_suppresses_the_last_name_scores_its_baseline() -> None:

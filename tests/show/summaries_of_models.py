@@ -7,17 +7,18 @@ import torch
 
 import headwise as hw
 from headwise.look.measure.cases import Cases, Example
-from headwise.look.measure.far import LENGTH
+from headwise.look.measure.far import BEYOND, LENGTH
 from headwise.look.measure.patches import apart, picture_measures
 from headwise.look.measure.queries import FACTS
 from headwise.look.measure.retrieval import Retrieval
 from headwise.look.measure.runner import Runner
 from headwise.look.measure.suppression import CopySuppression
 from headwise.look.measure.tally import Tally
+from headwise.look.profile.effects import Effect
 from headwise.look.profile.pictures import ROLES
 from headwise.look.profile.prompted import PROMPTED
 from headwise.look.profile.result import Profile
-from headwise.look.profile.roles import HELD, Support
+from headwise.look.profile.roles import HELD, LEAD, Support
 from headwise.look.record.picture import InputPicture, picture_unit
 from headwise.look.record.units import make_batch
 from headwise.show.known import ask
@@ -25,10 +26,13 @@ from headwise.show.story import story
 from headwise.spec import Address
 from headwise.spec.grid import Grid
 from headwise.text.make import byte_tokenizer
+from tests.change.test_streaming_cost import build_induction
+from tests.change.test_streaming_cost import texts as permuted_texts
 from tests.look.built import BEFORE, OUT, SCRATCH, TOKEN, Built, V, blank, decoder, documents, encoder
 from tests.look.dense import by_scores
 from tests.look.test_far import texts
 from tests.look.test_own_measures import THREE
+from tests.look.test_prompt_trials import people_with_a_suppressor
 from tests.look.test_prompts import ASKED, counting, people
 from tests.look.test_prompts import followers as next_words
 from tests.look.worded import BETA, Worded, back, to_place
@@ -75,7 +79,13 @@ def prompted_heads() -> Summaries:
     lists.head("0.1", places=back(0), write=1e-3 * torch.eye(lists.V))
     lists.head("0.3", places=to_place(0), write=1e-3 * next_words(lists))
     listed = summaries(hw.profile(lists.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False))
+    suppressed = summaries(
+        hw.profile(
+            people_with_a_suppressor().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False
+        )
+    )
     return {
+        "name suppression": suppressed["2.1"], "writes for the other name": suppressed["2.2"],
         "name mover": named["2.0"], "writes against the name": named["2.1"],
         "successor": listed["0.0"], "repeats the word": listed["0.1"], "never attends to the word": listed["0.3"],
         **_suppressing(), **_focused(), **_far(),
@@ -162,14 +172,15 @@ def asked_heads() -> Summaries:
     Built(one, 2).places(1).writes(OUT, 4.0)  # the model says the token before
     Built(two, 0).places(1).writes(TOKEN, 0.5)
     Built(two, 1).places(1).writes(SCRATCH, 0.5)  # it writes what it never reads
+    Built(two, 2).places(1).writes(OUT, -1.0)
     corpus = [" ".join(["w0x"] + ["w1x w2x"] * 12)] * 8
     profile = hw.profile(model, corpus, relations=False, causal=False)
     found = {
-        name: summary(profile, name, ask(model, profile[name], corpus)) for name in ("0.0", "0.1", "0.2", "0.3", "1.0")
+        name: summary(profile, name, ask(model, profile[name], corpus))
+        for name in ("0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.2")
     }
     return {
         **found,
-        "1.1": summary(profile, "1.1", ask(model, profile["1.1"], corpus)),
         **_random_heads(),
         **_encoder_head(),
     }
@@ -208,9 +219,17 @@ def ranked_heads() -> Summaries:
         )
         for name, rank in ranks.items()
     }
-    held = replace(base, role="copy suppression", rung="effective", probe=HELD, cost=0.125)
+    held = replace(base, role="copy suppression", rung="effective", probe=HELD)
+    held = held.with_effects([Effect(0.125, 0.01, on="texts that repeat a token")], 1)
     case = Example(True, 0.8, "x", "y", "y", 0.8, "*y* [x]", ())
     heads = {name: replace(head, roles=ranking) for name, ranking in roles.items()}
+    effect = Effect(
+        1.5, 0.01, control=0.125, single=0.25, more=1.25, interval=(1.0, 1.5), on="sentences about two people"
+    )
+    lead = replace(base, role="name suppression", rung="effective", probe=LEAD).with_effects([effect], 1)
+    lead = replace(lead, rung="causal", causal_on=(effect.on,))
+    one_set = replace(lead, role="induction", rung="effective", probe=None, causal_on=("running text",))
+    heads["lead"], heads["one set"] = replace(head, roles=(lead,)), replace(head, roles=(one_set,))
     heads["held back"] = replace(head, roles=(held,), evidence=(case, replace(case, hit=False)))
     return {name: [line.text for line in story(profile, one)] for name, one in heads.items()}
 
@@ -219,3 +238,17 @@ def _encoder_head() -> Summaries:
     model = encoder()
     profile = hw.profile(model, documents(8), relations=False, causal=False)
     return {"encoder": summary(profile, "0.0", ask(model, profile["0.0"], documents(8)))}
+
+
+@cache
+def streaming_heads() -> Summaries:
+    """A previous-token head and an induction head: both attend locally on running text, only the first can stream."""
+    model, corpus = build_induction().model, permuted_texts()
+    profile = hw.profile(model, corpus, relations=False, prompts=True, causal=False)
+    measured = replace(
+        profile["1.0"], measures={**profile["1.0"].measures, BEYOND.name: 0.01}
+    )  # as on text that repeats nothing
+    return {
+        "previous token": summary(profile, "0.0", ask(model, profile["0.0"], corpus)),
+        "induction": summary(profile, "1.0", ask(model, measured, corpus)),
+    }

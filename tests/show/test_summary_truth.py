@@ -40,12 +40,13 @@ from tests.show.summaries_of_models import (
     patch_heads,
     prompted_heads,
     ranked_heads,
+    streaming_heads,
 )
 
 Builder = Callable[[], dict[str, list[str]]]
 BUILDERS: tuple[Builder, ...] = (
     followers, followers_of_shuffled_gold, little_followers, surface_heads, decoder_heads, encoder_heads, prompted_heads,
-    patch_heads, asked_heads, ranked_heads,
+    patch_heads, asked_heads, ranked_heads, streaming_heads,
 )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ TEMPLATES = (
     Template(r"has the role three back: its score is 100 %", decoder_heads, "1.1", ("0.0", "1.0")),
     # roles on prompts
     Template(_role("name mover"), prompted_heads, "name mover", ("writes against the name",)),
+    Template(_role("name suppression"), prompted_heads, "name suppression", ("writes for the other name", "name mover")),
     Template(_role("copy suppression"), prompted_heads, "copy suppression", ("writes for the token",)),
     Template(_role("successor"), prompted_heads, "successor", ("repeats the word", "never attends to the word")),
     Template(_role("query focus"), prompted_heads, "query focus", ("uniform",)),
@@ -134,7 +136,15 @@ TEMPLATES = (
     Template(r"It stands as well when each look counts by the length", encoder_heads, "0.1", ("fetches nothing",)),
     Template(r"And the role's answers hang on it, .* \(causal\)", decoder_heads, "0.0", ("0.2", "1.2")),
     Template(r"the test of its role loses \+\S+ nats an answer, and", decoder_heads, "0.0", ("1.2", "0.1")),
-    Template(r"the role's own test loses -\S+ nats an answer, and", decoder_heads, "0.2", ("0.0", "0.1")),
+    Template(r"the test of its role loses -\S+ nats an answer, and", decoder_heads, "0.2", ("0.0", "0.1")),
+    Template(
+        r"And the lead of the name due .* hangs on it \(causal\)\. It was tested on sentences about two people\. "
+        r"On sentences about two people, .* the lead .* loses \+1\.500 nats .* \+0\.250 in sentences that name one",
+        ranked_heads, "lead", ("held back", "one set"),
+    ),
+    Template(
+        r"Answers hang on it on running text alone \(effective; causal on running text\)", ranked_heads, "one set", ("lead",),
+    ),
     Template(r"what it holds back gains \+\S+ nats an answer", ranked_heads, "held back", ("lower level",)),
     Template(r"nowhere were the same answers found reached another way", decoder_heads, "0.3", ("0.0", "0.2")),
     Template(rf"; \+{NUMBER} more than without others of its layer", decoder_heads, "0.0", ("0.2", "0.3")),
@@ -162,14 +172,22 @@ TEMPLATES = (
     Template(r"inactive, it writes 0 % of what its layer writes", decoder_heads, "0.5", ("0.4", "0.0")),
     Template(r"Idle pattern: none", decoder_heads, "0.0", ("0.1", "0.4", "0.5")),
     # streaming
-    Template(r"Looking alone, it could stream", prompted_heads, "one back", ("far offset", "uniform decoder")),
-    Template(r"It needs more: ", prompted_heads, "far offset", ("one back",)),
-    Template(r"If that key head kept the first 4 and the last 24 tokens alone", asked_heads, "random", ("not asked",)),
-    # writes
-    Template(r"It writes what it reads \(copying \+1\.00", asked_heads, "0.0", ("0.1", "0.3", "random")),
-    Template(r"It writes against what it reads \(copying -1\.00", asked_heads, "0.1", ("0.0", "0.3", "random")),
-    Template(r"It writes neither what it reads nor its opposite", asked_heads, "random", ("0.0", "0.1")),
-    Template(r"It writes nothing at all", asked_heads, "0.3", ("0.0", "0.1", "random")),
+    Template(r"^Less than 0\.01% of its attention falls outside 4 sink", prompted_heads, "one back", ("far offset",)),
+    Template(r"^\d+% of its attention falls outside 4 sink tokens", prompted_heads, "far offset", ("one back",)),
+    Template(
+        r"with KV head 0\.0 at 4 sink tokens and a window of 32: running text",
+        streaming_heads, "previous token", ("induction",),
+    ),
+    Template(
+        r"KV head 0\.0 can stream: every increase is below 0\.05", streaming_heads, "previous token", ("induction",),
+    ),
+    Template(
+        r"nouns repeated \S+ \+[1-9]\S* \(95% CI \+[1-9]", streaming_heads, "induction", ("previous token",),
+    ),
+    # direct effect on the attended token's logit
+    Template(r"^Its output raises the logit of the token it attends to most by", asked_heads, "0.2", ("1.1", "1.2", "0.3")),
+    Template(r"^Its output lowers the logit of the token it attends to most by", asked_heads, "1.2", ("0.2", "1.1", "0.3")),
+    Template(r"^Its output does not measurably change the logit of", asked_heads, "random", ("0.2", "1.2", "0.3")),
     Template(r"Looking at .* it makes .* likelier", asked_heads, "random", ("0.3", "not asked")),
     # loss, bits, cache, partners
     Template(rf"{LOSS}\), ", asked_heads, "0.2", ("0.3", "random", "not asked")),
