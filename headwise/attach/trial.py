@@ -18,6 +18,7 @@ from headwise.attach.layer import Layer, bias_of, matrix
 from headwise.attach.sample import samples
 from headwise.errors import HeadwiseError
 from headwise.kernels import maps
+from headwise.kernels.gradients import gradients_enabled
 from headwise.kernels.terms import Terms, spread
 
 # Ways in which rows of a projection may be shared out among heads, by how many letters it projects.
@@ -237,7 +238,7 @@ class LayerTrial:
         return bool((maps(q, k, self.terms)[..., away.to(q.device)] > 0).any())
 
 
-@torch.enable_grad()
+@gradients_enabled()
 def try_layers(model: Any, layers: Sequence[Layer]) -> None:
     """Call the model once, as it is outside of training, and tell each layer what was found out."""
     was = [(module, module.training) for module in model.modules()]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.kernels.gradients import gradients_enabled
 from headwise.look.record.reading import Reading
 from headwise.look.record.units import Unit, make_batch
 from headwise.look.worth.targets import TargetBatch, ask, askable_units, check_askable
@@ -57,7 +58,7 @@ def learn_gates(
     _check(model, keep, steps, rate, batch)
     units = _units(model, on, context, steps * batch)
     order = Windows(np.arange(len(units) + 1), context=1, seed=seed)  # the order of training; a window is one text
-    with prepared(model, weights), torch.random.fork_rng(), torch.enable_grad():
+    with gradients_enabled(model), prepared(model, weights), torch.random.fork_rng():
         torch.manual_seed(seed)
         gates = LearnedGates({site.address: len(site.head_ids) for site in model.all_sites()}).to(model.device)
         clean = copy.deepcopy(model).eval() if weights and model.output is None else model

@@ -10,6 +10,7 @@ from headwise.change.streaming import Scores, StreamQuestion, layer_keeping, str
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Seen
 from headwise.kernels.batched import maps_of_rows
+from headwise.kernels.gradients import gradients_enabled
 from headwise.kernels.precision import at_least_float32
 from headwise.look.measure.far import mass_beyond
 from headwise.look.measure.listening import listening
@@ -103,7 +104,7 @@ def gates_of_each(model: Transformer, ask: StreamQuestion, rate: float = 0.1) ->
     if ask.steps < 1:
         raise HeadwiseError(f"gates learn in steps, 1 or more; got {ask.steps}.")
     texts = _texts(model, ask)
-    with prepared(model, False), torch.random.fork_rng(), torch.enable_grad():
+    with gradients_enabled(model), prepared(model, False), torch.random.fork_rng():
         torch.manual_seed(ask.seed)
         gates = LearnedGates({layer.site.address: len(layer.spec.kv_ids) for layer in model.attention_layers()})
         gates = gates.to(model.device)

@@ -104,7 +104,9 @@ _lock = threading.Lock()
 @contextmanager
 def step(model: nn.Module, rows: int) -> Iterator[None]:
     """While open, products of a model's weights with so many rows are the quickest; those of new shapes are timed first."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or rows > FEW_ROWS:  # tracing asks nothing of sizes
+    if (
+        torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < rows <= FEW_ROWS
+    ):  # tracing asks nothing of sizes
         yield
         return
     seen, now = _seen.setdefault(model, set()), (rows, torch.get_num_threads())

@@ -253,5 +253,7 @@ def _digest_of(files: list[Path]) -> str:
     made = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
-            made.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+            made.update(
+                f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}".encode("utf-8", "surrogateescape")
+            )
     return made.hexdigest()

@@ -1,6 +1,6 @@
 """Tokenizers made here: bytes, characters, words, and byte-level BPE trained on a text. All are saved with the model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from headwise.errors import HeadwiseError
 from headwise.text.corpus import Corpus
 from headwise.text.little.vocabulary import VOCABULARY
-from headwise.text.tokenizer import Tokenizer
+from headwise.text.tokenizer import Tokenizer, check_texts
 
 END, UNKNOWN, MASK = "<end>", "<unknown>", "<mask>"
 
@@ -70,8 +70,14 @@ def bpe_tokenizer(texts: Iterable[str], size: int = 4096) -> Tokenizer:
     trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
         vocab_size=size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(_checked(texts), trainer)
     return Tokenizer(backend, {"eos": 0, "bos": 0})
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        check_texts([text])
+        yield text
 
 
 def make_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
@@ -135,6 +141,7 @@ def add_frame(tokenizer: Tokenizer, behind: bool = False) -> Tokenizer:
 def _of_units(vocab: dict[str, int], cut: object, join: object | None) -> Tokenizer:
     """Whole units, unknown ones told as such; `<unknown>` and `<end>` come last."""
     units = {**vocab, UNKNOWN: len(vocab), END: len(vocab) + 1}
+    check_texts(units)
     backend = Backend(models.WordLevel(units, unk_token=UNKNOWN))  # pyright: ignore[reportCallIssue]
     backend.pre_tokenizer = cut  # pyright: ignore
     if join is not None:

@@ -1,17 +1,19 @@
 """Tokenizers, through the `tokenizers` library: from tokenizer.json, a WordPiece vocabulary or GGUF metadata."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from headwise.errors import HeadwiseError
 from headwise.text.align import Alignment
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
 
 
@@ -65,7 +67,7 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text; `special` adds what the model expects around it ([CLS] … [SEP], a start token)."""
-        return self.backend.encode(text, add_special_tokens=special).ids
+        return self.encoding(text, special).ids
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids; special tokens are left out unless asked for."""
@@ -80,9 +82,19 @@ class Tokenizer:
 
     def align(self, text: str, words: Sequence[str] | None = None, special: bool = True) -> Alignment:
         """Tokens, words and characters of a text; `words` are those given, in order, or found by spaces and marks."""
-        made = self.backend.encode(text, add_special_tokens=special)
+        made = self.encoding(text, special)
         spans = [trim(text, span) for span in made.offsets]
         return Alignment.of(text, made.ids, made.tokens, spans, words)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, without special tokens."""
+        check_texts(texts)
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encoding(self, text: str, special: bool = True) -> Encoding:
+        """Ids, tokens and character offsets of a text, as the `tokenizers` library gives them."""
+        check_texts([text])
+        return self.backend.encode(text, add_special_tokens=special)
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json, and tokenizer_config.json with the special tokens: what transformers reads, too."""
@@ -134,6 +146,21 @@ class Tokenizer:
         backend.add_special_tokens([name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in pieces])
         names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
         return Tokenizer(backend, {role: pieces.get(name) for role, name in names.items()})
+
+
+def check_texts(texts: Iterable[str]) -> None:
+    """Raise if a text has a lone surrogate, half of a character, which no tokenizer reads.
+
+    >>> check_texts(["caf\\ud800"])
+    Traceback (most recent call last):
+    headwise.errors.HeadwiseError: a text has the lone surrogate U+D800 at character 3, which is not valid Unicode. ...
+    """
+    for text in texts:
+        if not text.isascii() and (match := SURROGATE.search(text)):
+            raise HeadwiseError(
+                f"a text has the lone surrogate U+{ord(match[0]):04X} at character {match.start()}, which is not valid "
+                f"Unicode. Replace it first: text.encode('utf-8', 'replace').decode()."
+            )
 
 
 def trim(text: str, span: tuple[int, int]) -> tuple[int, int]:

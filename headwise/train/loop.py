@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.dropout import tell_progress
+from headwise.kernels.gradients import gradients_enabled
 from headwise.kernels.together import explaining_lost_peers
 from headwise.model import Transformer, quiet
 from headwise.progress import Progress
@@ -95,7 +96,13 @@ def start(
     if every is not None and every < 1:
         raise HeadwiseError(f"every must be at least 1, got {every}.")
     out = request.out
-    with join_team(device) as team, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
+    trained = None if isinstance(request.model, ModelSpec) else request.model
+    with (
+        gradients_enabled(trained),
+        join_team(device) as team,
+        tempfile.TemporaryDirectory() as scratch,
+        torch.random.fork_rng(),
+    ):
         folder, how = Path(scratch) if out is None else Path(out), request.how
         if out is None and team.size > 1:
             raise HeadwiseError("several processes need a folder they share; give out=…")
@@ -122,7 +129,7 @@ def resume(
     True
     """
     folder = Path(folder)
-    with join_team(device) as team, torch.random.fork_rng():
+    with gradients_enabled(), join_team(device) as team, torch.random.fork_rng():
         start, recipe = recall(folder, loss, team)
         return _run(start, recipe, folder, True, call, every, progress)
 

@@ -69,14 +69,14 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The ids of a corpus, piece by piece, an end token behind each text where the tokenizer has one."""
     end = [] if tokenizer.end is None else [tokenizer.end]
     for some in _batched(corpus.pieces(), 256):
-        encoded = tokenizer.backend.encode_batch_fast([piece.text for piece in some], add_special_tokens=False)
-        for piece, made in zip(some, encoded, strict=True):
-            if corpus.paired and tokenizer.end in made.ids:
+        encoded = tokenizer.encode_texts([piece.text for piece in some])
+        for piece, ids in zip(some, encoded, strict=True):
+            if corpus.paired and tokenizer.end in ids:
                 raise HeadwiseError(
                     f"a text of a pair holds the end token itself, so pairs cannot be told apart: {piece.text[:60]!r}…; "
                     f"take it out."
                 )
-            yield [*made.ids, *end] if piece.ends else made.ids
+            yield [*ids, *end] if piece.ends else ids
 
 
 def _batched(pieces: Iterable, most: int) -> Iterator[list]:

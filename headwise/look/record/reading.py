@@ -289,7 +289,7 @@ def _of_text(number: int, text: str, tokenizer: Tokenizer, longest: int) -> Iter
     tokens: list[int] = []
     places: list[Span] = []
     for first, last in _parts(text, tokenizer):
-        made = tokenizer.backend.encode(text[first:last], add_special_tokens=False)
+        made = tokenizer.encoding(text[first:last], special=False)
         tokens += made.ids
         places += ((start + first, end + first) for start, end in made.offsets)
         full = len(tokens) if last == len(text) else len(tokens) - len(tokens) % step

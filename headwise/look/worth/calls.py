@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Pattern
 from headwise.heads.site import Site
+from headwise.kernels.gradients import gradients_enabled, normal_tensors
 from headwise.look.measure.tally import Tally
 from headwise.look.worth.outputs import chosen_sites
 from headwise.model import AnyModel, quiet
@@ -74,7 +75,8 @@ def _ablated(model: Any, call: Mapping[str, Any], take: Loss, sites: Sites) -> t
 
 
 def _slopes(model: Any, call: Mapping[str, Any], take: Loss, sites: Sites) -> tuple[list[float], float]:
-    with torch.enable_grad(), ExitStack() as open_:
+    with gradients_enabled(model), ExitStack() as open_:
+        call = normal_tensors(dict(call))
         gates = [torch.ones(len(site.addresses), device=model.device, requires_grad=True) for site, _ in sites]
         for (site, _), gate in zip(sites, gates, strict=True):
             open_.enter_context(site.scaled(gate))

@@ -154,6 +154,7 @@ class Importance:
         return Importance(self.addresses, self.by, self.how, self.metric, texts, tally)
 
 
+@torch.inference_mode(False)
 def importance(
     model: AnyModel,
     on: Any = None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.site import Edit, Site
+from headwise.kernels.gradients import gradients_enabled
 from headwise.look.worth.ablate import Stand
 from headwise.look.worth.outputs import chosen_sites
 from headwise.look.worth.targets import TargetBatch
@@ -61,7 +62,7 @@ def slopes(model: AnyModel, batch: TargetBatch, heads: Sequence[Address], stands
             "without an output a model is compared with itself, and there the slope is 0; use by='ablation'."
         )
     leaves: dict[Address, Tensor] = {}
-    with torch.enable_grad(), ExitStack() as stack:
+    with gradients_enabled(model), ExitStack() as stack:
         for site, chosen in chosen_sites(model, heads):
             amounts = [torch.zeros(len(batch.ids), device=batch.ids.device, requires_grad=True) for _ in chosen]  # (B,)
             leaves |= zip(chosen, amounts, strict=True)
