@@ -36,6 +36,7 @@ from headwise.cli import (
 )
 from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
 from headwise.cli.shell.pressed import noticed
+from headwise.cli.shell.streams import flushed_output, prepare_streams
 from headwise.errors import HeadwiseError
 
 VERBS = (
@@ -71,14 +72,16 @@ def _options(
 
 
 def main() -> None:
-    """Run a verb; an error a person can put right is one line, not a traceback; Ctrl-C ends with 130, as a shell expects."""
+    """Run a command. An error that the user can fix is one line on standard error; Ctrl-C exits with 130."""
+    prepare_streams()
     with noticed() as pressed:
         try:
-            app(prog_name="headwise")
+            with flushed_output():
+                app(prog_name="headwise")
         except HeadwiseError as error:
-            if pressed:  # not an error of theirs: what was being read when it was pressed is whole
+            if pressed:  # a library turned Ctrl-C into an error of its own
                 sys.exit(130)
             print(f"headwise: {error}", file=sys.stderr)
             sys.exit(2)
-        except KeyboardInterrupt:  # pressed before a verb had begun
+        except KeyboardInterrupt:  # pressed before a command had begun
             sys.exit(130)

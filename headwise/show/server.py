@@ -1,5 +1,6 @@
 """The live view's server: the page, its book, and a model that answers. Nothing is written to disk."""
 
+import asyncio
 import json
 import socket
 import sys
@@ -19,6 +20,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError:
     raise HeadwiseError("the live view needs starlette and uvicorn: pip install 'headwise[view]'.") from None
 
@@ -28,6 +30,7 @@ KINDS = {
 }  # fmt: skip
 LIVE = b'<head>\n<meta name="headwise-live" content="yes">'  # how the page knows that somebody answers
 CONNECTIONS = 512  # at once
+REQUEST_TIMEOUT = 5.0  # seconds to send the head of a request
 ADDRESS = 32  # characters of a head's
 
 
@@ -111,12 +114,53 @@ def serve(app: App, turns: Turns, at: socket.socket, ready: Callable[[], object]
     # What is no HTTP is answered with 400 and not noted: somebody could fill the terminal with it.
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]  # plain dicts, where uvicorn names each kind of message
-        http="h11", ws="none", loop="asyncio", lifespan="off", log_level="error", access_log=False,
+        http=TimedProtocol, ws="none", loop="asyncio", lifespan="off", log_level="error", access_log=False,
         server_header=False, proxy_headers=False, timeout_keep_alive=5, timeout_graceful_shutdown=2,
         limit_concurrency=CONNECTIONS,
     )  # fmt: skip
     with suppress(KeyboardInterrupt):  # how a server is meant to end
         _Server(config, turns, ready).run(sockets=[at])
+
+
+class TimedProtocol(H11Protocol):
+    """Close connections that do not send a whole request head in time: idle ones would use up all connections."""
+
+    deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Start the time limit of the first request."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a request; the time limit ends with the head of the request."""
+        super().data_received(data)
+        if self._awaits_request():
+            self._start_timer()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the time limit."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _awaits_request(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        if self.deadline is None:
+            self.deadline = self.loop.call_later(REQUEST_TIMEOUT, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _give_up(self) -> None:
+        self.deadline = None
+        if self._awaits_request():
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -7,14 +7,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 import headwise as hw
+from headwise.show import server
 from headwise.show.live import Live
+from headwise.show.turns import Turns
 from tests.runner import headwise
 from tests.show.live_model import TEXT, View, make_folder, viewing
 
@@ -137,6 +140,27 @@ def test_hostile_bytes_on_a_real_connection(view: View) -> None:
             assert plain.recv(4096).split(b" ")[1] == status, raw[:60]
     assert request(view.port, "/api/step", {"text": TEXT})[0] == 200
     assert "server" not in request(view.port, "/")[1]
+
+
+def test_serve_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More idle connections than the server allows, one of them with a part of a request: others are answered again."""
+    monkeypatch.setattr(server, "CONNECTIONS", 4)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT", 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"here"})
+
+    with server.bind("127.0.0.1", 0) as listening, ExitStack() as stack:
+        port, running = listening.getsockname()[1], Event()
+        Thread(target=server.serve, args=(app, Turns(), listening, running.set), daemon=True).start()
+        assert running.wait(60)
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
+        idle[0].sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        for connection in idle:
+            connection.settimeout(60)
+            assert connection.recv(1) == b"", "closed by the server"
+        assert request(port, "/")[::2] == (200, b"here")
 
 
 SLOW = """

@@ -1,0 +1,48 @@
+"""Standard output that is not UTF-8, is full or has no width."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runner import headwise
+
+
+def run(arguments: list[str], stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "headwise", *arguments],
+        stdout=subprocess.PIPE if stdout is None else stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_attend_output_encoding_without_character_replaces_it(encoding: str, tmp_path: Path) -> None:
+    headwise("train", "--preset", "little", "--steps", "1", "--out", tmp_path).told
+    done = run(
+        ["attend", str(tmp_path / "model"), "the dog saw 日本 …", "--head", "0.0"],
+        PYTHONIOENCODING=encoding,
+        PYTHONUTF8="0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_command_output_device_full_reports_error() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = run(["presets"], stdout=full)
+    finally:
+        os.close(full)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == ["headwise: cannot write the result: No space left on device."]
+
+
+def test_command_zero_columns_prints_result() -> None:
+    assert headwise("presets", columns=0).told == headwise("presets", columns=80).told
