@@ -99,7 +99,8 @@ class EagerHook:
                     self._names[OWN] = function.args[0]
             self._is_open = False
 
-    __del__ = remove  # an attach that was interrupted may have dropped the hook
+    def __del__(self) -> None:  # an attach that was interrupted may have dropped the hook
+        self.remove()
 
 
 class Watching:

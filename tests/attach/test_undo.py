@@ -35,7 +35,7 @@ class Interrupt:
         if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         closed = frame.f_code.co_flags & inspect.CO_GENERATOR  # Python drops what is raised while it closes a generator
-        if event == self.kind and frame.f_code.co_name != "restore" and not closed:
+        if event == self.kind and frame.f_code.co_name != "restore" and not closed and not _in_destructor(frame):
             self.count += 1
             if self.count == self.at:
                 sys.settrace(None)
@@ -45,11 +45,22 @@ class Interrupt:
     @contextmanager
     def installed(self) -> Iterator["Interrupt"]:
         before = sys.gettrace()
+        gc.disable()  # it would run destructors of other tests
         sys.settrace(self)
         try:
             yield self
         finally:
             sys.settrace(before)
+            gc.enable()
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    """Python drops what is raised while it destroys an object."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def state_of(model: Any) -> list[tuple[str, dict[str, Any]]]:

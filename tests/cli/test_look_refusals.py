@@ -143,7 +143,7 @@ def test_ablate(by: str, folder: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("heads", "{}", "--control", "sorted", "the dog runs"), "there is no control 'sorted'"),
+        (("heads", "{}", "--control", "sorted", "the dog runs"), "'sorted': not a control"),
         (("heads", "{}", "nowhere.txt"), "there is no file or folder nowhere.txt"),
         (("heads", "{}", "--treebank", "nowhere.conllu"), "nowhere.conllu"),
         (("heads", "{}", "the dog runs", "--length", "0"), "length"),

@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Any] = {
     "attend": lambda model: hw.attend(model, SURROGATE),
     "profile": lambda model: hw.profile(model, [SURROGATE] * 4),
     "importance": lambda model: hw.importance(model, [SURROGATE] * 4),
-    "why": lambda model: hw.why(model, SURROGATE, "0.0", (3, 1)),
+    "why": lambda model: hw.why(model, SURROGATE, "0.0", 3),
     "generate": lambda model: model.generate(SURROGATE, 2),
     "train": lambda model: hw.train(model, SURROGATE * 20, RECIPE, progress=False),
     "tokens": lambda model: list(encode(hw.Corpus.of(SURROGATE), model.tokenizer)),

@@ -53,6 +53,7 @@ def test_a_walk_keeps_nothing_from_block_to_block(monkeypatch: pytest.MonkeyPatc
     """What is kept between blocks that grow leaves holes behind, which grow with the square of a text."""
     monkeypatch.setattr(scene, "PAIRS", 0)
     watch = Watch()
+    gc.collect()  # garbage of other tests would go while this one counts
     with torch.no_grad():
         Runner(Tally(1), [*usual_measures(FLAGS), watch]).read(long_model(), [batch_of(2048)])
     assert len(watch.found) == 2048 // rows.ROWS

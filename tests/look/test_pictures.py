@@ -226,7 +226,7 @@ def test_planted_heads_get_their_roles() -> None:
     assert {one.role for one in found["0.0"].roles} <= {"row"}  # nothing besides
     assert {one.role for one in found["0.1"].roles} <= {"column"}
     for head, words in enumerate(
-        ("along its row", "along its column", "eight patches around", "beyond half", "class token")
+        ("of its row", "of its column", "eight patches around", "half of the longer side", "class token")
     ):
         assert words in str(tell_story(found, found[f"0.{head}"])), "a story speaks of patches"
 

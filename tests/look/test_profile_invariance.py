@@ -254,7 +254,7 @@ def test_what_is_refused() -> None:
     refused: list[tuple[str, Any, dict[str, Any]]] = [
         ("corpus|empty", [], {}),
         ("empty", [""], {}),
-        ("there is no control 'sorted'", LITTLE, {"control": "sorted"}),
+        ("'sorted': not a control", LITTLE, {"control": "sorted"}),
         (r"document \d+ has \d+ tokens, more than the 40 positions", LITTLE, {}),
         ("41 tokens are more than the 40", "the dog", {"longest": 41}),
     ]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.measure import names, successor, suppression
-from headwise.look.measure.names import NAMES, TEMPLATES
+from headwise.look.measure import name_suppression, names, successor, suppression
+from headwise.look.measure.names import NAMES, SINGLES, TEMPLATES
 from headwise.look.measure.prompts import DuePrompt, Looks, ask_prompts
 from headwise.look.measure.queries import FACTS
 from headwise.look.measure.successor import CLASSES
@@ -32,6 +32,7 @@ SIZES = ((3, 6, 48), (2, 16, 64))  # layers, heads, width
 def said() -> list[str]:
     """Whatever prompts may say, and the probe set."""
     people = [template.format(one, other, one) for template in TEMPLATES for one, other in pairwise(NAMES)]
+    people += [template.format(name) for template in SINGLES for name in NAMES]
     lists = [", ".join(f" {word}" for word in some) for some in CLASSES]
     facts = [text for pair in FACTS for text in pair]
     probe = [item.text for item in Corpus.probe().items()]
@@ -55,14 +56,14 @@ def as_if_right(model: AnyModel, prompts: list[DuePrompt], wiring: Wiring, name:
 
 
 def alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int], patch: pytest.MonkeyPatch) -> Counter[str]:
-    for module in (names, successor, suppression):
+    for module in (names, name_suppression, successor, suppression):
         patch.setattr(module, "ask_prompts", as_if_right)
     found: Counter[str] = Counter()
     for seed in seeds:
         model = untrained(seed, gain, tokenizer(kind), *size)
         tally = Tally(len(model.spec.addresses))
         with torch.no_grad():
-            assert [task.run(model, tally, seed) for task in prompted_measures()[:-1]] == [""] * 4  # far.py has its own
+            assert [task.run(model, tally, seed) for task in prompted_measures()[:-1]] == [""] * 5  # far.py has its own
         supports, family = judge(make_cases(tally, None, roles=PROMPTED), tally.heads)
         assert family == 0, "they are a family of their own"
         found.update(f"{one.role}, {one.rung}" for some in supports for one in some if one.stands)
@@ -73,7 +74,7 @@ def alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int], pat
 def test_attached_models_are_asked_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transformers model, attached, and the same loaded as ours: every number of every head."""
     transformers = pytest.importorskip("transformers")
-    for module in (names, successor, suppression):
+    for module in (names, name_suppression, successor, suppression):
         monkeypatch.setattr(module, "ask_prompts", as_if_right)
     words = tokenizer("pairs")
     torch.manual_seed(0)

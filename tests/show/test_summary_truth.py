@@ -6,7 +6,7 @@ pattern, the summary in which it stands, and the summaries in which it does not.
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -182,7 +182,7 @@ TEMPLATES = (
         r"KV head 0\.0 can stream: every increase is below 0\.05", streaming_heads, "previous token", ("induction",),
     ),
     Template(
-        r"nouns repeated \S+ \+[1-9]\S* \(95% CI \+[1-9]", streaming_heads, "induction", ("previous token",),
+        r"nouns repeated \S+ \+[^0 ]\S* \(95% CI \+[^0 ]", streaming_heads, "induction", ("previous token",),
     ),
     # direct effect on the attended token's logit
     Template(r"^Its output raises the logit of the token it attends to most by", asked_heads, "0.2", ("1.1", "1.2", "0.3")),
@@ -290,7 +290,7 @@ def test_confidence_intervals_printed_contain_the_true_rate_of_most_heads() -> N
     ]
     gold = follow("copy >")
 
-    def sometimes(number: int) -> Callable[[Document], list[int]]:
+    def sometimes(number: int) -> Callable[[Document], Sequence[int]]:
         return lambda one: gold(one) if _drawn(number, one) < 0.7 else [0] * len(one.words)
 
     profile = profile_of(documents, [sometimes(number) for number in range(40)])

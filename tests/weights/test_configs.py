@@ -38,7 +38,7 @@ CASES = {
     "qwen2": llama(
         "",
         "Qwen2ForCausalLM",
-        **LLAMA | {"num_attention_heads": 32, "hidden_size": 64, "num_key_value_heads": 32},
+        **{**LLAMA, "num_attention_heads": 32, "hidden_size": 64, "num_key_value_heads": 32},
         use_sliding_window=True,
         sliding_window=5,
         max_window_layers=1,
