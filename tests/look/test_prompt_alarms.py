@@ -91,8 +91,8 @@ def test_attached_models_are_asked_the_same(tmp_path: Path, monkeypatch: pytest.
     for model in (attached, hw.load(tmp_path)):
         tallies.append(Tally(8))
         with torch.no_grad():
-            assert [task.run(model, tallies[-1], 0) for task in prompted_measures()] == [""] * 5
-    assert len(tallies[0].fields) == 3 * 6 + 1
+            assert [task.run(model, tallies[-1], 0) for task in prompted_measures()] == [""] * 6
+    assert len(tallies[0].fields) == 3 * 7 + 1
     for name in tallies[0].fields:
         np.testing.assert_allclose(tallies[0].mean(name), tallies[1].mean(name), atol=1e-6)
 
