@@ -57,7 +57,7 @@ comma := ,
 test-cpus: install $(CPUS:%=test-cpu@%)
 
 test-cpu@%: install
-	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/train/test_resume.py tests/look
+	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/training/test_resume.py tests/analysis
 
 # The oldest versions of what it builds on that it says it takes, and the newest; torch stays pinned.
 $(VENV)-%/tested: pyproject.toml constraints-%.txt
@@ -67,7 +67,7 @@ $(VENV)-%/tested: pyproject.toml constraints-%.txt
 	touch $@
 
 test-oldest test-newest: test-%: $(VENV)-%/tested
-	$(VENV)-$*/bin/python -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/text tests/look tests/change tests/attach
+	$(VENV)-$*/bin/python -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/text tests/analysis tests/compression tests/attached
 
 parity: install
 	$(PY) -m tests.parity

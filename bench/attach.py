@@ -16,13 +16,13 @@ from rich.console import Console
 import headwise as hw
 from bench.look import HEADS, VOCAB, make_batch, make_flags
 from bench.measure import machine, peak_memory, take_turns
-from headwise.lab.engine.memory import rise
-from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.listening import listening
-from headwise.look.measure.runner import Runner
-from headwise.look.measure.tally import Tally
-from headwise.look.measure.usual import usual_measures
-from headwise.show.tables import make_table
+from headwise.analysis.metrics.accumulator import Tally
+from headwise.analysis.metrics.default_metrics import usual_measures
+from headwise.analysis.metrics.hooks import listening
+from headwise.analysis.metrics.runner import Runner
+from headwise.analysis.metrics.top_contexts import Evidence
+from headwise.experiments.engine.memory import rise
+from headwise.ui.tables import make_table
 
 LENGTHS = (512, 2048)
 WAYS = ("untouched", "attached", "profile", "eager maps")

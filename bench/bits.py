@@ -19,14 +19,14 @@ from typing import Any
 import headwise as hw
 from bench.measure import machine
 from bench.prune import DATA, paragraphs
-from headwise.change.allocate import allocate, report_allocation
-from headwise.change.evaluation import PairedEvaluation
-from headwise.change.quantise import quantise
-from headwise.files.whole import whole_file
-from headwise.heads.basis import BASES
-from headwise.look.worth.sensitivity import sensitivity
-from headwise.show.progress import show_progress
-from headwise.train.little import LITTLE, little_texts
+from headwise.analysis.ablation.sensitivity import sensitivity
+from headwise.compression.allocate_bits import allocate, report_allocation
+from headwise.compression.evaluation import PairedEvaluation
+from headwise.compression.quantize import quantise
+from headwise.heads.balanced_basis import BASES
+from headwise.io.atomic_write import whole_file
+from headwise.training.default_recipe import LITTLE, little_texts
+from headwise.ui.progress import show_progress
 
 BITS, CHOICES, MEAN, SEEDS = 3, (4, 3), 3.5, 10
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import Timing, machine, take_turns
-from headwise.change.report import Footprint
-from headwise.show.tables import make_table
+from headwise.compression.report import Footprint
+from headwise.ui.tables import make_table
 
 LENGTHS = (128, 1024, 4096)
 VOCAB = 1000

@@ -26,11 +26,11 @@ from rich.console import Console
 import headwise as hw
 from bench.measure import machine
 from bench.prune import DATA, paragraphs
-from headwise.change.heal import heal
-from headwise.deploy.check import compare
-from headwise.deploy.llama_cpp import race, write_on
+from headwise.compression.recovery import heal
+from headwise.exporters.llama_cpp import race, write_on
+from headwise.exporters.parity import compare
 from headwise.model import Transformer
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 TOKENS = 32  # written behind each prompt
 ROUNDS, SOME = 9, 16  # of a race, and the tokens of each

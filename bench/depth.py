@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 
 import headwise as hw
-from headwise.look.profile.best_heads import best_heads
-from headwise.look.profile.result import Profile
-from headwise.look.profile.roles import make_cases
-from headwise.show.tables import make_table
+from headwise.analysis.roles.best_heads import best_heads
+from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.roles import make_cases
 from headwise.text.treebank import read_conllu
+from headwise.ui.tables import make_table
 
 CHARACTERS, PART = 80_000, 700  # of the text; sentences of the treebank at once
 EWT, WIKITEXT = "ud-english-ewt/en_ewt-ud-test.conllu", "wikitext-2/test.txt"

@@ -27,11 +27,11 @@ from rich.console import Console
 import headwise as hw
 from bench.measure import machine
 from bench.prune import paragraphs
-from headwise.change.evaluation import PairedEvaluation
-from headwise.change.heal import heal
-from headwise.files.whole import whole_file
-from headwise.show.progress import show_progress
-from headwise.show.tables import make_table
+from headwise.compression.evaluation import PairedEvaluation
+from headwise.compression.recovery import heal
+from headwise.io.atomic_write import whole_file
+from headwise.ui.progress import show_progress
+from headwise.ui.tables import make_table
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data"))
 TAUGHT = ("logits", "qkv", "maps")  # what a cut model learns from the whole one

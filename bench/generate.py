@@ -24,11 +24,11 @@ from rich.console import Console
 
 import headwise as hw
 import headwise.heads.projections as projections
-import headwise.kernels.linear as products
+import headwise.kernels.autotuned_linear as products
 from bench import engines
 from bench.measure import machine
-from headwise.files.whole import whole_file
-from headwise.show.tables import make_table
+from headwise.io.atomic_write import whole_file
+from headwise.ui.tables import make_table
 
 BITS = (16, 8, 4)
 PROMPT, TOKENS = 64, 256

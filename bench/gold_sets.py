@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from headwise.look.measure import far, names, queries, retrieval, successor, suppression
-from headwise.look.measure.questions import NO_ROLE
-from headwise.look.profile.make import REPEATED, SEQUENCES
-from headwise.look.profile.roles import ROLE_OF
-from headwise.look.record.reading import DOCUMENTS
+from headwise.analysis.metrics import copy_suppression, long_offsets, name_movers, query_focus, retrieval, successor
+from headwise.analysis.metrics.relation_metrics import NO_ROLE
+from headwise.analysis.recording.tokenized_corpus import DOCUMENTS
+from headwise.analysis.roles.profile import REPEATED, SEQUENCES
+from headwise.analysis.roles.roles import ROLE_OF
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document, Relation
 from headwise.text.probe import probe_set
@@ -133,7 +133,7 @@ def arc_table(documents: Iterable[Document]) -> list[str]:
 
 def case_table() -> list[str]:
     """The table of the roles that are measured without gold arcs, in Markdown."""
-    window = far.WINDOW
+    window = long_offsets.WINDOW
     rows = (
         ("previous token, next token, self, fixed offset", "every token of the corpus whose target is not the first token",
          f"the token 1 back, 1 ahead, itself, or up to {window - 1} back or ahead"),
@@ -147,16 +147,16 @@ def case_table() -> list[str]:
         ("induction", f"{SEQUENCES} sequences: {REPEATED} random tokens and the same {REPEATED} again; every token of the "
          "second copy", "the token after the first copy"),
         ("duplicate token", "the same", "the first copy"),
-        ("name mover", f"{names.PAIRS} pairs of sentences, from {len(names.TEMPLATES)} templates and {len(names.NAMES)} "
+        ("name mover", f"{name_movers.PAIRS} pairs of sentences, from {len(name_movers.TEMPLATES)} templates and {len(name_movers.NAMES)} "
          "names; the last token", "the name that is due, if the head writes more for it than for the other name"),
-        ("copy suppression", f"{suppression.TEXTS} beginnings of texts of {suppression.LENGTH} tokens, read twice; the last "
-         f"{suppression.LENGTH - suppression.CUE} predictions",
+        ("copy suppression", f"{copy_suppression.TEXTS} beginnings of texts of {copy_suppression.LENGTH} tokens, read twice; the last "
+         f"{copy_suppression.LENGTH - copy_suppression.CUE} predictions",
          "the token the model is about to repeat, if the head writes less for it than for the other tokens of the text"),
         ("successor", f"{sum(len(of_class) for of_class in successor.CLASSES)} days, months, numbers, ordinals and letters "
          "that a list ends with", "no attention is measured: the head writes most for the next of the class"),
-        ("query focus", f"{queries.PROMPTS} prompts of {queries.DOCUMENTS} documents and a question, from "
-         f"{len(queries.FACTS)} documents; every token of the question", "the tokens of the document the question is about"),
-        ("far offset", f"{far.TEXTS} texts of {far.LENGTH} tokens",
+        ("query focus", f"{query_focus.PROMPTS} prompts of {query_focus.DOCUMENTS} documents and a question, from "
+         f"{len(query_focus.FACTS)} documents; every token of the question", "the tokens of the document the question is about"),
+        ("far offset", f"{long_offsets.TEXTS} texts of {long_offsets.LENGTH} tokens",
          f"the token at the head's best offset of {window} or more"),
         ("fixed place", f"the same; tokens {window} or more away", "the head's best position"),
         ("retrieval", f"{retrieval.TEXTS} texts with a needle of {retrieval.NEEDLE} tokens; the tokens of the needle that "

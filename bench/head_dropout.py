@@ -16,7 +16,7 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import machine
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 RATES = (0.0, 0.2, 0.4)
 SPEC = hw.ModelSpec(

@@ -96,7 +96,7 @@ def judged(model: Any, pixels: Tensor, kinds: Tensor) -> tuple[float, float]:
 
 def save(model: Any, out: Path, pixels: Tensor) -> None:
     """The model's folder and some pictures as files."""
-    from headwise.files.pictures import Pixels, to_png
+    from headwise.io.images import Pixels, to_png
 
     model.save_pretrained(out / "model")
     Pixels((SIZE, SIZE), mean=(0.5,), std=(0.5,)).save(out / "model")

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import headwise as hw
 from bench.measure import machine, take_turns
-from headwise.look.worth.ablate import ablated, stand_in
-from headwise.look.worth.sweep import sweep, sweep_cost
-from headwise.look.worth.targets import TargetBatch
+from headwise.analysis.ablation.ablate import ablated, stand_in
+from headwise.analysis.ablation.eval_targets import TargetBatch
+from headwise.analysis.ablation.sweep import sweep, sweep_cost
 from headwise.model.loss import IGNORE
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 B, T = 4, 128
 SPEC = hw.ModelSpec(vocab=2000, context=T, layers=6, attention=hw.AttentionSpec(width=256, heads=8))

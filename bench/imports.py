@@ -9,7 +9,7 @@ import sys
 from rich.console import Console
 
 from bench.measure import take_turns
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 COMMANDS = {
     "python, nothing": ["-c", "pass"],

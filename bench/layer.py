@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
-from headwise.lab.engine.memory import rise
-from headwise.show.tables import make_table
+from headwise.experiments.engine.memory import rise
+from headwise.ui.tables import make_table
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (1, 2048, 768, 12), (1, 8192, 768, 12)]  # (B, T, width, heads)
 LENGTHS = [1024, 2048, 4096, 8192]

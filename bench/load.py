@@ -22,9 +22,9 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
 
 import headwise as hw
 from bench.measure import machine
-from headwise.files.places import find
-from headwise.lab.engine.memory import rise
-from headwise.show.tables import make_table
+from headwise.experiments.engine.memory import rise
+from headwise.io.resolve_path import find
+from headwise.ui.tables import make_table
 
 SMOLLM2 = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

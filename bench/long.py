@@ -22,11 +22,11 @@ from rich.console import Console
 
 import headwise as hw
 from bench.distil import DATA
-from headwise.lab.engine.memory import rise
-from headwise.look.record.reading import Reading
-from headwise.look.record.units import make_batches, run
+from headwise.analysis.recording.batching import make_batches, run
+from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.experiments.engine.memory import rise
 from headwise.model import quiet
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 LENGTHS = (8192, 16384, 32768)
 WARM = 512

@@ -20,15 +20,15 @@ from torch import Tensor
 
 import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
-from headwise.heads.site import Seen
-from headwise.lab.engine.memory import rise
-from headwise.look.measure.classes import CLASSES
-from headwise.look.measure.evidence import Evidence
-from headwise.look.measure.runner import Runner
-from headwise.look.measure.tally import Tally
-from headwise.look.measure.usual import usual_measures
-from headwise.look.record.units import Batch, Unit
-from headwise.show.tables import make_table
+from headwise.analysis.metrics.accumulator import Tally
+from headwise.analysis.metrics.default_metrics import usual_measures
+from headwise.analysis.metrics.runner import Runner
+from headwise.analysis.metrics.token_classes import CLASSES
+from headwise.analysis.metrics.top_contexts import Evidence
+from headwise.analysis.recording.batching import Batch, Unit
+from headwise.experiments.engine.memory import rise
+from headwise.heads.hook_point import Seen
+from headwise.ui.tables import make_table
 
 LENGTHS = (512, 2048, 4096)
 GOALS = {512: "≤ 1.30", 2048: "≤ 1.45", 4096: "≤ 1.70"}

@@ -19,9 +19,9 @@ from rich.console import Console
 from torch import Tensor
 
 from bench.measure import machine
-from headwise.kernels.forms import OPERATORS
-from headwise.kernels.linear import PRODUCTS
-from headwise.show.tables import make_table
+from headwise.kernels.autotuned_linear import PRODUCTS
+from headwise.kernels.prepacked_fp16 import OPERATORS
+from headwise.ui.tables import make_table
 
 SHAPES = {  # outputs, inputs, how many
     "q, k, v": (960, 576, 30), "o": (576, 576, 30), "gate, up": (3072, 576, 30), "down": (576, 1536, 30),

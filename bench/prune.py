@@ -13,15 +13,15 @@ from pathlib import Path
 
 import headwise as hw
 from bench.measure import machine
-from headwise.change.curve import curve
-from headwise.change.heal import heal
-from headwise.change.report import report
-from headwise.files.whole import whole_file
-from headwise.look.worth.outputs import mean_activations
+from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.compression.curve import curve
+from headwise.compression.recovery import heal
+from headwise.compression.report import report
+from headwise.io.atomic_write import whole_file
 from headwise.model import AnyModel
-from headwise.show.figures.tradeoff import draw_pruning
-from headwise.show.progress import show_progress
-from headwise.show.prune import show_curve, show_report
+from headwise.ui.figures.tradeoff import draw_pruning
+from headwise.ui.progress import show_progress
+from headwise.ui.prune_view import show_curve, show_report
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 HALF = 0.5

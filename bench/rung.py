@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import headwise as hw
-from headwise.look.profile.causal import climb
-from headwise.look.profile.make import KeptTexts
-from headwise.look.profile.result import Profile
-from headwise.look.record.reading import Reading
+from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.analysis.roles.causal import climb
+from headwise.analysis.roles.profile import KeptTexts
+from headwise.analysis.roles.profile_result import Profile
 from headwise.model import AnyModel, quiet
 
 SEEDS = (501, 502, 503, 504, 505)  # the first is the one that is told

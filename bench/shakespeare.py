@@ -14,7 +14,7 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import machine
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 # https://github.com/karpathy/nanoGPT, config/train_shakespeare_char.py with the README's overrides for a CPU
 THEIRS = hw.ModelSpec(vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=4), mlp_bias=False)

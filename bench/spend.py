@@ -43,16 +43,16 @@ import torch
 
 import headwise as hw
 from bench.measure import machine
-from headwise.change.passkey import ask_passkeys, make_cases
-from headwise.change.streaming import streaming_now
-from headwise.files.whole import whole_file
+from headwise.compression.passkey import ask_passkeys, make_cases
+from headwise.compression.streaming_selection import streaming_now
+from headwise.experiments.engine.memory import rise
+from headwise.experiments.engine.statistic import Figure
 from headwise.heads import HeadCache
-from headwise.heads.cache import WholeCache
-from headwise.lab.engine.figure import Figure
-from headwise.lab.engine.memory import rise
+from headwise.heads.layer_cache import WholeCache
+from headwise.io.atomic_write import whole_file
 from headwise.model import ModelCache, Transformer
-from headwise.show.progress import show_progress
 from headwise.spec import Address, ModelSpec
+from headwise.ui.progress import show_progress
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 FIRST = 4

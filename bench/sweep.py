@@ -17,7 +17,7 @@ import time
 from rich.console import Console
 
 import headwise as hw
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 HOW = [(executor, workers) for executor in ("processes", "dask") for workers in (1, 2)]
 

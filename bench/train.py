@@ -3,7 +3,7 @@
     python -m bench.train              everything, 31 rounds a size
     python -m bench.train --rounds 3   quicker
 
-Ours is the step of `headwise.train` itself: it seeds, reads, predicts, clips and corrects. The others go through the plain
+Ours is the step of `headwise.training` itself: it seeds, reads, predicts, clips and corrects. The others go through the plain
 loop that everybody writes, over the same windows of the same tokens. Ours and GPT-2 start from the same weights.
 """
 
@@ -28,18 +28,18 @@ from transformers.utils import logging
 
 import headwise as hw
 from bench.measure import machine, peak_memory, take_turns
-from headwise.lab.engine.memory import rise
-from headwise.show.tables import make_table
-from headwise.team.layout import TeamLayout
-from headwise.team.team import Team
+from headwise.distributed.parallel_strategy import TeamLayout
+from headwise.distributed.process_group import Team
+from headwise.experiments.engine.memory import rise
+from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.text.make import make_tokenizer
-from headwise.train.batches import Windows, causal
-from headwise.train.loop import Loop
-from headwise.train.loss import LanguageLoss
-from headwise.train.prepare import Prepared
-from headwise.train.recipe import Recipe
-from headwise.train.tokens import Tokens
+from headwise.training.batches import Windows, causal
+from headwise.training.loop import Loop
+from headwise.training.loss import LanguageLoss
+from headwise.training.recipe import Recipe
+from headwise.training.setup import Prepared
+from headwise.training.token_file import Tokens
+from headwise.ui.tables import make_table
 
 BASE, GPT2 = "headwise", "transformers GPT-2"
 FORMS = ("eager", "compiled")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from bench.tried_with import check_same, outputs, some_heads
-from headwise.attach.prove import tensors
+from headwise.attached.verify_prune import tensors
 
 
 class HalfRefused(Exception):  # noqa: N818 (a finding, not an error)

@@ -12,8 +12,8 @@ from transformers import set_seed
 
 import headwise as hw
 from bench.shrink import VOCAB, tiny
-from headwise.attach.prove import tensors
-from headwise.attach.sample import samples
+from headwise.attached.dummy_inputs import samples
+from headwise.attached.verify_prune import tensors
 
 CLOSE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
 LARGEST = 5e7  # weights

@@ -15,9 +15,9 @@ from typing import Any
 from playwright.sync_api import Browser, Error, Page, Route, sync_playwright
 
 from headwise.errors import HeadwiseError
-from headwise.show.report import write_report
-from tests.show.books import TEXT, make_book, make_maps, make_sentence
-from tests.show.browser import find_browser
+from headwise.ui.report import write_report
+from tests.ui.browser import find_browser
+from tests.ui.report_fixtures import TEXT, make_book, make_maps, make_sentence
 
 RUNS = 5
 PATIENCE = 180_000  # milliseconds

@@ -13,7 +13,7 @@ import torch
 
 import headwise as hw
 from bench.measure import machine
-from headwise.show.tables import make_table
+from headwise.ui.tables import make_table
 
 PREVIOUS = "16.0"
 LONG = 24  # tokens that are said twice

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwise.show.figures.drawing import Drawing
+from headwise.ui.figures.figure_io import Drawing
 
 RUN = "guide.md"
 

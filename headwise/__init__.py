@@ -76,40 +76,40 @@ __all__ = [  # noqa: RUF022 (in the order of the rooms)
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from headwise.attach import attach
-    from headwise.change.allocate import allocate
-    from headwise.change.plan import Plan
-    from headwise.change.prune import prune
-    from headwise.change.quantise import dequantise, quantise
-    from headwise.change.request import PruneRequest
-    from headwise.change.study import PruneStudy, prune_study
-    from headwise.deploy import export
+    from headwise.analysis.ablation.ablate import ablated, patched
+    from headwise.analysis.ablation.importance import importance
+    from headwise.analysis.ablation.sensitivity import sensitivity
+    from headwise.analysis.attribution.score_attribution import why
+    from headwise.analysis.metrics.metric import WeightAt, WeightOn
+    from headwise.analysis.recording.attention_maps import attend
+    from headwise.analysis.recording.recording import record
+    from headwise.analysis.recording.tokenized_corpus import Reading
+    from headwise.analysis.roles.history import HeadHistory
+    from headwise.analysis.roles.profile import profile
+    from headwise.analysis.roles.profile_result import Profile
+    from headwise.analysis.roles.roles import Role
+    from headwise.analysis.roles.shards import profile_shards
+    from headwise.analysis.similarity.compare_heads import compare
+    from headwise.analysis.similarity.match_heads import match
+    from headwise.attached import attach
+    from headwise.compression.allocate_bits import allocate
+    from headwise.compression.plan import Plan
+    from headwise.compression.prune import prune
+    from headwise.compression.prune_request import PruneRequest
+    from headwise.compression.prune_study import PruneStudy, prune_study
+    from headwise.compression.quantize import dequantise, quantise
+    from headwise.distillation import distil
+    from headwise.distributed.head_parallel import shard
     from headwise.errors import HeadwiseError
+    from headwise.experiments.head_sweep import head_sweep
+    from headwise.experiments.run import claims
+    from headwise.exporters import export
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window
-    from headwise.lab.experiments.head_sweep import head_sweep
-    from headwise.lab.run import claims
-    from headwise.look.compare.compare import compare
-    from headwise.look.compare.match import match
-    from headwise.look.measure.measure import WeightAt, WeightOn
-    from headwise.look.profile.history import HeadHistory
-    from headwise.look.profile.make import profile
-    from headwise.look.profile.result import Profile
-    from headwise.look.profile.roles import Role
-    from headwise.look.profile.shards import profile_shards
-    from headwise.look.record.attend import attend
-    from headwise.look.record.reading import Reading
-    from headwise.look.record.recording import record
-    from headwise.look.why.why import why
-    from headwise.look.worth.ablate import ablated, patched
-    from headwise.look.worth.importance import importance
-    from headwise.look.worth.sensitivity import sensitivity
     from headwise.model import Transformer
     from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec, Rotary, RotaryScaling, layout, preset, presets
-    from headwise.teach import distil
-    from headwise.team.spread import shard
     from headwise.text import Corpus, Tokenizer, embed
-    from headwise.train import Recipe, TrainRequest, train
+    from headwise.training import Recipe, TrainRequest, train
     from headwise.weights import load
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.team.crew import Crew
+    from tests.distributed.process_fixtures import Crew
 
 SHIFT = int(os.environ.get("HEADWISE_TEST_SHIFT", "0"))
 
@@ -73,7 +73,7 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def two() -> Iterator["Crew"]:
     """Two processes that know of each other, started by the first test that needs them."""
-    from tests.team.crew import Crew
+    from tests.distributed.process_fixtures import Crew
 
     crew = Crew(2)
     yield crew
@@ -83,18 +83,18 @@ def two() -> Iterator["Crew"]:
 @pytest.fixture
 def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what comes of a profile, not of its figures: 24 of the hundreds of documents that are read by default."""
-    from headwise.look.record import reading
+    from headwise.analysis.recording import tokenized_corpus
     from headwise.text.corpus import Corpus
     from headwise.text.documents import Document
 
-    usual = reading.documents_for
+    usual = tokenized_corpus.documents_for
 
     def some(model: Any) -> Corpus:
         every = [one if isinstance(one, Document) else one.text for one in usual(model).items()]
-        return Corpus.of(every[:: max(1, len(every) // reading.DOCUMENTS)][: reading.DOCUMENTS])
+        return Corpus.of(every[:: max(1, len(every) // tokenized_corpus.DOCUMENTS)][: tokenized_corpus.DOCUMENTS])
 
-    monkeypatch.setattr(reading, "DOCUMENTS", 24)
-    monkeypatch.setattr(reading, "documents_for", some)
+    monkeypatch.setattr(tokenized_corpus, "DOCUMENTS", 24)
+    monkeypatch.setattr(tokenized_corpus, "documents_for", some)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_the_glossary_has_the_words_of_the_page() -> None:
-    from headwise.show.words import WORDS
+    from headwise.ui.glossary import WORDS
 
     page = (ROOT / "docs" / "glossary.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((.+?)\) \|$", page, re.MULTILINE)

@@ -11,7 +11,7 @@ from headwise.cli import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "tasks.md"
 COMMANDS = re.findall(r"^    headwise (.+)$", PAGE.read_text(), re.MULTILINE)
-ELSEWHERE = ("view",)  # answers until Ctrl-C; tests/show has it in a browser
+ELSEWHERE = ("view",)  # answers until Ctrl-C; tests/ui has it in a browser
 
 
 def run(commands: list[str]) -> dict[str, str]:

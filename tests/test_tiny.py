@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.change.cut import cut
-from headwise.lab.engine.figure import Figures
+from headwise.compression.prune_heads import cut
+from headwise.experiments.engine.statistic import Figures
+from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.text.make import make_tokenizer
-from headwise.train.loss import LanguageLoss
+from headwise.training.loss import LanguageLoss
 from tests.runner import headwise
 
 TEXT = "the dog sees the cat . the cat sees the dog . " * 8

@@ -10,37 +10,37 @@ import typer
 
 from headwise import __version__
 from headwise.cli import (
-    ablate,
-    attend,
     cache,
     claims,
     corpus,
     demo,
+    describe,
     diff,
-    distil,
+    distill,
+    explain,
     export,
     generate,
-    head,
-    heads,
+    importance,
     info,
     layout,
+    maps,
     plot,
     presets,
+    profile,
     prune,
-    quantise,
+    quantize,
     sensitivity,
     sweep,
     train,
     view,
-    why,
 )
 from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
-from headwise.cli.shell.pressed import noticed
+from headwise.cli.shell.interrupt import noticed
 from headwise.cli.shell.streams import flushed_output, prepare_streams
 from headwise.errors import HeadwiseError
 
 VERBS = (
-    demo, info, layout, generate, export, presets, corpus, train, distil, heads, head, attend, why, ablate, prune, quantise,
+    demo, info, layout, generate, export, presets, corpus, train, distill, profile, describe, maps, explain, importance, prune, quantize,
     sensitivity, cache, diff, sweep, claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(

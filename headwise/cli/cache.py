@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell import complete
-from headwise.cli.shell.words import Json, Model, Texts
+from headwise.cli.shell import completion
+from headwise.cli.shell.common_options import Json, Model, Texts
 
 
 def run(
@@ -18,7 +18,7 @@ def run(
         typer.Option(help="The share of key heads that stream: they keep the first and last tokens alone."),
     ] = None,
     heads: Annotated[
-        str | None, typer.Option(help="Or the key heads that stream: 5.1, 6.*, 0-3.*", autocompletion=complete.heads)
+        str | None, typer.Option(help="Or the key heads that stream: 5.1, 6.*, 0-3.*", autocompletion=completion.heads)
     ] = None,
     apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
     first: Annotated[int, typer.Option(help="Tokens at the beginning that a streaming head keeps.")] = 4,
@@ -55,12 +55,12 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Let key heads keep fewer tokens or bits, and say what that saves and costs, beside random plans of equal cost."""
-    from headwise.change.caches import CacheStudy, cache_study
-    from headwise.change.plan import Plan
-    from headwise.show.caches import draw_caches, show_cache_curve, show_cache_plan, show_cache_report
-    from headwise.show.figures.drawing import check_path
-    from headwise.show.progress import show_progress
+    from headwise.compression.cache_study import CacheStudy, cache_study
+    from headwise.compression.plan import Plan
     from headwise.text.corpus import Corpus
+    from headwise.ui.cache_view import draw_caches, show_cache_curve, show_cache_plan, show_cache_report
+    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.progress import show_progress
     from headwise.weights import load
 
     if plot is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Executor, Json
+from headwise.cli.shell.common_options import Executor, Json
 
 
 def run(
@@ -30,10 +30,10 @@ def run(
 ) -> None:
     """Run an experiment for each claim and say whether it holds. Ctrl-C stops; run it again to go on."""
     from headwise.errors import HeadwiseError
-    from headwise.lab.registry import find_claims
-    from headwise.lab.run import claims
-    from headwise.show.lab import list_claims, show_claims, write_claims
-    from headwise.show.progress import going_on, show_progress
+    from headwise.experiments.registry import find_claims
+    from headwise.experiments.run import claims
+    from headwise.ui.experiments_view import list_claims, show_claims, write_claims
+    from headwise.ui.progress import going_on, show_progress
 
     if quick and (full or seeds is not None):
         raise HeadwiseError("--quick takes one seed, --full three, --seeds so many; give one of them.")

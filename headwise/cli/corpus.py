@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Json
+from headwise.cli.shell.common_options import Json
 
 
 def run(
@@ -18,8 +18,8 @@ def run(
     from rich.console import Console
     from rich.text import Text
 
-    from headwise.show.tables import make_table
-    from headwise.text.little import describe
+    from headwise.text.synthetic import describe
+    from headwise.ui.tables import make_table
 
     rows, document = describe(documents, split, seed)
     if as_json:

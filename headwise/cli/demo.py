@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Json
+from headwise.cli.shell.common_options import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.change.plan import Plan
-    from headwise.show.demo import Demo
-    from headwise.show.demo_training import Training
+    from headwise.compression.plan import Plan
+    from headwise.ui.demo import Demo
+    from headwise.ui.demo_training import Training
 
 MINUTES = 4  # of the training, on two idle cores
 
@@ -48,12 +48,12 @@ def run(
 def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
     """SmolLM2 writes on and is seen doing it; MiniLM's heads; heads cut from SmolLM2."""
     from headwise.errors import HeadwiseError
-    from headwise.files.places import installs
-    from headwise.show.demo import DECODER, ENCODER, PROMPT, SENTENCE, WORD, Demo
-    from headwise.show.heads import show_profile, show_story
-    from headwise.show.progress import show_progress
-    from headwise.show.prune import show_plan, show_report
-    from headwise.show.tables import make_table
+    from headwise.io.resolve_path import installs
+    from headwise.ui.demo import DECODER, ENCODER, PROMPT, SENTENCE, WORD, Demo
+    from headwise.ui.heads_view import show_profile, show_story
+    from headwise.ui.progress import show_progress
+    from headwise.ui.prune_view import show_plan, show_report
+    from headwise.ui.tables import make_table
 
     first = installs((DECODER, ENCODER))
     if first:
@@ -98,10 +98,10 @@ def _real(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
 
 def _price(clock: "_Clock", demo: "Demo", plan: "Plan") -> dict[str, Any]:
     """What single heads would cost at few bits, and the cut model in llama.cpp."""
-    from headwise.show.demo import DECODER, PROMPT
-    from headwise.show.demo_price import BITS, MISSING, ask_prices, cache_rows, run_elsewhere
-    from headwise.show.progress import show_progress
-    from headwise.show.tables import make_table
+    from headwise.ui.demo import DECODER, PROMPT
+    from headwise.ui.demo_costs import BITS, MISSING, ask_prices, cache_rows, run_elsewhere
+    from headwise.ui.progress import show_progress
+    from headwise.ui.tables import make_table
 
     console = clock.console
     clock.head(5, f"what two heads of {DECODER} cost, and would cost at {BITS[0]} bits, each alone")
@@ -128,8 +128,8 @@ def _price(clock: "_Clock", demo: "Demo", plan: "Plan") -> dict[str, Any]:
 
 def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:
     """The second half."""
-    from headwise.show.demo_training import training
-    from headwise.show.progress import show_progress
+    from headwise.ui.demo_training import training
+    from headwise.ui.progress import show_progress
 
     console.print()
     console.print(
@@ -144,9 +144,9 @@ def _training(console: "Console", out: Path, quick: bool, seed: int) -> dict[str
 
 
 def _show_training(console: "Console", made: "Training") -> None:
-    from headwise.show.heads import show_profile
-    from headwise.show.prune import show_plan, show_report
-    from headwise.show.tables import make_table
+    from headwise.ui.heads_view import show_profile
+    from headwise.ui.prune_view import show_plan, show_report
+    from headwise.ui.tables import make_table
 
     told = f"Trained {made.trained.step:,} steps in {made.trained.seconds:.0f} s; what it knows of held-out texts:"
     console.print(make_table(told, ["quiz", "questions", "right", "chance", "bigram"], made.marks))

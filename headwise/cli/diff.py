@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Json
+from headwise.cli.shell.common_options import Json
 
 
 def run(
@@ -16,13 +16,13 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Say what changed between two profiles: roles won and lost, heads gone, measures moved."""
-    from headwise.look.profile.result import Profile
+    from headwise.analysis.roles.profile_result import Profile
 
     one, other = Profile.load(before), Profile.load(after)
     rows = one.diff(other)
     if as_json:
         print(json.dumps({"before": str(before), "after": str(after), "heads": rows}, indent=2))
     else:
-        from headwise.show.diff import show_diff
+        from headwise.ui.diff_view import show_diff
 
         show_diff(one, other, rows, most)

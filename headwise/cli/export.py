@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Json, Model
+from headwise.cli.shell.common_options import Json, Model
 
 
 def run(
@@ -28,7 +28,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Write a model, cut or not, for an engine that people run; what it cannot hold is refused, or told."""
-    from headwise.deploy import export
+    from headwise.exporters import export
     from headwise.weights import load
 
     asked = {

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell import complete
-from headwise.cli.shell.words import Json, Model
+from headwise.cli.shell import completion
+from headwise.cli.shell.common_options import Json, Model
 
 
 def run(
@@ -21,7 +21,9 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
     silence: Annotated[
         str | None,
-        typer.Option(help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.", autocompletion=complete.heads),
+        typer.Option(
+            help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.", autocompletion=completion.heads
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from headwise.cli.shell.words import Json, Model
+from headwise.cli.shell.common_options import Json, Model
 
 
 def run(
@@ -13,7 +13,7 @@ def run(
     """Tell what a model is: its sizes, heads, parameters, memory and tokenizer. Weights are not read."""
     from rich.console import Console
 
-    from headwise.show.tables import make_table
+    from headwise.ui.tables import make_table
     from headwise.weights.info import as_rows, info
 
     facts = info(model)

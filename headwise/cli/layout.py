@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Json, Model
+from headwise.cli.shell.common_options import Json, Model
 
 
 def run(
@@ -21,8 +21,8 @@ def run(
     """Count memory and traffic of each process, by how a model is laid out over them. MODEL may be a preset."""
     from rich.console import Console
 
-    from headwise.show.tables import make_table
-    from headwise.spec.layout import forward_flops, layout
+    from headwise.spec.parallel_cost import forward_flops, layout
+    from headwise.ui.tables import make_table
     from headwise.weights.info import spec_of
 
     spec = spec_of(model)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Texts
+from headwise.cli.shell.common_options import Texts
 
 if TYPE_CHECKING:
-    from headwise.show.figures.drawing import Drawing
+    from headwise.ui.figures.figure_io import Drawing
 
 # What can be drawn, and what it is drawn from.
 KINDS = {
@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """Draw a figure and write it to a file."""
     from headwise.errors import HeadwiseError, close_names
-    from headwise.show.figures.drawing import check_path
+    from headwise.ui.figures.figure_io import check_path
 
     if what not in KINDS:
         raise HeadwiseError(f"there is no figure {what!r}; {close_names(what, KINDS)}")
@@ -66,9 +66,9 @@ def run(
 
 
 def _profile(source: str, corpus: Any, causal: bool) -> Any:
-    from headwise.look.profile.make import profile
-    from headwise.look.profile.result import Profile
-    from headwise.show.progress import show_progress
+    from headwise.analysis.roles.profile import profile
+    from headwise.analysis.roles.profile_result import Profile
+    from headwise.ui.progress import show_progress
     from headwise.weights import load
 
     if source.endswith(".npz"):
@@ -83,9 +83,9 @@ def _depth(source: str, corpus: Any, causal: bool, measures: list[str] | None) -
 
 
 def _between(what: str, source: str, corpus: Any, heads: str | None) -> "Drawing":
-    from headwise.look.compare.compare import compare
-    from headwise.look.profile.make import profile
-    from headwise.show.progress import show_progress
+    from headwise.analysis.roles.profile import profile
+    from headwise.analysis.similarity.compare_heads import compare
+    from headwise.ui.progress import show_progress
     from headwise.weights import load
 
     model = load(source)
@@ -96,8 +96,8 @@ def _between(what: str, source: str, corpus: Any, heads: str | None) -> "Drawing
 
 
 def _lives(source: str, measures: list[str] | None) -> "Drawing":
-    from headwise.look.profile.history import HeadHistory
-    from headwise.show.figures.lives import draw_lives
+    from headwise.analysis.roles.history import HeadHistory
+    from headwise.ui.figures.training_history import draw_lives
 
     path = Path(source)
     made = HeadHistory.load(path / "heads.npz" if path.is_dir() else path)
@@ -105,10 +105,10 @@ def _lives(source: str, measures: list[str] | None) -> "Drawing":
 
 
 def _pruning(source: str, corpus: Any, limit: int) -> "Drawing":
-    from headwise.change.curve import curve
-    from headwise.look.worth.outputs import read_on
-    from headwise.show.figures.tradeoff import draw_pruning
-    from headwise.show.progress import show_progress
+    from headwise.analysis.ablation.head_outputs import read_on
+    from headwise.compression.curve import curve
+    from headwise.ui.figures.tradeoff import draw_pruning
+    from headwise.ui.progress import show_progress
     from headwise.weights import load
 
     model = load(source)
@@ -118,14 +118,14 @@ def _pruning(source: str, corpus: Any, limit: int) -> "Drawing":
 
 
 def _tradeoff(source: str) -> "Drawing":
-    from headwise.show.figures.tradeoff import draw_tradeoff
+    from headwise.ui.figures.tradeoff import draw_tradeoff
 
     return draw_tradeoff(_read(source), x="x")
 
 
 def _diagram(source: str) -> "Drawing":
-    from headwise.show.figures.diagram import draw_diagram
     from headwise.spec import preset, presets
+    from headwise.ui.figures.diagram import draw_diagram
     from headwise.weights import load
 
     return draw_diagram(preset(source) if source in presets() else load(source).spec)

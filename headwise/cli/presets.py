@@ -2,15 +2,15 @@
 
 import json
 
-from headwise.cli.shell.words import Json
+from headwise.cli.shell.common_options import Json
 
 
 def run(as_json: Json = False) -> None:
     """List the well-known configurations with their sizes."""
     from rich.console import Console
 
-    from headwise.show.tables import make_table
     from headwise.spec.presets import ROWS, preset
+    from headwise.ui.tables import make_table
 
     columns = ["preset", "kind", "layers", "heads", "kv_heads", "width", "head_dim", "context", "parameters", "source"]
     rows = []

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from headwise.change.ways import WAYS
-from headwise.cli.shell import complete
-from headwise.cli.shell.words import Json, Model, Texts
+from headwise.cli.shell import completion
+from headwise.cli.shell.common_options import Json, Model, Texts
+from headwise.compression.rankers import WAYS
 
 
 def run(
@@ -19,7 +19,7 @@ def run(
     ] = None,
     keep: Annotated[float | None, typer.Option(help="The share of heads that stays: 0.7")] = None,
     heads: Annotated[
-        str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*", autocompletion=complete.heads)
+        str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*", autocompletion=completion.heads)
     ] = None,
     apply: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
     by: Annotated[str, typer.Option(help=f"Heads are ranked by {', '.join(WAYS)}.")] = "ablation",
@@ -47,14 +47,14 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Cut heads from a model and say what that brought and cost, beside random cuts of the same size."""
-    from headwise.change.plan import Plan
-    from headwise.change.request import PruneRequest
-    from headwise.change.study import PruneStudy, prune_study
-    from headwise.show.figures.drawing import check_path
-    from headwise.show.figures.tradeoff import draw_pruning
-    from headwise.show.progress import show_progress
-    from headwise.show.prune import show_curve, show_plan, show_report
+    from headwise.compression.plan import Plan
+    from headwise.compression.prune_request import PruneRequest
+    from headwise.compression.prune_study import PruneStudy, prune_study
     from headwise.text.corpus import Corpus
+    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.figures.tradeoff import draw_pruning
+    from headwise.ui.progress import show_progress
+    from headwise.ui.prune_view import show_curve, show_plan, show_report
     from headwise.weights import load
 
     on = Corpus.named(text, source) if text or source else None

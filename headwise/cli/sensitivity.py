@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell import complete
-from headwise.cli.shell.words import Json, Model, Texts
+from headwise.cli.shell import completion
+from headwise.cli.shell.common_options import Json, Model, Texts
 
 
 def run(
@@ -17,7 +17,7 @@ def run(
     text: Texts = None,
     bits: Annotated[str, typer.Option(help="Bits, with commas between: 8,4,3,2")] = "4",
     parts: Annotated[str, typer.Option(help="qk, vo (weights), keys, values (cached), with commas between.")] = "qk,vo",
-    heads: Annotated[str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*", autocompletion=complete.heads)] = "*",
+    heads: Annotated[str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*", autocompletion=completion.heads)] = "*",
     group: Annotated[int, typer.Option(help="Numbers along the input that share a scale.")] = 32,
     basis: Annotated[
         str | None, typer.Option(help="given, balanced or random; none: balanced, where it is known.")
@@ -37,14 +37,14 @@ def run(
 
     from rich.console import Console
 
+    from headwise.analysis.ablation.head_outputs import read_on
+    from headwise.analysis.ablation.sensitivity import Cost, sensitivity
     from headwise.errors import HeadwiseError
-    from headwise.look.worth.outputs import read_on
-    from headwise.look.worth.sensitivity import Cost, sensitivity
-    from headwise.show.bits import draw_costs
-    from headwise.show.figures.drawing import check_path
-    from headwise.show.progress import going_on, show_progress
-    from headwise.show.tables import make_table
     from headwise.text.corpus import Corpus
+    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.progress import going_on, show_progress
+    from headwise.ui.quantization_view import draw_costs
+    from headwise.ui.tables import make_table
     from headwise.weights import load
 
     if plot is not None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Executor, Json
+from headwise.cli.shell.common_options import Executor, Json
 
 HEADS = "1,2,4,8,16,32,width"
 
@@ -34,11 +34,11 @@ def run(
 ) -> None:
     """Train one model for each head count and seed, all else equal, and compare. Ctrl-C stops; run it again to go on."""
     from headwise.errors import HeadwiseError
-    from headwise.lab.experiments.head_sweep import depth_or_heads, head_sweep
-    from headwise.show.figures.claims import draw_curves, draw_sweep
-    from headwise.show.figures.drawing import check_path
-    from headwise.show.lab import show_sweep
-    from headwise.show.progress import going_on, show_progress
+    from headwise.experiments.head_sweep import depth_or_heads, head_sweep
+    from headwise.ui.experiments_view import show_sweep
+    from headwise.ui.figures.claims import draw_curves, draw_sweep
+    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.progress import going_on, show_progress
 
     if depth and (heads is not None or head_dim is not None):
         raise HeadwiseError(

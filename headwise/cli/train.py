@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.words import Json, given
+from headwise.cli.shell.common_options import Json, given
 
 HEADS = "heads.npz"
 
@@ -59,17 +59,17 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
+    from headwise.analysis.roles.history import HeadHistory
+    from headwise.distributed.process_group import is_first
     from headwise.errors import HeadwiseError
-    from headwise.look.profile.history import HeadHistory
     from headwise.model import Transformer
-    from headwise.show.train import show_run
     from headwise.spec import preset as named
-    from headwise.team.team import is_first
     from headwise.text.corpus import Corpus
-    from headwise.train import TrainRequest, start
-    from headwise.train import resume as go_on
-    from headwise.train.exam import can_sit, exam
-    from headwise.train.little import LITTLE
+    from headwise.training import TrainRequest, start
+    from headwise.training import resume as go_on
+    from headwise.training.default_recipe import LITTLE
+    from headwise.training.synthetic_eval import can_sit, exam
+    from headwise.ui.train_view import show_run
 
     if resume is not None:
         _alone(context_of)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.words import Costs, Model, Planned, Texts, prices
+from headwise.cli.shell.common_options import Costs, Model, Planned, Texts, prices
 
 if TYPE_CHECKING:
-    from headwise.look.profile.result import Profile
+    from headwise.analysis.roles.profile_result import Profile
     from headwise.model import AnyModel
 
 PORT = 8642
@@ -35,11 +35,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON, when it is answered.")] = False,
 ) -> None:
     """Type a sentence, switch heads off and on, and watch what changes; Ctrl-C ends it."""
-    from headwise.show.book import make_book, page_files
-    from headwise.show.guard import is_loopback, make_token
-    from headwise.show.live import Live
-    from headwise.show.server import address_of, bind, make_app, serve
-    from headwise.show.turns import Turns
+    from headwise.ui.live_session import Live
+    from headwise.ui.report_data import make_book, page_files
+    from headwise.ui.request_guard import is_loopback, make_token
+    from headwise.ui.request_queue import Turns
+    from headwise.ui.server import address_of, bind, make_app, serve
     from headwise.weights import load
 
     priced = prices(costs, plan)
@@ -62,11 +62,11 @@ def run(
 
 def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
     """What every head does: as it was saved, or measured now, without the ablations."""
+    from headwise.analysis.recording.batching import read_sites
+    from headwise.analysis.roles.profile import profile
+    from headwise.analysis.roles.profile_result import Profile
     from headwise.errors import HeadwiseError
-    from headwise.look.profile.make import profile
-    from headwise.look.profile.result import Profile
-    from headwise.look.record.units import read_sites
-    from headwise.show.progress import show_progress
+    from headwise.ui.progress import show_progress
 
     if saved is None:
         with show_progress() as progress:
@@ -81,8 +81,8 @@ def _sentences(model: "AnyModel", corpus: Any) -> list[Any]:
     """A few texts to begin with: the first ones given, or of what a model reads where nothing is. Or pictures."""
     from itertools import islice
 
-    from headwise.look.record.picture import read_pictures
-    from headwise.look.record.reading import documents_for
+    from headwise.analysis.recording.image import read_pictures
+    from headwise.analysis.recording.tokenized_corpus import documents_for
     from headwise.text.corpus import Corpus
 
     if model.pictures is not None:

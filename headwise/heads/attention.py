@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.heads.by_head import HeadCache, as_kept
-from headwise.heads.cache import Cache, SlidingCache, SourceCache, WholeCache
 from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Heads
+from headwise.heads.head_groups import CacheStep
+from headwise.heads.hook_point import Site, gated
 from headwise.heads.init import initialise
-from headwise.heads.keeping import CacheStep
-from headwise.heads.layer_terms import both, layer_terms
+from headwise.heads.layer_cache import Cache, SlidingCache, SourceCache, WholeCache
+from headwise.heads.layer_score_params import both, layer_terms
+from headwise.heads.per_head_cache import HeadCache, as_kept
+from headwise.heads.per_head_output import PerHead
 from headwise.heads.projections import Read, make_write
-from headwise.heads.share import LayerShare, WholeLayer, share_terms
-from headwise.heads.site import Site, gated
-from headwise.heads.writes import PerHead
+from headwise.heads.tensor_parallel import LayerShare, WholeLayer, share_terms
 from headwise.kernels import (
     BACKENDS,
     Angles,
@@ -34,7 +34,7 @@ from headwise.kernels import (
 from headwise.spec import AttentionSpec, Keeps, SiteAddress
 
 if TYPE_CHECKING:
-    from headwise.heads.torch_like import TorchAttention
+    from headwise.heads.torch_compat import TorchAttention
 
 
 class MultiHeadAttention(nn.Module):
@@ -153,7 +153,7 @@ class MultiHeadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([3, 5, 8]), torch.Size([3, 2, 5, 5]))
         """
-        from headwise.heads.torch_like import TorchAttention  # which is a MultiHeadAttention itself
+        from headwise.heads.torch_compat import TorchAttention  # which is a MultiHeadAttention itself
 
         return TorchAttention(embed_dim, num_heads, *given, **named)
 

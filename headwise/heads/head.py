@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.site import HasSlices, Site
+from headwise.heads.hook_point import HasSlices, Site
 from headwise.kernels.precision import at_least_float32
 from headwise.spec import Address, AttentionSpec, SiteAddress, select
 from headwise.spec.address import is_single
@@ -106,7 +106,7 @@ class Head:
         return f"Head({self.address}, head_dim={self.layer.spec.head_dim}{group})"
 
     def _repr_html_(self) -> str:
-        from headwise.show.notebook import head_html
+        from headwise.ui.notebook import head_html
 
         return head_html(self)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads.packed import Packed, multiplied, multiplied_as_one
+from headwise.heads.quantized_weights import Packed, multiplied, multiplied_as_one
 from headwise.kernels import Angles
-from headwise.kernels.linear import linear
-from headwise.kernels.together import Together
+from headwise.kernels.autotuned_linear import linear
+from headwise.kernels.collectives import Together
 from headwise.spec import AttentionSpec
-from headwise.spec.weights import FULL
+from headwise.spec.weight_bits import FULL
 
 STORAGES = ("qkv", "q,kv", "q,k,v")
 

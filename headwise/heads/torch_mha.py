@@ -5,7 +5,7 @@ from torch import nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads.attention import MultiHeadAttention
-from headwise.heads.torch_like import TorchAttention
+from headwise.heads.torch_compat import TorchAttention
 from headwise.spec import AttentionSpec
 
 

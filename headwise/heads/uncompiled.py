@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from headwise.heads.site import call_listeners
+from headwise.heads.hook_point import call_listeners
 
 REASON = "a listener is open (hw.record, site.listen); it runs between compiled parts. Compile without fullgraph=True"
 call_uncompiled: Any = torch.compiler.disable(call_listeners, reason=REASON)

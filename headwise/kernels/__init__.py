@@ -1,14 +1,14 @@
 """Pure functions on tensors. Four kernels with one signature, masks, positions, biases."""
 
-from headwise.kernels.attend import BACKENDS, Choice, attention, choose, make_terms, plain_terms, run
 from headwise.kernels.batched import batched, maps
 from headwise.kernels.bias import POSITION_BIASES, Alibi, Bias, Buckets, Given, distances
 from headwise.kernels.blockwise import blockwise
+from headwise.kernels.dispatch import BACKENDS, Choice, attention, choose, make_terms, plain_terms, run
 from headwise.kernels.fused import fused
 from headwise.kernels.masks import Causal, Mask, causal, document_mask, padding_mask, per_head, window
 from headwise.kernels.positions import Angles, alibi_slopes, sinusoidal
 from headwise.kernels.reference import reference
-from headwise.kernels.terms import Terms
+from headwise.kernels.score_params import Terms
 
 __all__ = [
     "BACKENDS",

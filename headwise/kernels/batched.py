@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from headwise.kernels.sizes import whole
-from headwise.kernels.terms import Terms, raw_scores, spread, visible_scores, weights
+from headwise.kernels.score_params import Terms, raw_scores, spread, visible_scores, weights
+from headwise.kernels.symbolic_sizes import whole
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels.terms import Terms
+from headwise.kernels.score_params import Terms
 
 # A kernel for one block: q (B, h, R, d), k and v (B, K, C, ·), terms of those heads, which rows and keys, T, S.
 Inner = Callable[[Tensor, Tensor, Tensor, Terms, range, range, int, int], Tensor]

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from headwise.kernels.batched import batched_rows
 from headwise.kernels.blocks import Blocks, by_blocks
-from headwise.kernels.terms import Terms
+from headwise.kernels.score_params import Terms
 
 BUDGET = 2**20  # scores held at a time: 4 MB in float32, which stays in cache
 ROWS = 128  # rows a block should have before more heads join it

@@ -13,8 +13,8 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.kernels.blocks import Blocks, by_blocks, nothing
 from headwise.kernels.masks import Causal
-from headwise.kernels.sizes import whole
-from headwise.kernels.terms import Terms, spread
+from headwise.kernels.score_params import Terms, spread
+from headwise.kernels.symbolic_sizes import whole
 
 MASK_BUDGET = 2**23  # mask or bias entries built at a time
 NARROW_BLOCK = 256  # rows at a time where a window lets most keys be skipped

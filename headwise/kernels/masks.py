@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.sizes import known, whole
+from headwise.kernels.symbolic_sizes import known, whole
 
 
 class Mask(ABC):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.blocks import nothing
-from headwise.kernels.terms import Terms
+from headwise.kernels.score_params import Terms
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:

@@ -1,12 +1,12 @@
 """Whole networks."""
 
 from headwise.model.block import Block
-from headwise.model.cache import ModelCache
-from headwise.model.contract import AnyModel, check_model, quiet
+from headwise.model.model_cache import ModelCache
+from headwise.model.protocols import AnyModel, check_model, quiet
+from headwise.model.residual_stream import Norm, Step, Wiring
+from headwise.model.resumable_forward import Stop, Walk
 from headwise.model.sampling import Sampling
 from headwise.model.transformer import Transformer
-from headwise.model.walk import Stop, Walk
-from headwise.model.wiring import Norm, Step, Wiring
 
 __all__ = [
     "AnyModel",

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from headwise.heads import Cache, HeadCache, MultiHeadAttention
 from headwise.kernels import Angles, Mask, causal, padding_mask
-from headwise.model.cache import ModelCache
-from headwise.model.parts import MLP, make_norm
+from headwise.model.layers import MLP, make_norm
+from headwise.model.model_cache import ModelCache
 from headwise.spec import ModelSpec, SiteAddress
 
 

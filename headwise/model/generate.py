@@ -9,10 +9,10 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Gates, resolve_gates
-from headwise.kernels.linear import step
-from headwise.model.cache import ModelCache
-from headwise.model.contract import quiet
-from headwise.model.elsewhere import other_call
+from headwise.kernels.autotuned_linear import step
+from headwise.model.foreign_kwargs import other_call
+from headwise.model.model_cache import ModelCache
+from headwise.model.protocols import quiet
 from headwise.model.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from headwise.kernels.precision import at_least_float32
 
 if TYPE_CHECKING:
-    from headwise.model.parts import VocabularyRows
+    from headwise.model.layers import VocabularyRows
 
 IGNORE = -100  # a target that is not asked for
 WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.model.contract import AnyModel
+from headwise.model.protocols import AnyModel
 
 
 def control_model(model: AnyModel, control: str | None, seed: int = 0) -> AnyModel:

@@ -15,15 +15,15 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadCache
 from headwise.heads.head import Pattern
-from headwise.heads.share import LayerShare
-from headwise.kernels.together import Together
-from headwise.model.axes import axis_of, check_whole, cut, unpacked_names
-from headwise.model.cache import ModelCache
-from headwise.model.parts import MLP, VocabularyRows
+from headwise.heads.tensor_parallel import LayerShare
+from headwise.kernels.collectives import Together
+from headwise.model.layers import MLP, VocabularyRows
+from headwise.model.model_cache import ModelCache
+from headwise.model.shard_axes import axis_of, check_whole, cut, unpacked_names
 from headwise.model.transformer import Transformer
 from headwise.spec import ModelSpec, SiteAddress
-from headwise.spec.cache import Treatments
-from headwise.spec.share import Share
+from headwise.spec.cache_policy import Treatments
+from headwise.spec.partition import Share
 
 
 class Shard(Transformer):

@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from headwise.errors import HeadwiseError
 from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCache, initialise
 from headwise.heads.head import Gates, HasHeads, resolve_gates
-from headwise.heads.site import HOOKS, repeated
+from headwise.heads.hook_point import HOOKS, repeated
 from headwise.kernels import Angles, Mask
 from headwise.model.block import Beside, Block
-from headwise.model.cache import ModelCache, SaysCache
-from headwise.model.cut import without
-from headwise.model.elsewhere import other_call
+from headwise.model.foreign_kwargs import other_call
 from headwise.model.generate import generate, stream
-from headwise.model.parts import Embedding, Output, Pooler, make_norm
-from headwise.model.walk import walk
-from headwise.model.wiring import norms, wiring
+from headwise.model.layers import Embedding, Output, Pooler, make_norm
+from headwise.model.model_cache import ModelCache, SaysCache
+from headwise.model.prune import without
+from headwise.model.residual_stream import norms, wiring
+from headwise.model.resumable_forward import walk
 from headwise.spec import ModelSpec, SiteAddress
 
 

@@ -2,11 +2,11 @@
 
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
-from headwise.spec.cache import CacheRule, Keeps
-from headwise.spec.layout import layout
+from headwise.spec.cache_policy import CacheRule, Keeps
 from headwise.spec.model import ModelSpec
+from headwise.spec.parallel_cost import layout
 from headwise.spec.presets import preset, presets
-from headwise.spec.weights import LayerBits, WeightRule
+from headwise.spec.weight_bits import LayerBits, WeightRule
 
 __all__ = [
     "Address",

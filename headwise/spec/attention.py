@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Literal
 
 from headwise.errors import HeadwiseError
-from headwise.spec.cache import ALL, Keeps
-from headwise.spec.weights import LayerBits
-from headwise.spec.wire import Wire
+from headwise.spec.cache_policy import ALL, Keeps
+from headwise.spec.json_spec import Wire
+from headwise.spec.weight_bits import LayerBits
 
 
 @dataclass(frozen=True)

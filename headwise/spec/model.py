@@ -8,8 +8,9 @@ from typing import Literal
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, SiteAddress, select
 from headwise.spec.attention import AttentionSpec, check_kind, check_most, check_whole
-from headwise.spec.cache import ALL, CacheRule, Treatments, cache_rules
-from headwise.spec.weights import (
+from headwise.spec.cache_policy import ALL, CacheRule, Treatments, cache_rules
+from headwise.spec.json_spec import Wire
+from headwise.spec.weight_bits import (
     FULL,
     GROUP,
     Bits,
@@ -21,7 +22,6 @@ from headwise.spec.weights import (
     saved_bytes,
     weight_rules,
 )
-from headwise.spec.wire import Wire
 
 MOST_LAYERS = 2**12
 ENDLESS = 1 << 30  # tokens

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headwise.text.align import Alignment
     from headwise.text.corpus import Corpus
+    from headwise.text.sentence_embeddings import embed
     from headwise.text.tokenizer import Tokenizer
-    from headwise.text.vectors import embed
 
 __all__ = ["Alignment", "Corpus", "Tokenizer", "embed"]
 

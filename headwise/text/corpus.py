@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from headwise.errors import HeadwiseError
 from headwise.text.documents import Document
-from headwise.text.stored import Piece, in_folders, kind_of, known_kinds, read_stored, read_text, text_of
+from headwise.text.file_formats import Piece, in_folders, kind_of, known_kinds, read_stored, read_text, text_of
 
 
 class Pair(NamedTuple):
@@ -116,8 +116,8 @@ class Corpus:
     @staticmethod
     def little(split: str = "train", *, documents: int = 20_000, seed: int = 0) -> "Corpus":
         """So many documents of the little language."""
-        from headwise.text.little import LittleLanguage
-        from headwise.text.little.splits import check_split
+        from headwise.text.synthetic import LittleLanguage
+        from headwise.text.synthetic.splits import check_split
 
         check_split(split)
         if documents < 1:

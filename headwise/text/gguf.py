@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from headwise.errors import HeadwiseError
-from headwise.text.gguf_cuts import cut_named
+from headwise.text.gguf_pretokenizers import cut_named
 from headwise.text.tokenizer import Tokenizer
 
 UNKNOWN, CONTROL, ADDED = (

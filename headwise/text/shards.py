@@ -14,7 +14,7 @@ from pathlib import Path
 from headwise.errors import HeadwiseError
 from headwise.text.corpus import Corpus, Pair
 from headwise.text.documents import Document
-from headwise.text.stored import Piece, read_stored
+from headwise.text.file_formats import Piece, read_stored
 
 Item = Piece | Document | Pair
 Source = Callable[[], Iterator[Item]]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, close_names
-from headwise.files.aligned import write_tensors
-from headwise.files.whole import EXPORTED, whole_folder
+from headwise.io.aligned_safetensors import write_tensors
+from headwise.io.atomic_write import EXPORTED, whole_folder
 from headwise.model import AnyModel, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families import FAMILIES, Family

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.attach.describe import describe
-from headwise.attach.store import skeleton
-from headwise.files.places import find, inside
+from headwise.attached.infer_spec import describe
+from headwise.attached.save_load import skeleton
+from headwise.io.resolve_path import find, inside
 from headwise.spec import ModelSpec
 from headwise.spec.presets import ROWS, preset
 from headwise.text import Tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.files.readers import Reader
+from headwise.io.readers import Reader
 from headwise.spec import ModelSpec
 
 When = Callable[[ModelSpec], bool]

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from headwise.attach import Attached
-from headwise.attach.store import NOTE, can_attach
+from headwise.attached import Attached
+from headwise.attached.save_load import NOTE, can_attach
+from headwise.distributed.head_parallel import shares_on
 from headwise.errors import HeadwiseError
-from headwise.files.aligned import aligned, write_tensors
-from headwise.files.pieces import PiecesReader
-from headwise.files.places import find, inside, read_json, read_text, weight_files
-from headwise.files.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
-from headwise.files.whole import whole_folder
-from headwise.heads.packed import Packed
+from headwise.heads.quantized_weights import Packed
+from headwise.io.aligned_safetensors import aligned, write_tensors
+from headwise.io.atomic_write import whole_folder
+from headwise.io.readers import GGUFReader, Reader, SafetensorsReader, TorchReader
+from headwise.io.resolve_path import find, inside, read_json, read_text, weight_files
+from headwise.io.sharded_reader import PiecesReader
 from headwise.model import Transformer
-from headwise.model.axes import cut
 from headwise.model.shard import Shard, build
+from headwise.model.shard_axes import cut
 from headwise.spec import ModelSpec
-from headwise.team.spread import shares_on
 from headwise.text import Tokenizer
 from headwise.text.gguf import tokenizer_from_gguf
 from headwise.weights.families import FAMILIES, Family, family_of
@@ -169,7 +169,7 @@ def _plans(checkpoint: Checkpoint) -> tuple[Any, ...]:
     """The plans by which heads of a model in our own format were cut, if by plans."""
     if checkpoint.family is not None or not (file := inside(checkpoint.source, PLANS)).is_file():
         return ()
-    from headwise.change.plan import read_plans  # a later room
+    from headwise.compression.plan import read_plans  # a later room
 
     return read_plans(read_json(file).get("plans"), checkpoint.spec.addresses, file)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.files.aligned import write_tensors
-from headwise.files.whole import whole_folder
+from headwise.io.aligned_safetensors import write_tensors
+from headwise.io.atomic_write import whole_folder
 from headwise.model.shard import Shard
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.writers import WRITES, Call, contents, make_place
-from tests.files.full import files_up_to
+from tests.io.full_disk import files_up_to
 from tests.runner import headwise
 
 DEAR = ("export onnx", "export torch", "heads", "heads --out", "plot")  # seconds each

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import headwise as hw
 from headwise.cli import VERBS
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.text.make import byte_tokenizer
+from headwise.text.build_tokenizers import byte_tokenizer
 from tests.runner import headwise
 
 NAMES = sorted(verb.__name__.rpartition(".")[2] for verb in VERBS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwise.files.places import installs
+from headwise.io.resolve_path import installs
 from tests.runner import headwise
 
 

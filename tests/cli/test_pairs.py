@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.look.worth.ablate import mean_activations
-from headwise.look.worth.outputs import read_on
+from headwise.analysis.ablation.ablate import mean_activations
+from headwise.analysis.ablation.head_outputs import read_on
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.text.make import character_tokenizer
-from tests.look.paired import mean_loss
+from headwise.text.build_tokenizers import character_tokenizer
+from tests.analysis.pair_models import mean_loss
 from tests.runner import headwise
-from tests.train.test_pairs import reversals
+from tests.training.test_pairs import reversals
 
 PAIRS, OTHERS = reversals(300, 0), reversals(20, 1)
 SIZES = ("--layers", 1, "--heads", 2, "--width", 16, "--context", 12, "--batch", 16, "--warmup", 5, "--rate", 0.01)

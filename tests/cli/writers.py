@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 import headwise as hw
-from headwise.text.make import byte_tokenizer
+from headwise.text.build_tokenizers import byte_tokenizer
 
 
 class Call(NamedTuple):

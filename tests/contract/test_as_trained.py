@@ -18,28 +18,28 @@ from tokenizers import processors
 from torch import Tensor
 
 import headwise as hw
-from headwise.change.curve import curve
-from headwise.change.evaluation import PairedEvaluation
-from headwise.change.gates import learn_gates
-from headwise.change.heal import heal
-from headwise.lab.experiments.claims.ensemble import average_loss
-from headwise.look.measure.variability import variability
-from headwise.look.worth.outputs import mean_activations
-from headwise.look.writes.attribution import logit_attribution
-from headwise.look.writes.decode import decodable
-from headwise.look.writes.writes import value_weighted, vocabulary, write_share
+from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.analysis.attribution.linear_probes import decodable
+from headwise.analysis.attribution.logit_attribution import logit_attribution
+from headwise.analysis.attribution.ov_analysis import value_weighted, vocabulary, write_share
+from headwise.analysis.metrics.variability import variability
+from headwise.compression.curve import curve
+from headwise.compression.evaluation import PairedEvaluation
+from headwise.compression.l0_gates import learn_gates
+from headwise.compression.recovery import heal
+from headwise.experiments.claims.ensemble import average_loss
 from headwise.model import Transformer
-from headwise.model.parts import Embedding
-from headwise.show.live import Live
-from headwise.show.sentence import make_sentence
+from headwise.model.layers import Embedding
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Corpus, Tokenizer
-from headwise.text.make import add_frame, add_mask, byte_tokenizer, word_tokenizer
-from headwise.train import Recipe, train
-from headwise.train.exam import exam
+from headwise.text.build_tokenizers import add_frame, add_mask, byte_tokenizer, word_tokenizer
+from headwise.training import Recipe, train
+from headwise.training.synthetic_eval import exam
+from headwise.ui.live_session import Live
+from headwise.ui.sentence_view import make_sentence
 from headwise.weights import load
 from tests.runner import headwise
-from tests.train.tiny import broken, run, same_weights
+from tests.training.tiny import broken, run, same_weights
 
 SPEC = ModelSpec(vocab=1, context=128, layers=2, attention=AttentionSpec(width=16, heads=2))
 ENCODER = replace(SPEC, kind="encoder", output="mlm")

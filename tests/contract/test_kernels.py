@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import Alibi, Buckets, Mask, alibi_slopes, causal, document_mask, padding_mask, per_head, window
-from headwise.kernels.attend import make_terms
 from headwise.kernels.batched import maps, maps_of_rows
+from headwise.kernels.dispatch import make_terms
 from tests.contract.variants import (
     FIXED,
     FLOATS,

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 import headwise as hw
-from headwise.model.contract import AnyModel, is_model
+from headwise.model.protocols import AnyModel, is_model
 from headwise.model.random_attention import randomize_attention
-from tests.contract.anyones import (
+from tests.contract.attached_models import (
     DECODERS,
     ENCODERS,
     END,

@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.change.curve import curve
-from headwise.change.evaluation import PairedEvaluation
-from headwise.change.gates import learn_gates
-from headwise.change.report import report
+from headwise.analysis.ablation.head_outputs import mean_activations, record_z
+from headwise.analysis.attribution.linear_probes import decodable
+from headwise.analysis.attribution.logit_attribution import logit_attribution
+from headwise.analysis.attribution.ov_analysis import value_weighted, vocabulary, write_share
+from headwise.analysis.metrics.variability import variability
+from headwise.analysis.roles.best_heads import coreference
+from headwise.compression.curve import curve
+from headwise.compression.evaluation import PairedEvaluation
+from headwise.compression.l0_gates import learn_gates
+from headwise.compression.report import report
+from headwise.distributed.process_group import Team
 from headwise.errors import HeadwiseError
-from headwise.look.measure.variability import variability
-from headwise.look.profile.best_heads import coreference
-from headwise.look.worth.outputs import mean_activations, record_z
-from headwise.look.writes.attribution import logit_attribution
-from headwise.look.writes.decode import decodable
-from headwise.look.writes.writes import value_weighted, vocabulary, write_share
-from headwise.show.live import Live
-from headwise.team.team import Team
+from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.documents import Document
-from headwise.text.little import VOCABULARY
-from headwise.text.make import word_tokenizer
+from headwise.text.synthetic import VOCABULARY
 from headwise.text.treebank import Pronoun
-from headwise.train.evaluate import evaluate
-from headwise.train.exam import exam
+from headwise.training.evaluate import evaluate
+from headwise.training.synthetic_eval import exam
+from headwise.ui.live_session import Live
 
 TOKENIZER = word_tokenizer(VOCABULARY)
 GOLD = list(hw.Corpus.little("held-out", documents=6, seed=3).items())

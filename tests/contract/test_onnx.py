@@ -18,7 +18,7 @@ from onnx.backend.test.case import node as operators
 from torch import Tensor
 
 from headwise.kernels import BACKENDS, Mask, Terms, causal, make_terms, maps, padding_mask, run, window
-from headwise.kernels.terms import raw_scores, spread, visible_scores
+from headwise.kernels.score_params import raw_scores, spread, visible_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:onnx.*", "ignore::DeprecationWarning:onnx.*")
 

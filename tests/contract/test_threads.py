@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.attach.models import BY_NAME, first
+from tests.attached.models import BY_NAME, first
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer
-from headwise.train.tokens import encode
+from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer
+from headwise.training.token_file import encode
 
 SURROGATE = "the cat \ud800 sat on the mat, and then the cat \ud800 sat"
 TEXTS = ["the cat sat on the mat, and then the cat sat"] * 6

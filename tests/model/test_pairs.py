@@ -8,7 +8,7 @@ import torch
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.text import Tokenizer
-from headwise.text.make import character_tokenizer
+from headwise.text.build_tokenizers import character_tokenizer
 from tests.contract.layers import MODELS, make_lively_model, token_ids
 from tests.model.test_generate import TOKENS, by_hand
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headwise.show.tables import make_table
-from tests.parity.quiet import quiet_transformers
+from headwise.ui.tables import make_table
+from tests.parity.silence_logging import quiet_transformers
 
 quiet_transformers()
 

@@ -1,5 +1,5 @@
 """No progress bars."""
 
-from tests.parity.quiet import quiet_transformers
+from tests.parity.silence_logging import quiet_transformers
 
 quiet_transformers()

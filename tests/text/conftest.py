@@ -1,5 +1,5 @@
 """Transformers is the oracle here: offline, without its progress bars."""
 
-from tests.parity.quiet import quiet_transformers
+from tests.parity.silence_logging import quiet_transformers
 
 quiet_transformers()

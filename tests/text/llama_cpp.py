@@ -148,7 +148,7 @@ def ask(file: str) -> None:
 
 
 def main() -> None:
-    from headwise.text.gguf_cuts import CUTS
+    from headwise.text.gguf_pretokenizers import CUTS
 
     draws = random.Random(0)
     drawn = ["".join(draws.choice(PARTS) for _ in range(draws.randrange(2, 22))) for _ in range(400)]

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.lab.engine.memory import rise
-from headwise.text import Corpus, Tokenizer, stored
-from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer
-from headwise.text.stored import read_text
+from headwise.experiments.engine.memory import rise
+from headwise.text import Corpus, Tokenizer, file_formats
+from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer
+from headwise.text.file_formats import read_text
 
 SAMPLE = "the theory of the thing, thin  things\n\nand   then\tsome\r\nmore: don't 12 345\n" * 20
 CHARACTERS = " \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u2028\u3000\ufeffabthe'.,1é漢🙂\u0301"
@@ -127,7 +127,7 @@ def test_fingerprints_see_a_change_in_the_middle_of_a_long_file(tmp_path: Path) 
 def test_what_is_not_utf8_is_told_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int, mark: bytes, block: int
 ) -> None:
-    monkeypatch.setattr(stored, "BLOCK", block)
+    monkeypatch.setattr(file_formats, "BLOCK", block)
     path = tmp_path / "latin.txt"
     path.write_bytes(mark + "ä line\n".encode() * (line - 1) + b"caf\xe9 at last\n" + b"more\n" * 10)
     with pytest.raises(HeadwiseError, match=rf"latin\.txt, line {line}: byte 0xe9 is not UTF-8"):
@@ -135,7 +135,7 @@ def test_what_is_not_utf8_is_told_with_its_line(
 
 
 def test_a_character_cut_off_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "BLOCK", 5)
+    monkeypatch.setattr(file_formats, "BLOCK", 5)
     (tmp_path / "cut.txt").write_bytes(b"one\ntwo\nthr\xe6\xbc")
     with pytest.raises(HeadwiseError, match=r"cut\.txt, line 3: byte 0xe6"):
         list(Corpus.of(tmp_path / "cut.txt").pieces())
@@ -156,7 +156,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
 def test_pieces_are_the_file_and_their_tokens_its_tokens(
     name: str, text: str, block: int, mark: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "BLOCK", block)
+    monkeypatch.setattr(file_formats, "BLOCK", block)
     path = tmp_path / "a.txt"
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode())
     pieces = list(read_text(path))
@@ -170,7 +170,7 @@ def test_pieces_are_the_file_and_their_tokens_its_tokens(
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr(stored, "BLOCK", 100)
+    monkeypatch.setattr(file_formats, "BLOCK", 100)
     path = tmp_path / "a.txt"
     path.write_bytes(f"a line of some words{end}".encode() * 200)
     longest = max(len(piece.text) for piece in read_text(path))

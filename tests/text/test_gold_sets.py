@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from bench.gold_sets import count_gold_sets, filled
-from headwise.look.measure.questions import NO_ROLE
-from headwise.look.profile.roles import ROLE_OF
-from headwise.look.record.reading import DOCUMENTS
-from headwise.show.role_descriptions import RELATION_ROLES
+from headwise.analysis.metrics.relation_metrics import NO_ROLE
+from headwise.analysis.recording.tokenized_corpus import DOCUMENTS
+from headwise.analysis.roles.roles import ROLE_OF
 from headwise.text.corpus import Corpus
 from headwise.text.documents import Document
 from headwise.text.probe import probe_set
+from headwise.ui.role_descriptions import RELATION_ROLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "gold-sets.md"
 LITTLE = [one for one in Corpus.little("held-out", documents=DOCUMENTS, seed=1).items() if isinstance(one, Document)]

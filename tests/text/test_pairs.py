@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from headwise.errors import HeadwiseError
-from headwise.lab.engine.memory import rise
+from headwise.experiments.engine.memory import rise
 from headwise.text import Corpus, Tokenizer
+from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer, make_tokenizer
 from headwise.text.corpus import Pair, Piece
-from headwise.text.make import bpe_tokenizer, byte_tokenizer, character_tokenizer, make_tokenizer
 from tests.contract.variants import FIXED
 
 PAIRS = [("Guten Tag.", "Good day."), ("ja", "yes, indeed"), ("Wer kommt?", "Who?")]
@@ -87,7 +87,7 @@ def test_line_ends_are_no_part_of_a_text(ends: str, last: bool, tmp_path: Path) 
 def test_a_file_read_in_many_blocks_gives_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(f"é{i} a  b" * (i % 4 + 1), f"{i}, 漢") for i in range(40)]
     files = write(tmp_path, *("\n".join(side) for side in zip(*pairs, strict=True)))
-    monkeypatch.setattr(sys.modules["headwise.text.stored"], "BLOCK", 7)
+    monkeypatch.setattr(sys.modules["headwise.text.file_formats"], "BLOCK", 7)
     assert list(Corpus.pairs(*files).items()) == pairs
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.text.documents import Document, Relation
-from headwise.text.stored import read_stored
+from headwise.text.file_formats import read_stored
 from headwise.text.treebank import read_conllu, read_documents, read_gap
 
 DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))

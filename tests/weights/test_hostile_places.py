@@ -19,7 +19,7 @@ from tests.weights.test_hostile import folder as folder
 from tests.weights.test_hostile import reconfigure, refused
 
 EXPORT, SAVE = import_module("headwise.weights.export"), import_module("headwise.weights.save")
-WHOLE = import_module("headwise.files.whole")
+WHOLE = import_module("headwise.io.atomic_write")
 
 
 # Links.

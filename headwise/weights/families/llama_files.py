@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headwise.errors import HeadwiseError
-from headwise.files.readers import Reader
+from headwise.io.readers import Reader
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
 from headwise.weights.families.family import Config, need, setting, switch, whole, whole_or_null
 

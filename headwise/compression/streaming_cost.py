@@ -1,0 +1,254 @@
+"""Loss increase of KV heads that stream, on texts that need tokens outside the window.
+
+A head that retrieves attends to the first token of ordinary text and costs next to nothing there. So streaming is measured on
+four kinds of text, each longer than the sink tokens and the window:
+
+    running text             texts of a corpus; all tokens after the first evicted one count
+    random tokens repeated   R R, where R is longer than the window; the second copy counts
+    nouns repeated           the same with everyday nouns
+    facts asked for later    a fact, text that pushes it out of the window, a question; the answer counts
+
+A kind is measured only if the model needs its context there: with the full cache it must predict the second copy, or the
+answer, better than the same tokens after another first copy, or another fact, by more than BOUND. Otherwise no increase could
+be seen, whatever the head does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.analysis.ablation.eval_targets import TargetBatch
+from headwise.analysis.metrics.induction import make_repeats
+from headwise.analysis.metrics.prompts import next_token
+from headwise.analysis.recording.batching import tokenizer_of
+from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.compression.evaluation import Estimate, PairedEvaluation
+from headwise.errors import HeadwiseError
+from headwise.model import Transformer
+from headwise.model.loss import IGNORE
+from headwise.spec import Keeps
+from headwise.text import Tokenizer
+
+BOUND = 0.05  # nats per token: the upper end of each interval must stay below, else streaming is not recommended
+RUNNING, TOKENS, NOUN_LISTS, FACTS = KINDS = (
+    "running text", "random tokens repeated", "nouns repeated", "facts asked for later"
+)  # fmt: skip
+TEXTS = {RUNNING: 8, TOKENS: 12, NOUN_LISTS: 12, FACTS: 24}
+MARGIN = 13  # tokens that a repeated list is longer than the window
+LEAD = 8  # tokens before a fact: a fact among the sink tokens would never be evicted
+BATCH_TOKENS = 2048
+CHARACTERS = 16  # per token, at most, in running text
+NOUNS = (
+    "apple", "baby", "ball", "bank", "bed", "bird", "boat", "book", "box", "boy", "bread", "bridge", "car", "card", "cat",
+    "chair", "child", "church", "city", "coat", "cow", "cup", "dog", "door", "dress", "egg", "farm", "field", "fire",
+    "fish", "floor", "flower", "food", "foot", "game", "garden", "girl", "glass", "gold", "grass", "hair", "hand", "hat",
+    "heart", "hill", "horse", "house", "ice", "island", "key", "king", "lake", "leaf", "letter", "map", "milk", "money",
+    "moon", "mouth", "music", "paper", "plant", "rain", "ring", "river", "road", "rock", "roof", "room", "rose", "salt",
+    "sea", "ship", "shoe", "snow", "star", "stone", "street", "sun", "table", "tea", "tree", "wall", "water", "wind",
+    "window", "wood",
+)  # fmt: skip
+QUESTIONS = (
+    ("The secret word is {} today.", "What is the secret word? The secret word is"),
+    ("Anna hid the letter under the {} last night.", "Where is the letter? Anna hid the letter under the"),
+    ("For his birthday Tom was given a {} by his aunt.", "What was Tom given? For his birthday Tom was given a"),
+    ("The old sign shows a {} in bright colors.", "What is on the sign? The old sign shows a"),
+)
+
+
+@dataclass(frozen=True)
+class StreamingCost:
+    """Loss increase on one kind of text.
+
+    Attributes:
+        kind: One of KINDS.
+        full: Loss with the full cache, in nats per token.
+        more: Increase if KV heads stream, with its 95% confidence interval.
+        texts: Number of texts.
+    """
+
+    kind: str
+    full: float
+    more: Estimate
+    texts: int
+
+
+@dataclass(frozen=True)
+class StreamingTest:
+    """Loss increases on all kinds of text that could be measured."""
+
+    policy: Keeps
+    costs: tuple[StreamingCost, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all kinds were measured and the upper end of each interval is below BOUND."""
+        return len(self.costs) == len(KINDS) and all(cost.more.high < BOUND for cost in self.costs)
+
+
+@dataclass(frozen=True)
+class RetrievalPrompt:
+    """Token ids, the same tokens with another context, and the positions whose tokens count."""
+
+    ids: tuple[int, ...]
+    control: tuple[int, ...]
+    targets: range
+
+
+@dataclass(frozen=True, eq=False)
+class StreamingEvaluation:
+    """Texts of each kind, and the losses of a model with its full cache on them."""
+
+    policy: Keeps
+    kinds: dict[str, PairedEvaluation]
+
+    @staticmethod
+    def of(
+        model: Transformer, policy: Keeps, corpus: Any = None, *, running: bool = True, seed: int = 0
+    ) -> "StreamingEvaluation":
+        """Make the texts and evaluate the model with its full cache.
+
+        Args:
+            model: A decoder of ours with an output.
+            policy: Sink tokens and window of a KV head that streams.
+            corpus: Running text, and the text between a fact and its question. Default: the texts of a profile.
+            running: Measure running text, too.
+            seed: Seed of the random texts.
+
+        Returns:
+            The kinds that can be measured. Missing kinds do not fit into the context or the vocabulary of the model, or
+            the model does not use its context there.
+        """
+        kinds = {}
+        if running and (on_text := _running_text(model, policy, corpus)) is not None:
+            kinds[RUNNING] = on_text
+        prompts = {
+            TOKENS: _random_lists(model, policy, seed),
+            NOUN_LISTS: _noun_lists(model, policy, seed),
+            FACTS: list(islice(_facts(model, policy, corpus, seed), TEXTS[FACTS])),
+        }
+        for kind, made in prompts.items():
+            if len(made) == TEXTS[kind] and max(len(prompt.ids) for prompt in made) <= model.spec.room:
+                evaluation = PairedEvaluation.of_batches(model, _batches(model, made))
+                control = PairedEvaluation.of_batches(model, _batches(model, made, control=True))
+                if evaluation.difference(control.full, evaluation.full).low > BOUND:
+                    kinds[kind] = evaluation
+        return StreamingEvaluation(policy, kinds)
+
+    def test(self, model: Transformer) -> StreamingTest:
+        """Loss increase of a model with KV heads that stream, over the full cache."""
+        costs = []
+        for kind, evaluation in self.kinds.items():
+            more = evaluation.difference(evaluation.losses(model), evaluation.full)
+            full = float(evaluation.full.sum() / evaluation.counts.sum())
+            costs.append(StreamingCost(kind, full, more, int((evaluation.counts > 0).sum())))
+        return StreamingTest(self.policy, tuple(costs))
+
+
+def _window(policy: Keeps) -> int:
+    if policy.last is None:
+        raise HeadwiseError(f"policy={policy}: this cache evicts nothing. Give a window: Keeps(first=4, last=128).")
+    return policy.last
+
+
+def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
+    """Texts of a corpus, joined: single sentences are too short to evict anything. Enough for so many tokens."""
+    texts: list[str] = []
+    for item in Reading.of(model, corpus).corpus.items():
+        texts.append(item.text[: CHARACTERS * tokens])
+        if sum(map(len, texts)) > CHARACTERS * tokens:
+            break
+    return " ".join(texts)
+
+
+def _running_text(model: Transformer, policy: Keeps, corpus: Any) -> PairedEvaluation | None:
+    """Texts eight times as long as what is kept; None if the corpus has too little text."""
+    kept = policy.first + _window(policy)
+    length = min(8 * kept, model.spec.room)
+    text = _texts(model, corpus, length * TEXTS[RUNNING])
+    if length <= kept + 1 or not text:
+        return None
+    units = [unit for unit in Reading.of(model, text, length).first(TEXTS[RUNNING]) if len(unit.ids) > kept + 1]
+    return PairedEvaluation.of(model, Reading.of(model, text, length).only(units), past=kept) if units else None
+
+
+def _random_lists(model: Transformer, policy: Keeps, seed: int) -> list[RetrievalPrompt]:
+    length = _window(policy) + MARGIN
+    repeats = make_repeats(model, TEXTS[TOKENS], length, seed)
+    if repeats.length < length:
+        return []
+    start, stop = repeats.second.start, repeats.second.stop
+    prompts = []
+    for twice, once in zip(repeats.twice.tolist(), repeats.once.tolist(), strict=True):
+        lead, other = twice[: repeats.start], once[start:stop]  # R′, which is not R
+        control = (*lead, *other, *twice[start:])
+        prompts.append(RetrievalPrompt(tuple(twice[:stop]), control[:stop], range(start + 1, stop)))
+    return prompts
+
+
+def _noun_lists(model: Transformer, policy: Keeps, seed: int) -> list[RetrievalPrompt]:
+    tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
+    before, length, prompts = tokenizer.around[0], _window(policy) + MARGIN, []
+    for _ in range(TEXTS[NOUN_LISTS]):
+        first, other = (_nouns(tokenizer, length, rng) for _ in range(2))
+        if first is None or other is None:
+            return []
+        start = len(before) + length
+        ids, control = ((*before, *context, *first) for context in (first, other))
+        prompts.append(RetrievalPrompt(ids, control, range(start + 1, start + length)))
+    return prompts
+
+
+def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple[int, ...] | None:
+    """Nouns in random order, `length` tokens; None if the tokenizer does not know them."""
+    words: list[str] = []
+    while len(words) < length:
+        words += [NOUNS[i] for i in rng.permutation(len(NOUNS))]
+    ids = tokenizer.encode("".join(f" {word}" for word in words), special=False)[:length]
+    return None if tokenizer.special["unk"] in ids else tuple(ids)
+
+
+def _facts(model: Transformer, policy: Keeps, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
+    """A fact, text that pushes it out of the window, and its question; the control states another fact."""
+    tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
+    before, unknown = tokenizer.around[0], tokenizer.special["unk"]
+    needed = LEAD + _window(policy) + MARGIN
+    text = _texts(model, corpus, 4 * needed * TEXTS[FACTS])
+    hay = [i for i in tokenizer.encode(text, special=False) if i != unknown]
+    if len(hay) < needed:
+        return
+    for number in range(4 * TEXTS[FACTS]):  # some nouns may be several tokens
+        fact, question = QUESTIONS[number % len(QUESTIONS)]
+        noun, other = (NOUNS[i] for i in rng.choice(len(NOUNS), 2, replace=False))
+        answer = next_token(tokenizer, question, noun)
+        start = int(rng.integers(0, len(hay) - needed + 1))
+        some = hay[start : start + needed]
+        asks = tokenizer.encode(f" {question}", special=False)
+        stated = [tokenizer.encode(f" {fact.format(word)}", special=False) for word in (noun, other)]
+        if answer is None or len(stated[0]) != len(stated[1]) or unknown in (*asks, *stated[0], *stated[1]):
+            continue
+        ids, control = ((*before, *some[:LEAD], *said, *some[LEAD:], *asks, answer) for said in stated)
+        yield RetrievalPrompt(ids, control, range(len(ids) - 1, len(ids)))
+
+
+def _batches(
+    model: Transformer, prompts: Sequence[RetrievalPrompt], *, control: bool = False
+) -> tuple[TargetBatch, ...]:
+    """Prompts side by side, padded on the right, where a decoder does not see it."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    rows = torch.zeros(len(prompts), longest, dtype=torch.long)
+    real, counts = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids = prompt.control if control else prompt.ids
+        rows[row, : len(ids)], real[row, : len(ids)] = torch.tensor(ids), True
+        counts[row, prompt.targets.start : prompt.targets.stop] = True
+    rows, real, counts = (table.to(model.device) for table in (rows, real, counts))
+    step = max(1, BATCH_TOKENS // longest)
+    targets = rows[:, 1:].masked_fill(~counts[:, 1:], IGNORE)
+    return tuple(
+        TargetBatch(rows[i : i + step, :-1], real[i : i + step, :-1], targets[i : i + step], None)
+        for i in range(0, len(prompts), step)
+    )

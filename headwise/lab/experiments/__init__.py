@@ -1,1 +1,0 @@
-"""The experiments: sweeps over head counts, tasks, and one file a claim."""

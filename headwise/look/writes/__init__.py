@@ -1,1 +1,0 @@
-"""What heads write: words, logits, and what can be decoded from them."""

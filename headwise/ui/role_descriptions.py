@@ -1,0 +1,156 @@
+"""Role descriptions: the attention pattern that a role's score measures, as the end of the sentence "Head 5.1 …".
+
+A relation is measured on gold arcs, each from a first word to a second. Direction `>` is attention from the first word to the
+second, `<` is attention from the second to the first. docs/gold-sets.md lists the arcs of every gold set with their counts.
+"""
+
+from headwise.analysis.metrics.batch_context import WINDOW
+from headwise.analysis.roles.roles import Support
+
+FIRST_TO_SECOND, SECOND_TO_FIRST = ">", "<"
+
+# role: direction `>`, direction `<`
+RELATION_ROLES = {
+    "possessive": (
+        "attends from a possessive pronoun to its owner",
+        "attends from an owner to a possessive pronoun that refers to it",
+    ),
+    "coreference": (
+        "attends from a pronoun to the noun or name it stands for",
+        "attends from a noun or name to a pronoun that stands for it",
+    ),
+    "bracket": (
+        "attends from a closing bracket to the bracket that opened the pair",
+        "attends from an opening bracket to the bracket that closes the pair",
+    ),
+    "quote": (
+        "attends from a closing quotation mark to the mark that opened the pair",
+        "attends from an opening quotation mark to the mark that closes the pair",
+    ),
+    "if-then": (
+        'attends from "if" to the "then" that answers it',
+        'attends from "then" to the "if" it answers',
+    ),
+    "cause-effect": (
+        "attends from the predicate of an effect to the predicate of its cause",
+        "attends from the predicate of a cause to the predicate of its effect",
+    ),
+    "subject-verb": ("attends from a subject to its verb", "attends from a verb to its subject"),
+    "verb-object": ("attends from an object to its verb", "attends from a verb to its object"),
+    "adjective-noun": (
+        "attends from an adjective to the word it describes",
+        "attends from a word to an adjective that describes it",
+    ),
+    "determiner-noun": ("attends from a determiner to its noun", "attends from a noun to its determiner"),
+    "question-answer": (
+        "attends from the word or mark that asks a question to the answer",
+        "attends from the answer to the word or mark that asks the question",
+    ),
+    "semantic": (
+        "attends from a word to an earlier word of related meaning",
+        "attends from a word to a later word of related meaning",
+    ),
+    "copy": (
+        "attends from a repeated surname to its first mention",
+        "attends from the first mention of a surname to a repetition",
+    ),
+    "sentence end": (
+        "attends from the end of a sentence to the end of the sentence before",
+        "attends from the end of a sentence to the end of the next sentence",
+    ),
+    "same phrase": (
+        "attends from a word to later words of the same phrase",
+        "attends from a word to earlier words of the same phrase",
+    ),
+    "part of speech": (
+        "attends from a word to later words of the same part of speech",
+        "attends from a word to earlier words of the same part of speech",
+    ),
+}
+TOKEN_ROLES = {
+    "previous token": "attends to the previous token",
+    "next token": "attends to the next token",
+    "self": "attends to the token itself",
+    "local": "attends to tokens at most 3 away, the token itself left out",
+    "fixed offset": "attends to the token at a fixed offset",
+    "delimiter": "attends to punctuation marks and line breaks",
+    "capitalised": "attends to tokens that begin with a capital letter",
+    "digit": "attends to tokens made of digits",
+    "long range": f"attends to tokens {WINDOW} or more away, the first token and repeated tokens left out",
+    "induction": "attends from the second copy of a random token to the token after the first copy",
+    "duplicate token": "attends from the second copy of a random token to the first copy",
+    "successor": "writes more for the next day, month, number or letter than for any other of its class",
+    "name mover": "attends to the name that is due and writes more for it than for the other name",
+    "name suppression": "attends to the name that is not due and writes less for it than for names outside the sentence",
+    "copy suppression": "attends to the token about to be repeated and writes less for it than for other tokens of the text",
+    "query focus": "attends from the tokens of a question to the document the question is about",
+    "retrieval": "attends to the token that is being copied, inside a longer text",
+    "far offset": f"attends to the token at a fixed offset of {WINDOW} or more",
+    "fixed place": f"attends to one position, the same in every text, from {WINDOW} tokens away or more",
+}
+PATCH_ROLES = {
+    "local": "attends to the eight patches around its own",
+    "row": "attends to patches of its row, more than to others as far away",
+    "column": "attends to patches of its column, more than to others as far away",
+    "global": "attends to patches farther away than half of the longer side",
+    "class token": "attends to the class token",
+    "register": "attends to registers",
+    "sink": "attends to one patch, the same from all patches",
+}
+WRITING_ROLES = ("successor",)  # the score is the share of cases in which the head writes as described
+# weight counts in the cases in which the head writes as described
+WRITE_CONDITIONED_ROLES = ("name mover", "name suppression", "copy suppression")
+
+
+def describe_role(support: Support, *, pictures: bool = False) -> str:
+    """Describe what the score of a role measures, with its value on held-out texts."""
+    label = f"{support.role} {support.detail}".rstrip()
+    if not support.relation and support.role not in (PATCH_ROLES if pictures else TOKEN_ROLES):
+        return f"has the role {label}: {_score(support, 'its score is {}')}"
+    return f"{_pattern(support, pictures)} ({label}): {_score(support)}"
+
+
+def role_meaning(role: str, *, relation: bool = False, pictures: bool = False) -> str:
+    """Describe a role whatever its direction, for a list of roles.
+
+    >>> role_meaning("determiner-noun")
+    '> attends from a determiner to its noun; < attends from a noun to its determiner'
+    >>> role_meaning("delimiter")
+    'attends to punctuation marks and line breaks'
+    """
+    if pictures and role in PATCH_ROLES:
+        return PATCH_ROLES[role]
+    if role in TOKEN_ROLES:
+        return TOKEN_ROLES[role]
+    if not relation and role not in RELATION_ROLES:
+        return f"has the role {role}"
+    forward, backward = RELATION_ROLES.get(role) or _arc_patterns(role)
+    return f"{FIRST_TO_SECOND} {forward}; {SECOND_TO_FIRST} {backward}"
+
+
+def _pattern(support: Support, pictures: bool) -> str:
+    if not support.relation:
+        return role_meaning(support.role, pictures=pictures)
+    patterns = RELATION_ROLES.get(support.role) or _arc_patterns(support.role)
+    return patterns[support.detail == SECOND_TO_FIRST]
+
+
+def _arc_patterns(relation: str) -> tuple[str, str]:
+    """A relation of a treebank or of the user's documents, whose words this module does not know."""
+    return (
+        f"attends from the first word of gold arcs {relation!r} to the second",
+        f"attends from the second word of gold arcs {relation!r} to the first",
+    )
+
+
+def _score(support: Support, weight: str = "in the cases measured {} of its weight goes there") -> str:
+    share = f"{100 * support.score:.0f} %"
+    if support.hits and support.relation:
+        return f"in {share} of the cases the right word gets the largest weight of all words"
+    if support.hits:
+        return f"in {share} of the cases its largest weight is on the right token"
+    if support.role in WRITING_ROLES:
+        return f"it does so in {share} of the cases"
+    if support.role in WRITE_CONDITIONED_ROLES:
+        return f"its weight there, counted in the cases in which it writes so, is {share} on average"
+    return weight.format(share)

@@ -1,0 +1,100 @@
+"""Models that learned nothing: how many of their heads are said to have a role. Run it with -s to see the counts."""
+
+import json
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from headwise.analysis.roles.profile import profile
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text import Tokenizer
+from headwise.text.build_tokenizers import word_tokenizer
+from headwise.text.corpus import Corpus
+from headwise.text.documents import Document
+from headwise.text.probe import probe_set
+from headwise.text.synthetic import VOCABULARY
+
+SEEDS, LAYERS, HEADS = range(200, 220), 3, 6
+GAINS = (0.0, 1.0, 4.0)  # as models begin; at unit gain; at unit gain with queries so many times as large
+
+
+@cache
+def pieces() -> Tokenizer:
+    """As SentencePiece numbers tokens: special ones, then merges in the order in which they were learned; single
+    characters and punctuation last."""
+    texts = [document.text for document in Corpus.probe().items() if isinstance(document, Document)]
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, show_progress=False))
+    made = json.loads(backend.to_str())["model"]
+    merges = [tuple(pair) for pair in made["merges"]]
+    merged = list(dict.fromkeys("".join(pair) for pair in merges))
+    single = sorted(set(made["vocab"]) - set(merged))
+    vocab = {token: number for number, token in enumerate(("<unk>", "<s>", "</s>", *merged, *single))}
+    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>"))  # pyright: ignore[reportCallIssue]
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])  # pyright: ignore
+    return Tokenizer(backend, {"bos": 1, "eos": 2, "unk": 0})
+
+
+def untrained(
+    seed: int, gain: float, tokenizer: Tokenizer, layers: int = LAYERS, heads: int = HEADS, width: int = 48
+) -> Transformer:
+    """As models begin, when attention is nearly even; or redrawn so that each layer keeps the length of what it reads, when
+    heads pick and choose for no reason, the sharper the larger their queries are."""
+    torch.manual_seed(seed)
+    attention = AttentionSpec(width=width, heads=heads)
+    model = Transformer(ModelSpec(vocab=len(tokenizer), context=160, layers=layers, attention=attention))
+    if gain:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 2:
+                    among = 1 if "embed" in name else parameter.shape[1]
+                    parameter.normal_(std=among**-0.5)
+            for head in model.heads:
+                head.W_Q.mul_(gain)
+    model.tokenizer = tokenizer
+    return model
+
+
+def false_alarms(seeds: range, gain: float, vocabulary: str, causal: bool = True) -> Counter[str]:
+    if vocabulary == "words":
+        tokenizer, texts = word_tokenizer(VOCABULARY), list(Corpus.little("held-out", documents=60, seed=1).items())
+    else:
+        tokenizer, texts = pieces(), list(probe_set())[::5]
+    return Counter(
+        f"{head.role}, {head.rung}"
+        for seed in seeds
+        for head in profile(untrained(seed, gain, tokenizer), texts, seed=seed, causal=causal)
+        if head.role != "unclear"
+    )
+
+
+def test_single_characters_come_last() -> None:
+    tokenizer = pieces()
+    ids = tokenizer.encode("Ann's cat, dogs.")
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == "Ann's cat, dogs."
+    assert all((tokenizer.backend.token_to_id(one) or 0) > len(tokenizer) / 2 for one in ",.'s")
+
+
+@pytest.mark.parametrize("vocabulary", ["words", "pieces"])
+def test_sharp_heads_that_learned_nothing_have_no_role(vocabulary: str) -> None:
+    assert false_alarms(SEEDS[:2], 4.0, vocabulary, causal=False) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", ["words", "pieces"])
+@pytest.mark.parametrize("gain", GAINS)
+def test_heads_that_learned_nothing(gain: float, vocabulary: str) -> None:
+    """None, ablations and all."""
+    told = false_alarms(SEEDS, gain, vocabulary)
+    print(f"gain {gain:g}, {vocabulary}: {told.total()} of {len(SEEDS) * LAYERS * HEADS}: {dict(told)}")
+    assert told == {}

@@ -1,0 +1,184 @@
+"""Metrics of models in float16 and bfloat16, beside the same rounded weights in float32.
+
+The bound of a metric is a number of roundings in the dtype (`UNITS` times eps) times its size: 1 for shares, its value for
+lengths and counts. Argmax metrics jump where two weights are nearly equal, so they are only required to be finite alike.
+"""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.analysis.attribution.logit_attribution import logit_attribution
+from headwise.analysis.attribution.ov_analysis import value_weighted, vocabulary, write_share
+from headwise.analysis.attribution.qk_transform import find_turning
+from headwise.errors import HeadwiseError
+from headwise.text.build_tokenizers import byte_tokenizer
+from tests.attached.models import BY_NAME
+from tests.contract.layers import MODELS, fill
+
+TEXTS = ["The old man saw a dog. The old man saw a cat.", "To be or not to be, that is the question.", "a b c d e f g"]
+IDS = list(range(40, 60))
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+UNITS = 16
+JUMPS = ("hits", "argmax")
+
+
+def native() -> Any:
+    model = hw.Transformer(replace(MODELS["decoder, rotary"], vocab=257, context=128)).eval()
+    fill(model)
+    return model
+
+
+def attached() -> Any:
+    case = BY_NAME["llama"]
+    return replace(case, sizes=case.sizes | {"vocab_size": 257, "max_position_embeddings": 128}).build()
+
+
+@pytest.fixture(scope="module", params=[f"{kind} {dtype}" for kind in ("native", "attached") for dtype in HALVES])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
+    """A model in half precision, the same weights in float32, and eps of the half precision."""
+    kind, name = request.param.split()
+    half = (native() if kind == "native" else attached()).to(HALVES[name])
+    models = [half, copy.deepcopy(half).float()]
+    if kind == "attached":
+        models = [hw.attach(model) for model in models]
+    for model in models:
+        model.tokenizer = byte_tokenizer()
+    return models[0], models[1], torch.finfo(HALVES[name]).eps
+
+
+def test_profile_in_half_precision_equals_float32(pair: tuple[Any, Any, float]) -> None:
+    half, full, eps = pair
+    ours, theirs = hw.profile(half, TEXTS), hw.profile(full, TEXTS)
+    for name in theirs.tally.fields:
+        got, want = ours.tally.mean(name), theirs.tally.mean(name)
+        assert (np.isfinite(got) == np.isfinite(want)).all(), name
+        if not any(jump in name for jump in JUMPS):
+            bound = UNITS * eps * np.maximum(1, np.abs(np.nan_to_num(want)))
+            assert (np.abs(np.nan_to_num(got) - np.nan_to_num(want)) <= bound).all(), name
+
+
+@pytest.mark.parametrize("by", ["ablation", "gradient", "attribution"])
+def test_importance_in_half_precision_equals_float32(pair: tuple[Any, Any, float], by: Any) -> None:
+    half, full, eps = pair
+    ours, theirs = (hw.importance(model, TEXTS, by=by, check=0) for model in (half, full))
+    np.testing.assert_allclose(ours.mean, theirs.mean, rtol=0, atol=UNITS * eps)  # nats per token, of a loss of about 6
+    if by == "ablation":
+        assert ours.clean == pytest.approx(theirs.clean, abs=UNITS * eps)
+
+
+def test_loss_in_half_precision_is_that_of_the_logits_in_float64(pair: tuple[Any, Any, float]) -> None:
+    """Rounded to bfloat16, a loss of 6 nats is off by up to 0.016."""
+    half, text = pair[0], TEXTS[0]
+    ids = torch.tensor([half.tokenizer.encode(text)])
+    with torch.no_grad():
+        logits, hidden = half(ids)[0, :-1].double(), half(ids, hidden=True)[0, :-1]
+        summed = half.output.cross_entropy(hidden, ids[0, 1:], total=1)
+    want = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
+    assert hw.importance(half, [text]).clean == pytest.approx(float(want), abs=1e-5)
+    assert float(summed) == pytest.approx(float(want) * len(logits), rel=1e-5)
+
+
+@pytest.mark.parametrize("lead", [False, True])
+def test_why_in_half_precision_equals_float32(pair: tuple[Any, Any, float], lead: bool) -> None:
+    half, full, eps = pair
+    for head in half.spec.addresses:
+        ours, theirs = (hw.why(model, IDS, head, at=18, to=5, lead=lead) for model in (half, full))
+        assert ours.complete, (head, ours.error, ours.rounding)
+        with hw.record(full, head) as recording, torch.no_grad():
+            full(torch.tensor([IDS]))
+        call = recording[head].only
+        size = float(call.q[0, 18].norm() * call.k[0].norm(dim=1).max())  # a score of this size is rounded
+        largest = max(size, float(theirs.table.abs().max()))
+        assert (ours.table - theirs.table).abs().max() <= UNITS * eps * largest, head
+        assert ours.score == pytest.approx(theirs.score, abs=UNITS * eps * largest), head
+
+
+def test_attribution_in_half_precision_adds_up(pair: tuple[Any, Any, float]) -> None:
+    half, full, eps = pair
+    ours, theirs = logit_attribution(half, IDS, 33), logit_attribution(full, IDS, 33)
+    assert ours.complete
+    assert theirs.tolerance < ours.tolerance
+    sizes = max(map(abs, theirs.parts.values()))
+    for name, share in theirs.parts.items():
+        assert ours.parts[name] == pytest.approx(share, abs=UNITS * eps * sizes), name
+
+
+def test_writes_in_half_precision_equal_float32(pair: tuple[Any, Any, float]) -> None:
+    half, full, eps = pair
+    ours, theirs = write_share(half, TEXTS), write_share(full, TEXTS)
+    for head, want in theirs.items():
+        assert ours[head].norm_share == pytest.approx(want.norm_share, abs=UNITS * eps)
+    head = str(half.spec.addresses[-1])
+    weighted = [value_weighted(model, TEXTS[2], head).weighted for model in (half, full)]
+    assert (weighted[0] - weighted[1]).abs().max() <= UNITS * eps
+    assert vocabulary(half, head, [40], k=2)[0].promotes
+    assert half.heads[head].OV.singular_values().dtype == torch.float32
+    a, b = (model.heads[head].OV.singular_values() for model in (half, full))
+    assert torch.equal(a, b)  # the same numbers, computed alike
+
+
+def projections(bias: float) -> dict[str, torch.Tensor]:
+    """Queries of 3 heads and keys of 2, (heads, T=2, d=4), with a bias on channels 1 and 3: the pair that rotates slowest."""
+    draws = torch.Generator().manual_seed(0)
+    made = {
+        letter: torch.randn(heads, 2, 4, generator=draws, dtype=torch.double) for letter, heads in (("q", 3), ("k", 2))
+    }
+    return {letter: x + bias * torch.tensor([0.0, 1.0, 0.0, 1.0]) for letter, x in made.items()}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_find_turning_under_large_biases_finds_the_rotation(name: str) -> None:
+    """The rotation of the small channels is below the tolerance of the largest, so a plain factor would pass for it."""
+    before, dtype = projections(100.0), HALVES[name]
+    angles = torch.tensor([[0.0, 0.0], [1.0, 0.01]], dtype=torch.double)  # (T, pairs)
+    met = {}
+    for letter, x in before.items():
+        one, other = x[..., :2], x[..., 2:]
+        turned = one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()
+        met[letter] = torch.cat(turned, -1).to(dtype).double()
+    turning = find_turning(SimpleNamespace(site=SimpleNamespace(address="0")), before, met, dtype)
+    assert turning.layout == "half"
+    assert turning.cos is not None
+    assert (
+        float((turning.cos[1] - angles[1].cos()).abs().max()) <= 100 * torch.finfo(dtype).eps
+    )  # from values of 1 beside 100
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_find_turning_of_something_else_is_refused(name: str) -> None:
+    before = projections(0.0)
+    met = {letter: x.tanh().to(HALVES[name]).double() for letter, x in before.items()}
+    with pytest.raises(HeadwiseError, match="something other than a norm"):
+        find_turning(SimpleNamespace(site=SimpleNamespace(address="0")), before, met, HALVES[name])
+
+
+@pytest.mark.parametrize("kind", ["native", "attached"])
+def test_profile_of_large_float16_activations_is_finite(kind: str) -> None:
+    """Values of some hundreds: their squares, and the lengths of what heads write, are above float16's 65,504."""
+    model: Any = native() if kind == "native" else attached()
+    with torch.no_grad():
+        if kind == "native":
+            for layer in model.attention_layers():
+                layer.read.weight("v").mul_(300)
+        else:
+            for layer in model.model.layers:
+                layer.self_attn.v_proj.weight.mul_(300)
+    model = model.half()
+    model = model if kind == "native" else hw.attach(model)
+    model.tokenizer = byte_tokenizer()
+    with hw.record(model, "*", what="v") as recording, torch.no_grad():
+        model(torch.tensor([IDS]))
+    largest = max(float(one.v.abs().max()) for one in recording)
+    assert 256 < largest < 65504  # so squares overflow, and the values themselves do not
+    profile = hw.profile(model, TEXTS)
+    for name in ("write", "write share", "local valued", "entropy"):
+        assert np.isfinite(profile.tally.mean(name)).all(), name
+    assert (profile.tally.mean("write") > 256).any()
+    assert np.isfinite(hw.importance(model, TEXTS).mean).all()

@@ -1,0 +1,121 @@
+"""Models whose weights accelerate keeps on disk, or on another device: pruned copies and folders hold real weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from tests.attached.models import BY_NAME
+from tests.attached.test_analysis import TEXTS, build
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+
+
+def on_disk(model: Any, folder: Path) -> Any:
+    return accelerate.disk_offload(model, str(folder / "offload"))
+
+
+def on_disk_by_block(model: Any, folder: Path) -> Any:
+    """One hook holds the weights of a block."""
+    return accelerate.disk_offload(model, str(folder / "offload"), preload_module_classes=["LlamaDecoderLayer"])
+
+
+def by_device_map(model: Any, folder: Path) -> Any:
+    """Some layers on disk, as `from_pretrained(device_map=…)` leaves them."""
+    model.save_pretrained(folder / "plain")
+    parts = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    parts |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    return type(model).from_pretrained(folder / "plain", device_map=parts, offload_folder=folder / "offload").eval()
+
+
+def in_host_memory(model: Any, folder: Path) -> Any:
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+OFFLOADS = (on_disk, on_disk_by_block, by_device_map, in_host_memory)
+each_offload = pytest.mark.parametrize("offload", OFFLOADS, ids=lambda offload: offload.__name__)
+Offload = Callable[[Any, Path], Any]
+
+
+def is_on_meta(model: Any) -> bool:
+    return any(weight.device.type == "meta" for weight in model.parameters())
+
+
+@each_offload
+@torch.no_grad()
+def test_prune_of_an_offloaded_model_is_prune_of_the_model_in_memory(offload: Offload, tmp_path: Path) -> None:
+    case = BY_NAME["llama"]
+    given, theirs = case.inputs(), hw.attach(case.build())
+    pruned = hw.prune(theirs, heads="1.4,2.*", fold=False)
+    model = offload(case.build(), tmp_path)
+    assert is_on_meta(model)
+    before = model(**given).logits
+    small = hw.prune(hw.attach(model), heads="1.4,2.*", fold=False)
+    assert not is_on_meta(small.model)
+    assert torch.equal(small.model(**given).logits, pruned.model(**given).logits)
+    assert is_on_meta(model)
+    assert torch.equal(model(**given).logits, before)
+    small.save_pretrained(tmp_path / "pruned")
+    again: Any = hw.load(tmp_path / "pruned")
+    assert torch.equal(again.model(**given).logits, small.model(**given).logits)
+    assert again.plans == small.plans
+
+
+@each_offload
+@torch.no_grad()
+def test_prune_of_an_offloaded_model_ranks_and_folds(offload: Offload, tmp_path: Path) -> None:
+    model, tokenizer = build("llama")
+    theirs = hw.attach(model, tokenizer)
+    plan = hw.Plan.make(theirs, keep=0.5, by="gradient", on=TEXTS)
+    pruned = plan.apply(theirs)
+    offloaded = hw.attach(offload(build("llama")[0], tmp_path), tokenizer)
+    again = hw.Plan.make(offloaded, keep=0.5, by="gradient", on=TEXTS)
+    assert (again.cut, again.folded, again.digest) == (plan.cut, plan.folded, plan.digest)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert torch.equal(plan.apply(offloaded)(ids), pruned(ids))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@each_offload
+@torch.no_grad()
+def test_save_of_an_offloaded_model_writes_its_weights(offload: Offload, tied: bool, tmp_path: Path) -> None:
+    case = BY_NAME["llama"]
+    plain = case.build(tie_word_embeddings=tied)
+    want = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    theirs = hw.attach(offload(plain, tmp_path))
+    theirs.save_pretrained(tmp_path / "saved")
+    again = type(plain).from_pretrained(tmp_path / "saved")
+    assert again.state_dict().keys() == want.keys()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in again.state_dict().items())
+
+
+@torch.no_grad()
+def test_export_of_a_pruned_offloaded_model_fills_it_up(tmp_path: Path) -> None:
+    case = BY_NAME["llama"]
+    given, pruned = case.inputs(), hw.attach(case.build()).cut("1.4,2.*").detach()
+    want = pruned(**given).logits
+    theirs = hw.attach(on_disk(pruned, tmp_path))
+    theirs.save_pretrained(tmp_path / "small")
+    small: Any = hw.load(tmp_path / "small")
+    assert torch.equal(small.model(**given).logits, want)
+    theirs.save_pretrained(tmp_path / "whole", whole=True)
+    whole = type(pruned).from_pretrained(tmp_path / "whole").eval()
+    assert (whole(**given).logits - want).abs().max() < 1e-5
+
+
+@each_offload
+def test_cut_of_an_offloaded_model_in_place_raises(offload: Offload, tmp_path: Path) -> None:
+    theirs = hw.attach(offload(BY_NAME["llama"].build(), tmp_path))
+    with pytest.raises(hw.HeadwiseError, match=r"Use hw\.prune"):
+        theirs.cut("1.4")
+
+
+def test_attach_of_a_model_without_weights_raises() -> None:
+    with torch.device("meta"):
+        model = BY_NAME["llama"].build()
+    with pytest.raises(hw.HeadwiseError, match="meta device"):
+        hw.attach(model)

@@ -1,0 +1,331 @@
+"""A failed, interrupted or forgotten attach leaves the model as it was, and it can be attached again."""
+
+import copy
+import gc
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.attached.interface import ACTIVE, attend
+from headwise.attached.layer import layer_of
+from tests.attached.models import BY_NAME, Case, first, transformers
+
+FOLDER = str(Path(hw.__file__).parent / "attach")
+NAMES = ["llama", "gpt_oss", "falcon"]  # on SDPA, on the eager function, and watched from outside
+POINTS = 40  # interrupts per model and kind of event
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the k-th event of one kind in the files that attach."""
+
+    def __init__(self, kind: str, at: int | None = None) -> None:
+        self.kind, self.at, self.count = kind, at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        closed = frame.f_code.co_flags & inspect.CO_GENERATOR  # Python drops what is raised while it closes a generator
+        if event == self.kind and frame.f_code.co_name != "restore" and not closed and not _in_destructor(frame):
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    @contextmanager
+    def installed(self) -> Iterator["Interrupt"]:
+        before = sys.gettrace()
+        gc.disable()  # it would run destructors of other tests
+        sys.settrace(self)
+        try:
+            yield self
+        finally:
+            sys.settrace(before)
+            gc.enable()
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    """Python drops what is raised while it destroys an object."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def state_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Every attribute of every module; hooks and children by key and identity."""
+    return [
+        (name, {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()})
+        for name, module in model.named_modules()
+    ]
+
+
+def is_unchanged(model: Any, before: list[tuple[str, dict[str, Any]]]) -> bool:
+    now = state_of(model)
+    return [name for name, _ in now] == [name for name, _ in before] and all(
+        was.keys() == is_.keys() and all(_same(was[key], is_[key]) for key in was)
+        for (_, was), (_, is_) in zip(before, now, strict=True)
+    )
+
+
+def _same(was: Any, now: Any) -> bool:
+    if isinstance(was, dict):
+        return was.keys() == now.keys() and all(now[key] is was[key] for key in was)
+    return was is now or (not isinstance(was, Tensor) and was == now)
+
+
+def check_not_attached(model: Any, before: Any, given: dict[str, Tensor], logits: Tensor) -> None:
+    functions = transformers.AttentionInterface
+    assert is_unchanged(model, before)
+    assert not any(layer_of(module) is not None for module in model.modules())
+    assert not any(attachment.model is model for attachment in ACTIVE)
+    assert ACTIVE or functions._global_mapping["sdpa"] is not attend
+    assert "eager" not in functions._global_mapping
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.equal(first(model(**given)), logits)
+
+
+def check_attached(theirs: Any, given: dict[str, Tensor], logits: Tensor) -> None:
+    assert torch.equal(first(theirs.model(**given)), logits)
+    with theirs.heads["1.1"].silenced():
+        assert not torch.equal(first(theirs.model(**given)), logits)
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest) -> Any:
+    case: Case = BY_NAME[request.param]
+    model, given = case.build().train(), case.inputs()
+    model.get_submodule("lm_head").eval()  # modes differ from part to part
+    model.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        return model, given, first(model(**given))
+
+
+@pytest.mark.parametrize("kind", ["call", "line", "return"])
+@pytest.mark.parametrize("tiny", NAMES, indirect=True)
+@torch.no_grad()
+def test_attach_interrupted_anywhere_leaves_the_model_as_it_was(tiny: Any, kind: str) -> None:
+    model, given, logits = tiny
+    hw.attach(model).detach()  # what is read from source files once is in its cache now
+    with Interrupt(kind).installed() as counted:
+        theirs = hw.attach(model)
+    theirs.detach()
+    before, total = state_of(model), counted.count
+    assert total > POINTS
+    for at in sorted({1 + k * (total - 1) // (POINTS - 1) for k in range(POINTS)}):
+        with pytest.raises(KeyboardInterrupt), Interrupt(kind, at).installed():
+            hw.attach(model)
+        check_not_attached(model, before, given, logits)
+    check_attached(hw.attach(model), given, logits)
+
+
+@pytest.mark.parametrize("tiny", NAMES, indirect=True)
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (torch.nn.Module, "register_forward_hook"),
+        (torch.nn.Module, "register_forward_pre_hook"),
+        (torch.nn.functional, "linear"),
+        (torch.nn.functional, "softmax"),
+        (torch.autograd, "grad"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+@torch.no_grad()
+def test_attach_interrupted_after_a_call_of_torch_leaves_the_model_as_it_was(
+    tiny: Any, holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has taken effect, and what it returned is lost."""
+    model, given, logits = tiny
+    own, before, count = getattr(holder, name), state_of(model), 0
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = own(*arguments, **named)
+        if count == at:
+            raise KeyboardInterrupt
+        return result
+
+    for at in (1, 2, 3, 5, 8, 13):
+        count = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, interrupted)
+            try:
+                theirs = hw.attach(model)
+            except KeyboardInterrupt:
+                assert count == at
+            else:
+                assert count < at
+                theirs.detach()
+        check_not_attached(model, before, given, logits)
+    check_attached(hw.attach(model), given, logits)
+
+
+@pytest.mark.parametrize("tiny", NAMES, indirect=True)
+@torch.no_grad()
+def test_attach_after_an_error_in_its_trial_attaches(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, logits = tiny
+    before = state_of(model)
+    with monkeypatch.context() as patched:
+        patched.setattr("headwise.attached.layer_probe.LayerTrial.conclude", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hw.attach(model)
+    check_not_attached(model, before, given, logits)
+    check_attached(hw.attach(model), given, logits)
+
+
+@torch.no_grad()
+def test_load_that_fails_in_the_trial_leaves_nothing_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BY_NAME["qwen3"].build().save_pretrained(tmp_path)
+    gc.collect()
+    before = set(ACTIVE)
+    monkeypatch.setattr("headwise.attached.layer_probe.LayerTrial.conclude", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hw.load(tmp_path)
+    assert before == ACTIVE
+
+
+# Handles that are dropped, and attaching twice.
+
+
+def test_attach_of_an_attached_model_returns_its_handle() -> None:
+    model = BY_NAME["llama"].build()
+    theirs = hw.attach(model)
+    assert hw.attach(model) is theirs
+    assert theirs.tokenizer is None
+    tokenizer = hw.Tokenizer.from_wordpiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])
+    assert hw.attach(model, tokenizer) is theirs
+    assert theirs.tokenizer is tokenizer
+    assert hw.attach(model).tokenizer is tokenizer
+    theirs.detach()
+    assert hw.attach(model) is not theirs
+
+
+@pytest.mark.parametrize("tiny", NAMES, indirect=True)
+@torch.no_grad()
+def test_a_dropped_handle_is_detached(tiny: Any) -> None:
+    model, given, logits = tiny
+    before = state_of(model)
+    theirs = hw.attach(model)
+    seen = weakref.ref(theirs)
+    hw.record(theirs, what="z")
+    del theirs
+    gc.collect()
+    assert seen() is None
+    check_not_attached(model, before, given, logits)
+    check_attached(hw.attach(model), given, logits)
+
+
+def test_a_dropped_model_is_freed_with_its_handle() -> None:
+    theirs = hw.attach(BY_NAME["llama"].build())
+    model = weakref.ref(theirs.model)
+    del theirs
+    gc.collect()
+    assert model() is None
+
+
+@torch.no_grad()
+def test_heads_and_open_contexts_hold_the_handle() -> None:
+    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    logits = first(model(**given))
+    heads, head = hw.attach(model).heads, hw.attach(model).heads["1.1"]
+    few = hw.attach(model).heads.select("1.*")
+    for held in (heads.select("1.1"), head, few, next(iter(few))):
+        gc.collect()
+        with held.silenced():
+            assert not torch.equal(first(model(**given)), logits)
+    del heads, head, few, held
+    gc.collect()
+    assert torch.equal(first(model(**given)), logits)
+    assert not any(layer_of(module) is not None for module in model.modules())
+    for context in (
+        hw.attach(model).heads["1.1"].silenced(),
+        hw.attach(model).heads["1.*"].silenced(),
+    ):
+        with context:
+            gc.collect()
+            assert not torch.equal(first(model(**given)), logits)
+    with hw.record(hw.attach(model), what="z") as recording:
+        gc.collect()
+        model(**given)
+    assert recording["1.1"].z.shape[0] == 2
+    steps = hw.attach(model).stream(given["input_ids"], 4, gates={"1.*": 0.0})
+    gc.collect()
+    with hw.attach(model) as theirs:
+        silenced = theirs.stream(given["input_ids"], 4, gates={"1.*": 0.0})
+        assert all(torch.equal(*pair) for pair in zip(steps, silenced, strict=True))
+
+
+@torch.no_grad()
+def test_a_hook_point_whose_handle_is_gone_raises() -> None:
+    """An edit there would not reach the model."""
+    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    logits = first(model(**given))
+    theirs = hw.attach(model)
+    site = theirs.sites()[1]
+    with site.scaled(torch.zeros(6)):
+        del theirs
+        gc.collect()  # the open context holds the handle
+        assert not torch.equal(first(model(**given)), logits)
+    gc.collect()
+    for context in (site.scaled(torch.zeros(6)), site.replaced(torch.zeros(())), site.listen(print)):
+        with pytest.raises(hw.HeadwiseError, match=r"Attach it again"), context:
+            pass
+    theirs = hw.attach(model)
+    heads = theirs.heads["1.1"]
+    theirs.detach()
+    with pytest.raises(hw.HeadwiseError, match=r"Attach it again"), heads.silenced():
+        pass
+
+
+def test_nested_contexts_of_one_handle_detach_at_the_outermost_exit() -> None:
+    model = BY_NAME["llama"].build()
+    with hw.attach(model) as theirs:
+        with hw.attach(model) as inner:
+            assert inner is theirs
+        assert theirs.attached
+    assert not theirs.attached
+
+
+@torch.no_grad()
+def test_a_dropped_handle_of_a_pruned_model_leaves_a_plain_model() -> None:
+    """Groups of different sizes, which plain transformers cannot run, get one key per head, as `detach` does it."""
+    case = BY_NAME["llama"]
+    given, detached = case.inputs(), hw.attach(case.build()).cut("1.4").detach()
+    model = case.build()
+    hw.attach(model).cut("1.4")
+    gc.collect()
+    assert not any(layer_of(module) is not None for module in model.modules())
+    assert torch.equal(first(model(**given)), first(detached(**given)))
+
+
+@torch.no_grad()
+def test_a_failed_attach_whose_traceback_is_kept_does_not_undo_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    logits = first(model(**given))
+    with monkeypatch.context() as patched:
+        patched.setattr("headwise.attached.attached_model.check_rebuilt", lambda layers: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as failure:
+            hw.attach(model)
+    theirs = hw.attach(model)
+    del failure
+    gc.collect()
+    check_attached(theirs, given, logits)
+    copied = copy.deepcopy(theirs)
+    del theirs
+    gc.collect()
+    check_attached(copied, given, logits)

@@ -1,0 +1,37 @@
+"""Small students and teachers with random weights, sharp enough to differ."""
+
+from typing import Any
+
+import torch
+
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec, Rotary
+from headwise.text.build_tokenizers import byte_tokenizer
+
+VOCAB = 257
+
+
+def make(
+    seed: int = 0, *, layers: int = 2, heads: int = 4, width: int = 16, kind: str = "decoder", **more
+) -> Transformer:
+    torch.manual_seed(seed)
+    rotary = Rotary() if more.pop("rotary", False) else None
+    attention = AttentionSpec(width=width, heads=heads, rotary=rotary, **more)
+    output = "mlm" if kind == "encoder" else "lm"
+    how: dict[str, Any] = {"kind": kind, "output": output, "positions": "none" if rotary else "learned"}
+    spec = ModelSpec(vocab=VOCAB, context=64, layers=layers, attention=attention, **how)
+    model = Transformer(spec)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3.0) if weight.ndim > 1 else None
+    model.tokenizer = byte_tokenizer()
+    return model.eval()
+
+
+def rows(B: int = 2, T: int = 11, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and targets, some of which are not asked for."""
+    dice = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (B, T + 1), generator=dice)
+    targets = ids[:, 1:].clone()
+    targets[-1, -3:] = -100
+    return ids[:, :-1], targets

@@ -1,0 +1,131 @@
+"""Work handed to any executor: processes here, a real Dask cluster, submitit's local jobs, somebody's own."""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.distributed.executor import Processes, check_executor, work
+from headwise.errors import HeadwiseError
+from tests.distributed import jobs
+
+
+@contextmanager
+def dask() -> Iterator[str]:
+    """A cluster of two processes on this machine; its scheduler's address."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        yield f"dask:{cluster.scheduler_address}"
+
+
+def slurm() -> str:
+    pytest.importorskip("submitit")
+    return "slurm:cluster=local"
+
+
+def results(function: Any, given: list, **options: Any) -> list:
+    found = dict(work(function, [some if isinstance(some, tuple) else (some,) for some in given], **options))
+    return [found[number] for number in range(len(given))]
+
+
+@pytest.mark.slow
+def test_processes() -> None:
+    assert results(jobs.square, [1, 2, 3, 4, 5], processes=2) == [1, 4, 9, 16, 25]
+    assert results(jobs.threads, [0, 1], processes=2) == [1, 1]
+    assert len(set(results(jobs.process, [0, 1, 2, 3], processes=2))) == 2
+    assert len(set(results(jobs.process, [0, 1, 2], processes=1, fresh=True))) == 3
+    assert results(jobs.square, [], processes=2) == []
+
+
+def test_one_that_is_killed_loses_its_own_piece_alone(tmp_path: Path) -> None:
+    given = [(str(tmp_path), number) for number in range(6)]
+    assert results(jobs.die_once, given, processes=2) == list(range(6))
+    begun = [len((tmp_path / str(number)).read_text()) for number in range(6)]
+    assert begun == [1, 1, 2, 1, 1, 1], "the others went on undisturbed"
+
+
+@pytest.mark.slow
+def test_one_that_always_dies_is_told() -> None:
+    with pytest.raises(HeadwiseError, match="ended before it was done"):
+        results(jobs.die, [0], processes=1)
+
+
+@pytest.mark.slow
+def test_an_error_a_person_can_put_right_comes_through() -> None:
+    with pytest.raises(HeadwiseError, match="two is not taken"):
+        results(jobs.refuse, [1, 2, 3], processes=1)
+
+
+def test_one_of_your_own_stays_open() -> None:
+    with ThreadPoolExecutor(2) as own:
+        assert results(jobs.square, [1, 2, 3], executor=own) == [1, 4, 9]
+        assert results(jobs.threads, [0], executor=own) == [1]
+        assert own.submit(jobs.square, 4).result() == 16
+    assert isinstance(Processes(1), Executor)
+
+
+@pytest.mark.slow
+def test_dask_on_a_real_cluster(tmp_path: Path) -> None:
+    with dask() as executor:
+        assert results(jobs.square, [1, 2, 3, 4], executor=executor) == [1, 4, 9, 16]
+        assert results(jobs.threads, [0], executor=executor) == [1]
+        with pytest.raises(HeadwiseError, match="two is not taken"):
+            results(jobs.refuse, [1, 2, 3], executor=executor)
+
+
+@pytest.mark.slow
+def test_a_worker_of_dask_is_killed(tmp_path: Path) -> None:
+    with dask() as executor:
+        given = [(str(tmp_path), number) for number in range(6)]
+        assert results(jobs.die_once, given, executor=executor) == list(range(6))
+    assert len((tmp_path / "2").read_text()) == 2
+
+
+@pytest.mark.slow
+def test_slurm_by_jobs_on_this_machine(tmp_path: Path) -> None:
+    assert results(jobs.square, [3, 4], executor=slurm(), folder=tmp_path) == [9, 16]
+    assert any((tmp_path / "jobs").iterdir())
+
+
+@pytest.mark.slow
+def test_jobs_of_slurm_that_fail(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=r"^two is not taken"):
+        results(jobs.refuse, [1, 2], executor=slurm(), folder=tmp_path)
+    given = [(str(tmp_path), number) for number in range(4)]
+    assert results(jobs.die_once, given, executor=slurm(), folder=tmp_path) == list(range(4))
+    with pytest.raises(HeadwiseError, match="ended before it was done"):
+        results(jobs.die, [0], executor=slurm(), folder=tmp_path)
+    import submitit
+
+    own = submitit.LocalExecutor(tmp_path / "own")
+    own.update_parameters(timeout_min=5)
+    assert results(jobs.square, [5], executor=own) == [25], "as it is set up"
+
+
+@pytest.mark.parametrize("wrong", ["ray", "Dask", 3, "", "dusk:tcp://a"])
+def test_unknown_ones_are_told(wrong: Any) -> None:
+    with pytest.raises(HeadwiseError, match=r"there is no executor .*processes, dask, slurm"):
+        check_executor(wrong)
+
+
+def test_what_cannot_be_reached_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed")
+    from dask import config
+
+    with (
+        config.set({"distributed.comm.timeouts.connect": "1s"}),
+        pytest.raises(HeadwiseError, match=r"no Dask scheduler answers at 'tcp://127\.0\.0\.1:9'"),
+    ):
+        results(jobs.square, [1], executor="dask:tcp://127.0.0.1:9")
+    for wrong in ("slurm", "slurm:cluster=moon", "slurm:cluster=local,timeout_min=soon"):
+        with pytest.raises(HeadwiseError, match="Slurm cannot be asked"):
+            results(jobs.square, [1], executor=wrong, folder=tmp_path)
+    with pytest.raises(HeadwiseError, match="at least one process, got 0"):
+        results(jobs.square, [1], processes=0)
+    for kind, package in (("dask", "distributed"), ("slurm", "submitit")):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(HeadwiseError, match=rf"{package} package: pip install 'headwise\[{kind}\]'"):
+            results(jobs.square, [1], executor=kind, folder=tmp_path)

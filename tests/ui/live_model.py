@@ -1,0 +1,98 @@
+"""A small model with words, and its live view: as an app, and as a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import headwise as hw
+from headwise.model import Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.build_tokenizers import word_tokenizer
+from headwise.text.corpus import Corpus
+from headwise.text.synthetic import VOCABULARY
+from headwise.ui.live_session import Live
+from headwise.ui.request_guard import App
+from headwise.ui.server import make_app
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the cat likes the dog"
+FILES = {"index.html": b"<!doctype html><head><title>x</title></head>", "style.css": b"p {}", "main.js": b"1;"}
+
+
+def make_model(**more: Any) -> Transformer:
+    """Two layers of four heads that matter, over the words of the little language."""
+    tokenizer = word_tokenizer(VOCABULARY)
+    attention = AttentionSpec(width=24, heads=4, kv_heads=2)
+    torch.manual_seed(0)
+    spec = ModelSpec(vocab=len(tokenizer), context=128, layers=2, attention=attention, hidden=16)
+    model = Transformer(replace(spec, **more)).eval()
+    with torch.no_grad():
+        for layer in model.attention_layers():
+            layer.write.weight.mul_(20)
+        for value in model.parameters():
+            value.mul_(3)  # probabilities apart enough to be told from each other
+    model.tokenizer = tokenizer
+    return model
+
+
+def make_view(model: Transformer, **options: Any) -> App:
+    """Its app, with a page and a book of next to nothing."""
+    return make_app(Live(model), {"version": 1}, files=FILES, **options)
+
+
+def make_folder(place: Path) -> Path:
+    """The model and its profile in files, so that a server starts at once."""
+    model = make_model()
+    model.save(place / "small")
+    hw.profile(model, TEXT, relations=Corpus.little("held-out", documents=20), causal=False).save(place / "profile")
+    return place
+
+
+class View(NamedTuple):
+    process: subprocess.Popen[str]
+    port: int
+    url: str
+
+
+@contextmanager
+def viewing(folder: Path, *more: str, code: str = "") -> Iterator[View]:
+    """`headwise view` in a process of its own; `code` is run in it first."""
+    arguments = [
+        "headwise",
+        "view",
+        str(folder / "small"),
+        "--profile",
+        str(folder / "profile"),
+        "--port",
+        "0",
+        "--json",
+    ]
+    code = f"import sys; sys.argv = {[*arguments, *more]!r}\n{code}\nfrom headwise.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read()
+        url = json.loads(line)["url"]
+        yield View(process, int(url.split(":")[2].split("/")[0]), url)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -1,0 +1,219 @@
+"""Summaries of heads whose behavior is known: attention made by hand over gold documents, and models built by hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+import torch
+
+from headwise.analysis.metrics.accumulator import Tally
+from headwise.analysis.metrics.default_metrics import usual_measures
+from headwise.analysis.metrics.metric import Measure
+from headwise.analysis.metrics.relations import Relations
+from headwise.analysis.metrics.role_examples import Cases
+from headwise.analysis.metrics.runner import Runner
+from headwise.analysis.metrics.token_classes import CLASSES
+from headwise.analysis.recording.batching import Unit, make_batch
+from headwise.analysis.recording.text_buckets import bucket_of
+from headwise.analysis.roles.profile_result import Profile
+from headwise.kernels import causal
+from headwise.spec import Address
+from headwise.text import Alignment
+from headwise.text.align import find_words
+from headwise.text.corpus import Corpus
+from headwise.text.documents import Document, Relation
+from headwise.text.probe import probe_set
+from headwise.ui.head_facts import Facts
+from headwise.ui.head_summary import story
+from tests.analysis.dense_reference import by_scores
+
+# For each word of a document the place of the word that gets all the weight.
+Rule = Callable[[Document], Sequence[int]]
+SHARP = 200.0  # a score beside which all others vanish
+MARKS = {"[SEP]": "special", ",": "delimiter", "Anna": "capitalised", "7": "digit"}
+
+
+def summary(profile: Profile, head: str, facts: Facts | None = None) -> list[str]:
+    """The sentences of one head."""
+    return [sentence.text for sentence in story(profile, profile[head], facts)]
+
+
+def profile_of(
+    documents: Sequence[Document], rules: Sequence[Rule], *, ahead: bool = True, surface: bool = False
+) -> Profile:
+    """The profile of heads that attend by rules; every word is one token.
+
+    Args:
+        documents: what the heads read, with the gold arcs they are compared with.
+        rules: one for each head.
+        ahead: whether heads see later words.
+        surface: measure offsets and token classes instead of relations.
+    """
+    vocabulary = sorted({word for document in documents for word in document.words})
+    tally, heads = Tally(len(rules)), tuple(Address.parse(f"0.{number}") for number in range(len(rules)))
+    flags = torch.zeros(len(vocabulary), len(CLASSES))
+    for word, name in MARKS.items():
+        if word in vocabulary:
+            flags[vocabulary.index(word), CLASSES.index(name)] = 1
+    relations = None if surface else Relations.of(tally, documents, causal=not ahead)
+    measures: list[Measure] = usual_measures(flags) if relations is None else [relations]
+    runner = Runner(tally, measures)
+    for number, document in enumerate(documents):
+        spans = find_words(document.text, document.words)
+        ids = [vocabulary.index(word) for word in document.words]
+        aligned = Alignment.of(document.text, ids, document.words, spans, document.words)
+        unit = Unit(number, bucket_of(document.text), aligned.ids, document, partial(lambda one: one, aligned))
+        eye = torch.eye(len(ids), dtype=torch.float64)
+        scores = torch.stack([SHARP * eye[list(rule(document))] for rule in rules])[None]
+        runner.see(by_scores(scores, None if ahead else causal()), make_batch([unit]), 0)
+    numbers = {number.name: number for measure in measures for number in measure.numbers}
+    about = {"texts": len(documents), "layers": ["0"], "read": "texts made by hand", "asked": "gold arcs"}
+    return Profile.of(heads, tally, relations, [[] for _ in rules], Cases(len(rules)), about, numbers)
+
+
+def follow(*relations: str, rate: float = 1.0, gold: dict[str, Document] | None = None) -> Rule:
+    """Attend along the gold arcs of relations such as `possessive >`, in a share of the cases; else to the first word.
+
+    Args:
+        relations: names and directions.
+        rate: the share of cases, drawn by the text, in which arcs are followed.
+        gold: documents whose arcs are followed, by their text; None: the arcs of the document that is read.
+    """
+
+    def rule(document: Document) -> list[int]:
+        targets = [0] * len(document.words)
+        if np.random.default_rng(list(document.text.encode())).random() >= rate:
+            return targets
+        for arc in (gold or {}).get(document.text, document).relations:
+            for relation in relations:
+                name, way = relation.rsplit(" ", 1)
+                if name == arc.name:
+                    source, target = (arc.source, arc.target) if way == ">" else (arc.target, arc.source)
+                    targets[source] = targets[source] or target
+        return targets
+
+    return rule
+
+
+def shuffled_gold(documents: Sequence[Document], seed: int = 0) -> list[Document]:
+    """The same texts with arcs from the same words to words drawn by chance, never the first word nor a gold one."""
+    draw, shuffled = np.random.default_rng(seed), []
+    for document in documents:
+        gold = {frozenset((arc.source, arc.target)) for arc in document.relations}
+        arcs = []
+        for arc in document.relations:
+            free = [i for i in range(1, len(document.words)) if i != arc.source and {i, arc.source} not in gold]
+            arcs.append(Relation(arc.name, arc.source, int(draw.choice(free))))
+        shuffled.append(replace(document, relations=tuple(arcs)))
+    return shuffled
+
+
+# Heads that follow gold arcs.
+
+GOLD = {document.text: document for document in probe_set()}
+ARCS = tuple(
+    f"{relation} {way}" for relation in sorted({a.name for d in probe_set() for a in d.relations}) for way in "><"
+)
+SEVERAL = ("bracket >", "possessive >", "quote >", "cause-effect >", "question-answer <")
+
+
+def attend_to_owned(document: Document) -> list[int]:
+    """Attend from a possessive pronoun to the word after it, which is owned or describes what is owned."""
+    pronouns = ("his", "her", "its", "their", "whose")
+    last = len(document.words) - 1
+    return [min(place + 1, last) if word in pronouns else 0 for place, word in enumerate(document.words)]
+
+
+def several(document: Document) -> list[int]:
+    """Follow five relations, each in a smaller share of its texts than the one before."""
+    rules = [follow(name, rate=rate) for name, rate in zip(SEVERAL, (1.0, 0.95, 0.9, 0.75, 0.6), strict=True)]
+    return [max(targets) for targets in zip(*(rule(document) for rule in rules), strict=True)]
+
+
+@cache
+def followers() -> dict[str, list[str]]:
+    """Summaries on the gold arcs of the probe set, by what a head does."""
+    rules = {name: follow(name) for name in ARCS}
+    rules |= {
+        "possessive both ways": follow("possessive >", "possessive <"),
+        "possessive > at times": follow("possessive >", rate=0.7),
+        "owned": attend_to_owned, "several": several, "first word": follow(),
+    }  # fmt: skip
+    return _named(profile_of(probe_set(), list(rules.values())), rules)
+
+
+@cache
+def followers_of_shuffled_gold() -> dict[str, list[str]]:
+    """The same heads, compared with arcs whose second words were drawn by chance."""
+    rules = {name: follow(name, gold=GOLD) for name in ARCS}
+    return _named(profile_of(shuffled_gold(probe_set()), list(rules.values())), rules)
+
+
+@cache
+def little_followers() -> dict[str, list[str]]:
+    """Summaries on the gold arcs, phrases and word classes of the little language, and on a relation of another name."""
+    corpus = Corpus.little("held-out", documents=150, seed=1)
+    documents = [_with_nsubj(one) for one in corpus.items() if isinstance(one, Document)]
+    rules: dict[str, Rule] = {
+        f"{name} {way}": follow(f"{name} {way}") for name in ("copy", "delimiter", "nsubj") for way in "><"
+    }
+    for way, later in ((">", True), ("<", False)):
+        rules[f"same phrase {way}"] = partial(attend_to_mate, mates=phrase_mates, later=later)
+        rules[f"same class {way}"] = partial(attend_to_mate, mates=class_mates, later=later)
+    return _named(profile_of(documents, list(rules.values())), rules)
+
+
+def attend_to_mate(document: Document, mates: Callable[[Document, int], set[int]], *, later: bool) -> list[int]:
+    """Attend to the nearest mate of a word, after it or before it; else to the first word."""
+    targets = []
+    for place in range(len(document.words)):
+        free = sorted(one for one in mates(document, place) if (one > place if later else 0 < one < place))
+        targets.append((free[0] if later else free[-1]) if free else 0)
+    return targets
+
+
+def phrase_mates(document: Document, place: int) -> set[int]:
+    """Words that stand in one phrase of at most 8 words with a word."""
+    phrases = [range(*phrase) for phrase in document.phrases if phrase[1] - phrase[0] <= 8]
+    return {mate for phrase in phrases if place in phrase for mate in phrase}
+
+
+def class_mates(document: Document, place: int) -> set[int]:
+    """Words of the class of a word."""
+    return {mate for mate, kind in enumerate(document.classes) if kind == document.classes[place]}
+
+
+@cache
+def surface_heads() -> dict[str, list[str]]:
+    """Summaries of heads that attend to classes of tokens, far away, or to tokens that idle heads attend to."""
+    draw, documents = np.random.default_rng(0), []
+    for number in range(60):
+        words = [f"w{i}" for i in draw.integers(0, 400, 56)]
+        for place, mark in zip(draw.choice(np.arange(2, 12), 4, replace=False), MARKS, strict=True):
+            words[place] = mark
+        documents.append(Document.of([f"text{number}", *words]))
+    rules: dict[str, Rule] = {name: partial(attend_to_word, word=word) for word, name in MARKS.items()}
+    rules |= {
+        "before delimiter": lambda one: [max(place - 1, 0) for place in attend_to_word(one, ",")],
+        "long range": lambda one: [max(place - 32 - place % 7, 0) for place in range(len(one.words))],
+        "near": lambda one: [max(place - 20 - place % 7, 0) for place in range(len(one.words))],
+        "first token": lambda one: [0] * len(one.words),
+    }
+    return _named(profile_of(documents, list(rules.values()), ahead=False, surface=True), rules)
+
+
+def attend_to_word(document: Document, word: str) -> list[int]:
+    """Attend to a word wherever it is visible; else to the token itself."""
+    at = document.words.index(word)
+    return [at if at <= place else place for place in range(len(document.words))]
+
+
+def _with_nsubj(document: Document) -> Document:
+    """The arcs from a subject to its verb, under the name that treebanks give them."""
+    renamed = (arc._replace(name="nsubj") if arc.name == "subject-verb" else arc for arc in document.relations)
+    return replace(document, relations=tuple(renamed))
+
+
+def _named(profile: Profile, names: dict[str, Rule]) -> dict[str, list[str]]:
+    return {name: summary(profile, str(address)) for name, address in zip(names, profile.addresses, strict=True)}

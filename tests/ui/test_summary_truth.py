@@ -1,0 +1,304 @@
+"""Every sentence of a head's summary is printed for a head of which it is true, and not for a head of which it is false.
+
+The behavior of each head is known: its attention is made by hand, or its weights are. A row of a table is one template: a
+pattern, the summary in which it stands, and the summaries in which it does not. Gold arcs drawn by chance are the control.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from headwise.analysis.metrics.relation_metrics import NO_ROLE
+from headwise.analysis.recording.text_buckets import bucket_of
+from headwise.analysis.roles.roles import ROLE_OF
+from headwise.text.corpus import Corpus
+from headwise.text.documents import Document
+from headwise.text.probe import probe_set
+from headwise.ui import head_summary, role_descriptions
+from headwise.ui.head_summary import IDLE_PATTERNS
+from headwise.ui.role_descriptions import PATCH_ROLES, RELATION_ROLES, TOKEN_ROLES
+from tests.ui.summaries import (
+    ARCS,
+    follow,
+    followers,
+    followers_of_shuffled_gold,
+    little_followers,
+    profile_of,
+    summary,
+    surface_heads,
+)
+from tests.ui.summaries_of_models import (
+    asked_heads,
+    decoder_heads,
+    encoder_heads,
+    patch_heads,
+    prompted_heads,
+    ranked_heads,
+    streaming_heads,
+)
+
+Builder = Callable[[], dict[str, list[str]]]
+BUILDERS: tuple[Builder, ...] = (
+    followers, followers_of_shuffled_gold, little_followers, surface_heads, decoder_heads, encoder_heads, prompted_heads,
+    patch_heads, asked_heads, ranked_heads, streaming_heads,
+)  # fmt: skip
+
+
+class Template(NamedTuple):
+    """One kind of sentence: a pattern, the builder of heads, the head it is true of, and heads it is false of."""
+
+    pattern: str
+    heads: Builder
+    true: str
+    false: tuple[str, ...]
+
+
+NUMBER, PERCENT = r"[+-]?[\d.,e-]+", r"\d+ %"
+OPPOSITE = {">": "<", "<": ">"}
+
+
+def relation_templates() -> Iterable[Template]:
+    """Both directions of every relation. False of a head that attends in the other direction, or by other words."""
+    for heads, names in ((followers, ARCS), (little_followers, _little_names())):
+        for name in names:
+            relation, way = name.rsplit(" ", 1)
+            if relation not in NO_ROLE:
+                role = ROLE_OF.get(relation, relation)
+                described = RELATION_ROLES.get(role) or role_descriptions._arc_patterns(role)
+                others = ("owned", "first word") if heads is followers else ()
+                pattern = re.escape(f"{described['><'.index(way)]} ({role} {way}): ")
+                yield Template(pattern, heads, name, (f"{relation} {OPPOSITE[way]}", *others))
+
+
+def _little_names() -> tuple[str, ...]:
+    return tuple(
+        f"{name} {way}" for name in ("copy", "delimiter", "same phrase", "same class", "nsubj") for way in "><"
+    )
+
+
+def _role(role: str) -> str:
+    return re.escape(f"{TOKEN_ROLES[role]} ({role}")
+
+
+WEIGHT = rf"in the cases measured {PERCENT} of its weight goes there"
+WORDS = rf"in {PERCENT} of the cases the right word gets the largest"
+TOKENS = rf"in {PERCENT} of the cases its largest weight is on the right token"
+LOSS = r"Without it the model loses (\S+) nats a token \(95 % CI (\S+) to ([^),]+)"
+TEMPLATES = (
+    *relation_templates(),
+    # roles of tokens
+    Template(_role("previous token"), decoder_heads, "0.0", ("1.1", "1.2")),
+    Template(_role("next token"), encoder_heads, "0.0", ("0.1", "0.2")),
+    Template(_role("self"), decoder_heads, "1.2", ("0.0", "0.4")),
+    Template(_role("local"), encoder_heads, "0.2", ("0.3", "0.4")),
+    Template(_role("fixed offset"), decoder_heads, "1.1", ("0.0", "1.2")),
+    Template(_role("delimiter"), surface_heads, "delimiter", ("before delimiter", "capitalised")),
+    Template(_role("capitalised"), surface_heads, "capitalised", ("delimiter", "near")),
+    Template(_role("digit"), decoder_heads, "1.3", ("0.1", "0.4")),
+    Template(_role("long range"), surface_heads, "long range", ("near", "first token")),
+    Template(_role("induction"), decoder_heads, "1.0", ("0.0", "0.2")),
+    Template(_role("duplicate token"), decoder_heads, "0.2", ("0.0", "1.0")),
+    Template(_role("retrieval"), decoder_heads, "1.0", ("0.2", "0.0")),
+    Template(r"has the role three back: its score is 100 %", decoder_heads, "1.1", ("0.0", "1.0")),
+    # roles on prompts
+    Template(_role("name mover"), prompted_heads, "name mover", ("writes against the name",)),
+    Template(_role("name suppression"), prompted_heads, "name suppression", ("writes for the other name", "name mover")),
+    Template(_role("copy suppression"), prompted_heads, "copy suppression", ("writes for the token",)),
+    Template(_role("successor"), prompted_heads, "successor", ("repeats the word", "never attends to the word")),
+    Template(_role("query focus"), prompted_heads, "query focus", ("uniform",)),
+    Template(_role("far offset"), prompted_heads, "far offset", ("one back", "fixed place")),
+    Template(_role("fixed place"), prompted_heads, "fixed place", ("far offset", "uniform decoder")),
+    # roles of patches
+    *(
+        Template(re.escape(f"{means} ({role}"), patch_heads, role, ("uniform", "local" if role != "local" else "row"))
+        for role, means in PATCH_ROLES.items()
+    ),
+    # the value of a score
+    Template(WEIGHT, decoder_heads, "0.0", ("0.3", "0.1")),
+    Template(WORDS, decoder_heads, "0.3", ("0.0", "0.1")),
+    Template(TOKENS, decoder_heads, "1.0", ("0.0", "0.3")),
+    Template(rf"it does so in {PERCENT} of the cases", prompted_heads, "successor", ("name mover",)),
+    Template(
+        rf"its weight there, counted in the cases in which it writes so, is {PERCENT} on average",
+        prompted_heads, "name mover", ("query focus",),
+    ),
+    # evidence
+    Template(r"Head \S+: nothing found\. On 60 texts no role of it stood", decoder_heads, "0.1", ("0.0", "1.0")),
+    Template(r"Head \S+: nothing found\. On 40 pictures no role of it stood", patch_heads, "uniform", ("row", "sink")),
+    Template(rf"Measured on {NUMBER} held-out cases \(.+\): 95 % CI", decoder_heads, "0.0", ("0.1",)),
+    Template(r"Whether it changes what the head writes was not shown", encoder_heads, "fetches nothing", ("0.1",)),
+    Template(r"It stands as well when each look counts by the length", encoder_heads, "0.1", ("fetches nothing",)),
+    Template(r"And the role's answers hang on it, .* \(causal\)", decoder_heads, "0.0", ("0.2", "1.2")),
+    Template(r"the test of its role loses \+\S+ nats an answer, and", decoder_heads, "0.0", ("1.2", "0.1")),
+    Template(r"the test of its role loses -\S+ nats an answer, and", decoder_heads, "0.2", ("0.0", "0.1")),
+    Template(
+        r"And the lead of the name due .* hangs on it \(causal\)\. It was tested on sentences about two people\. "
+        r"On sentences about two people, .* the lead .* loses \+1\.500 nats .* \+0\.250 in sentences that name one",
+        ranked_heads, "lead", ("held back", "one set"),
+    ),
+    Template(
+        r"Answers hang on it on running text alone \(effective; causal on running text\)", ranked_heads, "one set", ("lead",),
+    ),
+    Template(r"what it holds back gains \+\S+ nats an answer", ranked_heads, "held back", ("lower level",)),
+    Template(r"nowhere were the same answers found reached another way", decoder_heads, "0.3", ("0.0", "0.2")),
+    Template(rf"; \+{NUMBER} more than without others of its layer", decoder_heads, "0.0", ("0.2", "0.3")),
+    Template(r"For example \(\[x\] looks.* Of 8 held-out cases .* 8 are hits", decoder_heads, "0.0", ("0.1", "0.4")),
+    Template(r"Of 2 held-out cases kept as examples 1 is a hit", ranked_heads, "held back", ("lower level",)),
+    Template(r"It also attends from a possessive pronoun", followers, "several", ("possessive <", "bracket >")),
+    # further roles
+    Template(
+        r"Further roles at the same evidence level \(effective, p up to \S+\), less far above their baselines: bracket 80 %",
+        ranked_heads, "same level, less far", ("same level, farther", "lower level"),
+    ),
+    Template(
+        r"Further roles at the same evidence level \(effective, p up to \S+\): ",
+        ranked_heads, "same level, farther", ("same level, less far", "lower level"),
+    ),
+    Template(
+        r"Further roles at the evidence level selective \(p up to \S+\): ",
+        ranked_heads, "lower level", ("same level, less far", "same level, farther"),
+    ),
+    Template(r"Further roles at the same .* less far above their baselines: ", followers, "several", ("bracket >",)),
+    # idle patterns
+    Template(r"attention sink, on average 100 % of its weight lies on the first", decoder_heads, "0.1", ("0.0", "0.4")),
+    Template(r"special-token sink, on average 8\d % of its weight", surface_heads, "special", ("delimiter", "first token")),
+    Template(r"diffuse, its entropy is 100 % of the largest possible", decoder_heads, "0.4", ("0.0", "0.1")),
+    Template(r"inactive, it writes 0 % of what its layer writes", decoder_heads, "0.5", ("0.4", "0.0")),
+    Template(r"Idle pattern: none", decoder_heads, "0.0", ("0.1", "0.4", "0.5")),
+    # streaming
+    Template(r"^Less than 0\.01% of its attention falls outside 4 sink", prompted_heads, "one back", ("far offset",)),
+    Template(r"^\d+% of its attention falls outside 4 sink tokens", prompted_heads, "far offset", ("one back",)),
+    Template(
+        r"with KV head 0\.0 at 4 sink tokens and a window of 32: running text",
+        streaming_heads, "previous token", ("induction",),
+    ),
+    Template(
+        r"KV head 0\.0 can stream: every increase is below 0\.05", streaming_heads, "previous token", ("induction",),
+    ),
+    Template(
+        r"nouns repeated \S+ \+[^0 ]\S* \(95% CI \+[^0 ]", streaming_heads, "induction", ("previous token",),
+    ),
+    # direct effect on the attended token's logit
+    Template(r"^Its output raises the logit of the token it attends to most by", asked_heads, "0.2", ("1.1", "1.2", "0.3")),
+    Template(r"^Its output lowers the logit of the token it attends to most by", asked_heads, "1.2", ("0.2", "1.1", "0.3")),
+    Template(r"^Its output does not measurably change the logit of", asked_heads, "random", ("0.2", "1.2", "0.3")),
+    Template(r"Looking at .* it makes .* likelier", asked_heads, "random", ("0.3", "not asked")),
+    # loss, bits, cache, partners
+    Template(rf"{LOSS}\), ", asked_heads, "0.2", ("0.3", "random", "not asked")),
+    Template(r"what the model gives of a text turns by \S+, in 1 − cosine", asked_heads, "encoder", ("0.2", "0.3")),
+    Template(rf"{LOSS}, not told apart from nothing", asked_heads, "0.3", ("0.2", "not asked")),
+    Template(r"Stored at 4 bits, with 1\.3, which share its keys, the loss", asked_heads, "random", ("0.0", "not asked")),
+    Template(r"Stored at 4 bits, the loss changes by: W_Q and W_K", asked_heads, "0.0", ("random", "not asked")),
+    Template(r"Its key head 1\.1 keeps 0\.3 MB of keys and values at 4,096", asked_heads, "random", ("0.0", "not asked")),
+    Template(r"Its key head 0\.\d keeps 3\.5 MB of keys and values", asked_heads, "0.0", ("random", "not asked")),
+    Template(r"It shares keys and values with 1\.3", asked_heads, "random", ("0.0", "not asked")),
+    Template(r"Of what earlier heads write it reads 0\.0 .* most", asked_heads, "1.0", ("0.0", "random")),
+    Template(r"Of later heads 1\.0 .* reads it most", asked_heads, "0.0", ("0.2", "1.0")),
+    Template(r"It looks most like 0\.1 \(0 nats apart\)", asked_heads, "0.0", ("0.3", "1.0")),
+)  # fmt: skip
+
+
+def says(template: Template, sentences: Iterable[str]) -> bool:
+    return any(re.search(template.pattern, sentence) for sentence in sentences)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda one: f"{one.true}: {one.pattern[:40]}")
+def test_sentence_is_printed_for_the_head_it_is_true_of_alone(template: Template) -> None:
+    built = template.heads()
+    assert says(template, built[template.true])
+    assert [name for name in template.false if says(template, built[name])] == []
+
+
+@pytest.mark.parametrize("name", [name for name in ARCS if name.rsplit(" ", 1)[0] not in NO_ROLE])
+def test_shuffled_gold_gives_no_sentence_about_a_role(name: str) -> None:
+    built = followers_of_shuffled_gold()[name]
+    assert "nothing found" in built[0]
+    assert not any(" attends " in sentence for sentence in built)
+
+
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda one: one.__name__)
+def test_every_printed_sentence_is_of_a_template(builder: Builder) -> None:
+    patterns = [re.sub(r"\d+(\\\.\d+)?", lambda number: r"[\d.]+", one.pattern) for one in TEMPLATES]  # other numbers
+    for sentence in chain.from_iterable(builder().values()):
+        assert any(re.search(pattern, sentence) for pattern in patterns), sentence
+
+
+def test_every_role_and_idle_pattern_has_a_template() -> None:
+    texts = " ".join(one.pattern.replace("\\", "") for one in TEMPLATES)
+    for text in (*TOKEN_ROLES.values(), *PATCH_ROLES.values(), *chain.from_iterable(RELATION_ROLES.values())):
+        assert text in texts, text
+    assert all(name in texts for name, _, _ in IDLE_PATTERNS.values())
+
+
+@pytest.mark.parametrize("module", [head_summary, role_descriptions], ids=lambda one: one.__name__)
+def test_every_piece_of_text_in_the_source_is_printed_by_a_built_head(module: object) -> None:
+    printed = " ".join(chain.from_iterable(chain.from_iterable(builder().values() for builder in BUILDERS)))
+    for piece in pieces_of_text(Path(str(module.__file__)).read_text()):  # pyright: ignore[reportAttributeAccessIssue]
+        assert all(part in printed for part in piece.split("{}")), piece
+
+
+def pieces_of_text(source: str) -> list[str]:
+    """Literals of three words or more, docstrings left out."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
+    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text for text in texts if text not in docstrings and len(text.split()) >= 3 and "<" not in text]
+
+
+# Numbers.
+
+
+def test_share_of_cases_is_the_share_of_held_out_arcs_the_head_follows() -> None:
+    documents = sorted(probe_set("possessive"), key=lambda one: bucket_of(one.text))
+    buckets = sorted({bucket_of(one.text) for one in documents})[1::2]  # every other one is for reporting
+    held_out = [one for one in documents if bucket_of(one.text) in buckets]
+    rule = follow("possessive >", rate=0.7)
+    right = [rule(one)[arc.source] == arc.target for one in held_out for arc in one.relations]
+    built = followers()["possessive > at times"]
+    assert f"in {100 * np.mean(right):.0f} % of the cases" in built[0]
+    assert f"Measured on {len(right)} held-out cases" in built[1]
+
+
+def test_direction_named_is_the_one_in_which_the_head_attends_more_often() -> None:
+    documents = probe_set("possessive")
+    rules = [
+        lambda one, often=often, seldom=seldom: [
+            max(pair)
+            for pair in zip(follow(often)(one), follow(seldom, rate=0.5)(one), strict=True)
+        ]
+        for often, seldom in (("possessive >", "possessive <"), ("possessive <", "possessive >"))
+    ]  # fmt: skip
+    profile = profile_of(documents, rules)
+    assert RELATION_ROLES["possessive"][0] in summary(profile, "0.0")[0]
+    assert RELATION_ROLES["possessive"][1] in summary(profile, "0.1")[0]
+
+
+def test_confidence_intervals_printed_contain_the_true_rate_of_most_heads() -> None:
+    """Each head follows an arc with probability 0.7, drawn text by text; the printed intervals are to hold 70 % in 95 %."""
+    corpus = Corpus.little("held-out", documents=150, seed=1)
+    documents = [
+        Document(one.text, one.words, tuple(arc for arc in one.relations if arc.name == "copy"))
+        for one in corpus.items()
+        if isinstance(one, Document)
+    ]
+    gold = follow("copy >")
+
+    def sometimes(number: int) -> Callable[[Document], Sequence[int]]:
+        return lambda one: gold(one) if _drawn(number, one) < 0.7 else [0] * len(one.words)
+
+    profile = profile_of(documents, [sometimes(number) for number in range(40)])
+    ends = [re.search(r"95 % CI (\d+) % to (\d+) %", summary(profile, f"0.{number}")[1]) for number in range(40)]
+    inside = [int(found[1]) <= 70 <= int(found[2]) for found in ends if found is not None]
+    assert len(inside) == 40
+    assert np.mean(inside) >= 0.85
+
+
+def _drawn(number: int, document: Document) -> float:
+    return float(np.random.default_rng([number, *document.text.encode()]).random())
