@@ -19,10 +19,10 @@ from typing import Any
 
 VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")
 RESULTS = Path(".lab/architectures.jsonl")
-PAGE = Path(__file__).parent.parent / "docs" / "attach.md"
+DOCS_PAGE = Path(__file__).parent.parent / "docs" / "attach.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-SECONDS = 400  # for one architecture
-PIECE = 24  # architectures of one process
+TIMEOUT_SECONDS = 400  # for one architecture
+ARCHITECTURES_PER_PROCESS = 24  # architectures of one process
 # Which class stands for an architecture: with an output over words where there is one.
 PREFERRED = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 
@@ -34,22 +34,22 @@ def architectures() -> dict[str, str]:
 
     names = [f"MODEL_FOR_{name}_MAPPING_NAMES" for name in PREFERRED] + ["MODEL_MAPPING_NAMES"]
     names += [name for name in dir(modeling_auto) if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")]
-    found = {}
+    classes = {}
     for kind in CONFIG_MAPPING_NAMES:
         for name in names:
-            there = getattr(modeling_auto, name, {}).get(kind)
-            if there is not None:
-                found[kind] = there if isinstance(there, str) else there[0]
+            entry = getattr(modeling_auto, name, {}).get(kind)
+            if entry is not None:
+                classes[kind] = entry if isinstance(entry, str) else entry[0]
                 break
-    return found
+    return classes
 
 
-def run_one(name: str, built: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """One architecture, in this process; `built` is called when it is built and nothing of ours was run yet."""
+def run_architecture(name: str, on_built: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """One architecture, in this process; `on_built` is called when it is built and nothing of ours was run yet."""
     import torch
     import transformers
 
-    from bench.tried import Tried, try_out
+    from bench.tried import AttachReport, check_architecture
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -58,63 +58,63 @@ def run_one(name: str, built: Callable[[], object] = lambda: None) -> dict[str, 
     try:
         classes = getattr(transformers, kind), transformers.CONFIG_MAPPING[name]
     except Exception as error:
-        return asdict(Tried(name, kind, "not built", f"{type(error).__name__}: {error}"[:200]))
-    return asdict(try_out(name, *classes, built))
+        return asdict(AttachReport(name, kind, "not built", f"{type(error).__name__}: {error}"[:200]))
+    return asdict(check_architecture(name, *classes, on_built))
 
 
-def _serve(door: Any) -> None:
-    while (name := door.recv()) is not None:
-        door.send(run_one(name, lambda: door.send("built")))
+def _serve(connection: Any) -> None:
+    while (name := connection.recv()) is not None:
+        connection.send(run_architecture(name, lambda: connection.send("built")))
 
 
 def run_all(names: list[str], file: Path) -> None:
     """Every architecture that the file lacks; each result is written when it is there."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = {one["name"] for one in read_results(file)}
-    left = [name for name in names if name not in known]
-    made, spawn = architectures(), multiprocessing.get_context("spawn")
-    for start in range(0, len(left), PIECE):
+    done_names = {row["name"] for row in read_results(file)}
+    remaining = [name for name in names if name not in done_names]
+    class_names, spawn = architectures(), multiprocessing.get_context("spawn")
+    for start in range(0, len(remaining), ARCHITECTURES_PER_PROCESS):
         process: Any = None
-        door: Any = None
-        for name in left[start : start + PIECE]:
+        connection: Any = None
+        for name in remaining[start : start + ARCHITECTURES_PER_PROCESS]:
             if process is None:
-                door, inner = spawn.Pipe()
-                process = spawn.Process(target=_serve, args=(inner,))
+                connection, child_connection = spawn.Pipe()
+                process = spawn.Process(target=_serve, args=(child_connection,))
                 process.start()
-                inner.close()
-            door.send(name)
-            told = {"name": name, "model": made[name], "verdict": "not built", "why": "", "told": {}}
+                child_connection.close()
+            connection.send(name)
+            result = {"name": name, "model": class_names[name], "verdict": "not built", "reason": "", "findings": {}}
             try:
-                while (heard := door.recv() if door.poll(SECONDS) else None) == "built":
-                    told["verdict"] = "crash"  # unless it ends well
-                told = heard or told | {"verdict": "not built", "why": f"takes longer than {SECONDS} s"}
-                failed = heard is None
+                while (reply := connection.recv() if connection.poll(TIMEOUT_SECONDS) else None) == "built":
+                    result["verdict"] = "crash"  # unless it ends well
+                result = reply or result | {"verdict": "not built", "reason": f"takes longer than {TIMEOUT_SECONDS} s"}
+                failed = reply is None
             except EOFError:
-                told["why"], failed = "the process ended", True
+                result["reason"], failed = "the process ended", True
             if failed:
                 process.kill()
                 process = None
             with file.open("a") as out:
-                out.write(json.dumps(told) + "\n")
-            print(f"{name}: {told['verdict']}", flush=True)
+                out.write(json.dumps(result) + "\n")
+            print(f"{name}: {result['verdict']}", flush=True)
         if process is not None:
-            door.send(None)
+            connection.send(None)
             process.join()
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
     """One line for each architecture; the last one counts."""
     lines = file.read_text().splitlines() if file.is_file() else []
-    return list({one["name"]: one for one in map(json.loads, lines)}.values())
+    return list({result["name"]: result for result in map(json.loads, lines)}.values())
 
 
-def counts(results: list[dict[str, Any]]) -> dict[str, int]:
+def count_verdicts(results: list[dict[str, Any]]) -> dict[str, int]:
     """How many of each verdict."""
-    found = Counter(one["verdict"] for one in results)
-    return {verdict: found[verdict] for verdict in VERDICTS}
+    counter = Counter(result["verdict"] for result in results)
+    return {verdict: counter[verdict] for verdict in VERDICTS}
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def markdown_table(results: list[dict[str, Any]]) -> str:
     """What came of all of them, in words of Markdown."""
     import transformers
 
@@ -124,26 +124,28 @@ def table(results: list[dict[str, Any]]) -> str:
         "| | architectures |",
         "|---|---|",
     ]
-    rows += [f"| {verdict} | {count} |" for verdict, count in counts(results).items()]
-    cut = [one for one in results if one["verdict"] == "right" and "cut" not in one["told"]]
-    whole = sum("cut layers" not in one["told"] for one in cut)
-    rows += [f"| right, and heads can be cut | {len(cut)}, whole layers of {whole} |"]
+    rows += [f"| {verdict} | {count} |" for verdict, count in count_verdicts(results).items()]
+    prunable = [result for result in results if result["verdict"] == "right" and "prune" not in result["findings"]]
+    layer_prunable = sum("prune layers" not in result["findings"] for result in prunable)
+    rows += [f"| right, and heads can be cut | {len(prunable)}, whole layers of {layer_prunable} |"]
     for verdict in ("right", "looking only", "wrong", "crash"):
-        there = sorted(one["name"] for one in results if one["verdict"] == verdict)
-        if there:
-            rows += ["", f"**{verdict.capitalize()}:** {', '.join(there)}."]
+        matching = sorted(result["name"] for result in results if result["verdict"] == verdict)
+        if matching:
+            rows += ["", f"**{verdict.capitalize()}:** {', '.join(matching)}."]
     refused: dict[str, list[str]] = {}
-    for one in results:
-        if one["verdict"] == "refused":
-            refused.setdefault(reason(one["why"]), []).append(one["name"])
-    left = sorted(one["name"] for one in results if one["verdict"] == "right" and "cut" in one["told"])
-    rows += ["", f"**Right, but not cut:** {', '.join(left)}."] if left else []
+    for result in results:
+        if result["verdict"] == "refused":
+            refused.setdefault(refusal_category(result["reason"]), []).append(result["name"])
+    unprunable = sorted(
+        result["name"] for result in results if result["verdict"] == "right" and "prune" in result["findings"]
+    )
+    rows += ["", f"**Right, but not cut:** {', '.join(unprunable)}."] if unprunable else []
     rows += ["", "| refused because | architectures |", "|---|---|"]
-    rows += [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(refused.items())]
+    rows += [f"| {category} | {', '.join(sorted(names))} |" for category, names in sorted(refused.items())]
     return "\n".join(rows)
 
 
-def reason(why: str) -> str:
+def refusal_category(message: str) -> str:
     """The kind of a refusal."""
     kinds = {
         "not on transformers' attention interface": "its attention is not on the interface",
@@ -157,14 +159,16 @@ def reason(why: str) -> str:
         "is cross-attention": "cross-attention to what is outside of it",
         "runs on the": "it does not run on SDPA",
     }
-    return next((told for words, told in kinds.items() if words in why), why[:80].replace("|", "/"))
+    return next(
+        (category for fragment, category in kinds.items() if fragment in message), message[:80].replace("|", "/")
+    )
 
 
 def write_table(results: list[dict[str, Any]]) -> None:
     """Put the table into the page, between its marks."""
-    page = PAGE.read_text()
+    page = DOCS_PAGE.read_text()
     before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}")
+    DOCS_PAGE.write_text(f"{before}{BEGIN}\n{markdown_table(results)}\n{END}{rest.split(END)[1]}")
 
 
 def main() -> None:
@@ -172,16 +176,16 @@ def main() -> None:
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--only", nargs="+", default=[])
     options.add_argument("--table", action="store_true", help="only write the table")
-    given = options.parse_args()
-    if given.only:
-        for name in given.only:
-            print(json.dumps(run_one(name), indent=2), flush=True)
+    args = options.parse_args()
+    if args.only:
+        for name in args.only:
+            print(json.dumps(run_architecture(name), indent=2), flush=True)
         return
-    if not given.table:
-        run_all(list(architectures()), given.results)
-    results = read_results(given.results)
+    if not args.table:
+        run_all(list(architectures()), args.results)
+    results = read_results(args.results)
     write_table(results)
-    print(counts(results))
+    print(count_verdicts(results))
 
 
 if __name__ == "__main__":

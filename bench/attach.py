@@ -15,17 +15,17 @@ from rich.console import Console
 
 import headwise as hw
 from bench.look import HEADS, VOCAB, make_batch, make_flags
-from bench.measure import machine, peak_memory, take_turns
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.default_metrics import usual_measures
-from headwise.analysis.metrics.hooks import listening
-from headwise.analysis.metrics.runner import Runner
-from headwise.analysis.metrics.top_contexts import Evidence
-from headwise.experiments.engine.memory import rise
-from headwise.ui.tables import make_table
+from bench.measure import interleaved_timing, machine, process_peak_memory
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.top_contexts import TopContexts
+from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.ui.terminal_table import make_table
 
 LENGTHS = (512, 2048)
-WAYS = ("untouched", "attached", "profile", "eager maps")
+VARIANTS = ("untouched", "attached", "profile", "eager maps")
 BASE = "untouched"
 
 
@@ -39,22 +39,24 @@ def make_model(T: int, backend: str = "sdpa") -> Any:
     return model.eval()
 
 
-def make_way(way: str, T: int) -> Callable[[], object]:
+def make_variant(variant: str, T: int) -> Callable[[], object]:
     """One pass over a text of T tokens."""
     batch = make_batch(T)
-    model = make_model(T, "eager" if way == "eager maps" else "sdpa")
-    theirs = hw.attach(model) if way in ("attached", "profile") else None
+    model = make_model(T, "eager" if variant == "eager maps" else "sdpa")
+    attached = hw.attach(model) if variant in ("attached", "profile") else None
 
-    runner = Runner(Tally(HEADS), [Evidence(HEADS), *usual_measures(make_flags())])  # one for a whole corpus
+    runner = MetricRunner(
+        Accumulator(HEADS), [TopContexts(HEADS), *default_metrics(make_flags())]
+    )  # one for a whole corpus
 
     @torch.no_grad()
     def run() -> object:
-        if way == "eager maps":
+        if variant == "eager maps":
             return model(batch.ids, use_cache=False, output_attentions=True)
-        if way != "profile" or theirs is None:
+        if variant != "profile" or attached is None:
             return model(batch.ids, use_cache=False)
-        runner.forget()  # every text is new
-        with listening(theirs.sites(), runner.see, batch):
+        runner.reset_batch()  # every text is new
+        with listen_at_hook_points(attached.hook_points(), runner.on_call, batch):
             return model(batch.ids, use_cache=False)
 
     return run
@@ -65,19 +67,21 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=31)
     options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     options.add_argument("--memory", nargs=2, metavar=("WAY", "T"), help="print the megabytes a pass takes at its peak")
-    given = options.parse_args()
-    if given.memory:
-        way, T = given.memory
-        print(rise(make_way(way, int(T)), warm_up=make_way(way, 16)))
+    args = options.parse_args()
+    if args.memory:
+        variant, T = args.memory
+        print(peak_memory(make_variant(variant, int(T)), warm_up=make_variant(variant, 16)))
         return
     rows = []
-    for T in given.lengths:
-        pair = take_turns({way: make_way(way, T) for way in WAYS[:2]}, BASE, given.rounds)
-        rest = take_turns({way: make_way(way, T) for way in (BASE, *WAYS[2:])}, BASE, max(3, given.rounds // 6))
-        for way, timing in (pair | {way: rest[way] for way in WAYS[2:]}).items():
+    for T in args.lengths:
+        pair = interleaved_timing({variant: make_variant(variant, T) for variant in VARIANTS[:2]}, BASE, args.rounds)
+        slow_timings = interleaved_timing(
+            {variant: make_variant(variant, T) for variant in (BASE, *VARIANTS[2:])}, BASE, max(3, args.rounds // 6)
+        )
+        for variant, timing in (pair | {variant: slow_timings[variant] for variant in VARIANTS[2:]}).items():
             times = [1 / timing.speed, 1 / timing.high, 1 / timing.low]
-            memory = peak_memory("bench.attach", "--memory", way, str(T))
-            rows.append([T, way, timing.median * 1e3, *times, memory])
+            memory = process_peak_memory("bench.attach", "--memory", variant, str(T))
+            rows.append([T, variant, timing.median * 1e3, *times, memory])
         print(f"{T} tokens done", file=sys.stderr)
     columns = ["tokens", "way", "ms", "× untouched", "quartiles", "", "MB of a pass"]
     Console(width=120).print(

@@ -18,19 +18,19 @@ import torch
 from rich.console import Console
 
 import headwise as hw
-from headwise.analysis.roles.best_heads import best_heads
+from headwise.analysis.roles.best_relation_heads import best_relation_heads
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.roles import make_cases
+from headwise.analysis.roles.roles import score_roles
 from headwise.text.treebank import read_conllu
-from headwise.ui.tables import make_table
+from headwise.ui.terminal_table import make_table
 
-CHARACTERS, PART = 80_000, 700  # of the text; sentences of the treebank at once
+CHARACTERS, BATCH_SENTENCES = 80_000, 700  # of the text; sentences of the treebank at once
 EWT, WIKITEXT = "ud-english-ewt/en_ewt-ud-test.conllu", "wikitext-2/test.txt"
-SAME = {
+ROLE_NAMES = {
     "nsubj": "subject-verb", "obj": "verb-object", "amod": "adjective-noun", "det": "determiner-noun",
     "nmod:poss": "possessive",
 }  # fmt: skip
-OWN_TEXTS = {"induction", "duplicate token"}
+EXCLUDED_ROLES = {"induction", "duplicate token"}
 
 
 def make_profiles(data: Path, out: Path, sentences: int | None) -> dict[str, Profile]:
@@ -40,32 +40,34 @@ def make_profiles(data: Path, out: Path, sentences: int | None) -> dict[str, Pro
     parts: dict[str, list[dict[str, Any]]] = {
         "probe set": [{}],
         "WikiText-2": [{"corpus": text, "relations": False, "longest": 256}],
-        "UD-EWT": [{"corpus": trees[start : start + PART]} for start in range(0, len(trees), PART)],
+        "UD-EWT": [
+            {"corpus": trees[start : start + BATCH_SENTENCES]} for start in range(0, len(trees), BATCH_SENTENCES)
+        ],
     }
-    made: dict[str, Profile] = {}
-    for name, some in parts.items():
-        for number, options in enumerate(some):
-            path = out / f"{name} {number}.npz"
+    profiles: dict[str, Profile] = {}
+    for name, runs in parts.items():
+        for index, options in enumerate(runs):
+            path = out / f"{name} {index}.npz"
             if not path.exists():
                 hw.profile(hw.load("smollm2"), causal=False, **options).save(path)
             part = Profile.load(path)
-            made[name] = made[name].merge(part) if number else part
-    return made
+            profiles[name] = profiles[name].merge(part) if index else part
+    return profiles
 
 
-def roles_found(profile: Profile) -> dict[str, set[str]]:
+def heads_by_role(profile: Profile) -> dict[str, set[str]]:
     """The heads that have each role, by the name it has in the probe set."""
-    found: dict[str, set[str]] = {}
-    for role, heads in profile.roles().items():
-        if role not in OWN_TEXTS:
-            found.setdefault(SAME.get(role, role), set()).update(map(str, heads))
-    return found
+    by_role: dict[str, set[str]] = {}
+    for role, heads in profile.heads_by_role().items():
+        if role not in EXCLUDED_ROLES:
+            by_role.setdefault(ROLE_NAMES.get(role, role), set()).update(map(str, heads))
+    return by_role
 
 
-def roles_asked(profile: Profile) -> set[str]:
+def testable_roles(profile: Profile) -> set[str]:
     """The roles that could have been found."""
-    cases = make_cases(profile.tally, profile.relations)
-    return {SAME.get(case.role.name, case.role.name) for case in cases} - OWN_TEXTS
+    scores = score_roles(profile.accumulator, profile.relation_metric)
+    return {ROLE_NAMES.get(score.role.name, score.role.name) for score in scores} - EXCLUDED_ROLES
 
 
 def main() -> None:
@@ -77,31 +79,41 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    made, console = make_profiles(options.data, options.out, options.sentences), Console(width=200)
-    for name, one in made.items():
-        about = one.about
-        having = sum(bool({*(role.role for role in head.roles)} - OWN_TEXTS) for head in one)
+    profiles, console = make_profiles(options.data, options.out, options.sentences), Console(width=200)
+    for name, source in profiles.items():
+        about = source.metadata
+        having = sum(bool({*(role.role for role in head.roles)} - EXCLUDED_ROLES) for head in source)
         console.print(
-            f"{name}: {about['texts']:,} texts, {about['tokens']:,} tokens, {one.family:,} tests; {having} of {len(one)} "
+            f"{name}: {about['texts']:,} texts, {about['tokens']:,} tokens, {source.family_size:,} tests; "
+            f"{having} of {len(source)} "
             "heads have a role, those of repeated tokens left out",
             highlight=False,
         )
-    for one, other in permutations(made, 2):
-        here, there, askable = roles_found(made[one]), roles_found(made[other]), roles_asked(made[other])
+    for source, other in permutations(profiles, 2):
+        source_roles, other_roles, testable = (
+            heads_by_role(profiles[source]),
+            heads_by_role(profiles[other]),
+            testable_roles(profiles[other]),
+        )
         rows = []
-        for role, heads in sorted(here.items()):
-            hold = heads & there.get(role, set())
-            chance = len(heads) * len(there.get(role, ())) / len(made[other])
-            told = [len(hold), f"{chance:.1f}"] if role in askable else ["not asked", ""]
-            rows.append([role, len(heads), *told, " ".join(sorted(hold)), " ".join(sorted(heads - hold))])
-        columns = ["role", f"on {one}", f"hold on {other}", "by chance", "which", "which not"]
-        console.print(make_table(f"Found on {one}", columns, rows))
+        for role, heads in sorted(source_roles.items()):
+            hold = heads & other_roles.get(role, set())
+            chance = len(heads) * len(other_roles.get(role, ())) / len(profiles[other])
+            cells = [len(hold), f"{chance:.1f}"] if role in testable else ["not asked", ""]
+            rows.append([role, len(heads), *cells, " ".join(sorted(hold)), " ".join(sorted(heads - hold))])
+        columns = ["role", f"on {source}", f"hold on {other}", "by chance", "which", "which not"]
+        console.print(make_table(f"Found on {source}", columns, rows))
     rows = [
         [
-            *(f"{row.relation} {row.way}", row.arcs, row.head, f"{row.accuracy:.2f} ({row.low:.2f}–{row.high:.2f})"),
+            *(
+                f"{row.relation} {row.direction}",
+                row.arcs,
+                row.head,
+                f"{row.accuracy:.2f} ({row.low:.2f}–{row.high:.2f})",
+            ),
             *(f"{row.offset_accuracy:.2f} ({row.offset:+d})", f"{row.excess:+.2f}", row.coverage, f"{row.p:.4f}"),
         ]
-        for row in best_heads(made["UD-EWT"])
+        for row in best_relation_heads(profiles["UD-EWT"])
     ]
     columns = ["relation", "words", "head", "accuracy", "best offset", "excess", "coverage", "p"]
     console.print(make_table("SmolLM2 on UD English-EWT test: words that lead back", columns, rows))

@@ -27,103 +27,117 @@ from rich.console import Console
 import headwise as hw
 from bench.measure import machine
 from bench.prune import paragraphs
-from headwise.compression.evaluation import PairedEvaluation
-from headwise.compression.recovery import heal
-from headwise.io.atomic_write import whole_file
+from headwise.compression.paired_evaluation import PairedEvaluator
+from headwise.compression.recovery_finetune import recover
+from headwise.io.atomic_write import write_atomic
 from headwise.ui.progress import show_progress
-from headwise.ui.tables import make_table
+from headwise.ui.terminal_table import make_table
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data"))
-TAUGHT = ("logits", "qkv", "maps")  # what a cut model learns from the whole one
-WAYS = ("text", *TAUGHT)
-ALIKE = "whole, text"  # the whole model, trained alike
+DISTILL_TARGETS = ("logits", "qkv", "maps")  # what a cut model learns from the whole one
+METHODS = ("text", *DISTILL_TARGETS)
+FULL_TRAINED = "whole, text"  # the whole model, trained alike
 TOKENS, BATCH = 128, 4  # 512 tokens a step
-MATTERS, LEVEL = 0.01, 1 - 0.05 / len(TAUGHT)
-JUDGE, BESIDE = "Shakespeare", "WikiText-2, held out"
+MIN_GAIN, LEVEL = 0.01, 1 - 0.05 / len(DISTILL_TARGETS)
+EVALUATION_CORPUS, CONTROL_CORPUS = "Shakespeare", "WikiText-2, held out"
 
 
-def other_text(count: int, model: hw.Transformer) -> list[str]:
+def shakespeare_texts(count: int, model: hw.Transformer) -> list[str]:
     """Pieces of text of another kind."""
-    found = sorted(path for path in DATA.glob("*shakespeare*/*.txt")) or sorted(DATA.glob("*shakespeare*.txt"))
-    text = found[0].read_text(encoding="utf-8")
+    paths = sorted(path for path in DATA.glob("*shakespeare*/*.txt")) or sorted(DATA.glob("*shakespeare*.txt"))
+    text = paths[0].read_text(encoding="utf-8")
     size = len(text) // count
     tokenizer = model.tokenizer
     assert tokenizer is not None
     return [tokenizer.decode(tokenizer.encode(text[i * size : i * size + 6 * TOKENS])[:TOKENS]) for i in range(count)]
 
 
-class Bench:
+class DistillBenchmark:
     """The models, the texts they are judged on, and what was found."""
 
-    def __init__(self, folder: Path, judge: int) -> None:
+    def __init__(self, folder: Path, num_texts: int) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         model = hw.load("smollm2")
         assert isinstance(model, hw.Transformer)
-        self.whole = model
+        self.full_model = model
         part = "validation.txt" if (DATA / "wikitext-2" / "validation.txt").is_file() else "valid.txt"
         saved = folder / "half.json"
         if not saved.is_file():
             with show_progress() as progress:
-                choosing = paragraphs(part, 16, TOKENS, model)
-                hw.Plan.make(model, keep=0.5, by="gradient", on=choosing, progress=progress).save(saved)
+                selection = paragraphs(part, 16, TOKENS, model)
+                hw.plan_pruning(model, keep=0.5, ranking="gradient", corpus=selection, progress=progress).save(saved)
         self.plan = hw.Plan.load(saved)
         self.text = (DATA / "wikitext-2" / part).read_text(encoding="utf-8")
-        texts = {BESIDE: paragraphs("test.txt", judge // 2, TOKENS, model), JUDGE: other_text(judge, model)}
-        self.trials = {name: PairedEvaluation.of(model, some) for name, some in texts.items()}
+        texts = {
+            CONTROL_CORPUS: paragraphs("test.txt", num_texts // 2, TOKENS, model),
+            EVALUATION_CORPUS: shakespeare_texts(num_texts, model),
+        }
+        self.trials = {name: PairedEvaluator.of(model, corpus) for name, corpus in texts.items()}
 
-    def place(self, way: str, seed: int | None) -> Path:
+    def result_path(self, method: str, seed: int | None) -> Path:
         """Where the losses of a model are kept."""
-        return self.folder / f"{way}{'' if seed is None else f', seed {seed}'}.json"
+        return self.folder / f"{method}{'' if seed is None else f', seed {seed}'}.json"
 
-    def run(self, way: str, seed: int | None, steps: int) -> None:
+    def run(self, method: str, seed: int | None, steps: int) -> None:
         """Heal one model and judge it, unless that was done."""
-        if self.place(way, seed).is_file():
+        if self.result_path(method, seed).is_file():
             return
-        model = copy.deepcopy(self.whole) if way in ("whole", ALIKE) else self.plan.apply(self.whole)
+        model = (
+            copy.deepcopy(self.full_model)
+            if method in ("whole", FULL_TRAINED)
+            else hw.apply(self.plan, self.full_model)
+        )
         if seed is not None:
-            taught = {"teacher": self.whole, "learn": way} if way in TAUGHT else {}
-            made = heal(
+            teacher_options = {"teacher": self.full_model, "learn": method} if method in DISTILL_TARGETS else {}
+            result = recover(
                 model, self.text, steps=steps, batch=BATCH, context=TOKENS, holdout=0.0, seed=seed, precision="bfloat16",
-                progress=False, **taught,
+                progress=False, **teacher_options,
             )  # fmt: skip
-            if made.stopped == "interrupted":
+            if result.stop_reason == "interrupted":
                 raise KeyboardInterrupt
-        losses = {on: trial.losses(model).tolist() for on, trial in self.trials.items()}
-        whole_file(self.place(way, seed), json.dumps(losses).encode())
-        print(self.place(way, seed).stem, {on: round(self.mean(on, one), 4) for on, one in losses.items()}, flush=True)
+        losses = {corpus: trial.losses(model).tolist() for corpus, trial in self.trials.items()}
+        write_atomic(self.result_path(method, seed), json.dumps(losses).encode())
+        print(
+            self.result_path(method, seed).stem,
+            {corpus: round(self.mean(corpus, values), 4) for corpus, values in losses.items()},
+            flush=True,
+        )
 
-    def mean(self, on: str, losses: list[float]) -> float:
+    def mean(self, corpus: str, losses: list[float]) -> float:
         """Nats a token."""
-        return float(np.sum(losses) / self.trials[on].counts.sum())
+        return float(np.sum(losses) / self.trials[corpus].counts.sum())
 
-    def found(self, on: str, way: str, seeds: range) -> list[np.ndarray]:
+    def load_losses(self, corpus: str, method: str, seeds: range) -> list[np.ndarray]:
         """The loss of every text, (texts,), for each seed that is there."""
-        places = [self.place(way, seed) for seed in seeds]
-        return [np.array(json.loads(place.read_text())[on]) for place in places if place.is_file()]
+        paths = [self.result_path(method, seed) for seed in seeds]
+        return [np.array(json.loads(path.read_text())[corpus]) for path in paths if path.is_file()]
 
     def table(self, seeds: range) -> list[tuple[str, ...]]:
         """A row for each model: its loss, and what it loses beside the one that was healed by text."""
         rows = []
-        for way in ("whole", ALIKE, "cut", *WAYS):
+        for method in ("whole", FULL_TRAINED, "cut", *METHODS):
             cells = []
-            for on, trial in self.trials.items():
-                if way in ("whole", "cut"):
-                    cells += [f"{self.mean(on, json.loads(self.place(way, None).read_text())[on]):.3f}", ""]
+            for corpus, trial in self.trials.items():
+                if method in ("whole", "cut"):
+                    cells += [
+                        f"{self.mean(corpus, json.loads(self.result_path(method, None).read_text())[corpus]):.3f}",
+                        "",
+                    ]
                     continue
-                found = self.found(on, way, seeds)
-                means = [self.mean(on, list(one)) for one in found]
-                spread = f"{np.mean(means):.3f} ({min(means):.3f} to {max(means):.3f})" if found else ""
-                text = self.found(on, "text", seeds)
-                beside = ""
-                if way in TAUGHT and len(found) == len(text) > 0:
-                    gaps = [one - other for one, other in zip(text, found, strict=True)]
-                    gap = trial.difference_from_draws(np.zeros_like(trial.counts, dtype=float), gaps, LEVEL)
-                    beside = f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
-                    if on == JUDGE and gap.mean < -MATTERS and gap.high < 0:
-                        beside += ", beats text"
-                cells += [spread, beside]
-            rows.append((f"cut, healed by {way}" if way in WAYS else way, *cells))
+                losses = self.load_losses(corpus, method, seeds)
+                means = [self.mean(corpus, list(values)) for values in losses]
+                spread = f"{np.mean(means):.3f} ({min(means):.3f} to {max(means):.3f})" if losses else ""
+                text_losses = self.load_losses(corpus, "text", seeds)
+                gap_text = ""
+                if method in DISTILL_TARGETS and len(losses) == len(text_losses) > 0:
+                    gaps = [values - other for values, other in zip(text_losses, losses, strict=True)]
+                    gap = trial.difference_from_random(np.zeros_like(trial.counts, dtype=float), gaps, LEVEL)
+                    gap_text = f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
+                    if corpus == EVALUATION_CORPUS and gap.mean < -MIN_GAIN and gap.high < 0:
+                        gap_text += ", beats text"
+                cells += [spread, gap_text]
+            rows.append((f"cut, healed by {method}" if method in METHODS else method, *cells))
         return rows
 
 
@@ -133,18 +147,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, help="this one alone")
-    parser.add_argument("--judge", type=int, default=32, help="texts of another kind; half as many of WikiText")
+    parser.add_argument(
+        "--evaluation-texts", type=int, default=32, help="texts of another kind; half as many of WikiText"
+    )
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    steps, seeds, judge = (2, 1, 4) if options.quick else (options.steps, options.seeds, options.judge)
-    bench = Bench(options.out, judge)
+    steps, seeds, judge = (2, 1, 4) if options.quick else (options.steps, options.seeds, options.evaluation_texts)
+    bench = DistillBenchmark(options.out, judge)
     print(f"half of SmolLM2's heads, {steps} steps of {BATCH * TOKENS} tokens; {machine()}", flush=True)
     bench.run("whole", None, steps)
     bench.run("cut", None, steps)
     for seed in range(seeds) if options.seed is None else [options.seed]:
-        for way in (*WAYS, ALIKE):
-            bench.run(way, seed, steps)
-    heads = [cell for on in bench.trials for cell in (on, "minus text")]
+        for method in (*METHODS, FULL_TRAINED):
+            bench.run(method, seed, steps)
+    heads = [cell for corpus in bench.trials for cell in (corpus, "minus text")]
     title = (
         f"Loss, nats a token: mean over seeds, least and most; what it is above healing by text, {LEVEL:.1%} interval"
     )

@@ -23,9 +23,9 @@ class Engine:
     """How one is installed, given the model, and asked. The last two run in its environment and know nothing of ours."""
 
     package: tuple[str, ...]
-    kinds: tuple[str, ...]  # of numbers
+    dtypes: tuple[str, ...]  # of numbers
     convert: tuple[str, ...]  # arguments of its Python: {folder}, {out} and {kind} are filled in; none: written by us
-    ask: str  # a program that defines write(model, kind, prompt) -> a function that writes so many tokens
+    program: str  # a program that defines write(model, kind, prompt) -> a function that writes so many tokens
 
 
 LLAMA_CPP = """
@@ -102,45 +102,45 @@ ENGINES = {
 }  # fmt: skip
 
 
-def ready(folder: Path) -> dict[str, tuple[Path, Engine, str, Path]]:
+def prepare_engines(folder: Path) -> dict[str, tuple[Path, Engine, str, Path]]:
     """Environments and models, made where they are not there yet: by name the Python, the engine, its numbers, the model."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, made = None, {}
+    model, entries = None, {}
     for name, engine in ENGINES.items():
         python = folder / name / "bin" / "python"
         if not (folder / name / "installed").is_file():
             venv.create(folder / name, clear=True, with_pip=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", *engine.package], check=True)
-            beside = next((folder / name / "lib").glob("python*/site-packages"))
-            (beside / "zz-ours.pth").write_text("\n".join(site.getsitepackages()))  # torch, for its converter
+            site_packages = next((folder / name / "lib").glob("python*/site-packages"))
+            (site_packages / "zz-ours.pth").write_text("\n".join(site.getsitepackages()))  # torch, for its converter
             (folder / name / "installed").touch()
-        for kind in engine.kinds:
-            place = folder / (f"smollm2-{kind}.gguf" if not engine.convert else f"{name}-{kind}")
-            if not place.exists():
+        for kind in engine.dtypes:
+            path = folder / (f"smollm2-{kind}.gguf" if not engine.convert else f"{name}-{kind}")
+            if not path.exists():
                 model = hw.load("smollm2") if model is None else model
                 assert isinstance(model, Transformer)
-                _write(model, engine, kind, python, place)
-            made[f"{name}, {kind}"] = (python, engine, kind, place)
-    return made
+                _convert(model, engine, kind, python, path)
+            entries[f"{name}, {kind}"] = (python, engine, kind, path)
+    return entries
 
 
-def _write(model: Transformer, engine: Engine, kind: str, python: Path, place: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
-        out = Path(scratch) / place.name
+def _convert(model: Transformer, engine: Engine, kind: str, python: Path, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        out = Path(scratch) / path.name
         if engine.convert:
-            given = {"folder": model.export(Path(scratch) / "theirs"), "out": out, "kind": kind}
-            call = [str(python), *(part.format(**given) for part in engine.convert)]
+            fields = {"folder": model.export(Path(scratch) / "theirs"), "out": out, "kind": kind}
+            call = [str(python), *(part.format(**fields) for part in engine.convert)]
             subprocess.run(call, check=True, capture_output=True)
         else:
             hw.export(model, out, to="gguf", dtype=kind)
-        out.rename(place)
+        out.rename(path)
 
 
-def seconds(made: tuple[Path, Engine, str, Path], prompt: list[int], tokens: int) -> float:
+def seconds_per_token(entry: tuple[Path, Engine, str, Path], prompt: list[int], tokens: int) -> float:
     """Of processor time a token takes, the prompt taken off."""
-    python, engine, kind, place = made
-    call = [str(python), "-c", engine.ask + RUN, str(place), kind, json.dumps(prompt), str(tokens)]
+    python, engine, kind, path = entry
+    call = [str(python), "-c", engine.program + RUN, str(path), kind, json.dumps(prompt), str(tokens)]
     done = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
-        sys.exit(f"{place.name}: {done.stderr[-2000:]}")
+        sys.exit(f"{path.name}: {done.stderr[-2000:]}")
     return float(json.loads(done.stdout.splitlines()[-1]))

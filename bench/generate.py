@@ -27,12 +27,12 @@ import headwise.heads.projections as projections
 import headwise.kernels.autotuned_linear as products
 from bench import engines
 from bench.measure import machine
-from headwise.io.atomic_write import whole_file
-from headwise.ui.tables import make_table
+from headwise.io.atomic_write import write_atomic
+from headwise.ui.terminal_table import make_table
 
 BITS = (16, 8, 4)
 PROMPT, TOKENS = 64, 256
-IDS = list(range(100, 100 + PROMPT))
+PROMPT_IDS = list(range(100, 100 + PROMPT))
 
 
 def gpt2() -> tuple[hw.Transformer, Any]:
@@ -40,29 +40,31 @@ def gpt2() -> tuple[hw.Transformer, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config()).eval()
-    return _loaded(theirs), theirs
+    hf_model = GPT2LMHeadModel(GPT2Config()).eval()
+    return _to_headwise(hf_model), hf_model
 
 
 def smollm2() -> tuple[hw.Transformer, Any]:
     """SmolLM2-135M: ours, written for transformers and read by it."""
     from transformers import AutoModelForCausalLM
 
-    ours = hw.load("smollm2")
-    assert isinstance(ours, hw.Transformer)
+    native = hw.load("smollm2")
+    assert isinstance(native, hw.Transformer)
     with tempfile.TemporaryDirectory() as folder:
-        theirs = AutoModelForCausalLM.from_pretrained(ours.export(Path(folder) / "theirs"), dtype=torch.float32).eval()
-        for one in theirs.parameters():
-            one.data = one.data.clone()  # the folder goes away
-    return ours, theirs
+        hf_model = AutoModelForCausalLM.from_pretrained(
+            native.export(Path(folder) / "theirs"), dtype=torch.float32
+        ).eval()
+        for parameter in hf_model.parameters():
+            parameter.data = parameter.data.clone()  # the folder goes away
+    return native, hf_model
 
 
-def _loaded(theirs: Any) -> hw.Transformer:
+def _to_headwise(hf_model: Any) -> hw.Transformer:
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        ours = hw.load(folder)
-    assert isinstance(ours, hw.Transformer)
-    return ours
+        hf_model.save_pretrained(folder)
+        native = hw.load(folder)
+    assert isinstance(native, hw.Transformer)
+    return native
 
 
 MODELS = {"smollm2": smollm2, "gpt2": gpt2}
@@ -78,67 +80,75 @@ def bandwidth() -> float:
     return big.nbytes / best / 1e9
 
 
-def turn(write: Callable[[int], Any], tokens: int) -> float:
+def time_per_token(generate: Callable[[int], Any], tokens: int) -> float:
     """Seconds of processor time a token behind the prompt takes, the prompt itself taken off."""
     began = time.process_time()
-    write(1)
+    generate(1)
     first = time.process_time() - began
-    write(tokens + 1)
+    generate(tokens + 1)
     return (time.process_time() - began - 2 * first) / tokens
 
 
 def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], float]]) -> dict[str, Any]:
     """Each contestant's best seconds, and in each round how many times as quick as transformers."""
-    ours, theirs = MODELS[name]()
-    prompt = torch.tensor([IDS])
+    native, hf_model = MODELS[name]()
+    prompt = torch.tensor([PROMPT_IDS])
 
-    def elsewhere(count: int) -> Any:
-        return theirs.generate(
+    def hf_generate(count: int) -> Any:
+        return hf_model.generate(
             prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, use_cache=True
         )
 
-    made: dict[str, Callable[[int], Any]] = {"transformers float32": elsewhere}
-    made["headwise float32"] = lambda count: ours.generate(prompt, count)
+    generators: dict[str, Callable[[int], Any]] = {"transformers float32": hf_generate}
+    generators["headwise float32"] = lambda count: native.generate(prompt, count)
     for bits in BITS:
-        made[f"headwise {bits} bits"] = partial(hw.quantise(ours, bits).generate, prompt)
-    same = torch.equal(made["headwise float32"](64), elsewhere(64))
-    for write in made.values():
-        write(2)  # products are chosen, forms made
-    turns = {who: partial(turn, write, tokens) for who, write in made.items()} | others
-    seconds: dict[str, list[float]] = {who: [] for who in turns}
-    for number in range(rounds):
-        names = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
-        for who in names:
-            seconds[who].append(turns[who]())
-            print(f"round {number + 1}, {who}: {1e3 * seconds[who][-1]:.1f} ms a token", file=sys.stderr, flush=True)
-    weights = sum(p.numel() * p.element_size() for p in ours.parameters()) / 1e9
+        generators[f"headwise {bits} bits"] = partial(hw.quantize(native, bits).generate, prompt)
+    same = torch.equal(generators["headwise float32"](64), hf_generate(64))
+    for generate in generators.values():
+        generate(2)  # products are chosen, forms made
+    timers = {label: partial(time_per_token, generate, tokens) for label, generate in generators.items()} | others
+    seconds: dict[str, list[float]] = {label: [] for label in timers}
+    for round_index in range(rounds):
+        names = list(timers)[round_index % len(timers) :] + list(timers)[: round_index % len(timers)]
+        for label in names:
+            seconds[label].append(timers[label]())
+            print(
+                f"round {round_index + 1}, {label}: {1e3 * seconds[label][-1]:.1f} ms a token",
+                file=sys.stderr,
+                flush=True,
+            )
+    weights = sum(p.numel() * p.element_size() for p in native.parameters()) / 1e9
     return {
-        "per token": {who: min(some) for who, some in seconds.items()},
+        "per token": {label: min(times) for label, times in seconds.items()},
         "ratios": {
-            who: sorted(b / own for b, own in zip(seconds["transformers float32"], some, strict=True))
-            for who, some in seconds.items()
+            label: sorted(b / own for b, own in zip(seconds["transformers float32"], times, strict=True))
+            for label, times in seconds.items()
         },
         "same": same,
         "tokens": tokens,
         "bound": bandwidth() / weights,
         "weights": weights,
-        "chosen": {f"{s.outputs}×{s.inputs}, by {s.lies}": which for s, which in products.chosen().items() if s.rows == 1},
+        "chosen": {
+            f"{s.outputs}×{s.inputs}, by {s.weight_layout}": kernel
+            for s, kernel in products.tuned_matmul_choices().items()
+            if s.rows == 1
+        },
     }  # fmt: skip
 
 
 def overhead(rounds: int, steps: int = 32) -> float:
     """Milliseconds of a step of SmolLM2 whose products give numbers that are there already; the best round."""
-    model, there = hw.load("smollm2"), {}
+    model, outputs = hw.load("smollm2"), {}
     assert isinstance(model, hw.Transformer)
 
-    def nothing(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         key = (x.shape, weight.shape[0])
-        if key not in there:
-            there[key] = torch.randn(*x.shape[:-1], weight.shape[0])
-        return there[key]
+        if key not in outputs:
+            outputs[key] = torch.randn(*x.shape[:-1], weight.shape[0])
+        return outputs[key]
 
-    best, usual = float("inf"), products.linear
-    products.linear = projections.linear = nothing
+    best, original = float("inf"), products.linear
+    products.linear = projections.linear = fake_linear
     try:
         for _ in range(rounds):
             cache = model.cache()
@@ -147,7 +157,7 @@ def overhead(rounds: int, steps: int = 32) -> float:
             list(model.stream(torch.tensor([[5]]), steps, cache=cache))
             best = min(best, (time.process_time() - began) / steps)
     finally:
-        products.linear = projections.linear = usual
+        products.linear = projections.linear = original
     return 1e3 * best
 
 
@@ -160,39 +170,44 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--folder", type=Path, help="where other engines and their models lie, or are put")
     parser.add_argument("--out", type=Path, help="keep figures in this JSON file, and do not make again what is there")
-    given = parser.parse_args()
-    if "engines" in given.what and given.folder is None:
+    args = parser.parse_args()
+    if "engines" in args.what and args.folder is None:
         parser.error("engines are installed somewhere: give --folder")
     torch.set_num_threads(1)
     console = Console(file=sys.stdout, width=120)
-    kept = json.loads(given.out.read_text()) if given.out and given.out.is_file() else {}
-    for what in given.what:
-        if what not in kept:
-            if what == "overhead":
-                kept[what] = overhead(given.rounds)
+    results = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
+    for benchmark in args.what:
+        if benchmark not in results:
+            if benchmark == "overhead":
+                results[benchmark] = overhead(args.rounds)
             else:
-                there = engines.ready(given.folder) if what == "engines" else {}
-                others = {name: partial(engines.seconds, one, IDS, given.tokens) for name, one in there.items()}
-                kept[what] = compare("smollm2" if there else what, given.rounds, given.tokens, others)
-            if given.out:
-                whole_file(given.out, json.dumps(kept, indent=1).encode())
-        if what == "overhead":
-            console.print(f"A step of SmolLM2 without its products: {kept[what]:.1f} ms; {machine()}.")
+                engine_entries = engines.prepare_engines(args.folder) if benchmark == "engines" else {}
+                others = {
+                    name: partial(engines.seconds_per_token, entry, PROMPT_IDS, args.tokens)
+                    for name, entry in engine_entries.items()
+                }
+                results[benchmark] = compare(
+                    "smollm2" if engine_entries else benchmark, args.rounds, args.tokens, others
+                )
+            if args.out:
+                write_atomic(args.out, json.dumps(results, indent=1).encode())
+        if benchmark == "overhead":
+            console.print(f"A step of SmolLM2 without its products: {results[benchmark]:.1f} ms; {machine()}.")
         else:
-            tell(console, what, kept[what])
+            print_results(console, benchmark, results[benchmark])
 
 
-def tell(console: Console, name: str, found: dict[str, Any]) -> None:
+def print_results(console: Console, name: str, result: dict[str, Any]) -> None:
     rows = []
-    for who, seconds in found["per token"].items():
-        ratios, base = found["ratios"][who], found["per token"]["transformers float32"]
+    for label, seconds in result["per token"].items():
+        ratios, base = result["ratios"][label], result["per token"]["transformers float32"]
         spread = f"{ratios[0]:.2f} – {ratios[-1]:.2f}"
-        rows.append([who, 1e3 * seconds, 1 / seconds, base / seconds, spread, 1 / seconds / found["bound"]])
+        rows.append([label, 1e3 * seconds, 1 / seconds, base / seconds, spread, 1 / seconds / result["bound"]])
     columns = ["who", "ms", "tokens/s", "times transformers", "least – most", "share of float32's bound"]
-    told = f"{name}, {machine()}; weights {found['weights']:.2f} GB, bound {found['bound']:.1f} tokens/s"
-    console.print(f"{told}; float32 the same tokens as transformers: {'yes' if found['same'] else 'no'}")
-    console.print("products:", ", ".join(f"{shape}: {which}" for shape, which in found["chosen"].items()))
-    console.print(make_table(f"Processor time, one thread, {found['tokens']} tokens behind {PROMPT}", columns, rows))
+    title = f"{name}, {machine()}; weights {result['weights']:.2f} GB, bound {result['bound']:.1f} tokens/s"
+    console.print(f"{title}; float32 the same tokens as transformers: {'yes' if result['same'] else 'no'}")
+    console.print("products:", ", ".join(f"{shape}: {kernel}" for shape, kernel in result["chosen"].items()))
+    console.print(make_table(f"Processor time, one thread, {result['tokens']} tokens behind {PROMPT}", columns, rows))
 
 
 if __name__ == "__main__":

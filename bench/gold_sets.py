@@ -1,6 +1,6 @@
 """Count what each role is measured on: the tables of docs/gold-sets.md.
 
-python -m bench.gold_sets                                   # the probe set, the little language, roles without gold arcs
+python -m bench.gold_sets                                   # the probe set, the synthetic language, roles without gold arcs
 python -m bench.gold_sets --write docs/gold-sets.md         # the same, into the page
 python -m bench.gold_sets en_ewt-ud-test.conllu             # the gold arcs of a treebank, of GAP's .tsv or of .jsonl
 """
@@ -12,13 +12,20 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from headwise.analysis.metrics import copy_suppression, long_offsets, name_movers, query_focus, retrieval, successor
-from headwise.analysis.metrics.relation_metrics import NO_ROLE
-from headwise.analysis.recording.tokenized_corpus import DOCUMENTS
-from headwise.analysis.roles.profile import REPEATED, SEQUENCES
-from headwise.analysis.roles.roles import ROLE_OF
+from headwise.analysis.metrics import (
+    copy_suppression,
+    long_offsets,
+    name_movers,
+    query_focused_retrieval,
+    retrieval,
+    successor,
+)
+from headwise.analysis.metrics.directed_relations import CONTROL_RELATIONS
+from headwise.analysis.recording.tokenized_corpus import DEFAULT_DOCUMENTS
+from headwise.analysis.roles.profile import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH
+from headwise.analysis.roles.roles import ROLE_OF_RELATION
+from headwise.text.annotated_document import Document, Relation
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document, Relation
 from headwise.text.probe import probe_set
 
 MOST_FREQUENT = 4  # words listed for each end of the arcs
@@ -67,7 +74,7 @@ class GoldSet:
     @property
     def role(self) -> str:
         """The role that is measured on these arcs; a control has none."""
-        return "control" if self.relation in NO_ROLE else ROLE_OF.get(self.relation, self.relation)
+        return "control" if self.relation in CONTROL_RELATIONS else ROLE_OF_RELATION.get(self.relation, self.relation)
 
     def add(self, document: Document, arcs: Sequence[Relation]) -> None:
         """Count the arcs of one document."""
@@ -111,8 +118,10 @@ def _pairs(document: Document) -> Iterable[Relation]:
     places: dict[str, list[int]] = {}
     for place, kind in enumerate(document.classes):
         places.setdefault(kind, []).append(place)
-    alike = {pair for of_kind in places.values() for pair in combinations(of_kind, 2)}
-    return [Relation(name, *pair) for name, pairs in (("same phrase", inside), ("same class", alike)) for pair in pairs]
+    same_class = {pair for of_kind in places.values() for pair in combinations(of_kind, 2)}
+    return [
+        Relation(name, *pair) for name, pairs in (("same phrase", inside), ("same class", same_class)) for pair in pairs
+    ]
 
 
 def arc_table(documents: Iterable[Document]) -> list[str]:
@@ -122,11 +131,12 @@ def arc_table(documents: Iterable[Document]) -> list[str]:
         "most frequent first", "most frequent second", "`[first] … *second*`",
     )  # fmt: skip
     rows = []
-    for name, one in sorted(count_gold_sets(documents).items()):
+    for name, counts in sorted(count_gold_sets(documents).items()):
         first, second = ENDS.get(name, ("first word", "second word"))
         rows.append((
-            name, one.role, f"{one.texts:,}", f"{one.arcs:,}", f"{one.second_earlier:,} / {one.second_later:,}", first,
-            second, _frequent(one.first_end), _frequent(one.second_end), f"`{one.example}`",
+            name, counts.role, f"{counts.texts:,}", f"{counts.arcs:,}",
+            f"{counts.second_earlier:,} / {counts.second_later:,}", first, second,
+            _frequent(counts.first_end), _frequent(counts.second_end), f"`{counts.example}`",
         ))  # fmt: skip
     return _markdown(columns, rows)
 
@@ -144,18 +154,24 @@ def case_table() -> list[str]:
         ("digit", "the same", "tokens made of digits"),
         ("long range", "every token that sees such a token",
          f"tokens {window} or more away, without the first token, tokens equal to the attending one and tokens after those"),
-        ("induction", f"{SEQUENCES} sequences: {REPEATED} random tokens and the same {REPEATED} again; every token of the "
+        ("induction",
+         f"{NUM_REPEATED_SEQUENCES} sequences: {REPEATED_LENGTH} random tokens and the same {REPEATED_LENGTH} again; "
+         "every token of the "
          "second copy", "the token after the first copy"),
         ("duplicate token", "the same", "the first copy"),
-        ("name mover", f"{name_movers.PAIRS} pairs of sentences, from {len(name_movers.TEMPLATES)} templates and {len(name_movers.NAMES)} "
+        ("name mover", f"{name_movers.PAIRS} pairs of sentences, from {len(name_movers.TEMPLATES)} templates and "
+         f"{len(name_movers.NAMES)} "
          "names; the last token", "the name that is due, if the head writes more for it than for the other name"),
-        ("copy suppression", f"{copy_suppression.TEXTS} beginnings of texts of {copy_suppression.LENGTH} tokens, read twice; the last "
+        ("copy suppression", f"{copy_suppression.TEXTS} beginnings of texts of {copy_suppression.LENGTH} tokens, read twice; "
+         "the last "
          f"{copy_suppression.LENGTH - copy_suppression.CUE} predictions",
          "the token the model is about to repeat, if the head writes less for it than for the other tokens of the text"),
         ("successor", f"{sum(len(of_class) for of_class in successor.CLASSES)} days, months, numbers, ordinals and letters "
          "that a list ends with", "no attention is measured: the head writes most for the next of the class"),
-        ("query focus", f"{query_focus.PROMPTS} prompts of {query_focus.DOCUMENTS} documents and a question, from "
-         f"{len(query_focus.FACTS)} documents; every token of the question", "the tokens of the document the question is about"),
+        ("query focus", f"{query_focused_retrieval.PROMPTS} prompts of {query_focused_retrieval.DOCUMENTS} "
+        f"documents and a question, from "
+         f"{len(query_focused_retrieval.FACTS)} documents; every token of the question",
+         "the tokens of the document the question is about"),
         ("far offset", f"{long_offsets.TEXTS} texts of {long_offsets.LENGTH} tokens",
          f"the token at the head's best offset of {window} or more"),
         ("fixed place", f"the same; tokens {window} or more away", "the head's best position"),
@@ -167,9 +183,9 @@ def case_table() -> list[str]:
 
 def tables() -> dict[str, list[str]]:
     """Every table of the page, by its marker."""
-    little = Corpus.little("held-out", documents=DOCUMENTS, seed=1)
+    little = Corpus.synthetic("held-out", documents=DEFAULT_DOCUMENTS, seed=1)
     documents = [item for item in little.items() if isinstance(item, Document)]
-    return {"probe set": arc_table(probe_set()), "little language": arc_table(documents), "cases": case_table()}
+    return {"probe set": arc_table(probe_set()), "synthetic language": arc_table(documents), "cases": case_table()}
 
 
 def filled(page: str) -> str:
@@ -183,8 +199,8 @@ def filled(page: str) -> str:
 
 def _frequent(words: Counter[str]) -> str:
     listed = sorted(words.items(), key=lambda pair: (-pair[1], pair[0]))
-    shown = ", ".join(f"{word} {count:,}" for word, count in listed[:MOST_FREQUENT])
-    return shown if len(listed) <= MOST_FREQUENT else f"{shown}, … ({len(listed):,} different)"
+    listing = ", ".join(f"{word} {count:,}" for word, count in listed[:MOST_FREQUENT])
+    return listing if len(listed) <= MOST_FREQUENT else f"{listing}, … ({len(listed):,} different)"
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -16,33 +16,33 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import machine
-from headwise.ui.tables import make_table
+from headwise.ui.terminal_table import make_table
 
 RATES = (0.0, 0.2, 0.4)
 SPEC = hw.ModelSpec(
     vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=8, rotary=hw.Rotary()), positions="none"
 )
-RECIPE = hw.Recipe(batch=16, rate=2e-3, warmup=50, evaluate_every=1000)
+RECIPE = hw.Recipe(batch_size=16, learning_rate=2e-3, warmup=50, evaluate_every=1000)
 TEXTS = 128  # of as many characters as a row in training, spread over the validation split
 
 
 def run(rate: float, seed: int, steps: int, text: Path) -> list[float]:
     """One model: its loss on the validation split, then for zero and mean the worst head's damage and the mean one."""
     spec = replace(SPEC, attention=replace(SPEC.attention, head_dropout=rate))
-    made = hw.train(spec, text, replace(RECIPE, seed=seed, steps=steps), tokenizer="character", progress=False)
+    result = hw.train(spec, text, replace(RECIPE, seed=seed, steps=steps), tokenizer="character", progress=False)
     held_out = text.read_text(encoding="utf-8")[-int(RECIPE.holdout * text.stat().st_size) :]
-    apart = len(held_out) // TEXTS
-    texts = [held_out[start : start + SPEC.context] for start in range(0, apart * TEXTS, apart)]
-    figures = [made.valid_loss or float("nan")]
-    for how in ("zero", "mean"):
-        damage = hw.importance(made.model, texts, how=how).mean  # (heads,)
-        figures += [float(damage.max()), float(damage.mean())]
-    return figures
+    stride = len(held_out) // TEXTS
+    texts = [held_out[start : start + SPEC.context] for start in range(0, stride * TEXTS, stride)]
+    values = [result.valid_loss or float("nan")]
+    for replacement in ("zero", "mean"):
+        damage = hw.importance(result.model, texts, ablation=replacement).mean  # (heads,)
+        values += [float(damage.max()), float(damage.mean())]
+    return values
 
 
-def told(figures: list[float]) -> str:
+def mean_and_range(values: list[float]) -> str:
     """The mean over seeds, and the range."""
-    return f"{sum(figures) / len(figures):.3f} ({min(figures):.3f} – {max(figures):.3f})"
+    return f"{sum(values) / len(values):.3f} ({min(values):.3f} – {max(values):.3f})"
 
 
 def main() -> None:
@@ -55,10 +55,10 @@ def main() -> None:
         raise SystemExit(f"{text} is not there; set HEADWISE_DATA to a folder that has tinyshakespeare/input.txt.")
     rows = []
     for rate in RATES:
-        made = [run(rate, seed, arguments.steps, text) for seed in range(arguments.seeds)]
-        rows.append([rate, *(told(list(column)) for column in zip(*made, strict=True))])
+        runs = [run(rate, seed, arguments.steps, text) for seed in range(arguments.seeds)]
+        rows.append([rate, *(mean_and_range(list(values)) for values in zip(*runs, strict=True))])
     columns = ["head dropout", "validation loss", "zero: worst head", "mean head", "mean: worst head", "mean head"]
-    heads = len(SPEC.addresses)
+    heads = len(SPEC.head_addresses)
     title = f"Nats lost without one head of {heads}: mean and range of {arguments.seeds} seeds, {arguments.steps} steps"
     Console(width=140).print(make_table(f"{title}; {machine()}", columns, rows))
 

@@ -24,14 +24,14 @@ from torch import Tensor
 
 SIZE, PATCH = 48, 6  # pixels: 8 by 8 patches
 SHAPES, MARKS = ("circle", "square", "triangle", "cross"), ("dot", "bar")
-STEPS, BATCH, HELD_OUT, MEASURED = 4000, 64, 512, 128
+STEPS, BATCH, HELD_OUT, PROFILED = 4000, 64, 512, 128
 
 
-def draw(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """One picture, (height, width) from 0 to 1, and its class."""
     y, x = np.mgrid[0:SIZE, 0:SIZE].astype(float)
     angle = rng.uniform(0, 2 * np.pi)
-    picture = 0.25 + 0.15 * (np.cos(angle) * (x / SIZE - 0.5) + np.sin(angle) * (y / SIZE - 0.5))
+    image = 0.25 + 0.15 * (np.cos(angle) * (x / SIZE - 0.5) + np.sin(angle) * (y / SIZE - 0.5))
     shape, mark, r = int(rng.integers(4)), int(rng.integers(2)), rng.uniform(9, 13)
     cx, cy = rng.uniform(r, SIZE - r, 2)
     dx, dy = x - cx, y - cy
@@ -41,19 +41,19 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, int]:
         (dy < 0.7 * r) & (dy > -r + 1.9 * abs(dx)),
         ((abs(dx) < 0.3 * r) | (abs(dy) < 0.3 * r)) & (np.maximum(abs(dx), abs(dy)) < r),
     )[shape]
-    picture = np.where(inside, rng.uniform(0.6, 0.75), picture)
+    image = np.where(inside, rng.uniform(0.6, 0.75), image)
     mx, my = rng.uniform(3, SIZE - 3, 2)
     small = np.hypot(x - mx, y - my) < 1.8 if mark == 0 else (abs(x - mx) < 3.2) & (abs(y - my) < 0.9)
-    picture = np.where(small, 1.0, picture) + rng.normal(0, 0.03, picture.shape)
-    return picture.clip(0, 1), 2 * shape + mark
+    image = np.where(small, 1.0, image) + rng.normal(0, 0.03, image.shape)
+    return image.clip(0, 1), 2 * shape + mark
 
 
-def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
+def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Pictures ready for the model, (N, 1, height, width) from -1 to 1, and their classes, (N,)."""
     rng = np.random.default_rng(seed)
-    made = [draw(rng) for _ in range(count)]
-    pixels = np.rint(np.stack([picture for picture, _ in made]) * 255) / 255  # as a file would hold them
-    return torch.tensor(pixels[:, None], dtype=torch.float32) * 2 - 1, torch.tensor([kind for _, kind in made])
+    samples = [draw_image(rng) for _ in range(count)]
+    pixels = np.rint(np.stack([image for image, _ in samples]) * 255) / 255  # as a file would hold them
+    return torch.tensor(pixels[:, None], dtype=torch.float32) * 2 - 1, torch.tensor([label for _, label in samples])
 
 
 def build(seed: int) -> Any:
@@ -70,40 +70,40 @@ def build(seed: int) -> Any:
 
 def train(model: Any, steps: int = STEPS) -> None:
     """AdamW with a warm-up and a cosine, on pictures drawn anew."""
-    rule = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    plan = torch.optim.lr_scheduler.OneCycleLR(rule, 1e-3, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
     model.train()
     for step in range(steps):
-        pixels, kinds = pictures(BATCH, 1_000 + step)
-        loss = model(pixel_values=pixels, labels=kinds).loss
-        rule.zero_grad()
+        pixels, labels = make_images(BATCH, 1_000 + step)
+        loss = model(pixel_values=pixels, labels=labels).loss
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rule.step()
-        plan.step()
+        optimizer.step()
+        scheduler.step()
         if step % 100 == 0:
             print(f"step {step}: loss {float(loss.detach()):.3f}", flush=True)
     model.eval()
 
 
 @torch.no_grad()
-def judged(model: Any, pixels: Tensor, kinds: Tensor) -> tuple[float, float]:
+def evaluate(model: Any, pixels: Tensor, labels: Tensor) -> tuple[float, float]:
     """Loss and accuracy."""
-    parts = [model(pixel_values=some).logits for some in pixels.split(128)]
+    parts = [model(pixel_values=batch).logits for batch in pixels.split(128)]
     logits = torch.cat(parts)
-    return float(torch.nn.functional.cross_entropy(logits, kinds)), float((logits.argmax(1) == kinds).float().mean())
+    return float(torch.nn.functional.cross_entropy(logits, labels)), float((logits.argmax(1) == labels).float().mean())
 
 
 def save(model: Any, out: Path, pixels: Tensor) -> None:
     """The model's folder and some pictures as files."""
-    from headwise.io.images import Pixels, to_png
+    from headwise.io.images import ImagePreprocessor, to_png
 
     model.save_pretrained(out / "model")
-    Pixels((SIZE, SIZE), mean=(0.5,), std=(0.5,)).save(out / "model")
+    ImagePreprocessor((SIZE, SIZE), mean=(0.5,), std=(0.5,)).save(out / "model")
     (out / "pictures").mkdir(exist_ok=True)
-    for number, picture in enumerate(pixels):
-        grey = np.rint((picture[0].numpy() + 1) / 2 * 255).astype(np.uint8)
-        (out / "pictures" / f"{number:03}.png").write_bytes(to_png(grey[..., None].repeat(3, -1)))
+    for index, image in enumerate(pixels):
+        gray = np.rint((image[0].numpy() + 1) / 2 * 255).astype(np.uint8)
+        (out / "pictures" / f"{index:03}.png").write_bytes(to_png(gray[..., None].repeat(3, -1)))
 
 
 def main() -> None:
@@ -114,51 +114,56 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".lab/images"))
     out: Path = parser.parse_args().out
     torch.set_num_threads(1)
-    shown, _ = pictures(MEASURED, 1)
-    held, kinds = pictures(HELD_OUT, 2)
+    profile_pixels, _ = make_images(PROFILED, 1)
+    eval_pixels, labels = make_images(HELD_OUT, 2)
     if not (out / "model" / "config.json").is_file():
         out.mkdir(parents=True, exist_ok=True)
         model, start = build(0), time.process_time()
         train(model)
         print(f"trained in {time.process_time() - start:.0f} s of one core")
-        save(model, out, shown)
-    theirs = hw.load(out / "model")
-    own: Any = theirs
-    whole, right = judged(own.model, held, kinds)
-    print(f"held out: loss {whole:.3f}, right {right:.3f} of {HELD_OUT}")
+        save(model, out, profile_pixels)
+    attached = hw.load(out / "model")
+    untyped: Any = attached
+    full_loss, right = evaluate(untyped.model, eval_pixels, labels)
+    print(f"held out: loss {full_loss:.3f}, right {right:.3f} of {HELD_OUT}")
     start = time.process_time()
-    found = hw.profile(theirs, out / "pictures")
+    profile = hw.profile(attached, out / "pictures")
     took = time.process_time() - start
-    print(f"profile: {len(found)} heads, {MEASURED} pictures, {took:.1f} s of one core, {found.family} tests")
-    worth = {}
-    for head in found.addresses:
-        with theirs.heads[str(head)].silenced():
-            worth[str(head)] = judged(own.model, held, kinds)
+    print(f"profile: {len(profile)} heads, {PROFILED} pictures, {took:.1f} s of one core, {profile.family_size} tests")
+    ablated = {}
+    for head in profile.addresses:
+        with attached.heads[str(head)].silenced():
+            ablated[str(head)] = evaluate(untyped.model, eval_pixels, labels)
     lines = []
-    for head in found:
+    for head in profile:
         others = [
-            worth[str(one)][0] - whole
-            for one in found.addresses
-            if one.site == head.address.site and one != head.address
+            ablated[str(entry)][0] - full_loss
+            for entry in profile.addresses
+            if entry.layer_address == head.address.layer_address and entry != head.address
         ]
-        told = [f"{one.role} {one.rung} {one.score:.2f}/{one.null:.2f} p {one.p:.4f}" for one in head.roles]
-        cost = worth[str(head.address)][0] - whole
+        roles = [
+            f"{entry.role} {entry.evidence_level} {entry.score:.2f}/{entry.baseline:.2f} p {entry.p:.4f}"
+            for entry in head.roles
+        ]
+        cost = ablated[str(head.address)][0] - full_loss
         lines.append(
-            f"{head.address} {'; '.join(told) or 'unclear'} | rests {','.join(head.rest) or '-'} | distance "
-            f"{head.measures['distance']:.2f} of {head.measures['uniform distance']:.2f} | class "
-            f"{head.measures['class token']:.2f} | cost {cost:+.3f} (others {np.mean(others):+.3f}), right "
-            f"{worth[str(head.address)][1]:.3f}"
+            f"{head.address} {'; '.join(roles) or 'unclear'} | rests {','.join(head.idle_pattern) or '-'} | distance "
+            f"{head.metrics['distance']:.2f} of {head.metrics['uniform distance']:.2f} | class "
+            f"{head.metrics['class token']:.2f} | cost {cost:+.3f} (others {np.mean(others):+.3f}), right "
+            f"{ablated[str(head.address)][1]:.3f}"
         )
     print("\n".join(lines))
-    alarms = []
+    false_positives = []
     for seed in range(10, 16):
         with hw.attach(build(seed).eval()) as random:
-            made = hw.profile(random, shown)
-            alarms.append(sum(bool(head.roles) for head in made))
-    print(f"random models, heads with a role of {len(found)} each: {alarms}")
-    found.save(out / "heads.npz")
-    found.report(out / "heads.html", theirs, name="shapes", sentences=sorted((out / "pictures").glob("*.png"))[:6])
-    (out / "told.json").write_text(json.dumps({"heads": lines, "alarms": alarms, "loss": whole, "right": right}))
+            random_profile = hw.profile(random, profile_pixels)
+            false_positives.append(sum(bool(head.roles) for head in random_profile))
+    print(f"random models, heads with a role of {len(profile)} each: {false_positives}")
+    profile.save(out / "heads.npz")
+    profile.report(out / "heads.html", attached, name="shapes", sentences=sorted((out / "pictures").glob("*.png"))[:6])
+    (out / "told.json").write_text(
+        json.dumps({"heads": lines, "alarms": false_positives, "loss": full_loss, "right": right})
+    )
 
 
 if __name__ == "__main__":

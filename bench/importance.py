@@ -14,45 +14,50 @@ from rich.console import Console
 from torch import Tensor
 
 import headwise as hw
-from bench.measure import machine, take_turns
-from headwise.analysis.ablation.ablate import ablated, stand_in
+from bench.measure import interleaved_timing, machine
+from headwise.analysis.ablation.ablate import ablated, make_replacement_fn
+from headwise.analysis.ablation.ablation_sweep import ablation_sweep, sweep_cost
 from headwise.analysis.ablation.eval_targets import TargetBatch
-from headwise.analysis.ablation.sweep import sweep, sweep_cost
-from headwise.model.loss import IGNORE
-from headwise.ui.tables import make_table
+from headwise.model.loss import IGNORE_INDEX
+from headwise.ui.terminal_table import make_table
 
 B, T = 4, 128
 SPEC = hw.ModelSpec(vocab=2000, context=T, layers=6, attention=hw.AttentionSpec(width=256, heads=8))
 NAIVE = "a forward pass per head"
 
 
-def make_asked(ids: Tensor, metric: str) -> TargetBatch:
+def make_targets(ids: Tensor, metric: str) -> TargetBatch:
     """The next token everywhere, or the last one alone."""
     targets = ids[:, 1:].clone()
     if metric == "last":
-        targets[:, :-1] = IGNORE
+        targets[:, :-1] = IGNORE_INDEX
     return TargetBatch(ids[:, :-1], torch.ones_like(ids[:, 1:], dtype=torch.bool), targets, None)
 
 
-def quick(model: hw.Transformer, asked: TargetBatch) -> Callable[[], Tensor]:
+def fast_sweep(model: hw.Transformer, batch: TargetBatch) -> Callable[[], Tensor]:
     """What each text loses by each head, (heads, B)."""
-    return lambda: sweep(model, asked, model.spec.addresses, lambda site, some: stand_in(site, some, "zero"))[0]
+    return lambda: ablation_sweep(
+        model,
+        batch,
+        model.spec.head_addresses,
+        lambda hook_point, heads: make_replacement_fn(hook_point, heads, "zero"),
+    )[0]
 
 
-def naive(model: hw.Transformer, asked: TargetBatch) -> Callable[[], Tensor]:
+def naive_sweep(model: hw.Transformer, batch: TargetBatch) -> Callable[[], Tensor]:
     """The same as one would write it: silence a head, run the model, read off the loss at the rows asked about."""
-    assert asked.targets is not None
-    output, targets = model.output, asked.targets[:, -1:] if asked.rows is not None else asked.targets
+    assert batch.targets is not None
+    output, targets = model.output, batch.targets[:, -1:] if batch.target_positions is not None else batch.targets
     assert output is not None
 
     def loss() -> Tensor:
-        logits = output(model(asked.ids, hidden=True)[:, -targets.shape[1] :])
+        logits = output(model(batch.ids, hidden=True)[:, -targets.shape[1] :])
         return F.cross_entropy(logits.mT, targets, reduction="none").sum(1)
 
     @torch.no_grad()
     def step() -> Tensor:
         clean, lost = loss(), []
-        for head in model.spec.addresses:
+        for head in model.spec.head_addresses:
             with ablated(model, head, "zero"):
                 lost.append(loss() - clean)
         return torch.stack(lost)
@@ -69,18 +74,28 @@ def main() -> None:
     ids = torch.randint(SPEC.vocab, (B, T + 1))
     rows = []
     for metric in ("loss", "last"):
-        asked = make_asked(ids, metric)
-        contestants = {"the sweep": quick(model, asked), NAIVE: naive(model, asked)}
-        apart = (contestants["the sweep"]() - contestants[NAIVE]()).abs().max() / float(asked.counts.max())
-        timings = take_turns(contestants, NAIVE, rounds)
+        batch = make_targets(ids, metric)
+        candidates = {"the sweep": fast_sweep(model, batch), NAIVE: naive_sweep(model, batch)}
+        max_difference = (candidates["the sweep"]() - candidates[NAIVE]()).abs().max() / float(
+            batch.targets_per_text.max()
+        )
+        timings = interleaved_timing(candidates, NAIVE, rounds)
         cost = sweep_cost(SPEC, T, 1 if metric == "last" else None)
-        ours, theirs = timings["the sweep"], timings[NAIVE]
-        spread = f"{1 / ours.high:.2f} – {1 / ours.low:.2f}"
+        sweep_timing, naive_timing = timings["the sweep"], timings[NAIVE]
+        spread = f"{1 / sweep_timing.high:.2f} – {1 / sweep_timing.low:.2f}"
         rows.append(
-            [metric, 1e3 * theirs.median, 1e3 * ours.median, 1 / ours.speed, spread, cost.ratio, f"{apart:.0e}"]
+            [
+                metric,
+                1e3 * naive_timing.median,
+                1e3 * sweep_timing.median,
+                1 / sweep_timing.speed,
+                spread,
+                cost.ratio,
+                f"{max_difference:.0e}",
+            ]
         )
     console = Console(file=sys.stdout, width=110)
-    heads = len(SPEC.addresses)
+    heads = len(SPEC.head_addresses)
     console.print(f"{machine()}. Below 1 in 'share': quicker than {NAIVE}.")
     title = f"all {heads} heads, batch {B}, {T} tokens, width {SPEC.width}, vocabulary {SPEC.vocab} ({rounds} rounds)"
     columns = ["metric", "naive ms", "sweep ms", "share", "quartiles", "share of FLOPs", "apart, nats"]

@@ -8,8 +8,8 @@ import sys
 
 from rich.console import Console
 
-from bench.measure import take_turns
-from headwise.ui.tables import make_table
+from bench.measure import interleaved_timing
+from headwise.ui.terminal_table import make_table
 
 COMMANDS = {
     "python, nothing": ["-c", "pass"],
@@ -23,8 +23,8 @@ def main() -> None:
     def start(arguments: list[str]) -> None:
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
 
-    contestants = {name: lambda command=command: start(command) for name, command in COMMANDS.items()}
-    timings = take_turns(contestants, "python, nothing", 9)
+    candidates = {name: lambda command=command: start(command) for name, command in COMMANDS.items()}
+    timings = interleaved_timing(candidates, "python, nothing", 9)
     rows = [[name, 1e3 * t.best, 1e3 * t.median] for name, t in timings.items()]
     Console(file=sys.stdout).print(make_table("Starting up", ["command", "best ms", "median ms"], rows))
 

@@ -22,9 +22,9 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
 
 import headwise as hw
 from bench.measure import machine
-from headwise.experiments.engine.memory import rise
-from headwise.io.resolve_path import find
-from headwise.ui.tables import make_table
+from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.io.resolve_path import resolve_model_path
+from headwise.ui.terminal_table import make_table
 
 SMOLLM2 = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -39,73 +39,75 @@ TINY = {
 }
 
 
-def theirs(folder: str) -> torch.nn.Module:
+def load_hf(folder: str) -> torch.nn.Module:
     kind = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     return (AutoModel if kind == "bert" else AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
 
 
-LOADERS = {"headwise": hw.load, "headwise, unchecked": partial(hw.load, check=False), "transformers": theirs}
+LOADERS = {"headwise": hw.load, "headwise, unchecked": partial(hw.load, check=False), "transformers": load_hf}
 
 
-def measure(who: str, folder: str, tiny: str) -> dict[str, float]:
+def measure_load(loader: str, folder: str, tiny: str) -> dict[str, float]:
     """In a process of its own."""
-    load = LOADERS[who]
+    load = LOADERS[loader]
     ids = torch.arange(16)[None]
     with torch.no_grad():
         load(tiny)(ids)
-        took: dict[str, float] = {}
+        results: dict[str, float] = {}
 
         def work() -> None:
             start = time.perf_counter()
             model = load(folder)
-            took["load"] = time.perf_counter() - start
+            results["load"] = time.perf_counter() - start
             model(ids)
-            took["load + first forward"] = time.perf_counter() - start
+            results["load + first forward"] = time.perf_counter() - start
 
-        took["peak MB"] = rise(work)
-    return took
+        results["peak MB"] = peak_memory(work)
+    return results
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.measure:
-        print(json.dumps(measure(*given.measure)))
+    args = arguments.parse_args()
+    if args.measure:
+        print(json.dumps(measure_load(*args.measure)))
         return
     console = Console(file=sys.stdout, width=110)
-    console.print(f"{machine()}, {given.rounds} rounds; ratios above 1: headwise is quicker, or takes less.")
-    with tempfile.TemporaryDirectory() as made:
-        folders = {kind: str(Path(made) / f"tiny-{kind}") for kind in TINY}
+    console.print(f"{machine()}, {args.rounds} rounds; ratios above 1: headwise is quicker, or takes less.")
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {kind: str(Path(scratch) / f"tiny-{kind}") for kind in TINY}
         for kind, config in TINY.items():
             (AutoModel if kind == "bert" else AutoModelForCausalLM).from_config(config).save_pretrained(folders[kind])
-        gpt2, llama = str(Path(made) / "gpt2"), str(Path(made) / "smollm2")
+        gpt2, llama = str(Path(scratch) / "gpt2"), str(Path(scratch) / "smollm2")
         AutoModelForCausalLM.from_config(GPT2Config()).save_pretrained(gpt2)
         AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2)).save_pretrained(llama)
         for name, folder, kind in (
             ("GPT-2 small", gpt2, "gpt2"),
             ("SmolLM2", llama, "llama"),
-            ("MiniLM", find("minilm"), "bert"),
+            ("MiniLM", resolve_model_path("minilm"), "bert"),
         ):
-            console.print(make_table(name, *_compare(str(folder), folders[kind], given.rounds)))
+            console.print(make_table(name, *_compare(str(folder), folders[kind], args.rounds)))
 
 
 def _compare(folder: str, tiny: str, rounds: int) -> tuple[list[str], list[list]]:
-    seen: dict[str, dict[str, list[float]]] = {who: {} for who in LOADERS}
+    measurements: dict[str, dict[str, list[float]]] = {loader: {} for loader in LOADERS}
     for turn in range(rounds):
-        for who in sorted(LOADERS, reverse=bool(turn % 2)):  # they take turns in beginning
-            command = [sys.executable, "-m", "bench.load", "--measure", who, folder, tiny]
+        for loader in sorted(LOADERS, reverse=bool(turn % 2)):  # they take turns in beginning
+            command = [sys.executable, "-m", "bench.load", "--measure", loader, folder, tiny]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            for what, value in json.loads(done.stdout.splitlines()[-1]).items():
-                seen[who].setdefault(what, []).append(value)
+            for quantity, value in json.loads(done.stdout.splitlines()[-1]).items():
+                measurements[loader].setdefault(quantity, []).append(value)
     rows = []
-    for who in list(LOADERS)[:2]:
-        for what, ours in seen[who].items():
-            other = seen["transformers"][what]
-            low, middle, high = statistics.quantiles([b / a for a, b in zip(ours, other, strict=True)], n=4)
-            unit = 1 if "MB" in what else 1e3
-            rows.append([who, what, unit * min(ours), unit * min(other), middle, f"{low:.2f} – {high:.2f}"])
+    for loader in list(LOADERS)[:2]:
+        for quantity, values in measurements[loader].items():
+            hf_values = measurements["transformers"][quantity]
+            low, middle, high = statistics.quantiles([b / a for a, b in zip(values, hf_values, strict=True)], n=4)
+            scale = 1 if "MB" in quantity else 1e3
+            rows.append(
+                [loader, quantity, scale * min(values), scale * min(hf_values), middle, f"{low:.2f} – {high:.2f}"]
+            )
     return ["who", "ms (or MB)", "best", "transformers, best", "ratio", "quartiles"], rows
 
 

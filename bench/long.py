@@ -2,7 +2,7 @@
 
 python -m bench.long                    8,192, 16,384 and 32,768 tokens: hours on one core
 python -m bench.long --lengths 8192 --rounds 3
-python -m bench.long --layers 2 --what plain every   two of its thirty layers: every layer costs the same
+python -m bench.long --layers 2 --modes plain every   two of its thirty layers: every layer costs the same
 
 Time is processor time of one thread, so that it means something on a machine that does other things too. Lines are printed as
 they come; the ratio is to the plain pass of the same length and round.
@@ -22,33 +22,33 @@ from rich.console import Console
 
 import headwise as hw
 from bench.distil import DATA
-from headwise.analysis.recording.batching import make_batches, run
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.experiments.engine.memory import rise
-from headwise.model import quiet
-from headwise.ui.tables import make_table
+from headwise.analysis.recording.batching import forward_batch, make_batches
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.model import eval_mode
+from headwise.ui.terminal_table import make_table
 
 LENGTHS = (8192, 16384, 32768)
-WARM = 512
+WARMUP_TOKENS = 512
 TEXT = DATA / "wikitext-2" / "test.txt"
-HOW: dict[str, dict[str, Any]] = {"every": {"every": 16}, "full": {}}
+PROFILE_OPTIONS: dict[str, dict[str, Any]] = {"every": {"every": 16}, "full": {}}
 
 
-def prepare(model: hw.Transformer, what: str, tokens: int) -> Callable[[], object]:
+def prepare(model: hw.Transformer, mode: str, tokens: int) -> Callable[[], object]:
     """One text of so many tokens, and what is done with it."""
     text = TEXT.read_text(encoding="utf-8")[: 6 * tokens]
-    reading = Reading.of(model, text, tokens).first(1)
-    assert reading.tokens == tokens, f"{TEXT} is too short"
+    corpus = TokenizedCorpus.of(model, text, tokens).first(1)
+    assert corpus.num_tokens == tokens, f"{TEXT} is too short"
 
     def plain() -> None:
-        with torch.no_grad(), quiet(model):
-            for batch in make_batches(reading, tokens):
-                run(model, batch)
+        with torch.no_grad(), eval_mode(model):
+            for batch in make_batches(corpus, tokens):
+                forward_batch(model, batch)
 
-    def look() -> object:
-        return hw.profile(model, reading, relations=False, causal=False, tokens=tokens, **HOW[what])
+    def profile() -> object:
+        return hw.profile(model, corpus, relations=False, causal=False, batch_tokens=tokens, **PROFILE_OPTIONS[mode])
 
-    return plain if what == "plain" else look
+    return plain if mode == "plain" else profile
 
 
 def first_layers(model: hw.Transformer, layers: int) -> hw.Transformer:
@@ -59,61 +59,61 @@ def first_layers(model: hw.Transformer, layers: int) -> hw.Transformer:
     return small
 
 
-def one(what: str, tokens: int, layers: int) -> None:
+def run_single(mode: str, tokens: int, layers: int) -> None:
     """In a process of its own: seconds, of a short text and of this one, and megabytes above what it held between them."""
     torch.set_num_threads(1)
     model = hw.load("smollm2")
     assert isinstance(model, hw.Transformer)
     model = first_layers(model, layers) if layers < model.spec.layers else model
-    taken = []
+    times = []
 
     def timed(tokens: int) -> Callable[[], None]:
-        work = prepare(model, what, tokens)
+        work = prepare(model, mode, tokens)
 
         def clocked() -> None:
             start = time.process_time()
             work()
-            taken.append(time.process_time() - start)
+            times.append(time.process_time() - start)
 
         return clocked
 
-    memory = rise(timed(tokens), timed(WARM))
-    print(json.dumps({"short": taken[0], "seconds": taken[1], "memory": memory}))
+    memory = peak_memory(timed(tokens), timed(WARMUP_TOKENS))
+    print(json.dumps({"short": times[0], "seconds": times[1], "memory": memory}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--what", nargs="+", choices=["plain", *HOW], default=["plain", *HOW])
+    parser.add_argument("--modes", nargs="+", choices=["plain", *PROFILE_OPTIONS], default=["plain", *PROFILE_OPTIONS])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--single", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        one(options.one[0], int(options.one[1]), options.layers)
+    if options.single:
+        run_single(options.single[0], int(options.single[1]), options.layers)
         return
     rows = []
     for tokens in options.lengths:
         for turn in range(options.rounds):
             base = None
-            for what in options.what:
+            for mode in options.modes:
                 command = [
                     sys.executable,
                     "-m",
                     "bench.long",
                     "--layers",
                     str(options.layers),
-                    "--one",
-                    what,
+                    "--single",
+                    mode,
                     str(tokens),
                 ]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
-                told = json.loads(done.stdout.splitlines()[-1])
-                base = told["seconds"] if what == "plain" else base
-                ratio = told["seconds"] / base if base else None
-                rows.append([tokens, turn, what, told["short"], told["seconds"], ratio, told["memory"]])
+                result = json.loads(done.stdout.splitlines()[-1])
+                base = result["seconds"] if mode == "plain" else base
+                ratio = result["seconds"] / base if base else None
+                rows.append([tokens, turn, mode, result["short"], result["seconds"], ratio, result["memory"]])
                 print(*rows[-1], file=sys.stderr, flush=True)
-    columns = ["tokens", "round", "", f"seconds of {WARM} tokens", "seconds", "ratio", "MB beyond the model"]
+    columns = ["tokens", "round", "", f"seconds of {WARMUP_TOKENS} tokens", "seconds", "ratio", "MB beyond the model"]
     Console().print(make_table(f"SmolLM2, {options.layers} layers, one text, one thread", columns, rows))
 
 

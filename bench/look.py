@@ -2,8 +2,8 @@
 
 python -m bench.look              512, 2048 and 4096 tokens
 python -m bench.look --rounds 3   quicker
-python -m bench.look --ours       without dense maps and TransformerLens, which take nearly all of the time
-python -m bench.look --busy       processor time of one thread, for a machine with other work
+python -m bench.look --headwise-only       without dense maps and TransformerLens, which take nearly all of the time
+python -m bench.look --cpu-time       processor time of one thread, for a machine with other work
 """
 
 import argparse
@@ -19,16 +19,16 @@ from rich.console import Console
 from torch import Tensor
 
 import headwise as hw
-from bench.measure import machine, peak_memory, take_turns
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.default_metrics import usual_measures
-from headwise.analysis.metrics.runner import Runner
+from bench.measure import interleaved_timing, machine, process_peak_memory
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.token_classes import CLASSES
-from headwise.analysis.metrics.top_contexts import Evidence
-from headwise.analysis.recording.batching import Batch, Unit
-from headwise.experiments.engine.memory import rise
-from headwise.heads.hook_point import Seen
-from headwise.ui.tables import make_table
+from headwise.analysis.metrics.top_contexts import TopContexts
+from headwise.analysis.recording.batching import TextSample, TokenBatch
+from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.heads.hook_point import AttentionCall
+from headwise.ui.terminal_table import make_table
 
 LENGTHS = (512, 2048, 4096)
 GOALS = {512: "≤ 1.30", 2048: "≤ 1.45", 4096: "≤ 1.70"}
@@ -42,17 +42,17 @@ def make_model(T: int) -> hw.Transformer:
     return hw.Transformer(replace(hw.preset("gpt2"), vocab=VOCAB, context=T, output="none")).eval()
 
 
-def make_batch(T: int) -> Batch:
+def make_batch(T: int) -> TokenBatch:
     ids = torch.randint(1, VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
     ids[0, 0] = 0
-    unit = Unit(0, 0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
-    return Batch((unit,), ids, torch.ones_like(ids, dtype=torch.bool))
+    sample = TextSample(0, 0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
+    return TokenBatch((sample,), ids, torch.ones_like(ids, dtype=torch.bool))
 
 
-def listening(model: hw.Transformer, batch: Batch, see: Callable[[Seen, int], None]) -> None:
+def run_with_listener(model: hw.Transformer, batch: TokenBatch, listener: Callable[[AttentionCall, int], None]) -> None:
     with torch.no_grad(), ExitStack() as stack:
-        for number, site in enumerate(model.sites()):
-            stack.enter_context(site.listen(lambda seen, first=12 * number: see(seen, first)))
+        for layer, hook_point in enumerate(model.hook_points()):
+            stack.enter_context(hook_point.listen(lambda call, first=12 * layer: listener(call, first)))
         model(batch.ids)
 
 
@@ -63,61 +63,65 @@ def make_flags() -> Tensor:
     return flags
 
 
-def full(model: hw.Transformer, batch: Batch, every: int = 1, detail: str = "full") -> Callable[[], None]:
+def profile_pass(
+    model: hw.Transformer, batch: TokenBatch, row_stride: int = 1, detail: str = "full"
+) -> Callable[[], None]:
     """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
-    measures = [Evidence(HEADS), *usual_measures(make_flags())]
-    runner = Runner(Tally(HEADS), measures, every, detail)  # one for a whole corpus
+    metrics = [TopContexts(HEADS), *default_metrics(make_flags())]
+    runner = MetricRunner(Accumulator(HEADS), metrics, row_stride, detail)  # one for a whole corpus
 
     def work() -> None:
-        runner.forget()  # every text is new
-        listening(model, batch, lambda seen, first: runner.see(seen, batch, first))
+        runner.reset_batch()  # every text is new
+        run_with_listener(model, batch, lambda call, first: runner.on_call(call, batch, first))
 
     return work
 
 
-def dense(model: hw.Transformer, batch: Batch) -> Callable[[], None]:
+def dense_pass(model: hw.Transformer, batch: TokenBatch) -> Callable[[], None]:
     """What one would write: every map whole, and the same kinds of measures on it."""
     flags = make_flags()[batch.ids[0]]
 
-    def see(seen: Seen, first: int) -> None:
-        p = seen.maps()  # (1, H, T, T)
+    def listener(call: AttentionCall, first: int) -> None:
+        p = call.maps()  # (1, H, T, T)
         T = p.shape[-1]
-        place = torch.arange(T)
+        positions = torch.arange(T)
         keep = [-(p * p.clamp(min=1e-30).log()).sum(-1), 1 / p.square().sum(-1), p.amax(-1), p @ flags, p[..., 0]]
-        keep += [p @ place.float(), p.argmax(-1)]
+        keep += [p @ positions.float(), p.argmax(-1)]
         keep += [p.diagonal(-offset, 2, 3) for offset in range(32)]
-        distance = place[:, None] - place
+        distance = positions[:, None] - positions
         keep += [
             (p * ((distance >= low) & (distance < 2 * low))).sum(-1) for low in (32 << i for i in range(8)) if low < T
         ]
-        W_O = seen.site.W_O
-        norms = ((seen.v @ (W_O @ W_O.mT)) * seen.v).sum(-1).clamp(min=0).sqrt()
-        valued = p * norms[:, :, None]
-        keep += [(valued / valued.sum(-1, keepdim=True)).diagonal(-offset, 2, 3) for offset in range(32)]
+        W_O = call.hook_point.W_O
+        norms = ((call.v @ (W_O @ W_O.mT)) * call.v).sum(-1).clamp(min=0).sqrt()
+        value_weighted = p * norms[:, :, None]
+        keep += [
+            (value_weighted / value_weighted.sum(-1, keepdim=True)).diagonal(-offset, 2, 3) for offset in range(32)
+        ]
 
-    return lambda: listening(model, batch, see)
+    return lambda: run_with_listener(model, batch, listener)
 
 
-def lens(batch: Batch) -> Callable[[], object]:
+def transformer_lens_pass(batch: TokenBatch) -> Callable[[], object]:
     """TransformerLens, the patterns of all layers kept, nothing measured on them; a model of the same size."""
     from transformer_lens.model_bridge.sources.native import boot  # pyright: ignore[reportMissingImports]
 
     spec = hw.preset("gpt2")
-    theirs = boot({
+    lens_model = boot({
         "n_layers": spec.layers, "d_model": spec.width, "n_heads": spec.attention.heads, "n_ctx": batch.ids.shape[1],
-        "d_head": spec.attention.head_dim, "d_mlp": spec.hidden, "d_vocab": VOCAB, "act_fn": "gelu_new",
+        "d_head": spec.attention.head_dim, "d_mlp": spec.mlp_width, "d_vocab": VOCAB, "act_fn": "gelu_new",
     })  # fmt: skip
 
     def work() -> object:
         with torch.no_grad():
-            return theirs.run_with_cache(
+            return lens_model.run_with_cache(
                 batch.ids, return_type=None, names_filter=lambda name: name.endswith("hook_pattern")
             )
 
     return work
 
 
-def plain(model: hw.Transformer, batch: Batch) -> Callable[[], Tensor]:
+def plain_pass(model: hw.Transformer, batch: TokenBatch) -> Callable[[], Tensor]:
     def work() -> Tensor:
         with torch.no_grad():
             return model(batch.ids)
@@ -125,12 +129,12 @@ def plain(model: hw.Transformer, batch: Batch) -> Callable[[], Tensor]:
     return work
 
 
-def memory(what: str, T: int) -> None:
+def print_memory(mode: str, T: int) -> None:
     """In a process of its own: the rise above the model and its first forward."""
     model, batch = make_model(T), make_batch(T)
-    work = {"forward": plain, "full": full, "dense": dense}[what](model, batch)
-    plain(model, make_batch(64))()
-    print(rise(work))
+    work = {"forward": plain_pass, "full": profile_pass, "dense": dense_pass}[mode](model, batch)
+    plain_pass(model, make_batch(64))()
+    print(peak_memory(work))
 
 
 def main() -> None:
@@ -140,15 +144,15 @@ def main() -> None:
     parser.add_argument(
         "--long", type=int, default=32768, help="one long text, one block of rows in 16; 0: leave it out"
     )
-    parser.add_argument("--ours", action="store_true", help="leave the other ways to do it out")
-    parser.add_argument("--busy", action="store_true", help="count the processor time of one thread")
+    parser.add_argument("--headwise-only", action="store_true", help="leave the other ways to do it out")
+    parser.add_argument("--cpu-time", action="store_true", help="count the processor time of one thread")
     parser.add_argument("--memory", nargs=2)
     options = parser.parse_args()
     if options.memory:
-        memory(options.memory[0], int(options.memory[1]))
+        print_memory(options.memory[0], int(options.memory[1]))
         return
     clock = time.perf_counter
-    if options.busy:
+    if options.cpu_time:
         torch.set_num_threads(1)
         clock = time.process_time
     console = Console()
@@ -156,14 +160,17 @@ def main() -> None:
     rows = []
     for T in options.lengths:
         model, batch = make_model(T), make_batch(T)
-        contestants: dict[str, Callable[[], object]] = {BASE: plain(model, batch), "full profile": full(model, batch)}
-        contestants["light profile"] = full(model, batch, detail="light")
-        if T <= 2048 and not options.ours:
-            contestants["dense maps, the same measures"] = dense(model, batch)
+        candidates: dict[str, Callable[[], object]] = {
+            BASE: plain_pass(model, batch),
+            "full profile": profile_pass(model, batch),
+        }
+        candidates["light profile"] = profile_pass(model, batch, detail="light")
+        if T <= 2048 and not options.headwise_only:
+            candidates["dense maps, the same measures"] = dense_pass(model, batch)
             if find_spec("transformer_lens"):
-                contestants["TransformerLens, patterns kept"] = lens(batch)
-        for name, timing in take_turns(
-            contestants, BASE, options.rounds if T < 4096 else max(2, options.rounds // 2), clock
+                candidates["TransformerLens, patterns kept"] = transformer_lens_pass(batch)
+        for name, timing in interleaved_timing(
+            candidates, BASE, options.rounds if T < 4096 else max(2, options.rounds // 2), clock
         ).items():
             goal = GOALS.get(T, "") if name == "full profile" else ""
             rows.append([T, name, timing.best, 1 / timing.speed, f"{1 / timing.high:.2f}–{1 / timing.low:.2f}", goal])
@@ -172,13 +179,15 @@ def main() -> None:
             "Time, as a multiple of the forward pass", ["tokens", "", "seconds", "ratio", "quartiles", "goal"], rows
         )
     )
-    most = max(options.lengths)
-    taken = [[what, peak_memory("bench.look", "--memory", what, str(most))] for what in ("forward", "full")]
-    console.print(make_table(f"Memory beyond the model, MB, {most} tokens (goal ≤ 250)", ["", "MB"], taken))
+    max_tokens = max(options.lengths)
+    memory_rows = [
+        [mode, process_peak_memory("bench.look", "--memory", mode, str(max_tokens))] for mode in ("forward", "full")
+    ]
+    console.print(make_table(f"Memory beyond the model, MB, {max_tokens} tokens (goal ≤ 250)", ["", "MB"], memory_rows))
     if options.long:
         model, batch = make_model(options.long), make_batch(options.long)
         start = time.perf_counter()
-        full(model, batch, every=16)()
+        profile_pass(model, batch, row_stride=16)()
         console.print(
             f"{options.long} tokens, light on all rows, full on one block in 16: {time.perf_counter() - start:.0f} s",
             highlight=False,

@@ -22,26 +22,26 @@ class Timing:
     high: float
 
 
-def take_turns(
-    contestants: Mapping[str, Callable[[], object]],
+def interleaved_timing(
+    candidates: Mapping[str, Callable[[], object]],
     base: str,
     rounds: int = 15,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Run everyone once a round, in a rotating order, and compare inside each round. `time.process_time` as the clock counts
     what the processor did for us alone: for one thread on a busy machine."""
-    names = list(contestants)
+    names = list(candidates)
     for name in names:
-        contestants[name]()  # warm up
+        candidates[name]()  # warm up
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
-        for turn in range(rounds):
-            shift = turn % len(names)
+        for round_index in range(rounds):
+            shift = round_index % len(names)
             for name in names[shift:] + names[:shift]:
                 start = clock()
-                contestants[name]()
+                candidates[name]()
                 seconds[name].append(clock() - start)
     finally:
         gc.enable()
@@ -53,7 +53,7 @@ def take_turns(
     return timings
 
 
-def peak_memory(module: str, *arguments: str) -> float:
+def process_peak_memory(module: str, *arguments: str) -> float:
     """Run `python -m module arguments` on its own and read the number it prints: megabytes at its peak."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])

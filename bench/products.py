@@ -19,84 +19,86 @@ from rich.console import Console
 from torch import Tensor
 
 from bench.measure import machine
-from headwise.kernels.autotuned_linear import PRODUCTS
-from headwise.kernels.prepacked_fp16 import OPERATORS
-from headwise.ui.tables import make_table
+from headwise.kernels.autotuned_linear import MATMUL_KERNELS
+from headwise.kernels.prepacked_fp16 import PREPACKERS
+from headwise.ui.terminal_table import make_table
 
 SHAPES = {  # outputs, inputs, how many
     "q, k, v": (960, 576, 30), "o": (576, 576, 30), "gate, up": (3072, 576, 30), "down": (576, 1536, 30),
     "vocabulary": (49152, 576, 1),
 }  # fmt: skip
-TURNS, GROUP = 5, 32
+ROUNDS, GROUP_SIZE = 5, 32
 
 Candidate = tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]  # laid out, and multiplied
 
 
-def by_row(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = weight.abs().amax(1) / 127
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def dynamic(weight: Tensor) -> Any:
-    codes, scales = by_row(weight)
+def pack_dynamic_int8(weight: Tensor) -> Any:
+    quantized, scales = quantize_rows(weight)
     zeros = torch.zeros(len(scales), dtype=torch.long)
     return torch.ops.quantized.linear_prepack(
-        torch._make_per_channel_quantized_tensor(codes, scales, zeros, 0),  # pyright: ignore
+        torch._make_per_channel_quantized_tensor(quantized, scales, zeros, 0),  # pyright: ignore
         None,
     )
 
 
-def int4(weight: Tensor) -> Any:
-    groups = weight.unflatten(1, (-1, GROUP))
+def pack_int4(weight: Tensor) -> Any:
+    groups = weight.unflatten(1, (-1, GROUP_SIZE))
     scales = groups.abs().amax(-1) / 7
-    codes = ((groups / scales[..., None]).round() + 8).clamp(0, 15).to(torch.int32).flatten(1)
-    both = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous().bfloat16()
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), both
+    quantized = ((groups / scales[..., None]).round() + 8).clamp(0, 15).to(torch.int32).flatten(1)
+    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous().bfloat16()
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantized, 1), scales_and_zeros
 
 
-def as_is(made: Callable[[Tensor, Tensor, None], Tensor]) -> Candidate:
-    return lambda weight: weight, lambda x, weight: made(x, weight, None)
+def plain_candidate(linear: Callable[[Tensor, Tensor, None], Tensor]) -> Candidate:
+    return lambda weight: weight, lambda x, weight: linear(x, weight, None)
 
 
-def half(dtype: torch.dtype) -> Candidate:
+def half_candidate(dtype: torch.dtype) -> Candidate:
     return lambda weight: weight.to(dtype), lambda x, weight: F.linear(x.to(dtype), weight)
 
 
-def int8pack(dtype: torch.dtype) -> Candidate:
-    def laid_out(weight: Tensor) -> Any:
-        codes, scales = by_row(weight)
-        return codes, scales.to(dtype)
+def int8_candidate(dtype: torch.dtype) -> Candidate:
+    def pack(weight: Tensor) -> Any:
+        quantized, scales = quantize_rows(weight)
+        return quantized, scales.to(dtype)
 
-    return laid_out, lambda x, form: torch.ops.aten._weight_int8pack_mm(x.to(dtype), *form)
+    return pack, lambda x, packed: torch.ops.aten._weight_int8pack_mm(x.to(dtype), *packed)
 
 
 CANDIDATES: dict[str, Candidate] = {
-    **{f"float32, {name}": as_is(made) for name, made in PRODUCTS.items()},
-    **{f"16-bit weights, {name}": (made, lambda x, form: form(x, None)) for name, made in OPERATORS.items()},
-    "float16, F.linear": half(torch.float16),
-    "bfloat16, F.linear": half(torch.bfloat16),
-    "8-bit weights, int8pack in float32": int8pack(torch.float32),
-    "8-bit weights, int8pack in bfloat16": int8pack(torch.bfloat16),
-    "8-bit weights and inputs, linear_dynamic": (dynamic, lambda x, form: torch.ops.quantized.linear_dynamic(x, form, False)),
+    **{f"float32, {name}": plain_candidate(operator) for name, operator in MATMUL_KERNELS.items()},
+    **{f"16-bit weights, {name}": (operator, lambda x, form: form(x, None)) for name, operator in PREPACKERS.items()},
+    "float16, F.linear": half_candidate(torch.float16),
+    "bfloat16, F.linear": half_candidate(torch.bfloat16),
+    "8-bit weights, int8pack in float32": int8_candidate(torch.float32),
+    "8-bit weights, int8pack in bfloat16": int8_candidate(torch.bfloat16),
+    "8-bit weights and inputs, linear_dynamic": (
+        pack_dynamic_int8, lambda x, form: torch.ops.quantized.linear_dynamic(x, form, False),
+    ),
     "4-bit weights, int4pack in bfloat16": (
-        int4,
-        lambda x, form: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), form[0], GROUP, form[1]),
+        pack_int4,
+        lambda x, form: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), form[0], GROUP_SIZE, form[1]),
     ),
 }  # fmt: skip
 
 
-def measure(candidate: Candidate, weights: list[Tensor], x: Tensor) -> tuple[float, float]:
+def measure_candidate(candidate: Candidate, weights: list[Tensor], x: Tensor) -> tuple[float, float]:
     """Milliseconds for all weights, the best turn, and the largest relative error."""
-    laid_out, multiplied = candidate
-    forms = [laid_out(weight) for weight in weights]
+    pack, multiply = candidate
+    packed_weights = [pack(weight) for weight in weights]
     errors, best = [], float("inf")
-    for form, weight in zip(forms, weights, strict=True):
-        want = x @ weight.T
-        errors.append(((multiplied(x, form).float() - want).norm() / want.norm()).item())
-    for _ in range(TURNS):
+    for packed, weight in zip(packed_weights, weights, strict=True):
+        expected = x @ weight.T
+        errors.append(((multiply(x, packed).float() - expected).norm() / expected.norm()).item())
+    for _ in range(ROUNDS):
         began = time.thread_time()
-        for form in forms:
-            multiplied(x, form)
+        for packed in packed_weights:
+            multiply(x, packed)
         best = min(best, time.thread_time() - began)
     return 1e3 * best, max(errors)
 
@@ -106,19 +108,19 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    found: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     worst, failed = dict.fromkeys(CANDIDATES, 0.0), dict[str, str]()
     for outputs, inputs, count in SHAPES.values():
         weights = [torch.randn(outputs, inputs) / inputs**0.5 for _ in range(count)]
         for name, candidate in CANDIDATES.items():
             try:
-                spent, error = measure(candidate, weights, torch.randn(1, inputs))
+                spent, error = measure_candidate(candidate, weights, torch.randn(1, inputs))
             except (AttributeError, RuntimeError, TypeError) as problem:
                 failed[name] = str(problem).splitlines()[0][:80]
                 continue
-            found[name].append(spent)
+            times[name].append(spent)
             worst[name] = max(worst[name], error)
-    rows = [[name, sum(found[name]), *found[name], f"{worst[name]:.0e}"] for name in CANDIDATES if name not in failed]
+    rows = [[name, sum(times[name]), *times[name], f"{worst[name]:.0e}"] for name in CANDIDATES if name not in failed]
     console = Console(file=sys.stdout, width=140)
     console.print(make_table(f"Milliseconds, {machine()}", ["product", "all", *SHAPES, "error"], rows))
     for name, problem in failed.items():

@@ -16,29 +16,35 @@ from pathlib import Path
 import torch
 
 import headwise as hw
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.analysis.roles.causal import climb
-from headwise.analysis.roles.profile import KeptTexts
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.causal_test import causal_test
+from headwise.analysis.roles.profile import ProfileSampleCollector
 from headwise.analysis.roles.profile_result import Profile
-from headwise.model import AnyModel, quiet
+from headwise.model import ModelProtocol, eval_mode
 
 SEEDS = (501, 502, 503, 504, 505)  # the first is the one that is told
-PROMPTED = (611, 612, 613, 614, 615)
-ELEVEN = ("17.3", "18.6", "18.7", "20.3", "20.6", "21.7", "22.4", "22.7", "23.7", "23.8", "24.2")
+PROMPT_SEEDS = (611, 612, 613, 614, 615)
+EARLIER_CAUSAL = ("17.3", "18.6", "18.7", "20.3", "20.6", "21.7", "22.4", "22.7", "23.7", "23.8", "24.2")
 
 
-def try_seed(model: AnyModel, made: Profile, kept: KeptTexts, seed: int, prompts: bool) -> list[dict[str, object]]:
+def test_seed(
+    model: ModelProtocol, profile: Profile, samples: ProfileSampleCollector, seed: int, prompts: bool
+) -> list[dict[str, object]]:
     """What every head that was tried showed."""
-    asked = [[one for one in some if bool(one.family) == prompts] for some in made.supports]
-    with quiet(model), torch.no_grad():
-        related = kept.few.units.values()
-        found = climb(model, made.addresses, asked, related, kept.first, seed, lambda what, done, of: None)
-    told = ("role", "rung", "cost", "effect", "bar", "control", "beyond_interval", "mean_cost", "causal_p")
+    candidates = [
+        [evidence for evidence in entries if bool(evidence.family_size) == prompts] for entries in profile.evidence
+    ]
+    with eval_mode(model), torch.no_grad():
+        related = samples.relation_documents.samples.values()
+        tested = causal_test(
+            model, profile.addresses, candidates, related, samples.first_samples, seed, lambda stage, done, of: None
+        )
+    fields = ("role", "rung", "cost", "effect", "bar", "control", "beyond_interval", "mean_cost", "causal_p")
     return [
-        {"seed": seed, "head": str(address), **{name: getattr(one, name) for name in told}}
-        for address, some in zip(made.addresses, found, strict=True)
-        for one in some
-        if one.cost is not None
+        {"seed": seed, "head": str(address), **{name: getattr(evidence, name) for name in fields}}
+        for address, entries in zip(profile.addresses, tested, strict=True)
+        for evidence in entries
+        if evidence.cost is not None
     ]
 
 
@@ -48,40 +54,47 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rung.jsonl"))
     parser.add_argument("--prompts", action="store_true")
     options = parser.parse_args()
-    out, seeds = options.out, PROMPTED if options.prompts else SEEDS
+    out, seeds = options.out, PROMPT_SEEDS if options.prompts else SEEDS
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     missing = [seed for seed in seeds if seed not in {row["seed"] for row in rows}]
     if missing:
         model = hw.load("smollm2")
-        reading = Reading.of(model, None)
-        made, kept = hw.profile(model, reading, causal=False, prompts=options.prompts), KeptTexts(True)
-        for unit in reading:
-            kept.see_text(unit)
-            kept.see_document(unit)
+        corpus = TokenizedCorpus.of(model, None)
+        profile, samples = (
+            hw.profile(model, corpus, causal=False, prompts=options.prompts),
+            ProfileSampleCollector(True),
+        )
+        for sample in corpus:
+            samples.add_text(sample)
+            samples.add_document(sample)
         for seed in missing:
-            new = try_seed(model, made, kept, seed, options.prompts)
+            new = test_seed(model, profile, samples, seed, options.prompts)
             with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in new)
             rows += new
-    stays = Counter((row["head"], row["role"]) for row in rows if row["rung"] == "causal")
+    causal_counts = Counter((row["head"], row["role"]) for row in rows if row["rung"] == "causal")
     print(f"{'head':6}{'role':18}{'cost':>8}{'control':>9}{'cost - control':>18}{'mean':>8}{'p':>10}  causal in")
     for row in (row for row in rows if row["seed"] == seeds[0]):
         ends = "" if row["beyond_interval"] is None else "{:+.2f} to {:+.2f}".format(*row["beyond_interval"])
-        numbers = [row["cost"], row["control"]]
-        cost, control = ("-" if x is None else f"{x:.3f}" for x in numbers)
+        values = [row["cost"], row["control"]]
+        cost, control = ("-" if x is None else f"{x:.3f}" for x in values)
         mean = "-" if row["mean_cost"] is None else f"{row['mean_cost']:.3f}"
         p = "-" if row["causal_p"] is None else f"{row['causal_p']:.2g}"
-        was, often = " *" if row["head"] in ELEVEN else "", stays[row["head"], row["role"]]
-        print(f"{row['head']:6}{row['role']:18}{cost:>8}{control:>9}{ends:>18}{mean:>8}{p:>10}  {often}{was}")
+        marker, count = " *" if row["head"] in EARLIER_CAUSAL else "", causal_counts[row["head"], row["role"]]
+        print(f"{row['head']:6}{row['role']:18}{cost:>8}{control:>9}{ends:>18}{mean:>8}{p:>10}  {count}{marker}")
     for seed in seeds:
-        some = [row for row in rows if row["seed"] == seed]
-        tried = sum(row["causal_p"] is not None for row in some)
+        seed_rows = [row for row in rows if row["seed"] == seed]
+        tried = sum(row["causal_p"] is not None for row in seed_rows)
         if options.prompts:
-            print(f"seed {seed}: {tried} tried; causal: {' '.join(r['head'] for r in some if r['rung'] == 'causal')}")
+            print(
+                f"seed {seed}: {tried} tried; causal: {' '.join(r['head'] for r in seed_rows if r['rung'] == 'causal')}"
+            )
             continue
-        kept_heads = [head for head in ELEVEN if any(r["head"] == head and r["rung"] == "causal" for r in some)]
-        print(f"seed {seed}: {tried} tried; of the eleven {len(kept_heads)} stay: {' '.join(kept_heads)}")
+        causal_heads = [
+            head for head in EARLIER_CAUSAL if any(r["head"] == head and r["rung"] == "causal" for r in seed_rows)
+        ]
+        print(f"seed {seed}: {tried} tried; of the eleven {len(causal_heads)} stay: {' '.join(causal_heads)}")
 
 
 if __name__ == "__main__":

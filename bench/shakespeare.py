@@ -14,30 +14,33 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import machine
-from headwise.ui.tables import make_table
+from headwise.ui.terminal_table import make_table
 
 # https://github.com/karpathy/nanoGPT, config/train_shakespeare_char.py with the README's overrides for a CPU
-THEIRS = hw.ModelSpec(vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=4), mlp_bias=False)
-NANOGPT = hw.Recipe(
-    steps=2000, batch=12, rate=1e-3, floor=0.1, warmup=100, weight_decay=0.1, beta1=0.9, beta2=0.99, clip=1.0,
+NANOGPT_SPEC = hw.ModelSpec(
+    vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=4), mlp_bias=False
+)
+NANOGPT_RECIPE = hw.Recipe(
+    steps=2000, batch_size=12, learning_rate=1e-3, final_lr_fraction=0.1, warmup=100, weight_decay=0.1, beta1=0.9,
+    beta2=0.99, max_grad_norm=1.0,
     evaluate_every=2000, rows="random",
 )  # fmt: skip
-OURS = replace(
-    THEIRS,
-    attention=replace(THEIRS.attention, rotary=hw.Rotary()),
+ROTARY_SPEC = replace(
+    NANOGPT_SPEC,
+    attention=replace(NANOGPT_SPEC.attention, rotary=hw.Rotary()),
     positions="none",
     norm="rms",
     activation="swiglu",
-    hidden=344,
+    mlp_width=344,
 )
-BETTER = replace(NANOGPT, rate=4e-3, floor=0.0, warmup=50, rows="windows")
+TUNED_RECIPE = replace(NANOGPT_RECIPE, learning_rate=4e-3, final_lr_fraction=0.0, warmup=50, rows="windows")
 
 
 def run(spec: hw.ModelSpec, recipe: hw.Recipe, text: Path, seeds: int) -> list[object]:
-    made = [hw.train(spec, text, replace(recipe, seed=seed), tokenizer="character") for seed in range(seeds)]
-    losses = [one.valid_loss or float("nan") for one in made]
+    results = [hw.train(spec, text, replace(recipe, seed=seed), tokenizer="character") for seed in range(seeds)]
+    losses = [result.valid_loss or float("nan") for result in results]
     spread = stdev(losses) if seeds > 1 else float("nan")
-    return [made[0].model.spec.parameters, mean(losses), spread, min(one.seconds for one in made)]
+    return [results[0].model.spec.num_parameters, mean(losses), spread, min(result.seconds for result in results)]
 
 
 def main() -> None:
@@ -47,10 +50,10 @@ def main() -> None:
     text = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "tinyshakespeare" / "input.txt"
     if not text.is_file():
         raise SystemExit(f"{text} is not there; set HEADWISE_DATA to a folder that has tinyshakespeare/input.txt.")
-    tokens = NANOGPT.steps * NANOGPT.batch * THEIRS.context
+    tokens = NANOGPT_RECIPE.steps * NANOGPT_RECIPE.batch_size * NANOGPT_SPEC.context
     rows = [
-        ["nanoGPT's setting", *run(THEIRS, NANOGPT, text, seeds)],
-        ["rotary, RMS, SwiGLU, a higher rate", *run(OURS, BETTER, text, seeds)],
+        ["nanoGPT's setting", *run(NANOGPT_SPEC, NANOGPT_RECIPE, text, seeds)],
+        ["rotary, RMS, SwiGLU, a higher rate", *run(ROTARY_SPEC, TUNED_RECIPE, text, seeds)],
     ]
     columns = ["", "parameters", "loss", "sd", "seconds"]
     title = f"Loss on the whole validation split, {seeds} seeds, {tokens:,} training tokens; {machine()}"

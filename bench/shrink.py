@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-LAYERS, HEADS, KEYS, WIDTH, HEAD_DIM, VOCAB = 2, 4, 2, 32, 8, 99
+LAYERS, HEADS, KV_HEADS, WIDTH, HEAD_DIM, VOCAB = 2, 4, 2, 32, 8, 99
 
 # Fields that become one small number where they hold a larger one.
-COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-MANY = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+LAYER_COUNT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+HEAD_COUNT_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (LAYERS, (
-        *COUNTS, "depth", "encoder_layers", "decoder_layers",
+        *LAYER_COUNT_FIELDS, "depth", "encoder_layers", "decoder_layers",
         "num_encoder_layers", "num_decoder_layers", "vision_layers", "text_layers", "num_hidden_layers_per_stage",
         "resampler_depth", "num_global_layers", "decoder_num_hidden_layers", "encoder_num_hidden_layers", "attention_layers",
         "num_local_layers", "num_blocks", "perceiver_depth", "resampler_n_layers", "num_mem_blocks", "d_layers",
@@ -26,13 +26,13 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
         "num_blocks_per_group",
     )),
     (HEADS, (
-        *MANY, "attention_heads", "encoder_attention_heads",
+        *HEAD_COUNT_FIELDS, "attention_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads", "resampler_n_heads",
         "decoder_num_attention_heads", "vision_attention_heads", "cross_attention_heads",
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_group", "linear_num_value_heads",
         "index_n_heads", "text_attention_heads", "num_attention_heads_per_stage", "num_routed_experts",
     )),
-    (KEYS, (
+    (KV_HEADS, (
         "num_key_value_heads", "num_kv_heads", "n_kv_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads",
         "multi_query_group_num", "linear_num_key_heads", "num_query_groups",
     )),
@@ -62,7 +62,7 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (16, ("num_mel_bins", "num_conv_pos_embeddings", "num_queries", "context_size", "codebook_size", "chunk_size")),
     (5, ("sliding_window", "local_attention")),
 )  # fmt: skip
-SMALL = {name: size for size, names in SIZES for name in names}
+SMALL_SIZES = {name: size for size, names in SIZES for name in names}
 # Fields with an entry for every layer: as many as there are layers now, those first that are of a kind not seen before.
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attn_type_list", "no_rope_layers", "indexer_types",
              "hybrid_override_pattern")  # fmt: skip
@@ -70,72 +70,80 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attn_type_l
 LAYER_NUMBERS = ("cross_attention_layers", "mlp_only_layers", "global_attn_indexes", "fullatt_block_indexes",
                  "deepstack_visual_indexes", "attn_layer_indices", "global_attention_layers", "hybrid_layer_ids",
                  "full_attn_idxs", "intermediate_layers_indices")  # fmt: skip
-MADE_AGAIN = ("out_indices", "out_features", "stage_names", "mamba_headdim", "attention_head_dim")  # from other sizes
+DERIVED_FIELDS = (
+    "out_indices",
+    "out_features",
+    "stage_names",
+    "mamba_headdim",
+    "attention_head_dim",
+)  # from other sizes
 ROTARY = ("rope_parameters", "rope_scaling")
 WIDTHS = re.compile(
     r"size|dim|width|channels|d_model|embd|rank|inner|d_ff|d_kv|d_head|headdim|features|axial_pos_embds"
 )
-NO_WIDTHS = re.compile(
+NOT_WIDTHS = re.compile(
     r"vocab|patch|image|kernel|window|group|batch|input|crop|grid|chunk|_id|in_channels|num_channels"
 )
 # What is filled in where nothing is told, and what must fit together.
-FILLED: dict[str, Any] = {
+DEFAULT_VALUES: dict[str, Any] = {
     "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "num_experts": 8, "num_experts_per_tok": 2,
     "top_k_experts": 2, "n_routed_experts": 8, "moe_intermediate_size": 64, "prediction_length": 4, "sliding_window": 5,
     "layer_types": ["full_attention"] * LAYERS, "mlp_layer_types": ["dense", "sparse"], "intermediate_size": 64,
     "vocabulary_map": {"<image>": 7}, "deepstack_layer_map": {0: 0}, "expert_intermediate_size": 64,
 }  # fmt: skip
-MEANT_TOGETHER: dict[str, Any] = {
+CONSISTENT_VALUES: dict[str, Any] = {
     "n_group": 2, "num_group": 2, "num_expert_group": 2, "topk_group": 1, "n_routed_experts": 8, "num_experts": 8,
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64, "moe_topk": 2, "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
 }  # fmt: skip
-EXPERTS = {name: size for name, size in MEANT_TOGETHER.items() if "mamba" not in name} | {"num_local_experts": 8}
-NO_LAYERS = tuple(name for name in SIZES[0][1] if "expert" in name or "top" in name or name == "moe_k")
+EXPERTS = {name: size for name, size in CONSISTENT_VALUES.items() if "mamba" not in name} | {"num_local_experts": 8}
+NOT_LAYER_COUNTS = tuple(name for name in SIZES[0][1] if "expert" in name or "top" in name or name == "moe_k")
 
 
-def tiny(kind: type[Any], model: type[Any]) -> Iterator[Any]:
+def tiny_configs(config_class: type[Any], model: type[Any]) -> Iterator[Any]:
     """Configurations of this class with small sizes, for a model class: one rule after another, smallest first.
 
     All sizes small; besides, sizes that are not told filled in; widths divided by one number, so that products stay what they
     were; few layers and few words only; as it is.
     """
-    own: Any = getattr(model, "config_class", None)
-    kind = own if own in getattr(kind, "sub_configs", {}).values() else kind  # the model is of one part of it
-    whole = kind().to_dict()
-    there = sys.modules.get(model.__module__)
-    source = "" if there is None else inspect.getsource(there)
-    for rule in (shrunk, filled, divided, shallow, dict):
+    own_class: Any = getattr(model, "config_class", None)
+    config_class = (
+        own_class if own_class in getattr(config_class, "sub_configs", {}).values() else config_class
+    )  # the model is of one part of it
+    defaults = config_class().to_dict()
+    module = sys.modules.get(model.__module__)
+    source = "" if module is None else inspect.getsource(module)
+    for rule in (shrink, shrink_and_fill, divide_widths, shrink_depth, dict):
         try:
-            fields = rule(whole)
-            if rule is filled or (rule is shrunk and "mrope_section" in source):
-                _share_out(fields)
-            yield kind.from_dict(fields)
+            fields = rule(defaults)
+            if rule is shrink_and_fill or (rule is shrink and "mrope_section" in source):
+                _split_rotary_sections(fields)
+            yield config_class.from_dict(fields)
         except Exception as error:
             yield error
 
 
-def filled(fields: dict[str, Any]) -> dict[str, Any]:
+def shrink_and_fill(fields: dict[str, Any]) -> dict[str, Any]:
     """All sizes small, sizes that a configuration leaves open filled in, and experts in groups of two."""
-    made = shrunk(fields)
-    for name, value in made.items():
+    small = shrink(fields)
+    for name, value in small.items():
         if isinstance(value, dict) and name not in (*ROTARY, "id2label", "label2id"):
-            made[name] = filled(fields[name])
-        elif value is None or name in MEANT_TOGETHER:
-            made[name] = (FILLED | MEANT_TOGETHER).get(name)
-    return made
+            small[name] = shrink_and_fill(fields[name])
+        elif value is None or name in CONSISTENT_VALUES:
+            small[name] = (DEFAULT_VALUES | CONSISTENT_VALUES).get(name)
+    return small
 
 
-def divided(fields: dict[str, Any]) -> dict[str, Any]:
+def divide_widths(fields: dict[str, Any]) -> dict[str, Any]:
     """Few layers, and every width an eighth."""
-    made = shallow(fields)
-    made |= {name: EXPERTS[name] for name, value in fields.items() if name in EXPERTS and type(value) is int}
-    for name, value in made.items():
+    small = shrink_depth(fields)
+    small |= {name: EXPERTS[name] for name, value in fields.items() if name in EXPERTS and type(value) is int}
+    for name, value in small.items():
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
-            made[name] = divided(value)
-        elif (WIDTHS.search(name) and not NO_WIDTHS.search(name)) or name == "mrope_section":
-            made[name] = _eighth(value)
-    return made
+            small[name] = divide_widths(value)
+        elif (WIDTHS.search(name) and not NOT_WIDTHS.search(name)) or name == "mrope_section":
+            small[name] = _eighth(value)
+    return small
 
 
 def _eighth(value: Any) -> Any:
@@ -144,21 +152,21 @@ def _eighth(value: Any) -> Any:
     return value // 8 if type(value) is int and value % 8 == 0 and value >= 16 else value
 
 
-def shallow(fields: dict[str, Any]) -> dict[str, Any]:
+def shrink_depth(fields: dict[str, Any]) -> dict[str, Any]:
     """Few layers and few words; widths as they are."""
-    small = shrunk(fields)
-    made = dict(fields)
+    small = shrink(fields)
+    result = dict(fields)
     for name, value in fields.items():
         if isinstance(value, dict) and name not in (*ROTARY, "id2label", "label2id"):
-            made[name] = shallow(value)
-        elif (SMALL.get(name) in (LAYERS, VOCAB) and name not in NO_LAYERS) or (
-            (name in (*COUNTS, *PER_LAYER, *LAYER_NUMBERS) or "token_i" in str(name)) and name in small
+            result[name] = shrink_depth(value)
+        elif (SMALL_SIZES.get(name) in (LAYERS, VOCAB) and name not in NOT_LAYER_COUNTS) or (
+            (name in (*LAYER_COUNT_FIELDS, *PER_LAYER, *LAYER_NUMBERS) or "token_i" in str(name)) and name in small
         ):
-            made[name] = small[name]
-    return made
+            result[name] = small[name]
+    return result
 
 
-def _share_out(fields: dict[str, Any]) -> None:
+def _split_rotary_sections(fields: dict[str, Any]) -> None:
     """Where positions have three axes, channels are shared out among them, though the configuration may not say so."""
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -166,31 +174,36 @@ def _share_out(fields: dict[str, Any]) -> None:
                 half = int(HEAD_DIM * value.get("partial_rotary_factor", 1.0)) // 2
                 value["mrope_section"] = [half - half // 2, half // 4, half // 2 - half // 4]
             else:
-                _share_out(value)
+                _split_rotary_sections(value)
 
 
-def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
+def shrink(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a configuration, and of those inside it, with small sizes."""
     kinds = next((fields[name] for name in PER_LAYER if isinstance(fields.get(name), list | tuple)), ())
-    few = _few(kinds)
-    many = {len(kinds)} | {fields[name] for name in COUNTS if isinstance(fields.get(name), int)}  # layers there were
-    few = few or list(range(LAYERS))
-    made = {name: _field(name, value) for name, value in fields.items() if name not in MADE_AGAIN}
-    made |= {name: len(few) for name in COUNTS if isinstance(fields.get(name), int)}
+    kept_layers = _representative_layers(kinds)
+    field_counts = {len(kinds)} | {
+        fields[name] for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)
+    }  # layers there were
+    kept_layers = kept_layers or list(range(LAYERS))
+    small = {name: _shrink_field(name, value) for name, value in fields.items() if name not in DERIVED_FIELDS}
+    small |= {name: len(kept_layers) for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)}
     for name, value in fields.items():
-        if isinstance(value, list | tuple) and (name in PER_LAYER or (len(value) in many and len(value) > 6)):
-            made[name] = [made[name][i] for i in few if i < len(value)]
+        if isinstance(value, list | tuple) and (name in PER_LAYER or (len(value) in field_counts and len(value) > 6)):
+            small[name] = [small[name][i] for i in kept_layers if i < len(value)]
     if isinstance(fields.get("per_layer_config"), dict):
-        told = fields["per_layer_config"]
-        made["per_layer_config"] = {i: shrunk(told[n]) for i, n in enumerate(few) if n in told}
+        per_layer = fields["per_layer_config"]
+        small["per_layer_config"] = {i: shrink(per_layer[n]) for i, n in enumerate(kept_layers) if n in per_layer}
     for name in ("num_key_value_heads", "num_kv_heads"):  # keys that were not shared stay so
-        heads = next((fields[many] for many in MANY if isinstance(fields.get(many), int)), None)
+        heads = next(
+            (fields[field_counts] for field_counts in HEAD_COUNT_FIELDS if isinstance(fields.get(field_counts), int)),
+            None,
+        )
         if heads is not None and fields.get(name) == heads:
-            made[name] = HEADS
-    return made
+            small[name] = HEADS
+    return small
 
 
-def _few(kinds: Any) -> list[int]:
+def _representative_layers(kinds: Any) -> list[int]:
     """Two layers, or one of every kind."""
     firsts = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values()) if kinds else []
     if len(firsts) == 1 and len(kinds) > 1:
@@ -198,30 +211,30 @@ def _few(kinds: Any) -> list[int]:
     return firsts
 
 
-def _field(name: str, value: Any) -> Any:
+def _shrink_field(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         if name in ROTARY:
-            return _rotary(value)
-        return value if name in ("id2label", "label2id") else shrunk(value)
+            return _shrink_rotary(value)
+        return value if name in ("id2label", "label2id") else shrink(value)
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
         if "token_id" in str(name) or str(name).endswith("token_index"):
             return value if value < VOCAB else VOCAB - 1 - sum(map(ord, name)) % 40
-        return min(value, SMALL.get(name, value))
+        return min(value, SMALL_SIZES.get(name, value))
     if isinstance(value, list | tuple):
         if name in LAYER_NUMBERS:
-            return [number for number in value if isinstance(number, int) and number < LAYERS]
-        if "token_id" in name and all(isinstance(one, int) for one in value):
-            return [one if one < VOCAB else 2 for one in value]
-        if name in SMALL and all(isinstance(one, int) for one in value):
-            return type(value)(min(one, SMALL[name]) for one in value)
+            return [layer for layer in value if isinstance(layer, int) and layer < LAYERS]
+        if "token_id" in name and all(isinstance(item, int) for item in value):
+            return [item if item < VOCAB else 2 for item in value]
+        if name in SMALL_SIZES and all(isinstance(item, int) for item in value):
+            return type(value)(min(item, SMALL_SIZES[name]) for item in value)
     return value
 
 
-def _rotary(told: dict[str, Any]) -> dict[str, Any]:
+def _shrink_rotary(parameters: dict[str, Any]) -> dict[str, Any]:
     """Positions as they were, but sections that share out channels share out fewer."""
-    made = {name: _rotary(value) if isinstance(value, dict) else value for name, value in told.items()}
-    if "mrope_section" in made:
-        made["mrope_section"] = [2, 1, 1]
-    return made
+    small = {name: _shrink_rotary(value) if isinstance(value, dict) else value for name, value in parameters.items()}
+    if "mrope_section" in small:
+        small["mrope_section"] = [2, 1, 1]
+    return small

@@ -16,16 +16,16 @@ import time
 
 from rich.console import Console
 
-import headwise as hw
-from headwise.ui.tables import make_table
+from headwise.experiments import head_sweep
+from headwise.ui.terminal_table import make_table
 
-HOW = [(executor, workers) for executor in ("processes", "dask") for workers in (1, 2)]
+EXECUTORS = [(executor, workers) for executor in ("processes", "dask") for workers in (1, 2)]
 
 
-def one(executor: str, workers: int, steps: int) -> None:
+def run_single(executor: str, workers: int, steps: int) -> None:
     """In a process of its own: four models, none of which is there already."""
     with tempfile.TemporaryDirectory() as cache:
-        hw.head_sweep((1, 4), width=32, steps=steps, seeds=2, cache=cache, processes=workers,
+        head_sweep((1, 4), width=32, steps=steps, seeds=2, cache=cache, processes=workers,
                       executor=None if executor == "processes" else executor)  # fmt: skip
 
 
@@ -33,18 +33,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--single", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        one(options.one[0], int(options.one[1]), options.steps)
+    if options.single:
+        run_single(options.single[0], int(options.single[1]), options.steps)
         return
     rows = []
     for turn in range(options.rounds):
-        for executor, workers in HOW:
+        for executor, workers in EXECUTORS:
             load, before = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
             start = time.perf_counter()
             command = [sys.executable, "-m", "bench.sweep", "--steps", str(options.steps)]
-            subprocess.run([*command, "--one", executor, str(workers)], check=True)
+            subprocess.run([*command, "--single", executor, str(workers)], check=True)
             wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
             busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             rows.append([turn, executor, workers, wall, busy, load])

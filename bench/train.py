@@ -27,19 +27,19 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import headwise as hw
-from bench.measure import machine, peak_memory, take_turns
-from headwise.distributed.parallel_strategy import TeamLayout
-from headwise.distributed.process_group import Team
-from headwise.experiments.engine.memory import rise
+from bench.measure import interleaved_timing, machine, process_peak_memory
+from headwise.distributed.parallel_strategy import ParallelStrategy
+from headwise.distributed.process_group import ProcessGroup
+from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.training.batches import Windows, causal
-from headwise.training.loop import Loop
-from headwise.training.loss import LanguageLoss
+from headwise.training.batch_samplers import ShuffledWindowSampler, causal_targets
+from headwise.training.language_loss import LanguageLoss
+from headwise.training.loop import TrainLoop
 from headwise.training.recipe import Recipe
-from headwise.training.setup import Prepared
-from headwise.training.token_file import Tokens
-from headwise.ui.tables import make_table
+from headwise.training.run_setup import RunSetup
+from headwise.training.token_file import TokenFiles
+from headwise.ui.terminal_table import make_table
 
 BASE, GPT2 = "headwise", "transformers GPT-2"
 FORMS = ("eager", "compiled")
@@ -73,7 +73,7 @@ RECIPE = Recipe(steps=1_000_000, holdout=0.0)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class TrainingCandidate:
     """Somebody's model, and one step of its training."""
 
     model: nn.Module
@@ -94,12 +94,12 @@ class PlainLoss(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """(B, T), (B, T) → ()"""
-        made = self.model(ids)
-        logits = made if isinstance(made, Tensor) else made.logits  # (B, T, V)
+        output = self.model(ids)
+        logits = output if isinstance(output, Tensor) else output.logits  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def some_tokens(size: Size) -> np.ndarray:
+def random_tokens(size: Size) -> np.ndarray:
     return np.random.default_rng(0).integers(size.vocab, size=200_000, dtype=np.uint16)
 
 
@@ -114,53 +114,55 @@ def make_gpt2(size: Size, activation: str = "gelu_new") -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def ours(size: Size, compiled: bool) -> Contestant:
+def headwise_training(size: Size, compiled: bool) -> TrainingCandidate:
     shape = hw.preset("gpt2").resized(layers=size.layers, width=size.width, heads=size.heads, context=size.context)
     model = hw.Transformer(replace(shape, vocab=size.vocab))
     with tempfile.TemporaryDirectory() as folder:
         make_gpt2(size).save_pretrained(folder)
         model.load_state_dict(hw.load(folder).state_dict())
-    tokens = Tokens(some_tokens(size), np.empty(0, np.uint16), "random")
+    tokens = TokenFiles(random_tokens(size), np.empty(0, np.uint16), "random")
     tokenizer = make_tokenizer("byte", Corpus.of("not read"))
-    layout = TeamLayout("ddp", Team(0, 1, torch.device("cpu")))
-    start = Prepared(LanguageLoss(model), tokenizer, tokens, size.context, "causal", {}, layout)
-    recipe = replace(RECIPE, batch=size.batch, compile=compiled)
-    loop = Loop(start, recipe, None, progress=False)
+    layout = ParallelStrategy("ddp", ProcessGroup(0, 1, torch.device("cpu")))
+    start = RunSetup(LanguageLoss(model), tokenizer, tokens, size.context, "causal", {}, layout)
+    recipe = replace(RECIPE, batch_size=size.batch, compile=compiled)
+    loop = TrainLoop(start, recipe, None, progress=False)
     module = LanguageLoss(model.train())
     if compiled:
         module.compile()
-    return Contestant(model, lambda: loop._step(module))
+    return TrainingCandidate(model, lambda: loop._train_step(module))
 
 
-def plain(model: nn.Module, size: Size, compiled: bool) -> Contestant:
+def plain_training(model: nn.Module, size: Size, compiled: bool) -> TrainingCandidate:
     """The loop everybody writes."""
     module = PlainLoss(model.train())
     if compiled:
         module.compile()
     betas = (RECIPE.beta1, RECIPE.beta2)
-    optimizer = torch.optim.AdamW(model.parameters(), RECIPE.rate, betas, weight_decay=RECIPE.weight_decay, fused=True)
-    windows = Windows(some_tokens(size), size.context, RECIPE.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), RECIPE.learning_rate, betas, weight_decay=RECIPE.weight_decay, fused=True
+    )
+    windows = ShuffledWindowSampler(random_tokens(size), size.context, RECIPE.seed)
     done = 0
 
     def step() -> float:
         nonlocal done
-        ids, targets = causal(torch.from_numpy(windows.rows(done * size.batch, size.batch)))
+        ids, targets = causal_targets(torch.from_numpy(windows.training_rows(done * size.batch, size.batch)))
         loss = module(ids, targets)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), RECIPE.clip)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), RECIPE.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done += 1
         return float(norm)
 
-    return Contestant(model, step)
+    return TrainingCandidate(model, step)
 
 
-def gpt2(size: Size, compiled: bool, activation: str = "gelu_new") -> Contestant:
-    return plain(make_gpt2(size, activation), size, compiled)
+def gpt2_training(size: Size, compiled: bool, activation: str = "gelu_new") -> TrainingCandidate:
+    return plain_training(make_gpt2(size, activation), size, compiled)
 
 
-def x_transformers(size: Size, compiled: bool) -> Contestant:
+def x_transformers_training(size: Size, compiled: bool) -> TrainingCandidate:
     from x_transformers import Decoder, TransformerWrapper  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
@@ -168,27 +170,27 @@ def x_transformers(size: Size, compiled: bool) -> Contestant:
         dim=size.width, depth=size.layers, heads=size.heads, attn_dim_head=size.width // size.heads, attn_flash=True
     )
     model = TransformerWrapper(num_tokens=size.vocab, max_seq_len=size.context, attn_layers=layers, tie_embedding=True)
-    return plain(model, size, compiled)
+    return plain_training(model, size, compiled)
 
 
-BUILDERS: dict[str, Callable[[Size, bool], Contestant]] = {
-    BASE: ours,
-    GPT2: gpt2,
-    "the same, GELU in one piece": partial(gpt2, activation="gelu_pytorch_tanh"),
+BUILDERS: dict[str, Callable[[Size, bool], TrainingCandidate]] = {
+    BASE: headwise_training,
+    GPT2: gpt2_training,
+    "the same, GELU in one piece": partial(gpt2_training, activation="gelu_pytorch_tanh"),
 }
 if importlib.util.find_spec("x_transformers"):
-    BUILDERS["x-transformers"] = x_transformers
+    BUILDERS["x-transformers"] = x_transformers_training
 
 
-def check_same(contestants: dict[str, Contestant]) -> None:
+def check_same(candidates: dict[str, TrainingCandidate]) -> None:
     """The same parameters, and a first gradient of the same length: what is timed is the same computation."""
-    one, other = contestants[BASE], contestants[GPT2]
-    assert one.parameters == other.parameters, f"{one.parameters:,} and {other.parameters:,} parameters"
-    norms = [float(each.step()) for each in (one, other)]  # pyright: ignore[reportArgumentType]
+    native, reference = candidates[BASE], candidates[GPT2]
+    assert native.parameters == reference.parameters, f"{native.parameters:,} and {reference.parameters:,} parameters"
+    norms = [float(candidate.step()) for candidate in (native, reference)]  # pyright: ignore[reportArgumentType]
     assert math.isclose(*norms, rel_tol=1e-3), f"first gradients of lengths {norms}"
 
 
-def several(step: Callable[[], object], times: int) -> Callable[[], None]:
+def repeat_step(step: Callable[[], object], times: int) -> Callable[[], None]:
     def turn() -> None:
         for _ in range(times):
             step()
@@ -198,34 +200,34 @@ def several(step: Callable[[], object], times: int) -> Callable[[], None]:
 
 def time_training(name: str, form: str, rounds: int, console: Console) -> None:
     size = SIZES[name]
-    contestants = {who: build(size, form == "compiled") for who, build in BUILDERS.items()}
-    check_same(contestants)
-    for contestant in contestants.values():
-        several(contestant.step, 3)()  # compiling, and the optimizer's state
-    turns = {who: several(contestant.step, size.steps) for who, contestant in contestants.items()}
-    timings = take_turns(turns, BASE, rounds)
+    candidates = {label: build(size, form == "compiled") for label, build in BUILDERS.items()}
+    check_same(candidates)
+    for candidate in candidates.values():
+        repeat_step(candidate.step, 3)()  # compiling, and the optimizer's state
+    turns = {label: repeat_step(candidate.step, size.steps) for label, candidate in candidates.items()}
+    timings = interleaved_timing(turns, BASE, rounds)
     tokens = size.steps * size.batch * size.context
     rows = []
-    for who, t in timings.items():
-        memory = peak_memory("bench.train", "--memory-of", who, name, form)
-        goal = "" if who == BASE else f"≥ {size.goal} {'✓' if 1 / t.speed >= size.goal else '✗'}"
-        spread = "" if who == BASE else f"{1 / t.high:.2f} – {1 / t.low:.2f}"
+    for label, t in timings.items():
+        memory = process_peak_memory("bench.train", "--memory-of", label, name, form)
+        goal = "" if label == BASE else f"≥ {size.goal} {'✓' if 1 / t.speed >= size.goal else '✗'}"
+        spread = "" if label == BASE else f"{1 / t.high:.2f} – {1 / t.low:.2f}"
         rows.append(
-            [who, contestants[who].parameters, round(tokens / t.best), round(tokens / t.median), 1 / t.speed, spread,
+            [label, candidates[label].parameters, round(tokens / t.best), round(tokens / t.median), 1 / t.speed, spread,
              goal, round(memory, 1)]
         )  # fmt: skip
     columns = ["who", "parameters", "tokens/s best", "median", "times ours", "quartiles", "goal", "step MB"]
     console.print(make_table(f"{form}, {size} ({rounds} rounds of {size.steps} steps)", columns, rows))
 
 
-def memory_of(who: str, name: str, form: str) -> float:
+def memory_of(label: str, name: str, form: str) -> float:
     """A step at its peak, above the weights and the optimizer's state; what earlier steps left free is given back first."""
-    contestant = BUILDERS[who](SIZES[name], form == "compiled")
-    several(contestant.step, 3)()
+    candidate = BUILDERS[label](SIZES[name], form == "compiled")
+    repeat_step(candidate.step, 3)()
     rises = []
     for _ in range(3):
         ctypes.CDLL(None).malloc_trim(0)
-        rises.append(rise(contestant.step))
+        rises.append(peak_memory(candidate.step))
     return statistics.median(rises)
 
 
@@ -235,16 +237,16 @@ def main() -> None:
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     arguments.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     arguments.add_argument("--memory-of", nargs=3, metavar=("WHO", "SIZE", "FORM"), help=argparse.SUPPRESS)
-    given = arguments.parse_args()
+    args = arguments.parse_args()
     logging.disable_progress_bar()
-    if given.memory_of:
-        print(memory_of(*given.memory_of))
+    if args.memory_of:
+        print(memory_of(*args.memory_of))
         return
     console = Console(file=sys.stdout, width=120)
     console.print(f"{machine()}. 'times ours' is time beside ours: above 1, ours is quicker.")
-    for name in given.sizes:
-        for form in given.forms:
-            time_training(name, form, given.rounds, console)
+    for name in args.sizes:
+        for form in args.forms:
+            time_training(name, form, args.rounds, console)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from playwright.sync_api import Browser, Error, Page, Route, sync_playwright
 from headwise.errors import HeadwiseError
 from headwise.ui.report import write_report
 from tests.ui.browser import find_browser
-from tests.ui.report_fixtures import TEXT, make_book, make_maps, make_sentence
+from tests.ui.report_fixtures import TEXT, make_maps, make_report_data, make_sentence
 
 RUNS = 5
-PATIENCE = 180_000  # milliseconds
+TIMEOUT_MS = 180_000  # milliseconds
 WATCH = """
 window.long = [];
 new PerformanceObserver((list) => window.long.push(...list.getEntries().map((one) => one.duration)))
@@ -48,70 +48,72 @@ def main() -> None:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         print(f"{'':34}{'MB':>8}{'nodes':>11}{'ready, s':>10}{'longest task while hovering, ms':>34}")
         for layers, heads, tokens in ((12, 12, 32), (12, 12, 128), (32, 32, 512)):
-            ours = write_report(
-                make_book(layers, heads, [make_sentence(layers, heads, tokens)]), Path(folder) / "ours.html"
+            headwise_page = write_report(
+                make_report_data(layers, heads, [make_sentence(layers, heads, tokens)]), Path(folder) / "ours.html"
             )
-            tell(
-                f"Headwise {layers}×{heads}, {tokens} tokens", ours, best([measure(browser, ours) for _ in range(RUNS)])
+            print_row(
+                f"Headwise {layers}×{heads}, {tokens} tokens",
+                headwise_page,
+                best_run([measure_page(browser, headwise_page) for _ in range(RUNS)]),
             )
             if heads == 12:
-                theirs = bertviz(Path(folder) / "theirs.html", layers, heads, tokens)
-                runs = [measure(browser, theirs, hover=False) for _ in range(RUNS if tokens < 100 else 1)]
-                tell(f"BertViz {layers}×{heads}, {tokens} tokens", theirs, best(runs))
+                bertviz_page = write_bertviz(Path(folder) / "theirs.html", layers, heads, tokens)
+                runs = [measure_page(browser, bertviz_page, hover=False) for _ in range(RUNS if tokens < 100 else 1)]
+                print_row(f"BertViz {layers}×{heads}, {tokens} tokens", bertviz_page, best_run(runs))
         browser.close()
 
 
-def measure(browser: Browser, path: Path, hover: bool = True) -> dict[str, Any]:
+def measure_page(browser: Browser, path: Path, hover: bool = True) -> dict[str, Any]:
     """Open a file once: when it was ready, how many nodes it has, the longest task while its cells and words are hovered."""
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.add_init_script(WATCH)
-    page.route(re.compile("^https://"), library)
+    page.route(re.compile("^https://"), serve_library)
     try:
-        page.goto(path.as_uri(), timeout=PATIENCE)
-        page.wait_for_selector("html[data-ready]", timeout=PATIENCE)
-        made = page.evaluate("({ ready: window.readyAt / 1000, nodes: document.querySelectorAll('*').length })")
-        return {**made, "longest": wander(page) if hover else None}
+        page.goto(path.as_uri(), timeout=TIMEOUT_MS)
+        page.wait_for_selector("html[data-ready]", timeout=TIMEOUT_MS)
+        timing = page.evaluate("({ ready: window.readyAt / 1000, nodes: document.querySelectorAll('*').length })")
+        return {**timing, "longest": longest_hover_task(page) if hover else None}
     except Error as error:
         return {"failed": str(error).splitlines()[0]}
     finally:
         page.close()
 
 
-def wander(page: Page) -> float:
+def longest_hover_task(page: Page) -> float:
     """Over cells of the overview, words of the sentence and places of the map; the longest task of all that."""
     page.evaluate("window.long = []")
     for cell in page.query_selector_all(".cell")[::37][:20]:
         cell.hover()
     page.wait_for_timeout(100)
-    longest = page.evaluate("Math.max(0, ...window.long)")
+    max_task = page.evaluate("Math.max(0, ...window.long)")
     page.evaluate("location.hash = '#view=sentence'")
     page.wait_for_selector("main[data-view=sentence] .heat canvas")
     page.wait_for_timeout(300)
     page.evaluate("window.long = []")  # opening a view is not hovering
     for token in page.query_selector_all(".tokens button")[2:20:3]:
         token.hover()
-    picture = page.query_selector(".heat canvas")
-    assert picture is not None
-    picture.scroll_into_view_if_needed()
-    box = picture.bounding_box()
+    heatmap = page.query_selector(".heat canvas")
+    assert heatmap is not None
+    heatmap.scroll_into_view_if_needed()
+    box = heatmap.bounding_box()
     assert box is not None
     for step in range(20):
         page.mouse.move(box["x"] + 20 + step * 9, box["y"] + 20 + step * 7)
     page.wait_for_timeout(100)
-    return max(longest, page.evaluate("Math.max(0, ...window.long)"))
+    return max(max_task, page.evaluate("Math.max(0, ...window.long)"))
 
 
-def bertviz(path: Path, layers: int, heads: int, tokens: int) -> Path:
+def write_bertviz(path: Path, layers: int, heads: int, tokens: int) -> Path:
     """BertViz's model view of the same maps, as a page."""
     from bertviz import model_view  # pyright: ignore[reportMissingImports]
 
     attention = [maps[None] for maps, _, _ in make_maps(layers, heads, tokens)]  # (1, h, T, S) each
-    made: Any = model_view(attention, [TEXT[i % len(TEXT)] for i in range(tokens)], html_action="return")
-    path.write_text(f"<!doctype html><html><head><meta charset='utf-8'></head><body>{made.data}</body></html>")
+    view: Any = model_view(attention, [TEXT[i % len(TEXT)] for i in range(tokens)], html_action="return")
+    path.write_text(f"<!doctype html><html><head><meta charset='utf-8'></head><body>{view.data}</body></html>")
     return path
 
 
-def library(route: Route) -> None:
+def serve_library(route: Route) -> None:
     """What a page asks a network for, from packages."""
     url = route.request.url
     if "require" in url:
@@ -125,26 +127,28 @@ def library(route: Route) -> None:
     return route.fulfill(body=body, content_type="text/javascript")
 
 
-def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def best_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The best of several runs: the machine is shared."""
-    whole = [run for run in runs if "failed" not in run]
-    if not whole:
+    completed = [run for run in runs if "failed" not in run]
+    if not completed:
         return runs[0]
-    hovers = [run["longest"] for run in whole if run["longest"] is not None]
+    hovers = [run["longest"] for run in completed if run["longest"] is not None]
     return {
-        "nodes": whole[0]["nodes"],
-        "ready": min(run["ready"] for run in whole),
+        "nodes": completed[0]["nodes"],
+        "ready": min(run["ready"] for run in completed),
         "longest": min(hovers, default=None),
     }
 
 
-def tell(name: str, path: Path, made: dict[str, Any]) -> None:
+def print_row(name: str, path: Path, result: dict[str, Any]) -> None:
     size = path.stat().st_size / 1e6
-    if "failed" in made:
-        print(f"{name:34}{size:8.2f}  {made['failed']}", flush=True)
+    if "failed" in result:
+        print(f"{name:34}{size:8.2f}  {result['failed']}", flush=True)
         return
-    longest = "–" if made["longest"] is None else "below 50" if made["longest"] == 0 else f"{made['longest']:.0f}"
-    print(f"{name:34}{size:8.2f}{made['nodes']:11,}{made['ready']:10.2f}{longest:>34}", flush=True)
+    task_text = (
+        "–" if result["longest"] is None else "below 50" if result["longest"] == 0 else f"{result['longest']:.0f}"
+    )
+    print(f"{name:34}{size:8.2f}{result['nodes']:11,}{result['ready']:10.2f}{task_text:>34}", flush=True)
 
 
 if __name__ == "__main__":

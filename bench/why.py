@@ -13,10 +13,10 @@ import torch
 
 import headwise as hw
 from bench.measure import machine
-from headwise.ui.tables import make_table
+from headwise.ui.terminal_table import make_table
 
-PREVIOUS = "16.0"
-LONG = 24  # tokens that are said twice
+PREVIOUS_TOKEN_HEAD = "16.0"
+REPEAT_LENGTH = 24  # tokens that are said twice
 
 
 def main() -> None:
@@ -26,38 +26,40 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=31)
     options = parser.parse_args()
     model = hw.load("smollm2")
-    dice = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     rows = []
     for head in options.heads.split(","):
         for lead in (False, True):
-            ranks, shares, sides, of_side, first = [], [], [], [], []
+            ranks, fractions, sides, side_fractions, first = [], [], [], [], []
             for _ in range(options.texts):
-                once = torch.randint(1000, model.spec.vocab, (LONG,), generator=dice)
-                at = LONG + int(torch.randint(4, LONG - 1, (), generator=dice))
-                made = hw.why(model, torch.cat((once, once)), head, at=at, to=at - LONG + 1, lead=lead)
-                assert made.complete, made.error
-                ranks.append(made.rank("embedding", PREVIOUS))
-                shares.append(made.pairs[0].score / made.total)
-                keys = made.side("key")
-                sides.append(1 + [name for name, _ in keys].index(PREVIOUS))
-                of_side.append(dict(keys)[PREVIOUS] / made.total)
-                first.append(f"{made.pairs[0].query} · {made.pairs[0].key}")
+                once = torch.randint(1000, model.spec.vocab, (REPEAT_LENGTH,), generator=generator)
+                at = REPEAT_LENGTH + int(torch.randint(4, REPEAT_LENGTH - 1, (), generator=generator))
+                attribution = hw.explain(
+                    model, torch.cat((once, once)), head, query=at, key=at - REPEAT_LENGTH + 1, relative_to_mean=lead
+                )
+                assert attribution.is_complete, attribution.relative_error
+                ranks.append(attribution.pair_rank("embedding", PREVIOUS_TOKEN_HEAD))
+                fractions.append(attribution.pairs[0].score / attribution.total)
+                keys = attribution.side_totals("key")
+                sides.append(1 + [name for name, _ in keys].index(PREVIOUS_TOKEN_HEAD))
+                side_fractions.append(dict(keys)[PREVIOUS_TOKEN_HEAD] / attribution.total)
+                first.append(f"{attribution.pairs[0].query} · {attribution.pairs[0].key}")
             common = max(set(first), key=first.count)
             rows.append(
                 (
                     head, "lead" if lead else "score", f"{np.median(ranks):.0f} ({min(ranks)} to {max(ranks)})",
-                    f"{np.median(sides):.0f} ({min(sides)} to {max(sides)})", f"{np.median(of_side):.2f}",
-                    f"{common} ({first.count(common)} of {len(first)})", f"{np.median(shares):.2f}",
+                    f"{np.median(sides):.0f} ({min(sides)} to {max(sides)})", f"{np.median(side_fractions):.2f}",
+                    f"{common} ({first.count(common)} of {len(first)})", f"{np.median(fractions):.2f}",
                 )
             )  # fmt: skip
     from rich.console import Console
 
     columns = [
-        "head", "of the", "rank of the pair", f"rank of {PREVIOUS} at the key", "its part", "most often first", "its part",
+        "head", "of the", "rank of the pair", f"rank of {PREVIOUS_TOKEN_HEAD} at the key", "its part",
+        "most often first", "its part",
     ]  # fmt: skip
-    title = (
-        f"The token at the query against what {PREVIOUS} wrote at the key; median of {options.texts} texts; {machine()}"
-    )
+    title = f"The token at the query against what {PREVIOUS_TOKEN_HEAD} wrote at the key"
+    title += f"; median of {options.texts} texts; {machine()}"
     Console(width=140).print(make_table(title, columns, rows))
 
 

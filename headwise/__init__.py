@@ -1,19 +1,20 @@
 """Headwise: multi-head attention with the head as a first-class object.
 
-The front door. Names are loaded when they are first used, so that `import headwise` costs next to nothing.
+Public names are imported on first use, so that `import headwise` is fast.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from headwise.lazy_import import lazy_names
 
 __version__ = "0.2.0"
 
-_ROOMS = {
+_NAMES_BY_MODULE = {
     "errors": ("HeadwiseError",),
     "spec": (
         "Address",
         "AttentionSpec",
-        "Keeps",
+        "CachePolicy",
         "ModelSpec",
         "Rotary",
         "RotaryScaling",
@@ -25,101 +26,101 @@ _ROOMS = {
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
     "text": ("Corpus", "Tokenizer", "embed"),
-    "team.spread": ("shard",),
-    "attach": ("attach",),
+    "distributed.head_parallel": ("shard",),
+    "attached": ("attach",),
     "weights": ("load",),
-    "deploy": ("export",),
-    "train": ("Recipe", "TrainRequest", "train"),
-    "teach": ("distil",),
-    "look.record.reading": ("Reading",),
-    "look.record.recording": ("record",),
-    "look.record.attend": ("attend",),
-    "look.profile.make": ("profile",),
-    "look.profile.shards": ("profile_shards",),
-    "look.measure.measure": ("WeightAt", "WeightOn"),
-    "look.profile.roles": ("Role",),
-    "look.profile.result": ("Profile",),
-    "look.worth.ablate": ("ablated", "patched"),
-    "look.worth.importance": ("importance",),
-    "look.worth.sensitivity": ("sensitivity",),
-    "look.why.why": ("why",),
-    "look.compare.compare": ("compare",),
-    "look.compare.match": ("match",),
-    "look.profile.history": ("HeadHistory",),
-    "change.prune": ("prune",),
-    "change.quantise": ("quantise", "dequantise"),
-    "change.allocate": ("allocate",),
-    "change.plan": ("Plan",),
-    "change.request": ("PruneRequest",),
-    "change.study": ("PruneStudy", "prune_study"),
-    "lab.experiments.head_sweep": ("head_sweep",),
-    "lab.run": ("claims",),
+    "exporters": ("export",),
+    "training": ("Recipe", "train"),
+    "distillation": ("distill",),
+    "analysis.recording.tokenized_corpus": ("TokenizedCorpus",),
+    "analysis.recording.recording": ("record",),
+    "analysis.recording.attention_maps": ("attention_maps",),
+    "analysis.roles.profile": ("profile",),
+    "analysis.roles.profile_result": ("Profile",),
+    "analysis.roles.roles": ("Role",),
+    "analysis.metrics.metric": ("AttentionToPosition", "AttentionToTokens"),
+    "ui.head_summary": ("describe",),
+    "analysis.ablation.ablate": ("ablated", "patched"),
+    "analysis.ablation.importance": ("importance",),
+    "analysis.ablation.sensitivity": ("sensitivity",),
+    "analysis.attribution.score_attribution": ("explain",),
+    "analysis.similarity.compare_heads": ("compare_heads",),
+    "analysis.similarity.match_heads": ("match_heads",),
+    "analysis.roles.head_history": ("HeadHistory",),
+    "compression.plan": ("Plan", "apply", "plan_pruning", "plan_streaming"),
+    "compression.prune": ("prune",),
+    "compression.prune_study": ("prune_study",),
+    "compression.quantize": ("dequantize", "quantize"),
+    "compression.allocate_bits": ("allocate_bits",),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
-__all__ = [  # noqa: RUF022 (in the order of the rooms)
+__all__ = [  # noqa: RUF022 (in the order of the packages)
     "HeadwiseError",
-    "Address", "AttentionSpec", "Keeps", "ModelSpec", "Rotary", "RotaryScaling", "layout", "preset", "presets",
+    "Address", "AttentionSpec", "CachePolicy", "ModelSpec", "Plan", "Rotary", "RotaryScaling", "preset", "presets",
     "Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
     "Corpus", "Tokenizer", "embed",
-    "shard",
-    "attach",
-    "load",
-    "export",
-    "Recipe", "TrainRequest", "train", "distil",
-    "Reading", "record", "attend", "profile", "profile_shards", "WeightAt", "WeightOn", "Role", "Profile",
-    "ablated", "patched", "importance", "sensitivity", "why", "compare", "match", "HeadHistory",
-    "prune", "quantise", "dequantise", "allocate", "Plan", "PruneRequest", "PruneStudy", "prune_study",
-    "head_sweep", "claims",
+    "shard", "layout",
+    "attach", "load", "export",
+    "Recipe", "train", "distill",
+    "TokenizedCorpus", "record", "attention_maps", "profile", "Profile", "Role", "AttentionToTokens", "AttentionToPosition",
+    "describe", "ablated", "patched", "importance", "sensitivity", "explain", "compare_heads", "match_heads", "HeadHistory",
+    "plan_pruning", "plan_streaming", "apply", "prune", "prune_study", "quantize", "dequantize", "allocate_bits",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from headwise.analysis.ablation.ablate import ablated, patched
     from headwise.analysis.ablation.importance import importance
     from headwise.analysis.ablation.sensitivity import sensitivity
-    from headwise.analysis.attribution.score_attribution import why
-    from headwise.analysis.metrics.metric import WeightAt, WeightOn
-    from headwise.analysis.recording.attention_maps import attend
+    from headwise.analysis.attribution.score_attribution import explain
+    from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens
+    from headwise.analysis.recording.attention_maps import attention_maps
     from headwise.analysis.recording.recording import record
-    from headwise.analysis.recording.tokenized_corpus import Reading
-    from headwise.analysis.roles.history import HeadHistory
+    from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+    from headwise.analysis.roles.head_history import HeadHistory
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.roles import Role
-    from headwise.analysis.roles.shards import profile_shards
-    from headwise.analysis.similarity.compare_heads import compare
-    from headwise.analysis.similarity.match_heads import match
+    from headwise.analysis.similarity.compare_heads import compare_heads
+    from headwise.analysis.similarity.match_heads import match_heads
     from headwise.attached import attach
-    from headwise.compression.allocate_bits import allocate
-    from headwise.compression.plan import Plan
+    from headwise.compression.allocate_bits import allocate_bits
+    from headwise.compression.plan import Plan, apply, plan_pruning, plan_streaming
     from headwise.compression.prune import prune
-    from headwise.compression.prune_request import PruneRequest
-    from headwise.compression.prune_study import PruneStudy, prune_study
-    from headwise.compression.quantize import dequantise, quantise
-    from headwise.distillation import distil
+    from headwise.compression.prune_study import prune_study
+    from headwise.compression.quantize import dequantize, quantize
+    from headwise.distillation import distill
     from headwise.distributed.head_parallel import shard
     from headwise.errors import HeadwiseError
-    from headwise.experiments.head_sweep import head_sweep
-    from headwise.experiments.run import claims
     from headwise.exporters import export
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window
     from headwise.model import Transformer
-    from headwise.spec import Address, AttentionSpec, Keeps, ModelSpec, Rotary, RotaryScaling, layout, preset, presets
+    from headwise.spec import (
+        Address,
+        AttentionSpec,
+        CachePolicy,
+        ModelSpec,
+        Rotary,
+        RotaryScaling,
+        layout,
+        preset,
+        presets,
+    )
     from headwise.text import Corpus, Tokenizer, embed
-    from headwise.training import Recipe, TrainRequest, train
+    from headwise.training import Recipe, train
+    from headwise.ui.head_summary import describe
     from headwise.weights import load
 
 
+_import_name = lazy_names(__name__, _NAMES_BY_MODULE)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
-        raise AttributeError(f"module 'headwise' has no attribute {name!r}")
-    value = getattr(import_module(f"headwise.{_ROOM_OF[name]}"), name)
-    globals()[name] = value  # next time without the detour
+    value = globals()[name] = _import_name(name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOM_OF])
+    return sorted({*globals(), *__all__})

@@ -8,14 +8,14 @@ class HeadwiseError(ValueError):
     """Raised for anything a caller can put right."""
 
 
-def close_names(name: str, known: Iterable[str]) -> str:
+def suggest_names(name: str, valid_names: Iterable[str]) -> str:
     """Turn a mistyped name into advice: the close ones, or all of them.
 
-    >>> close_names("gpt-2", ["gpt2", "bert-base"])
+    >>> suggest_names("gpt-2", ["gpt2", "bert-base"])
     'did you mean gpt2?'
-    >>> close_names("zzz", ["gpt2", "bert-base"])
+    >>> suggest_names("zzz", ["gpt2", "bert-base"])
     'known: bert-base, gpt2.'
     """
-    known = sorted(known)
-    close = get_close_matches(str(name), known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}."
+    valid_names = sorted(valid_names)
+    matches = get_close_matches(str(name), valid_names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(matches)}?" if matches else f"known: {', '.join(valid_names)}."

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HEADWISE_PRODUCT", "torch")  # a product chosen by its time may differ from run to run
+os.environ.setdefault("HEADWISE_MATMUL", "torch")  # a product chosen by its time may differ from run to run
 
 import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.distributed.process_fixtures import Crew
+    from tests.distributed.process_fixtures import WorkerGroup
 
 SHIFT = int(os.environ.get("HEADWISE_TEST_SHIFT", "0"))
 
@@ -41,16 +41,16 @@ if SHIFT:  # wherever a weight comes into a module, changes its type or is copie
         register(self, name, param)
         shift(param)
 
-    def apply_shifted(self: torch.nn.Module, *arguments: Any, **named: Any) -> torch.nn.Module:
-        made = apply(self, *arguments, **named)
-        for param in made.parameters():
+    def apply_shifted(self: torch.nn.Module, *arguments: Any, **kwargs: Any) -> torch.nn.Module:
+        module = apply(self, *arguments, **kwargs)
+        for param in module.parameters():
             shift(param)
-        return made
+        return module
 
     def copy_shifted(self: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        made: Any = copy(self, memo)
-        shift(made)
-        return made
+        parameter: Any = copy(self, memo)
+        shift(parameter)
+        return parameter
 
     Module.register_parameter, Module._apply, Parameter.__deepcopy__ = register_shifted, apply_shifted, copy_shifted
 
@@ -71,30 +71,32 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two() -> Iterator["Crew"]:
+def two() -> Iterator["WorkerGroup"]:
     """Two processes that know of each other, started by the first test that needs them."""
-    from tests.distributed.process_fixtures import Crew
+    from tests.distributed.process_fixtures import WorkerGroup
 
-    crew = Crew(2)
-    yield crew
-    crew.stop()
+    group = WorkerGroup(2)
+    yield group
+    group.stop()
 
 
 @pytest.fixture
 def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what comes of a profile, not of its figures: 24 of the hundreds of documents that are read by default."""
     from headwise.analysis.recording import tokenized_corpus
+    from headwise.text.annotated_document import Document
     from headwise.text.corpus import Corpus
-    from headwise.text.documents import Document
 
-    usual = tokenized_corpus.documents_for
+    original = tokenized_corpus.default_corpus
 
-    def some(model: Any) -> Corpus:
-        every = [one if isinstance(one, Document) else one.text for one in usual(model).items()]
-        return Corpus.of(every[:: max(1, len(every) // tokenized_corpus.DOCUMENTS)][: tokenized_corpus.DOCUMENTS])
+    def subset(model: Any) -> Corpus:
+        texts = [item if isinstance(item, Document) else item.text for item in original(model).items()]
+        return Corpus.of(
+            texts[:: max(1, len(texts) // tokenized_corpus.DEFAULT_DOCUMENTS)][: tokenized_corpus.DEFAULT_DOCUMENTS]
+        )
 
-    monkeypatch.setattr(tokenized_corpus, "DOCUMENTS", 24)
-    monkeypatch.setattr(tokenized_corpus, "documents_for", some)
+    monkeypatch.setattr(tokenized_corpus, "DEFAULT_DOCUMENTS", 24)
+    monkeypatch.setattr(tokenized_corpus, "default_corpus", subset)
 
 
 @pytest.fixture

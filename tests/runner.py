@@ -12,7 +12,7 @@ import pytest
 from headwise.cli import main
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """How a call of the command line ended, and what it said."""
 
     code: int
@@ -20,13 +20,13 @@ class Done(NamedTuple):
     err: str
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         """The result of a call that went well."""
         assert self.code == 0, self.err
         return self.out
 
     @property
-    def refused(self) -> str:
+    def error_line(self) -> str:
         """What a call says that could not be answered: in one line at the end, without a result or a traceback."""
         assert (self.code, self.out) == (2, ""), self.err
         assert "Traceback" not in self.err
@@ -35,7 +35,7 @@ class Done(NamedTuple):
         return last
 
 
-def headwise(*arguments: object, columns: int = 120) -> Done:
+def run_command(*arguments: object, columns: int = 120) -> CommandResult:
     """In this process: starting torch anew for every call would take minutes."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -45,13 +45,13 @@ def headwise(*arguments: object, columns: int = 120) -> Done:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-    return Done(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def alone(*arguments: object) -> Done:
+def run_in_subprocess(*arguments: object) -> CommandResult:
     """In a process of its own, with one thread."""
-    asked = [sys.executable, "-m", "headwise", *map(str, arguments)]
+    command = [sys.executable, "-m", "headwise", *map(str, arguments)]
     done = subprocess.run(
-        asked, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300
     )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)

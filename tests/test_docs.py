@@ -15,51 +15,50 @@ import torch
 import headwise
 
 ROOT = Path(__file__).parent.parent
-MODULES = ["headwise", *(found.name for found in pkgutil.walk_packages(headwise.__path__, "headwise."))]
+MODULES = ["headwise", *(module_info.name for module_info in pkgutil.walk_packages(headwise.__path__, "headwise."))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
-def test_doctests(name: str) -> None:
+def test_docstring_examples_pass(name: str) -> None:
     torch.manual_seed(0)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 @pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_page_examples_print_expected_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # what a page writes
     torch.manual_seed(0)
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         lines = block.splitlines()
         for statement in ast.parse(block).body:
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said):
+            stdout = io.StringIO()
+            with contextlib.redirect_stdout(stdout):
                 exec(compile(ast.Module([statement], []), page.name, "exec"), names)
             source = lines[statement.lineno - 1 : statement.end_lineno]
             promises = [line.split("  # ")[-1] for line in source if "print(" in line and "  # " in line]
-            for printed in said.getvalue().splitlines() if promises else []:
-                assert any(keeps(printed, promise) for promise in promises), f"{page.name} printed {printed}"
+            for printed in stdout.getvalue().splitlines() if promises else []:
+                assert any(matches_promise(printed, promise) for promise in promises), f"{page.name} printed {printed}"
 
 
-def keeps(printed: str, promise: str) -> bool:
+def matches_promise(printed: str, promise: str) -> bool:
     """A comment behind a print is what it prints; words may follow a comma or colon, and … leaves the rest out."""
     if promise.endswith("…"):
         return printed.startswith(promise.removesuffix("…").strip())
     return promise == printed or promise.startswith((f"{printed}, ", f"{printed}: "))
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_reference_page_lists_every_public_name() -> None:
     listed = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
-    rooms = {name: importlib.import_module(f"headwise.{headwise._ROOM_OF[name]}") for name in headwise.__all__}
-    public = [getattr(room, name) for name, room in rooms.items()]
-    assert listed == {f"{one.__module__}.{one.__qualname__}" for one in public}
+    public = [getattr(headwise, name) for name in headwise.__all__]
+    assert listed == {f"{public_object.__module__}.{public_object.__qualname__}" for public_object in public}
 
 
-def test_the_glossary_has_the_words_of_the_page() -> None:
-    from headwise.ui.glossary import WORDS
+def test_glossary_page_equals_ui_glossary() -> None:
+    from headwise.ui.glossary import GLOSSARY
 
     page = (ROOT / "docs" / "glossary.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((.+?)\) \|$", page, re.MULTILINE)
-    assert rows == [(name, word.meaning, word.docs) for name, word in WORDS.items()]
+    assert rows == [(name, word.meaning, word.docs) for name, word in GLOSSARY.items()]

@@ -7,32 +7,32 @@ from pathlib import Path
 
 import pytest
 
-BOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
-LINE, PICTURE, BYTES = 48, 520, 300_000  # characters of code, pixels across, of a file
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
+MAX_LINE, MAX_IMAGE_WIDTH, MAX_BYTES = 48, 520, 300_000  # characters of code, pixels across, of a file
 
 
-def test_there_are_four() -> None:
-    assert [book.stem.split("-")[1] for book in BOOKS] == ["look", "price", "train", "claims"]
+def test_examples_are_the_four_notebooks() -> None:
+    assert [book.stem.split("-")[1] for book in NOTEBOOKS] == ["look", "price", "train", "claims"]
 
 
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
-def test_a_notebook_is_executed_and_fits_a_phone(book: Path) -> None:
-    assert book.stat().st_size < BYTES
+@pytest.mark.parametrize("book", NOTEBOOKS, ids=lambda book: book.stem)
+def test_notebook_is_executed_and_narrow(book: Path) -> None:
+    assert book.stat().st_size < MAX_BYTES
     cells = [cell for cell in json.loads(book.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in cells)
-    assert max(len(line.rstrip("\n")) for cell in cells for line in cell["source"]) <= LINE
+    assert max(len(line.rstrip("\n")) for cell in cells for line in cell["source"]) <= MAX_LINE
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert outputs
     assert not [output for output in outputs if output["output_type"] == "error"]
     for output in outputs:
-        picture = output.get("data", {}).get("image/png")
-        if picture:
-            assert struct.unpack(">I", base64.b64decode(picture)[16:20])[0] <= 2 * PICTURE  # two pixels for one
+        image = output.get("data", {}).get("image/png")
+        if image:
+            assert struct.unpack(">I", base64.b64decode(image)[16:20])[0] <= 2 * MAX_IMAGE_WIDTH  # two pixels for one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
-def test_a_notebook_runs(book: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("book", NOTEBOOKS, ids=lambda book: book.stem)
+def test_notebook_executes_without_error(book: Path, tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 

@@ -11,34 +11,34 @@ from headwise.cli import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "tasks.md"
 COMMANDS = re.findall(r"^    headwise (.+)$", PAGE.read_text(), re.MULTILINE)
-ELSEWHERE = ("view",)  # answers until Ctrl-C; tests/ui has it in a browser
+INTERACTIVE = ("view",)  # answers until Ctrl-C; tests/ui has it in a browser
 
 
 def run(commands: list[str]) -> dict[str, str]:
     """What each command prints."""
-    said = {}
+    outputs = {}
     for command in commands:
         done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "80"})
         assert done.exit_code == 0, (command, done.stderr, done.exception)
-        said[command] = done.stdout
-    return said
+        outputs[command] = done.stdout
+    return outputs
 
 
-def test_training_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_page_train_and_plot_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick sample."""
     monkeypatch.chdir(tmp_path)
-    run([command for command in COMMANDS if command.startswith(("train", "generate", "attend"))])
+    run([command for command in COMMANDS if command.startswith(("train", "generate", "maps"))])
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_every_task_is_one_obvious_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_page_all_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = run([command for command in COMMANDS if not command.startswith(ELSEWHERE)])
-    assert len(said) == 8
-    heads = said[COMMANDS[1]]
+    outputs = run([command for command in COMMANDS if not command.startswith(INTERACTIVE)])
+    assert len(outputs) == 8
+    heads = outputs[COMMANDS[1]]
     assert re.search(r"1\.1 +0\.\d+ +0\.\d+ +0\.\d+–0\.\d+", heads), "a row per head: score, baseline, interval"
-    assert "brings it back" in said[COMMANDS[2]]
+    assert "brings it back" in outputs[COMMANDS[2]]
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
-    assert "the model is in runs/first" in said[COMMANDS[4]], "a finished run goes no further"
-    assert "have the role they had" in said[COMMANDS[-1]]
+    assert "the model is in runs/first" in outputs[COMMANDS[4]], "a finished run goes no further"
+    assert "have the role they had" in outputs[COMMANDS[-1]]

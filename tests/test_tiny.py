@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.compression.prune_heads import cut
-from headwise.experiments.engine.statistic import Figures
+from headwise.compression.prune_heads import prune_heads
+from headwise.experiments.engine.statistic import StatisticTable
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.training.loss import LanguageLoss
-from tests.runner import headwise
+from headwise.training.language_loss import LanguageLoss
+from tests.runner import run_command
 
 TEXT = "the dog sees the cat . the cat sees the dog . " * 8
 
 
-def test_a_model_runs_and_its_heads_can_be_silenced() -> None:
+def test_transformer_silenced_head_changes_output() -> None:
     """spec, heads, model"""
     torch.manual_seed(0)
     spec = hw.ModelSpec(
@@ -29,7 +29,7 @@ def test_a_model_runs_and_its_heads_can_be_silenced() -> None:
     assert plain.shape == (2, 7, 17)
 
     calls = []
-    with model.sites()[0].listen(calls.append):
+    with model.hook_points()[0].listen(calls.append):
         assert torch.equal(model(ids), plain)
     assert calls[0].z.shape == (2, 3, 7, 4)
 
@@ -37,47 +37,47 @@ def test_a_model_runs_and_its_heads_can_be_silenced() -> None:
         silent = model(ids)
     assert not torch.equal(silent, plain)
     assert torch.equal(silent, model(ids, gates={"1.2": 0.0}))
-    assert model.generate(ids, tokens=4).shape == (2, 11)
+    assert model.generate(ids, max_new_tokens=4).shape == (2, 11)
 
 
-def test_kernels_agree() -> None:
+def test_kernels_all_backends_agree() -> None:
     """kernels"""
     q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).unbind()
     outs = [hw.attention(q, k, v, mask=hw.causal(), backend=b) for b in ("reference", "batched", "fused", "blockwise")]
     assert all(torch.allclose(out, outs[0], atol=1e-12) for out in outs)
 
 
-def test_a_model_learns_is_saved_looked_at_and_cut(tmp_path: Path) -> None:
+def test_model_trains_saves_records_and_prunes(tmp_path: Path) -> None:
     """text, train, weights, look, change; cli and show tell of it. By parts: an optimizer and scipy are slow to import."""
     tokenizer = make_tokenizer("word", Corpus.of([TEXT]))
     attention = hw.AttentionSpec(width=12, heads=3, rotary=hw.Rotary())
-    made = hw.Transformer(hw.ModelSpec(vocab=len(tokenizer), context=16, layers=2, attention=attention)).eval()
-    made.tokenizer = tokenizer
+    trained = hw.Transformer(hw.ModelSpec(vocab=len(tokenizer), context=16, layers=2, attention=attention)).eval()
+    trained.tokenizer = tokenizer
     ids = torch.tensor([tokenizer.encode("the dog sees the cat .")])
-    loss = LanguageLoss(made)
+    loss = LanguageLoss(trained)
     before = loss(ids[:, :-1], ids[:, 1:])
     before.backward()
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in trained.parameters():
             assert weight.grad is not None
             weight -= 0.1 * weight.grad
     assert loss(ids[:, :-1], ids[:, 1:]) < before
 
-    made.save(tmp_path / "whole")
+    trained.save(tmp_path / "whole")
     model = hw.load(tmp_path / "whole")
     assert isinstance(model, hw.Transformer)
-    assert torch.equal(model(ids), made(ids))
+    assert torch.equal(model(ids), trained(ids))
 
-    seen = hw.attend(model, "the dog sees the cat", heads="1.2")
-    assert sum(weight for _, weight in seen.row("sees", head="1.2")) == pytest.approx(1, abs=1e-6)
+    view = hw.attention_maps(model, "the dog sees the cat", heads="1.2")
+    assert sum(weight for _, weight in view.attention_from_word("sees", head="1.2")) == pytest.approx(1, abs=1e-6)
 
-    small = cut(model, "1.2,0.0")
+    small = prune_heads(model, "1.2,0.0")
     with model.heads["1.2,0.0"].silenced():
         torch.testing.assert_close(small(ids), model(ids))
     small.save(tmp_path / "small")
-    assert re.search(r"(?m)^ *heads +4 *$", headwise("info", tmp_path / "small").told)
+    assert re.search(r"(?m)^ *heads +4 *$", run_command("info", tmp_path / "small").output)
 
 
-def test_figures() -> None:
+def test_statistic_table_add_computes_mean() -> None:
     """lab"""
-    assert Figures().add("loss", "4 heads", [1.0, 2.0, 3.0])["loss", "4 heads"].mean == 2
+    assert StatisticTable().add("loss", "4 heads", [1.0, 2.0, 3.0])["loss", "4 heads"].mean == 2

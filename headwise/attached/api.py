@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from headwise.attached.attached_model import Attached
+from headwise.attached.attach_support import check_supported
+from headwise.attached.attached_model import AttachedModel
 from headwise.attached.attachment import live_handle
-from headwise.attached.save_load import make_layers
+from headwise.attached.save_load import make_attached_layers
 from headwise.attached.tokenizer import wrap_tokenizer
-from headwise.attached.validate import check_theirs
-from headwise.io.images import Pixels
+from headwise.io.images import ImagePreprocessor
 
 
-def attach(model: Any, tokenizer: Any = None) -> Attached:
+def attach(model: Any, tokenizer: Any = None) -> AttachedModel:
     """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
 
     `tokenizer` is theirs, or one of ours, for what reads text; of a model that reads pictures, its image processor. The
@@ -23,22 +23,22 @@ def attach(model: Any, tokenizer: Any = None) -> Attached:
     >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
     >>> before = model(ids).logits
-    >>> theirs = attach(model)
-    >>> torch.equal(model(ids).logits, before), len(theirs.heads)
+    >>> attached = attach(model)
+    >>> torch.equal(model(ids).logits, before), len(attached.heads)
     (True, 8)
-    >>> with theirs.heads["1.2"].silenced():
+    >>> with attached.heads["1.2"].silenced():
     ...     torch.equal(model(ids).logits, before)
     False
-    >>> theirs.detach() is model
+    >>> attached.detach() is model
     True
     """
     handle = live_handle(model)
     if handle is None:
-        check_theirs(model)
-    pixels = Pixels.of(tokenizer.to_dict()) if hasattr(tokenizer, "image_mean") else None
-    words = wrap_tokenizer(tokenizer) if pixels is None else None
+        check_supported(model)
+    preprocessor = ImagePreprocessor.from_config(tokenizer.to_dict()) if hasattr(tokenizer, "image_mean") else None
+    wrapped_tokenizer = wrap_tokenizer(tokenizer) if preprocessor is None else None
     if handle is None:
-        return Attached.attach_layers(model, make_layers(model), words, pixels)
+        return AttachedModel.attach_layers(model, make_attached_layers(model), wrapped_tokenizer, preprocessor)
     if tokenizer is not None:
-        handle.tokenizer, handle.pixels = words, pixels
+        handle.tokenizer, handle.preprocessor = wrapped_tokenizer, preprocessor
     return handle

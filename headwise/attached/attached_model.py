@@ -10,62 +10,77 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headwise.attached.attachment import Attachment, ModelState
-from headwise.attached.families import norm_before
-from headwise.attached.forward import OutputHead, hidden_states, own_output, takes_ids
-from headwise.attached.generate import TOKENS, read_prompt, speak, speak_whole
-from headwise.attached.image_input import Pictures
-from headwise.attached.infer_spec import describe, has_output, start_of
-from headwise.attached.layer import Layer
-from headwise.attached.layer_probe import check_rebuilt, try_layers
-from headwise.attached.offload import check_in_memory, is_offloaded, load_copy
-from headwise.attached.prune_in_place import fold_in
-from headwise.attached.residual_stream import find_wiring
-from headwise.attached.resumable_forward import make_walk, why_whole
-from headwise.attached.save_load import PLANS, is_cut, keep_note, make_layers, read, write
-from headwise.attached.train_mode import Modes
-from headwise.attached.validate import check_theirs, own_config
-from headwise.attached.verify_prune import cut_proved
+from headwise.attached.attach_support import check_supported, copy_config
+from headwise.attached.attachment import Attachment, AttachRollbackState
+from headwise.attached.attention_norms import input_norm
+from headwise.attached.generate import DEFAULT_MAX_NEW_TOKENS, generate, prompt_to_ids, stream_tokens
+from headwise.attached.image_input import ImageInput
+from headwise.attached.infer_spec import decoder_start_token, has_lm_head, infer_spec
+from headwise.attached.layer import AttachedLayer
+from headwise.attached.layer_probe import check_reconstruction, probe_layers
+from headwise.attached.offload import check_in_memory, copy_to_memory, is_offloaded
+from headwise.attached.prune_in_place import add_to_output_biases
+from headwise.attached.residual_stream import find_residual_stream
+from headwise.attached.resumable_forward import make_resumable_forward, why_not_resumable
+from headwise.attached.save_load import (
+    PLANS_ATTRIBUTE,
+    is_pruned,
+    load_attached,
+    make_attached_layers,
+    patch_save_pretrained,
+    save_attached,
+)
+from headwise.attached.train_mode_mixin import TrainModeMixin
+from headwise.attached.transformers_forward import AttachedLMHead, forward_tokens, transformers_forward, validate_ids
+from headwise.attached.verify_prune import prune_and_verify
 from headwise.errors import HeadwiseError
-from headwise.heads import Heads, Site
-from headwise.heads.head import Gates, Pattern, resolve_gates
-from headwise.io.images import Pixels
-from headwise.model import Walk, Wiring, quiet
-from headwise.model.protocols import AnyOutput, Norms
-from headwise.model.prune import heads_to_cut
-from headwise.model.resumable_forward import Pick
-from headwise.spec import ModelSpec, SiteAddress
-from headwise.spec.cache_policy import Treatments
+from headwise.heads import Heads, HookPoint
+from headwise.heads.head import Gates, HeadPattern, resolve_gates
+from headwise.io.images import ImagePreprocessor
+from headwise.model import ResidualStream, ResumableForward, eval_mode
+from headwise.model.protocols import LMHeadProtocol, Norms
+from headwise.model.prune import heads_to_prune
+from headwise.model.resumable_forward import RowSelector
+from headwise.spec import LayerAddress, ModelSpec
+from headwise.spec.cache_policy import CachePolicies
 from headwise.text import Tokenizer
 
 
-class Attached(Modes):
-    """A transformers model with its heads: `.heads`, `.sites()`, and the calls that looking and changing make."""
+class AttachedModel(TrainModeMixin):
+    """A transformers model with its heads: `.heads`, `.hook_points()`, and the calls that looking and changing make."""
 
-    def __init__(self, model: Any, layers: list[Layer], tokenizer: Any, pixels: Pixels | None = None) -> None:
+    def __init__(
+        self, model: Any, layers: list[AttachedLayer], tokenizer: Any, preprocessor: ImagePreprocessor | None = None
+    ) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self.pixels = pixels  # how a picture becomes what the model reads
+        self.preprocessor = preprocessor  # how a picture becomes what the model reads
         self.family: str | None = getattr(model.config, "model_type", None)
         self._entered = 0  # contexts of this handle that are open
         self._spec: ModelSpec | None = None
-        self._wiring: Wiring | None = None
-        self._pictures: Pictures | None = None
-        self._whole_passes: str | None = None  # why ablated copies cost them; None: not tried yet
-        self._said = False  # what saving a cut model means for others
+        self._residual_stream: ResidualStream | None = None
+        self._image_input: ImageInput | None = None
+        self._why_not_resumable: str | None = None  # why ablated copies cost them; None: not tried yet
+        self._save_notice_shown = False  # what saving a cut model means for others
         self._attachment = Attachment(model, layers, self)
 
     @classmethod
     def attach_layers(
-        cls, model: Any, layers: list[Layer], tokenizer: Any, pixels: Pixels | None = None, *, tried: bool = False
+        cls,
+        model: Any,
+        layers: list[AttachedLayer],
+        tokenizer: Any,
+        preprocessor: ImagePreprocessor | None = None,
+        *,
+        tried: bool = False,
     ) -> Self:
         """Attach to a model and, unless its layers were `tried` before, test on a few tokens what holds for its heads.
 
         After any error, Ctrl-C included, the model has the hooks and modes that it had before.
         """
-        before = ModelState(model)
+        before = AttachRollbackState(model)
         try:
-            handle = cls(model, layers, tokenizer, pixels)
+            handle = cls(model, layers, tokenizer, preprocessor)
             return handle if tried else handle._try_layers()
         except BaseException:
             before.restore()
@@ -73,107 +88,119 @@ class Attached(Modes):
 
     def _try_layers(self) -> Self:
         """Test by one call on a few tokens what was derived about heads, and withhold the rest."""
-        self._attachment.unwatch()
-        for part, layers in self._parts():
-            try_layers(part, layers)
-        self._attachment.watch()
-        check_rebuilt(self._layers)
+        self._attachment.remove_hooks()
+        for part, layers in self._towers():
+            probe_layers(part, layers)
+        self._attachment.add_hooks()
+        check_reconstruction(self._layers)
         return self
 
     @property
-    def attached(self) -> bool:
+    def is_attached(self) -> bool:
         """Whether the model is attached through this handle."""
         return self._attachment.is_active
 
     @property
-    def _layers(self) -> list[Layer]:
+    def _layers(self) -> list[AttachedLayer]:
         return self._attachment.layers
 
     def forward(
         self,
         ids: Tensor | None = None,
         *,
-        padding: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         source: Tensor | None = None,
-        source_padding: Tensor | None = None,
+        source_attention_mask: Tensor | None = None,
         gates: Gates | None = None,
         hidden: bool = False,
-        **theirs: Any,
+        **model_kwargs: Any,
     ) -> Any:
         """Token ids (B, T) → logits (B, T, V), or hidden states (B, T, D), as our own models do it.
 
-        `padding` (B, T) is True at real tokens, left or right; `source` is what an encoder-decoder reads. Whatever else is
-        said (`labels`, `attention_mask`, …) the model is told, and its own output comes back.
+        `attention_mask` (B, T) is True at real tokens, left or right; `source` is what an encoder-decoder reads. With
+        `input_ids` or any other argument of the model (`labels`, …) it is the model's own call, and its own output comes
+        back.
         """
         self._check_attached()
-        if theirs:
-            with self._gated(gates):
-                return own_output(self.model, ids, padding, source, source_padding, hidden, theirs)
-        ids = takes_ids(self.model, ids, padding)
-        states = hidden or not has_output(self.model)
-        with self._gated(gates):
-            return hidden_states(self.model, self.spec, ids, padding, source, source_padding, states)
+        if model_kwargs:
+            with self._apply_gates(gates):
+                return transformers_forward(
+                    self.model, ids, attention_mask, source, source_attention_mask, hidden, model_kwargs
+                )
+        ids = validate_ids(self.model, ids, attention_mask)
+        return_hidden = hidden or not has_lm_head(self.model)
+        with self._apply_gates(gates):
+            return forward_tokens(
+                self.model, self.spec, ids, attention_mask, source, source_attention_mask, return_hidden
+            )
 
     # Heads.
 
     @property
     def heads(self) -> Heads:
-        """Every head, by address: theirs.heads["5.1"]."""
+        """Every head, by address: attached.heads["5.1"]."""
         return Heads(self._layers, owner=self)
 
-    def sites(self) -> list[Site]:
+    def hook_points(self) -> list[HookPoint]:
         """Every place where attention happens, in the order data walks through them."""
-        return [layer.site for layer in self._layers]
+        return [layer.hook_point for layer in self._layers]
 
-    all_sites, is_shared = sites, False  # no other process holds heads of it
+    gathered_hook_points, is_sharded = hook_points, False  # no other process holds heads of it
 
-    def attention_layers(self) -> list[Layer]:
+    def attention_layers(self) -> list[AttachedLayer]:
         """The attention layers, encoder first."""
         return list(self._layers)
 
-    def cut(self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None) -> Self:
-        """Cut heads out of the model, in place: its projections become smaller. `folded` is added to output biases."""
+    def prune(self, heads: HeadPattern, folded_biases: Mapping[LayerAddress, Tensor] | None = None) -> Self:
+        """Prune heads of the model, in place: its projections become smaller. `folded_biases` are added to output biases."""
         self._check_attached()
         check_in_memory(self.model)
-        gone = heads_to_cut(self.spec, heads)
-        if gone:
-            for part, layers in self._parts():
-                if here := [address for layer in layers for address in layer.site.addresses if address in gone]:
-                    cut_proved(part, layers, here, self._attachment.replace, self._attachment.unmark)
-            keep_note(self.model)
-        fold_in(self._layers, folded or {})
-        self._spec = self._wiring = self._whole_passes = self._pictures = None
+        pruned = heads_to_prune(self.spec, heads)
+        if pruned:
+            for tower, layers in self._towers():
+                if tower_pruned := [
+                    address for layer in layers for address in layer.hook_point.head_addresses if address in pruned
+                ]:
+                    prune_and_verify(
+                        tower, layers, tower_pruned, self._attachment.replace_layers, self._attachment.unroute_attention
+                    )
+            patch_save_pretrained(self.model)
+        add_to_output_biases(self._layers, folded_biases or {})
+        self._spec = self._residual_stream = self._why_not_resumable = self._image_input = None
         return self
 
-    def _parts(self) -> list[tuple[Any, list[Layer]]]:
+    def _towers(self) -> list[tuple[Any, list[AttachedLayer]]]:
         """The model with its layers; of several towers each one by itself, as it can be called alone."""
-        held: dict[str, list[Layer]] = {}
+        layers_by_tower: dict[str, list[AttachedLayer]] = {}
         for layer in self._layers:
-            held.setdefault(layer.found.part, []).append(layer)
-        return [(self.model.get_submodule(path), layers) for path, layers in held.items()]
+            layers_by_tower.setdefault(layer.info.tower_path, []).append(layer)
+        return [(self.model.get_submodule(path), layers) for path, layers in layers_by_tower.items()]
 
     def without(
-        self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None, cache: Treatments | None = None
+        self,
+        heads: HeadPattern,
+        folded_biases: Mapping[LayerAddress, Tensor] | None = None,
+        cache: CachePolicies | None = None,
     ) -> Self:
         """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
         if cache:
-            self.check_own("caches by head are for headwise's own models")
-        copied = self.in_memory() if is_offloaded(self.model) else copy.deepcopy(self)
-        return copied.cut(heads, folded)
+            self.check_native("caches by head are for headwise's own models")
+        copied = self.to_memory() if is_offloaded(self.model) else copy.deepcopy(self)
+        return copied.prune(heads, folded_biases)
 
-    def in_memory(self) -> Self:
+    def to_memory(self) -> Self:
         """This handle, or, if weights are offloaded, that of a copy with all weights in CPU memory."""
         self._check_attached()
-        return self._alike(load_copy(self.model)) if is_offloaded(self.model) else self
+        return self._attach_similar(copy_to_memory(self.model)) if is_offloaded(self.model) else self
 
     @property
     def plans(self) -> tuple[Any, ...]:
         """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
-        return self.model.__dict__.get(PLANS, ())
+        return self.model.__dict__.get(PLANS_ATTRIBUTE, ())
 
     @plans.setter
     def plans(self, plans: tuple[Any, ...]) -> None:
-        self.model.__dict__[PLANS] = plans
+        self.model.__dict__[PLANS_ATTRIBUTE] = plans
 
     # What it is.
 
@@ -181,13 +208,13 @@ class Attached(Modes):
     def spec(self) -> ModelSpec:
         """The model as far as those who look at it ask."""
         if self._spec is None:
-            self._spec = describe(self.model, self._layers)
+            self._spec = infer_spec(self.model, self._layers)
         return self._spec
 
     @property
-    def output(self) -> AnyOutput | None:
+    def output(self) -> LMHeadProtocol | None:
         """From final hidden states to logits, as the model does it; None where it gives no logits of a vocabulary."""
-        return OutputHead(self.model) if has_output(self.model) else None
+        return AttachedLMHead(self.model) if has_lm_head(self.model) else None
 
     @property
     def device(self) -> torch.device:
@@ -195,76 +222,78 @@ class Attached(Modes):
         return next(self.model.parameters()).device
 
     @property
-    def pictures(self) -> Pictures | None:
+    def image_input(self) -> ImageInput | None:
         """How it reads pictures; None where it reads something else."""
-        if self._pictures is None and getattr(self.model, "main_input_name", "") == "pixel_values":
-            self._pictures = Pictures(self.model, self._layers, self.pixels)
-        return self._pictures
+        if self._image_input is None and getattr(self.model, "main_input_name", "") == "pixel_values":
+            self._image_input = ImageInput(self.model, self._layers, self.preprocessor)
+        return self._image_input
 
     @property
-    def start(self) -> int:
+    def decoder_start_token(self) -> int:
         """The token before what an encoder-decoder writes, as its configuration has it."""
-        return start_of(self.model)
+        return decoder_start_token(self.model)
 
-    def norms(self) -> Norms | None:
+    def input_norms(self) -> Norms | None:
         """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
-        found = {str(layer.site.address): norm_before(layer.found) for layer in self._layers if layer.spec.head_ids}
-        if not all(known for known, _ in found.values()):
+        input_norms = {
+            str(layer.hook_point.address): input_norm(layer.info) for layer in self._layers if layer.spec.head_ids
+        }
+        if not all(is_known for is_known, _ in input_norms.values()):
             return None
-        return {site: (norm, norm) for site, (_, norm) in found.items()}
+        return {layer_address: (norm, norm) for layer_address, (_, norm) in input_norms.items()}
 
-    def wiring(self) -> Wiring:
+    def residual_stream(self) -> ResidualStream:
         """What adds to the stream of a decoder and what reads it, found out once on a few tokens; refused if not a sum."""
         self._check_attached()
-        if self._wiring is None:
+        if self._residual_stream is None:
             if self.spec.kind != "decoder" or self.spec.output != "lm":
                 raise HeadwiseError(
                     f"logits are followed back in decoders with a language-model output; {type(self.model).__name__} is of "
                     f"kind {self.spec.kind}, output {self.spec.output}."
                 )
-            self._wiring = find_wiring(self.model, self._layers)
-        return self._wiring
+            self._residual_stream = find_residual_stream(self.model, self._layers)
+        return self._residual_stream
 
-    def walk(
+    def resumable_forward(
         self,
         ids: Tensor,
-        wanted: Collection[SiteAddress],
-        pick: Pick,
+        layer_addresses: Collection[LayerAddress],
+        select_rows: RowSelector,
         *,
-        padding: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         source: Tensor | None = None,
-        source_padding: Tensor | None = None,
-    ) -> Walk:
+        source_attention_mask: Tensor | None = None,
+    ) -> ResumableForward:
         """A clean pass that stops at the layers wanted; from there copies go on, and blocks before it do not run again."""
         self._check_attached()
-        given = (takes_ids(self.model, ids, padding), padding, source, source_padding)
-        return make_walk(self, self.model, self._layers, wanted, pick, *given)
+        inputs = (validate_ids(self.model, ids, attention_mask), attention_mask, source, source_attention_mask)
+        return make_resumable_forward(self, self.model, self._layers, layer_addresses, select_rows, *inputs)
 
-    def whole_passes(self) -> str:
+    def why_not_resumable(self) -> str:
         """Why such copies cost whole passes, found out once on a few tokens; empty where they do not."""
-        if self._whole_passes is None:
-            self._whole_passes = why_whole(self, self.model, self._layers)
-        return self._whole_passes
+        if self._why_not_resumable is None:
+            self._why_not_resumable = why_not_resumable(self, self.model, self._layers)
+        return self._why_not_resumable
 
-    def untrained(self, seed: int = 0) -> "Attached":
+    def untrained(self, seed: int = 0) -> "AttachedModel":
         """The same model with random weights."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = type(self.model)(own_config(self.model)).to(self.device).eval()
-        made = self._alike(model)
-        gone = set(made.heads.addresses) - set(self.heads.addresses)
-        return made.cut(tuple(gone)) if gone else made
+            model = type(self.model)(copy_config(self.model)).to(self.device).eval()
+        attached_copy = self._attach_similar(model)
+        pruned = set(attached_copy.heads.addresses) - set(self.heads.addresses)
+        return attached_copy.prune(tuple(pruned)) if pruned else attached_copy
 
     # Writing: texts, and folders.
 
     def generate(
         self,
         prompt: Any = None,
-        tokens: int | None = None,
+        max_new_tokens: int | None = None,
         *,
         gates: Gates | None = None,
         seed: int | None = None,
-        **how: Any,
+        **options: Any,
     ) -> Any:
         """What is given, gone on by at most so many tokens (64), in its own kind: a text, a list of ids, a tensor (B, T).
 
@@ -273,49 +302,54 @@ class Attached(Modes):
         """
         self._check_attached()
         if isinstance(prompt, str):
-            tokens = TOKENS if tokens is None else tokens
-            ids = read_prompt(self.model, self.tokenizer, prompt)  # (1, T)
-            made = [int(step) for step in self.stream(ids, tokens, gates=gates, seed=seed, **how)]
-            start = [] if self.spec.kind == "encoder-decoder" else ids[0].tolist()
-            return self.tokenizer.decode([*start, *made])
-        with self._gated(gates), quiet(self.model):
-            return speak_whole(self.model, prompt, tokens, seed, how)
+            max_new_tokens = DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+            ids = prompt_to_ids(self.model, self.tokenizer, prompt)  # (1, T)
+            generated = [int(step) for step in self.stream(ids, max_new_tokens, gates=gates, seed=seed, **options)]
+            prompt_ids = [] if self.spec.kind == "encoder-decoder" else ids[0].tolist()
+            return self.tokenizer.decode([*prompt_ids, *generated])
+        with self._apply_gates(gates), eval_mode(self.model):
+            return generate(self.model, prompt, max_new_tokens, seed, options)
 
     def stream(
-        self, prompt: str | Tensor, tokens: int = TOKENS, *, gates: Gates | None = None, **how: Any
+        self,
+        prompt: str | Tensor,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        *,
+        gates: Gates | None = None,
+        **options: Any,
     ) -> Generator[Tensor, None, None]:
         """The tokens that follow a text, (1,) each, or ids (B, T), (B,) each, as they are made.
 
         `temperature`, `top_k`, `top_p`, `seed` say how they are drawn. Between two tokens the model is as it was.
         """
         self._check_attached()
-        ids = read_prompt(self.model, self.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        return self._stream(speak(self.model, ids, tokens, **how), gates)
+        ids = prompt_to_ids(self.model, self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        return self._stream(stream_tokens(self.model, ids, max_new_tokens, **options), gates)
 
     def _stream(self, steps: Generator[Tensor, None, None], gates: Gates | None) -> Generator[Tensor, None, None]:
         with closing(steps):
             while True:
-                with self._gated(gates), quiet(self.model):
+                with self._apply_gates(gates), eval_mode(self.model):
                     step = next(steps, None)
                 if step is None:
                     return
                 yield step
 
-    def save_pretrained(self, folder: str | Path, *, whole: bool = False) -> Path:
+    def save_pretrained(self, folder: str | Path, *, full_shape: bool = False) -> Path:
         """Write the model, whole or not at all; `hw.load(folder)` brings it back, cut or not.
 
-        With `whole` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`. Without,
-        plain transformers refuses a cut one: that is said on standard error, once.
+        With `full_shape` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`.
+        Without, plain transformers refuses a cut one: that is said on standard error, once.
         """
-        written = write(self.model, self._layers, (self.tokenizer, self.pixels), folder, whole)
-        if is_cut(self._layers) and not whole and not self._said:
-            self._said = True
+        path = save_attached(self.model, self._layers, (self.tokenizer, self.preprocessor), folder, full_shape)
+        if is_pruned(self._layers) and not full_shape and not self._save_notice_shown:
+            self._save_notice_shown = True
             print(
                 f"heads were cut from this {type(self.model).__name__}: hw.load(folder) loads what is written, plain "
                 f"transformers does not; hw.export(model, folder) writes a folder for both, zeros in place of heads.",
                 file=sys.stderr,
             )
-        return written
+        return path
 
     save = save_pretrained
 
@@ -325,15 +359,18 @@ class Attached(Modes):
     ) -> Self:
         """A folder that transformers reads, cut or not, as an attached model with its tokenizer."""
         folder = Path(folder)
-        model, layers = read(folder, dtype, device)
-        check_theirs(model)
-        there = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-        return cls.attach_layers(model, layers, Tokenizer.load(folder) if there else None, Pixels.read(folder))
+        model, layers = load_attached(folder, dtype, device)
+        check_supported(model)
+        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+        return cls.attach_layers(
+            model, layers, Tokenizer.load(folder) if has_tokenizer else None, ImagePreprocessor.load(folder)
+        )
 
-    def check_own(self, what: str) -> None:
+    def check_native(self, operation: str) -> None:
         """Refuse what only models of our own can do."""
         raise HeadwiseError(
-            f"{what}; this is an attached {type(self.model).__name__}. Load it with hw.load(…), if its family is mapped here."
+            f"{operation}; this is an attached {type(self.model).__name__}. Load it with hw.load(…), if its family is mapped "
+            f"here."
         )
 
     def restore(self, state: Mapping[str, Tensor]) -> list[str]:
@@ -344,7 +381,9 @@ class Attached(Modes):
         """Write the model for plain transformers, zeros in place of heads that were cut; it stays the family it is."""
         if family is not None and family != self.family:
             raise HeadwiseError(f"an attached model stays what it is, {self.family}; leave the family away.")
-        return write(self.model, self._layers, (self.tokenizer, self.pixels), folder, whole=True, exported=True)
+        return save_attached(
+            self.model, self._layers, (self.tokenizer, self.preprocessor), folder, full_shape=True, exported=True
+        )
 
     # Leaving.
 
@@ -364,33 +403,33 @@ class Attached(Modes):
 
     def __exit__(self, *_: object) -> None:
         self._entered -= 1
-        if self.attached and not self._entered:  # the outermost of several contexts detaches
+        if self.is_attached and not self._entered:  # the outermost of several contexts detaches
             self.detach()
 
-    def _alike(self, model: Any) -> Self:
+    def _attach_similar(self, model: Any) -> Self:
         """A handle of another model that is built alike."""
-        layers = make_layers(model)
-        known = {layer.site.address: layer for layer in self._layers}
+        layers = make_attached_layers(model)
+        layers_by_address = {layer.hook_point.address: layer for layer in self._layers}
         for layer in layers:
-            if layer.site.address in known:
-                layer.learned_of(known[layer.site.address])
-        return type(self).attach_layers(model, layers, self.tokenizer, self.pixels, tried=True)
+            if layer.hook_point.address in layers_by_address:
+                layer.copy_probe_results(layers_by_address[layer.hook_point.address])
+        return type(self).attach_layers(model, layers, self.tokenizer, self.preprocessor, tried=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Attached":
-        """A copy of the model, attached, with sites of its own."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AttachedModel":
+        """A copy of the model, attached, with hook points of its own."""
         self._check_attached()
-        return self._alike(copy.deepcopy(self.model, memo))
+        return self._attach_similar(copy.deepcopy(self.model, memo))
 
     def _check_attached(self) -> None:
-        if not self.attached:
+        if not self.is_attached:
             raise HeadwiseError("this handle was detached already; attach the model again: hw.attach(model).")
 
     @contextmanager
-    def _gated(self, gates: Gates | None) -> Iterator[None]:
+    def _apply_gates(self, gates: Gates | None) -> Iterator[None]:
         """While open heads are scaled, by pattern or by layer: (H,) or (B, H) each."""
-        amounts = resolve_gates(self._layers, gates)
+        gates_by_layer = resolve_gates(self._layers, gates)
         with ExitStack() as stack:
-            for site in self.sites():
-                if site.address in amounts:
-                    stack.enter_context(site.scaled(amounts[site.address]))
+            for hook_point in self.hook_points():
+                if hook_point.address in gates_by_layer:
+                    stack.enter_context(hook_point.scaled(gates_by_layer[hook_point.address]))
             yield

@@ -12,11 +12,11 @@ from weakref import finalize, ref
 
 from torch import nn
 
-from headwise.attached.interface import ACTIVE, mark, register, unmark, unregister
-from headwise.attached.layer import MARK, Layer, layer_of
-from headwise.attached.non_sdpa_hooks import close_traces, hooks_around, own_eager
-from headwise.attached.prune_in_place import even_out
-from headwise.attached.validate import CallGuard
+from headwise.attached.attach_support import ModelForwardGuard
+from headwise.attached.interface import ACTIVE, replace_sdpa, restore_sdpa, route_attention, unroute_attention
+from headwise.attached.layer import MARK, AttachedLayer, layer_of
+from headwise.attached.non_sdpa_hooks import close_traces, eager_function_of, install_attention_hooks
+from headwise.attached.prune_in_place import expand_kv_groups
 
 HOOKS = (
     "_forward_hooks",
@@ -30,63 +30,63 @@ HOOKS = (
 class Attachment:
     """Marks and hooks of one handle on one model."""
 
-    def __init__(self, model: Any, layers: list[Layer], handle: Any) -> None:
+    def __init__(self, model: Any, layers: list[AttachedLayer], handle: Any) -> None:
         self.model, self.layers = model, layers
         self.handle = ref(handle)
         self._hooks: list[Any] = []
-        register(self)
+        replace_sdpa(self)
         self._finalizer = finalize(handle, self.undo)
         self._finalizer.atexit = False
         self._mark()
-        self.watch()
+        self.add_hooks()
 
     @property
     def is_active(self) -> bool:
         """Whether the model is attached through this."""
         return self in ACTIVE
 
-    def watch(self) -> None:
+    def add_hooks(self) -> None:
         """Hook every entry of the model, and W_O of the layers whose z differs from the output of attention."""
-        self._hooks += CallGuard(self.model, self.layers).hooks()
+        self._hooks += ModelForwardGuard(self.model, self.layers).register_hooks()
         for layer in self.layers:
-            self._hooks += [*hooks_around(layer), *layer.watch_entry()]
+            self._hooks += [*install_attention_hooks(layer), *layer.register_output_projection_hooks()]
 
-    def unwatch(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def replace(self, layers: list[Layer]) -> None:
+    def replace_layers(self, layers: list[AttachedLayer]) -> None:
         """Attach to these layers instead of those at the same addresses."""
-        self.unmark()
-        new = {layer.site.address: layer for layer in layers}
-        self.layers = [new.get(layer.site.address, layer) for layer in self.layers]
+        self.unroute_attention()
+        new = {layer.hook_point.address: layer for layer in layers}
+        self.layers = [new.get(layer.hook_point.address, layer) for layer in self.layers]
         self._mark()
-        self.unwatch()
-        self.watch()
+        self.remove_hooks()
+        self.add_hooks()
 
     def _mark(self) -> None:
         for layer in self.layers:
             layer.handle = self.handle
-            mark(layer, own_eager(layer))
+            route_attention(layer, eager_function_of(layer))
 
-    def unmark(self) -> None:
+    def unroute_attention(self) -> None:
         """Let plain transformers run the modules; marks of other attachments stay."""
         for layer in self.layers:
             if layer_of(layer.module) is layer:
-                unmark(layer)
+                unroute_attention(layer)
 
     def undo(self) -> None:
         """Leave the model as it was. Layers with groups of different sizes get one key and value per head."""
         if not self.is_active:
             return
-        self.unmark()
+        self.unroute_attention()
         for number, layer in enumerate(self.layers):
-            if layer.uneven and layer.spec.head_ids:
-                self.layers[number] = even_out(layer)
-        self.unwatch()
-        unregister(self)
+            if layer.has_uneven_groups and layer.spec.head_ids:
+                self.layers[number] = expand_kv_groups(layer)
+        self.remove_hooks()
+        restore_sdpa(self)
         self._finalizer.detach()
 
 
@@ -101,7 +101,7 @@ def live_handle(model: Any) -> Any:
     return None
 
 
-class ModelState:
+class AttachRollbackState:
     """Hooks and training modes of a model, kept to restore them after a failed attach."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,8 +120,8 @@ class ModelState:
                 module.training = training
             module.__dict__.pop(MARK, None)
         for attachment in [attachment for attachment in ACTIVE if attachment.model is self._model]:
-            attachment.unwatch()
-            unregister(attachment)
+            attachment.remove_hooks()
+            restore_sdpa(attachment)
 
 
 def _hook_dicts(module: nn.Module) -> list[dict[int, Any]]:

@@ -8,185 +8,215 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.attached.discover import CROSS
+from headwise.attached.discover import CROSS_ATTENTION_NAMES
 
-TEXTS, TOKENS = 2, 6
-ACROSS = 5  # states that a decoder by itself looks across at
-WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")  # of these, as it is told
-SOUND = 64  # frames, or 64 times as many samples
-PATCHES = 4  # ways in which pictures are read as rows of patches
-PICTURE = 32  # pixels a side, where a configuration does not say
+BATCH_SIZE, SEQUENCE_LENGTH = 2, 6
+NUM_ENCODER_STATES = 5  # states that a decoder by itself looks across at
+# The width of these states, as the configuration says it.
+ENCODER_WIDTH_FIELDS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
+AUDIO_FRAMES = 64  # frames, or 64 times as many samples
+PATCH_VARIANTS = 4  # ways in which pictures are read as rows of patches
+DEFAULT_IMAGE_SIZE = 32  # pixels a side, where a configuration does not say
 
 
-def samples(model: Any) -> Iterator[dict[str, Tensor]]:
+def dummy_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Keyword arguments of a call, one guess after another: what the model says it reads, what it must be given, others."""
-    takes = inspect.signature(model.forward).parameters
-    told = getattr(model, "main_input_name", None)
-    told = told if isinstance(told, str) and told else "input_ids"
-    there = [name for name in dict.fromkeys((told, *MAKERS)) if name in takes and name in MAKERS]
-    needed = [name for name in there if takes[name].default is inspect.Parameter.empty]
-    guesses = [(name,) for name in there] + [(there[0], other) for other in there[1:]]
-    guesses += [("input_ids", "pixel_values")] if {"input_ids", "pixel_values"} <= set(there) else []
-    across = "encoder_hidden_states" in takes and _looks_across(model)
-    tries = list(dict.fromkeys(tuple(dict.fromkeys((*names, *needed))) for names in guesses))
-    for names, states in [(names, states) for states in (True, False)[1 - across :] for names in tries]:
-        for way in range(PATCHES if "grid_thw" in takes else max(len(MAKERS[name]) for name in names)):
+    parameters = inspect.signature(model.forward).parameters
+    main_input = getattr(model, "main_input_name", None)
+    main_input = main_input if isinstance(main_input, str) and main_input else "input_ids"
+    supported = [
+        name for name in dict.fromkeys((main_input, *INPUT_MAKERS)) if name in parameters and name in INPUT_MAKERS
+    ]
+    required = [name for name in supported if parameters[name].default is inspect.Parameter.empty]
+    guesses = [(name,) for name in supported] + [(supported[0], other) for other in supported[1:]]
+    guesses += [("input_ids", "pixel_values")] if {"input_ids", "pixel_values"} <= set(supported) else []
+    has_cross_attention = "encoder_hidden_states" in parameters and _has_cross_attention(model)
+    attempts = list(dict.fromkeys(tuple(dict.fromkeys((*names, *required))) for names in guesses))
+    for names, with_encoder_states in [
+        (names, with_encoder_states)
+        for with_encoder_states in (True, False)[1 - has_cross_attention :]
+        for names in attempts
+    ]:
+        for variant in range(
+            PATCH_VARIANTS if "grid_thw" in parameters else max(len(INPUT_MAKERS[name]) for name in names)
+        ):
             try:
-                yield _together(model, names, takes, way, states)
-            except (
-                AttributeError,
-                NotImplementedError,
-                TypeError,
-                KeyError,
-            ):  # the configuration does not say how large
-                continue
+                yield _make_inputs(model, names, parameters, variant, with_encoder_states)
+            except (AttributeError, NotImplementedError, TypeError, KeyError):
+                continue  # the configuration does not say how large
 
 
-def _looks_across(model: Any) -> bool:
+def _has_cross_attention(model: Any) -> bool:
     """Whether it is a decoder by itself, which looks across at what it is given from outside."""
-    return any(name.rpartition(".")[2] in CROSS for name, _ in model.named_modules())
+    return any(name.rpartition(".")[2] in CROSS_ATTENTION_NAMES for name, _ in model.named_modules())
 
 
-def _together(model: Any, names: tuple[str, ...], takes: Any, way: int, across: bool) -> dict[str, Tensor]:
-    dice = torch.Generator().manual_seed(0)
-    given = {name: MAKERS[name][way % len(MAKERS[name])](model, dice) for name in names}
-    if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = _ids(model, dice)
-    if across:
-        given["encoder_hidden_states"] = torch.randn(TEXTS, ACROSS, _encoder_width(model.config), generator=dice)
-    if "bbox" in takes:
-        given["bbox"] = torch.zeros(TEXTS, TOKENS, 4, dtype=torch.long)
-    for name in MASKS:
-        of = next((given[read] for read in INPUTS if read in given), None)
-        if name in takes and of is not None and (name != "attention_mask" or takes[name].default is not None):
-            frames = max(of.shape[1:]) if of.ndim == 3 and "features" in name else of.shape[1] if of.ndim > 1 else 1
-            given[name] = torch.ones(TEXTS, frames, dtype=torch.long)
-    if "grid_thw" in takes or "spatial_shapes" in takes:
-        given |= {name: value for name, value in _patches(model, dice, takes, way).items() if name in takes}
-    like = next(model.parameters())
+def _make_inputs(
+    model: Any, names: tuple[str, ...], parameters: Any, variant: int, with_encoder_states: bool
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: INPUT_MAKERS[name][variant % len(INPUT_MAKERS[name])](model, generator) for name in names}
+    if "decoder_input_ids" in parameters and getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = _token_ids(model, generator)
+    if with_encoder_states:
+        inputs["encoder_hidden_states"] = torch.randn(
+            BATCH_SIZE, NUM_ENCODER_STATES, _encoder_width(model.config), generator=generator
+        )
+    if "bbox" in parameters:
+        inputs["bbox"] = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, 4, dtype=torch.long)
+    for name in MASK_NAMES:
+        masked_input = next((inputs[input_name] for input_name in MASKED_INPUT_NAMES if input_name in inputs), None)
+        if (
+            name in parameters
+            and masked_input is not None
+            and (name != "attention_mask" or parameters[name].default is not None)
+        ):
+            frames = (
+                max(masked_input.shape[1:])
+                if masked_input.ndim == 3 and "features" in name
+                else masked_input.shape[1]
+                if masked_input.ndim > 1
+                else 1
+            )
+            inputs[name] = torch.ones(BATCH_SIZE, frames, dtype=torch.long)
+    if "grid_thw" in parameters or "spatial_shapes" in parameters:
+        inputs |= {
+            name: value for name, value in _patches(model, generator, parameters, variant).items() if name in parameters
+        }
+    reference = next(model.parameters())
     return {
-        name: value.to(like.device, like.dtype) if value.is_floating_point() else value.to(like.device)
-        for name, value in given.items()
+        name: value.to(reference.device, reference.dtype) if value.is_floating_point() else value.to(reference.device)
+        for name, value in inputs.items()
     }
 
 
 def _encoder_width(config: Any) -> int:
     """Width of the encoder states that a decoder reads; GPT-2 knows `hidden_size` only as another name of `n_embd`."""
-    fields = dict(reversed(_fields(config)))
-    for name in WIDTHS:
+    fields = dict(reversed(_config_items(config)))
+    for name in ENCODER_WIDTH_FIELDS:
         width = fields.get(name, getattr(config, name, None))
         if isinstance(width, int):
             return width
-    raise KeyError(", ".join(WIDTHS))
+    raise KeyError(", ".join(ENCODER_WIDTH_FIELDS))
 
 
-def _patches(model: Any, dice: torch.Generator, takes: Any, way: int) -> dict[str, Tensor]:
+def _patches(model: Any, generator: torch.Generator, parameters: Any, variant: int) -> dict[str, Tensor]:
     """Pictures as rows of patches, four by four of them, and what says how they lie."""
-    told = dict(reversed(_fields(model.config)))
-    size = told["patch_size"]
-    channels = next((told[name] for name in ("in_channels", "num_channels", "in_chans") if name in told), 3)
-    long = told.get("temporal_patch_size", 1) if way == 0 else 2 if way == 3 else 1
-    numbers = channels * long * size * size
-    shapes = torch.tensor([[4, 4]] * TEXTS)
-    if "spatial_shapes" in takes:
-        mask = torch.ones(TEXTS, 16, dtype=torch.long)
-        rows = torch.randn(TEXTS, 16, numbers, generator=dice)
+    config_values = dict(reversed(_config_items(model.config)))
+    size = config_values["patch_size"]
+    channels = next(
+        (config_values[name] for name in ("in_channels", "num_channels", "in_chans") if name in config_values), 3
+    )
+    temporal_size = config_values.get("temporal_patch_size", 1) if variant == 0 else 2 if variant == 3 else 1
+    patch_values = channels * temporal_size * size * size
+    shapes = torch.tensor([[4, 4]] * BATCH_SIZE)
+    if "spatial_shapes" in parameters:
+        mask = torch.ones(BATCH_SIZE, 16, dtype=torch.long)
+        rows = torch.randn(BATCH_SIZE, 16, patch_values, generator=generator)
         return {"pixel_values": rows, "spatial_shapes": shapes, "pixel_attention_mask": mask}
-    rows = torch.randn(TEXTS * 16, numbers, generator=dice)
-    if way == 2:
-        rows = rows.reshape(TEXTS * 16, channels, size, size)
-    names = [name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in takes]
+    rows = torch.randn(BATCH_SIZE * 16, patch_values, generator=generator)
+    if variant == 2:
+        rows = rows.reshape(BATCH_SIZE * 16, channels, size, size)
+    names = [name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in parameters]
     if not names:
         raise KeyError("the input that holds rows of patches")
-    grid = torch.cat((torch.ones(TEXTS, 1, dtype=torch.long), shapes), 1)
-    return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((TEXTS,), 2)}
+    grid = torch.cat((torch.ones(BATCH_SIZE, 1, dtype=torch.long), shapes), 1)
+    return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((BATCH_SIZE,), 2)}
 
 
-def _ids(model: Any, dice: torch.Generator) -> Tensor:
+def _token_ids(model: Any, generator: torch.Generator) -> Tensor:
     """(B, T): no special tokens, as far as the configuration names them."""
     config = model.config.get_text_config(decoder=True)
-    told = getattr(config, "vocab_size", None)
-    vocab = told if isinstance(told, int) else len(model.get_input_embeddings().weight)
-    special = {value for name, value in _fields(model.config) if "token_i" in name and isinstance(value, int)}
-    usual = torch.tensor([token for token in range(min(vocab, 4096)) if token not in special])
-    return usual[torch.randint(len(usual), (TEXTS, TOKENS), generator=dice)]
+    config_vocab = getattr(config, "vocab_size", None)
+    vocab = config_vocab if isinstance(config_vocab, int) else len(model.get_input_embeddings().weight)
+    special = {value for name, value in _config_items(model.config) if "token_i" in name and isinstance(value, int)}
+    ordinary_ids = torch.tensor([token for token in range(min(vocab, 4096)) if token not in special])
+    return ordinary_ids[torch.randint(len(ordinary_ids), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)]
 
 
-def _fields(config: Any) -> list[tuple[str, Any]]:
+def _config_items(config: Any) -> list[tuple[str, Any]]:
     """Names and values of a configuration, and of those inside it."""
-    found = []
+    items = []
     for name, value in vars(config).items():
-        found += _fields(value) if hasattr(value, "to_dict") else [(name, value)]
-    return found
+        items += _config_items(value) if hasattr(value, "to_dict") else [(name, value)]
+    return items
 
 
-def _pixels(model: Any, dice: torch.Generator, frames: bool = False, pair: bool = False) -> Tensor:
+def _pixels(model: Any, generator: torch.Generator, frames: bool = False, pair: bool = False) -> Tensor:
     """(B, C, height, width), or (B, frames, C, height, width), or two pictures at a time."""
-    told = dict(reversed(_fields(model.config)))
-    size = told.get("image_size") or told.get("input_size") or PICTURE
+    config_values = dict(reversed(_config_items(model.config)))
+    size = config_values.get("image_size") or config_values.get("input_size") or DEFAULT_IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    channels = told.get("num_channels", told.get("in_channels", 3))
-    shape = (TEXTS, channels if isinstance(channels, int) else 3, height, width)
-    many = 2 if pair else told.get("num_frames", told.get("frames_per_clip", 4))
-    return torch.randn((TEXTS, many, *shape[1:]) if frames else shape, generator=dice)
+    channels = config_values.get("num_channels", config_values.get("in_channels", 3))
+    shape = (BATCH_SIZE, channels if isinstance(channels, int) else 3, height, width)
+    num_frames = 2 if pair else config_values.get("num_frames", config_values.get("frames_per_clip", 4))
+    return torch.randn((BATCH_SIZE, num_frames, *shape[1:]) if frames else shape, generator=generator)
 
 
-def _features(model: Any, dice: torch.Generator, turned: bool = False, place: int = 0) -> Tensor:
+def _features(model: Any, generator: torch.Generator, transposed: bool = False, bins_index: int = 0) -> Tensor:
     """(B, bins, frames), as Whisper reads them, or (B, frames, bins)."""
-    told = dict(reversed(_fields(model.config)))
+    config_values = dict(reversed(_config_items(model.config)))
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_size", "input_dim", "num_features",
              "feature_projection_input_dim", "in_channels")  # fmt: skip
-    there = list(dict.fromkeys(told[name] for name in names if isinstance(told.get(name), int))) or [80]
-    bins = there[min(place, len(there) - 1)]
-    long = told.get("max_source_positions")
-    frames = 2 * long if isinstance(long, int) else SOUND
-    whispers = isinstance(long, int) and any(isinstance(part, torch.nn.Conv1d) for part in model.modules())
-    if whispers != turned:
-        return torch.randn(TEXTS, bins, frames, generator=dice)
-    return torch.randn(TEXTS, frames if whispers else SOUND, bins, generator=dice)
+    bin_counts = list(
+        dict.fromkeys(config_values[name] for name in names if isinstance(config_values.get(name), int))
+    ) or [80]
+    bins = bin_counts[min(bins_index, len(bin_counts) - 1)]
+    max_positions = config_values.get("max_source_positions")
+    frames = 2 * max_positions if isinstance(max_positions, int) else AUDIO_FRAMES
+    is_whisper_like = isinstance(max_positions, int) and any(
+        isinstance(module, torch.nn.Conv1d) for module in model.modules()
+    )
+    if is_whisper_like != transposed:
+        return torch.randn(BATCH_SIZE, bins, frames, generator=generator)
+    return torch.randn(BATCH_SIZE, frames if is_whisper_like else AUDIO_FRAMES, bins, generator=generator)
 
 
-def _picture_of_sound(model: Any, dice: torch.Generator) -> Tensor:
+def _spectrogram_image(model: Any, generator: torch.Generator) -> Tensor:
     """(B, 1, frames, bins)"""
-    return _features(model, dice)[:, None]
+    return _features(model, generator)[:, None]
 
 
-def _spectrum(model: Any, dice: torch.Generator) -> Tensor:
+def _spectrogram(model: Any, generator: torch.Generator) -> Tensor:
     """(B, frames, bins), as long as the configuration says."""
-    told = dict(reversed(_fields(model.config)))
-    return torch.randn(TEXTS, int(told["max_length"]), int(told["num_mel_bins"]), generator=dice)
+    config_values = dict(reversed(_config_items(model.config)))
+    return torch.randn(
+        BATCH_SIZE, int(config_values["max_length"]), int(config_values["num_mel_bins"]), generator=generator
+    )
 
 
-def _samples_of_sound(model: Any, dice: torch.Generator, channel: bool = False) -> Tensor:
+def _waveform(model: Any, generator: torch.Generator, channel: bool = False) -> Tensor:
     """(B, samples), or (B, 1, samples)"""
-    sound = torch.randn(TEXTS, SOUND * 64, generator=dice)
-    return sound[:, None] if channel else sound
+    waveform = torch.randn(BATCH_SIZE, AUDIO_FRAMES * 64, generator=generator)
+    return waveform[:, None] if channel else waveform
 
 
-def _states(model: Any, dice: torch.Generator, frames: int = TOKENS) -> Tensor:
+def _states(model: Any, generator: torch.Generator, frames: int = SEQUENCE_LENGTH) -> Tensor:
     """(B, T, D)"""
-    return torch.randn(TEXTS, frames, int(model.config.hidden_size), generator=dice)
+    return torch.randn(BATCH_SIZE, frames, int(model.config.hidden_size), generator=generator)
 
 
-def _past(model: Any, dice: torch.Generator) -> Tensor:
+def _past_values(model: Any, generator: torch.Generator) -> Tensor:
     """(B, T, channels): what was measured so far."""
-    told = dict(reversed(_fields(model.config)))
-    channels = told.get("num_input_channels", 1)
-    return torch.randn(TEXTS, int(told.get("context_length", SOUND)), int(channels), generator=dice)
+    config_values = dict(reversed(_config_items(model.config)))
+    channels = config_values.get("num_input_channels", 1)
+    return torch.randn(
+        BATCH_SIZE, int(config_values.get("context_length", AUDIO_FRAMES)), int(channels), generator=generator
+    )
 
 
 # Ways to make what a model reads, the usual one first.
-MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = {
-    "input_ids": (_ids,),
+INPUT_MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = {
+    "input_ids": (_token_ids,),
     "pixel_values": (_pixels, partial(_pixels, frames=True), partial(_pixels, frames=True, pair=True)),
     "pixel_values_videos": (partial(_pixels, frames=True),),
-    "input_features": (_features, partial(_features, turned=True), partial(_features, place=1),
-                       partial(_features, place=1, turned=True), _picture_of_sound),
-    "input_values": (_samples_of_sound, partial(_samples_of_sound, channel=True), _spectrum),
-    "audio_values": (_samples_of_sound, partial(_samples_of_sound, channel=True)),
-    "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past,),
-    "decoder_input_ids": (_ids,), "qformer_input_ids": (_ids,),
+    "input_features": (_features, partial(_features, transposed=True), partial(_features, bins_index=1),
+                       partial(_features, bins_index=1, transposed=True), _spectrogram_image),
+    "input_values": (_waveform, partial(_waveform, channel=True), _spectrogram),
+    "audio_values": (_waveform, partial(_waveform, channel=True)),
+    "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past_values,),
+    "decoder_input_ids": (_token_ids,), "qformer_input_ids": (_token_ids,),
 }  # fmt: skip
 # What says how much of it counts, where a model asks for it: all does.
-MASKS = ("input_features_mask", "attention_mask")
-INPUTS = ("input_features", "input_values", "input_ids")
+MASK_NAMES = ("input_features_mask", "attention_mask")
+MASKED_INPUT_NAMES = ("input_features", "input_values", "input_ids")

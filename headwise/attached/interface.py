@@ -1,9 +1,9 @@
-"""The function that transformers calls for every attention: the same SDPA as before, and then the site.
+"""The function that transformers calls for every attention: the same SDPA as before, and then the hook point.
 
 It stands under SDPA's own name while any model is attached, so that no configuration is touched: models that ask for the name
 find it, and `set_attn_implementation("sdpa")` changes nothing. Where nobody looks, it adds one look into a dictionary. Where
-somebody does, what the call was made of is told as `Terms`; whatever it carries that SDPA would drop is refused, so that no
-number is ever wrong.
+somebody does, what the call was made of is passed on as `ScoreParams`; whatever it carries that SDPA would drop is refused,
+so that no number is ever wrong.
 """
 
 import inspect
@@ -16,60 +16,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attached.layer import MARK, Layer, LayerMark, layer_of
-from headwise.attached.masks import lowest
+from headwise.attached.layer import MARK, AttachedLayer, LayerMark, layer_of
+from headwise.attached.masks import mask_dtype_min
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import is_repeated
-from headwise.kernels.bias import Given
-from headwise.kernels.masks import Causal, Mask
-from headwise.kernels.score_params import Terms, spread
+from headwise.heads.hook_point import is_replaying
+from headwise.kernels.masks import CausalMask, Mask
+from headwise.kernels.score_bias import DenseBias
+from headwise.kernels.score_params import ScoreParams, repeat_kv
 
-NAME = "sdpa"
+SDPA_NAME = "sdpa"
 ACTIVE: set[Any] = set()  # the attachments there are now
 # What may come with a call: it is heeded here as there. Whatever else the function that runs never mentions changes nothing.
-HEEDED = {"dropout", "scaling", "is_causal", "position_bias"}
-REFUSED = {
+SUPPORTED_KWARGS = {"dropout", "scaling", "is_causal", "position_bias"}
+UNSUPPORTED_KWARGS = {
     "s_aux": "learned sinks",
     "softcap": "capped scores",
-    "output_attentions": "maps, which the fused path never makes; use hw.attend or hw.record",
-    "head_mask": "a mask of heads; use theirs.heads[…].silenced() or .scaled(…)",
+    "output_attentions": "maps, which the fused path never makes; use hw.attention_maps or hw.record",
+    "head_mask": "a mask of heads; use attached.heads[…].silenced() or .scaled(…)",
     "cache": "a paged cache",
 }
 
 
-def register(attachment: Any) -> None:
+def replace_sdpa(attachment: Any) -> None:
     """Put our function in SDPA's place, for as long as there is an attachment."""
     from transformers import AttentionInterface
 
     ACTIVE.add(attachment)
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(SDPA_NAME, sdpa_with_hooks)
 
 
-def unregister(attachment: Any) -> None:
+def restore_sdpa(attachment: Any) -> None:
     """Put SDPA back if no attachment is left."""
     from transformers import AttentionInterface
 
     ACTIVE.discard(attachment)
     if not ACTIVE:
-        AttentionInterface.register(NAME, _sdpa())
+        AttentionInterface.register(SDPA_NAME, _sdpa())
 
 
-def mark(layer: Layer, run: Callable[..., Any] | None) -> None:
+def route_attention(layer: AttachedLayer, run: Callable[..., Any] | None) -> None:
     """Let calls of a layer's module reach the layer; `run` is the attention function of the module, None for SDPA."""
     layer.words = _words(_sdpa() if run is None else run)
     layer.module.__dict__[MARK] = LayerMark(layer)
 
 
-def unmark(layer: Layer) -> None:
+def unroute_attention(layer: AttachedLayer) -> None:
     """Let calls of a layer's module pass by the layer."""
     layer.module.__dict__.pop(MARK, None)
 
 
-def is_replaced() -> bool:
+def is_sdpa_overridden() -> bool:
     """Whether somebody else has put a function in SDPA's place."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return ALL_ATTENTION_FUNCTIONS[NAME] not in (attend, _sdpa())
+    return ALL_ATTENTION_FUNCTIONS[SDPA_NAME] not in (sdpa_with_hooks, _sdpa())
 
 
 def _sdpa() -> Callable[..., Any]:
@@ -78,22 +78,24 @@ def _sdpa() -> Callable[..., Any]:
     return sdpa_attention_forward
 
 
-def attend(
+def sdpa_with_hooks(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, T, H, e), and no maps."""
     layer = layer_of(module)
     if layer is None:  # a model that is not attached
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
-    _refuse(layer, kwargs, _sdpa())
-    own = _own_keys(layer, query, key)
-    keys, values = (key, value) if own is None else (spread(key, own), spread(value, own))
+    _check_kwargs(layer, kwargs, _sdpa())
+    kv_of_head = _uneven_kv_of_head(layer, query, key)
+    keys, values = (key, value) if kv_of_head is None else (repeat_kv(key, kv_of_head), repeat_kv(value, kv_of_head))
     out, maps = _sdpa()(module, query, keys, values, attention_mask, **kwargs)  # (B, T, H, e)
-    return pass_site(layer, query, key, value, lambda: _terms(layer, query, key, attention_mask, kwargs), out), maps
+    return apply_hooks(
+        layer, query, key, value, lambda: _score_params(layer, query, key, attention_mask, kwargs), out
+    ), maps
 
 
-def attend_eager(
-    run: Callable[..., Any],
+def eager_with_hooks(
+    eager_function: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -101,34 +103,36 @@ def attend_eager(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The eager function `run` of a modeling file, and then the site: (B, H, T, d) … → (B, T, H, e), and its maps."""
+    """The eager function of a modeling file, and then the hook point: (B, H, T, d) … → (B, T, H, e), and its maps."""
     layer = layer_of(module)
-    if layer is None or layer.found.way != "eager":
-        return run(module, query, key, value, attention_mask, **kwargs)
-    _refuse(layer, kwargs, run, HEEDED | {"softcap", "s_aux"})
-    own = _own_keys(layer, query, key)
-    keys, values = (key, value) if own is None else (spread(key, own), spread(value, own))
-    out, maps = run(module, query, keys, values, attention_mask, **kwargs)
+    if layer is None or layer.info.backend != "eager":
+        return eager_function(module, query, key, value, attention_mask, **kwargs)
+    _check_kwargs(layer, kwargs, eager_function, SUPPORTED_KWARGS | {"softcap", "s_aux"})
+    kv_of_head = _uneven_kv_of_head(layer, query, key)
+    keys, values = (key, value) if kv_of_head is None else (repeat_kv(key, kv_of_head), repeat_kv(value, kv_of_head))
+    out, maps = eager_function(module, query, keys, values, attention_mask, **kwargs)
 
-    def terms() -> Terms:
-        told = _terms(layer, query, key, attention_mask, kwargs | {"is_causal": False})  # its mask says all
+    def make_params() -> ScoreParams:
+        params = _score_params(layer, query, key, attention_mask, kwargs | {"is_causal": False})  # its mask says all
         sink = getattr(module, "sinks", kwargs.get("s_aux"))
         sink = sink.detach().flatten() if isinstance(sink, Tensor) else None
-        return replace(told, softcap=kwargs.get("softcap"), sink=sink)
+        return replace(params, softcap=kwargs.get("softcap"), sink=sink)
 
-    return pass_site(layer, query, key, value, terms, out), maps
+    return apply_hooks(layer, query, key, value, make_params, out), maps
 
 
-def pass_site(layer: Layer, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], out: Tensor) -> Tensor:
-    """Show a call to whoever asks: the trial of a layer, or its site. (B, T, H, e) → (B, T, H, e)"""
-    if layer.trial is not None:
-        return layer.trial.attention(q, k, v, out, terms)
-    if not torch.compiler.is_compiling() and in_backward() and not is_repeated():
-        layer.check_repeated(q)  # a checkpoint of somebody's own is run again: unheard, and as it was
+def apply_hooks(
+    layer: AttachedLayer, q: Tensor, k: Tensor, v: Tensor, make_params: Callable[[], ScoreParams], out: Tensor
+) -> Tensor:
+    """Show a call to whoever asks: the probe of a layer, or its hook point. (B, T, H, e) → (B, T, H, e)"""
+    if layer.probe is not None:
+        return layer.probe.on_attention(q, k, v, out, make_params)
+    if not torch.compiler.is_compiling() and in_backward() and not is_replaying():
+        layer.check_replay(q)  # a checkpoint of somebody's own is run again: unheard, and as it was
         return out
-    if not layer.site.is_open:
+    if not layer.hook_point.is_active:
         return out
-    return layer.passing(q, k, v, terms, out)
+    return layer.apply_hook_point(q, k, v, make_params, out)
 
 
 def in_backward() -> bool:
@@ -136,16 +140,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _refuse(layer: Layer, kwargs: dict[str, Any], run: Callable[..., Any], heeded: Collection[str] = HEEDED) -> None:
-    """Refuse an argument that decides about scores and is not heeded here; `run` is the function it is for."""
-    for name, given in kwargs.items():
-        if name in heeded or given is None or given is False:
+def _check_kwargs(
+    layer: AttachedLayer,
+    kwargs: dict[str, Any],
+    function: Callable[..., Any],
+    supported: Collection[str] = SUPPORTED_KWARGS,
+) -> None:
+    """Refuse an argument that decides about scores and is not heeded here; `function` is the one it is for."""
+    for name, value in kwargs.items():
+        if name in supported or value is None or value is False:
             continue
-        if name not in REFUSED and layer.words is not None and name not in layer.words:
+        if name not in UNSUPPORTED_KWARGS and layer.words is not None and name not in layer.words:
             continue
-        what = REFUSED.get(name, f"an argument {name!r} of {run.__name__} that is not known here")
+        reason = UNSUPPORTED_KWARGS.get(name, f"an argument {name!r} of {function.__name__} that is not known here")
         raise HeadwiseError(
-            f"the call at {layer.found.name} carries {what}; it was refused rather than computed wrongly."
+            f"the call at {layer.info.name} carries {reason}; it was refused rather than computed wrongly."
         )
 
 
@@ -158,35 +167,42 @@ def _words(run: Callable[..., Any]) -> frozenset[str] | None:
         return None
 
 
-def _own_keys(layer: Layer, query: Tensor, key: Tensor) -> tuple[int, ...] | None:
+def _uneven_kv_of_head(layer: AttachedLayer, query: Tensor, key: Tensor) -> tuple[int, ...] | None:
     """Which key each head reads, where cutting has left groups of different sizes, which transformers cannot share out."""
-    groups = layer.spec.kv_of_head
+    kv_of_head = layer.spec.kv_of_head
     H, K = query.shape[1], key.shape[1]
-    return groups if layer.uneven and len(groups) == H and len(layer.spec.kv_ids) == K else None
+    return kv_of_head if layer.has_uneven_groups and len(kv_of_head) == H and len(layer.spec.kv_head_ids) == K else None
 
 
 @torch.no_grad()  # what is told saves nothing for a backward pass, so that a checkpoint may repeat a call unheard
-def _terms(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Terms:
+def _score_params(
+    layer: AttachedLayer, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> ScoreParams:
     """What decided the scores of this call."""
     (H, T, d), (K, S) = query.shape[1:], key.shape[1:3]
-    groups = tuple(range(H)) if K == H else layer.spec.kv_of_head
-    if len(groups) != H or len(layer.spec.head_ids) != H or (groups and max(groups) >= K):
+    kv_of_head = tuple(range(H)) if K == H else layer.spec.kv_of_head
+    if len(kv_of_head) != H or len(layer.spec.head_ids) != H or (kv_of_head and max(kv_of_head) >= K):
         raise HeadwiseError(
-            f"{layer.found.name} was called with {H} heads and {K} key/value heads; it should have "
-            f"{len(layer.spec.head_ids)} and {len(layer.spec.kv_ids)}."
+            f"{layer.info.name} was called with {H} heads and {K} key/value heads; it should have "
+            f"{len(layer.spec.head_ids)} and {len(layer.spec.kv_head_ids)}."
         )
     scale = kwargs.get("scaling")
     causal = kwargs.get("is_causal")
     causal = getattr(layer.module, "is_causal", True) if causal is None else causal
     bias: Tensor | None = kwargs.get("position_bias")
     if mask is None:
-        told: Mask | None = Causal(0) if causal and T > 1 else None  # SDPA's own flag counts from the upper left
+        # SDPA's own flag counts from the upper left.
+        score_mask: Mask | None = CausalMask(0) if causal and T > 1 else None
     elif mask.dtype == torch.bool:
-        told = layer.masks.of(mask, T, S)
+        score_mask = layer.mask_converter.convert(mask, T, S)
     else:
-        told = layer.masks.of(mask, T, S)
-        more = mask.masked_fill(mask <= lowest(mask) / 2, 0)
-        bias = (more if bias is None else bias + more) if bool(more.any()) or bias is not None else None
+        score_mask = layer.mask_converter.convert(mask, T, S)
+        extra_bias = mask.masked_fill(mask <= mask_dtype_min(mask) / 2, 0)
+        bias = (
+            (extra_bias if bias is None else bias + extra_bias) if bool(extra_bias.any()) or bias is not None else None
+        )
     if bias is not None and bias.ndim != 4:
-        raise HeadwiseError(f"the position bias at {layer.found.name} is {tuple(bias.shape)}; expected four axes.")
-    return Terms(d**-0.5 if scale is None else float(scale), groups, told, None if bias is None else Given(bias))
+        raise HeadwiseError(f"the position bias at {layer.info.name} is {tuple(bias.shape)}; expected four axes.")
+    return ScoreParams(
+        d**-0.5 if scale is None else float(scale), kv_of_head, score_mask, None if bias is None else DenseBias(bias)
+    )

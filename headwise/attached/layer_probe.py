@@ -12,305 +12,315 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attached.discover import named_writers
-from headwise.attached.dummy_inputs import samples
-from headwise.attached.layer import Layer, bias_of, matrix
-from headwise.attached.non_sdpa_hooks import hooks_around
+from headwise.attached.discover import output_projection_candidates
+from headwise.attached.dummy_inputs import dummy_inputs
+from headwise.attached.layer import AttachedLayer, bias_of, weight_matrix
+from headwise.attached.non_sdpa_hooks import install_attention_hooks
 from headwise.errors import HeadwiseError
-from headwise.kernels import maps
-from headwise.kernels.gradients import gradients_enabled
-from headwise.kernels.score_params import Terms, spread
+from headwise.kernels import attention_weights
+from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.score_params import ScoreParams, repeat_kv
 
 # Ways in which rows of a projection may be shared out among heads, by how many letters it projects.
-LAYOUTS = {3: ("apart", "wide", "first"), 1: ("joined", "by head")}
-OTHERS = 1e-3  # of what makes a head's q may come from rows of others, by rounding
+LAYOUTS_BY_MODULE_COUNT = {3: ("separate", "padded_per_head", "padded_at_end"), 1: ("fused", "per_head")}
+MAX_FOREIGN_FRACTION = 1e-3  # of what makes a head's q may come from rows of others, by rounding
 
 
-class LayerTrial:
+class LayerProbe:
     """What one layer showed in its first call."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: AttachedLayer) -> None:
         self.layer = layer
-        self.made: dict[
-            nn.Module, tuple[Tensor, Tensor, Tensor]
-        ] = {}  # projections: given, gave, what went on as a leaf
+        # By projection: its input, its output, and the leaf that went on instead.
+        self.projection_calls: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
         self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
         self.z: Tensor | None = None  # (B, T, H, e), a leaf
-        self.entered: Tensor | None = None
-        self.terms: Terms | None = None
-        self.left: Tensor | None = None  # what the whole layer gave
-        self.packed = False  # whether z itself entered a module that is called as one that writes is
+        self.output_input: Tensor | None = None
+        self.params: ScoreParams | None = None
+        self.layer_output: Tensor | None = None  # what the whole layer gave
+        self.z_enters_opaque_output = False  # whether z itself entered a module that is called as one that writes is
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, terms: Callable[[], Terms]) -> Tensor:
+    def on_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, make_params: Callable[[], ScoreParams]
+    ) -> Tensor:
         """Called for attention; what goes on are the same numbers, with slopes from here."""
         if self.qkv is not None:
             return out
         self.qkv, self.z = (q, k, v), out.detach().requires_grad_()
         try:
-            self.terms = terms()
+            self.params = make_params()
         except HeadwiseError:
-            self.terms = None
+            self.params = None
         return self.z.clone()
 
-    def reads(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> Any:
+    def on_qkv(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Behind a projection that reads."""
-        if module in self.made or not isinstance(made, Tensor) or not given:
+        if module in self.projection_calls or not isinstance(output, Tensor) or not inputs:
             return None
-        leaf = made.detach().requires_grad_()
-        self.made[module] = given[0].detach(), made.detach(), leaf
+        leaf = output.detach().requires_grad_()
+        self.projection_calls[module] = inputs[0].detach(), output.detach(), leaf
         return leaf.clone()
 
-    def enters(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+    def before_output(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Before the projection that writes."""
-        if self.entered is None and self.z is not None and given:
-            self.entered = given[0]
+        if self.output_input is None and self.z is not None and inputs:
+            self.output_input = inputs[0]
 
-    def writes(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+    def after_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Behind the projection that writes."""
-        if given and given[0] is self.entered and isinstance(made, Tensor):
-            self.made[module] = given[0].detach(), made.detach(), made.detach()
+        if inputs and inputs[0] is self.output_input and isinstance(output, Tensor):
+            self.projection_calls[module] = inputs[0].detach(), output.detach(), output.detach()
 
-    def enters_packed(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+    def before_opaque_output(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Before a module with the name of one that writes, whose weights are not to be seen."""
-        if self.z is not None and given and isinstance(given[0], Tensor) and given[0].numel() == self.z.numel():
-            self.packed |= torch.equal(given[0].detach().reshape(self.z.shape), self.z.detach())
+        if self.z is not None and inputs and isinstance(inputs[0], Tensor) and inputs[0].numel() == self.z.numel():
+            self.z_enters_opaque_output |= torch.equal(inputs[0].detach().reshape(self.z.shape), self.z.detach())
 
-    def leaves(self, module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+    def after_layer(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Behind the whole layer."""
-        self.layer.gives = len(made) if isinstance(made, list | tuple) else 0
-        made = made[0] if isinstance(made, list | tuple) and made else made
-        if self.left is None and self.z is not None and isinstance(made, Tensor):
-            self.left = made
+        self.layer.num_outputs = len(output) if isinstance(output, list | tuple) else 0
+        output = output[0] if isinstance(output, list | tuple) and output else output
+        if self.layer_output is None and self.z is not None and isinstance(output, Tensor):
+            self.layer_output = output
 
     # What follows.
 
-    def conclude(self) -> None:
+    def store_probe_results(self) -> None:
         """Tell the layer what it is, and what it cannot show."""
         layer = self.layer
         if self.qkv is None or self.z is None:
-            _unseen(layer, "it was not reached by the call that was tried")
+            _mark_unprobed(layer, "it was not reached by the call that was tried")
             return
-        layer.passes = self._passes(self.z)
-        if layer.found.way != "sdpa" and not self._is_rebuilt(self.z):
-            layer.unlike = "maps rebuilt from its queries and keys, times values, are not what it found"
-        if layer.found.writes is not None and layer.passes != "coupled":
-            layer.withheld |= _said("o", self._unlike(layer.found.writes))
-        if layer.found.reads is not None:
-            for letter in "qkv":
-                self._place(letter)
-        if self._sees_farther():
-            layer.site.window = None
+        layer.z_path = self._find_z_path(self.z)
+        if layer.info.backend != "sdpa" and not self._is_reconstructed(self.z):
+            layer.reconstruction_problem = "maps rebuilt from its queries and keys, times values, are not what it found"
+        if layer.info.output_module is not None and layer.z_path != "coupled":
+            layer.withheld_reasons |= _reason_entry("o", self._weight_problem(layer.info.output_module))
+        if layer.info.qkv_modules is not None:
+            for projection in "qkv":
+                self._find_layout(projection)
+        if self._attends_beyond_window():
+            layer.hook_point.window = None
 
-    def _passes(self, z: Tensor) -> Any:
-        if self.layer.found.writes is None:
-            return "unknown" if self._is_sum(z) else "untold"
-        entered = self.entered
-        if entered is None:
-            self.layer.withheld["o"] = "what was taken for it is not called with what attention gave"
-            return "unknown" if self._is_sum(z) else "untold"
-        if entered.numel() != z.numel():
+    def _find_z_path(self, z: Tensor) -> Any:
+        if self.layer.info.output_module is None:
+            return "unknown" if self._is_linear_in_z(z) else "unverified"
+        output_input = self.output_input
+        if output_input is None:
+            self.layer.withheld_reasons["o"] = "what was taken for it is not called with what attention gave"
+            return "unknown" if self._is_linear_in_z(z) else "unverified"
+        if output_input.numel() != z.numel():
             return "coupled"
-        if torch.equal(entered.detach().reshape(z.shape), z.detach()):
+        if torch.equal(output_input.detach().reshape(z.shape), z.detach()):
             return "plain"
-        if not entered.requires_grad:
+        if not output_input.requires_grad:
             return "coupled"
-        dice = torch.Generator().manual_seed(0)
-        way = (1 + torch.rand(entered.shape, generator=dice)).to(entered)
-        (slope,) = torch.autograd.grad(entered, z, way, retain_graph=True, allow_unused=True)
-        if slope is None:
+        generator = torch.Generator().manual_seed(0)
+        direction = (1 + torch.rand(output_input.shape, generator=generator)).to(output_input)
+        (gradient,) = torch.autograd.grad(output_input, z, direction, retain_graph=True, allow_unused=True)
+        if gradient is None:
             return "coupled"
-        gate = slope / way.reshape(z.shape)
-        return "gated" if _close(gate * z.detach(), entered.detach().reshape(z.shape)) else "coupled"
+        gate = gradient / direction.reshape(z.shape)
+        return "gated" if _is_close(gate * z.detach(), output_input.detach().reshape(z.shape)) else "coupled"
 
-    def _is_sum(self, z: Tensor) -> bool:
+    def _is_linear_in_z(self, z: Tensor) -> bool:
         """Whether what the layer gives is linear in z, and more than z itself: then a head at 0 is its part taken away."""
-        left = self.left
-        if left is None or not left.requires_grad:
-            return self.packed  # no slopes pass a packed projection
-        if left.numel() == z.numel() and torch.equal(left.detach().reshape(z.shape), z.detach()):
+        layer_output = self.layer_output
+        if layer_output is None or not layer_output.requires_grad:
+            return self.z_enters_opaque_output  # no slopes pass a packed projection
+        if layer_output.numel() == z.numel() and torch.equal(layer_output.detach().reshape(z.shape), z.detach()):
             return False  # what becomes of it is decided outside
-        dice = torch.Generator().manual_seed(0)
-        ways = [torch.randn(x.shape, generator=dice).to(x) for x in (left, z)]
+        generator = torch.Generator().manual_seed(0)
+        directions = [torch.randn(x.shape, generator=generator).to(x) for x in (layer_output, z)]
         try:
-            (slope,) = torch.autograd.grad(left, z, ways[0], create_graph=True, allow_unused=True)
-            if slope is None or not slope.requires_grad:
-                return self.packed if slope is None else True
-            (bend,) = torch.autograd.grad(slope, z, ways[1], retain_graph=True, allow_unused=True)
+            (gradient,) = torch.autograd.grad(layer_output, z, directions[0], create_graph=True, allow_unused=True)
+            if gradient is None or not gradient.requires_grad:
+                return self.z_enters_opaque_output if gradient is None else True
+            (second_gradient,) = torch.autograd.grad(gradient, z, directions[1], retain_graph=True, allow_unused=True)
         except RuntimeError:  # no slopes there
-            return self.packed
-        if bend is None:
+            return self.z_enters_opaque_output
+        if second_gradient is None:
             return True
-        size = torch.finfo(z.dtype).eps ** 0.5 * slope.detach().abs().max()
-        return bool(bend.abs().max() * z.detach().abs().max() <= size)
+        tolerance = torch.finfo(z.dtype).eps ** 0.5 * gradient.detach().abs().max()
+        return bool(second_gradient.abs().max() * z.detach().abs().max() <= tolerance)
 
-    def _unlike(self, module: nn.Module) -> str:
+    def _weight_problem(self, module: nn.Module) -> str:
         """Why the weight of a projection is not what it multiplies by, if it is not."""
-        if module not in self.made:
+        if module not in self.projection_calls:
             return "it is not called as a projection is"
-        given, made, _ = self.made[module]
+        inputs, output, _ = self.projection_calls[module]
         try:
-            weight, bias = matrix(module), bias_of(module)
+            weight, bias = weight_matrix(module), bias_of(module)
         except HeadwiseError as error:
             return str(error).rstrip(".")
-        if weight.device.type == "meta" or given.shape[-1] != weight.shape[1] or made.shape[-1] != weight.shape[0]:
+        if weight.device.type == "meta" or inputs.shape[-1] != weight.shape[1] or output.shape[-1] != weight.shape[0]:
             return "" if weight.device.type == "meta" else "its sizes are others than those of what it multiplies"
-        product = given.to(weight.dtype) @ weight.detach().mT
+        product = inputs.to(weight.dtype) @ weight.detach().mT
         product = product if bias is None else product + bias.detach()
-        return "" if _close(product.to(made.dtype), made) else "what it gives is not its weight times what it is given"
+        return (
+            ""
+            if _is_close(product.to(output.dtype), output)
+            else "what it gives is not its weight times what it is given"
+        )
 
-    def _place(self, letter: str) -> None:
+    def _find_layout(self, projection: str) -> None:
         """Find the rows that make a letter, or withhold it."""
         layer = self.layer
-        module = layer.found.reader("qkv".index(letter) if len(layer.found.reads[1]) == 3 else 0)  # pyright: ignore
-        why = self._unlike(module)
-        if not why:
-            fits = [layout for layout in self._layouts() if self._fits(letter, layout, module)]
-            if fits:
-                layer.layouts[letter] = fits[0]
+        module = layer.info.qkv_module("qkv".index(projection) if len(layer.info.qkv_modules[1]) == 3 else 0)  # pyright: ignore
+        problem = self._weight_problem(module)
+        if not problem:
+            layouts = [layout for layout in self._candidate_layouts() if self._layout_fits(projection, layout, module)]
+            if layouts:
+                layer.layouts[projection] = layouts[0]
                 return
-            what = (
+            description = (
                 "values are not what it gives"
-                if letter == "v"
-                else f"{letter} of a head does not come from rows of its own"
+                if projection == "v"
+                else f"{projection} of a head does not come from rows of its own"
             )
-            why = f"{what} in {type(layer.module).__name__}"
-        layer.withheld[letter] = why
+            problem = f"{description} in {type(layer.module).__name__}"
+        layer.withheld_reasons[projection] = problem
 
-    def _layouts(self) -> list[str]:
-        named, names = self.layer.found.reads or ("", ())
-        return sorted(LAYOUTS[3 if len(names) == 3 else 1], key=lambda layout: layout != named)
+    def _candidate_layouts(self) -> list[str]:
+        default_layout, names = self.layer.info.qkv_modules or ("", ())
+        return sorted(LAYOUTS_BY_MODULE_COUNT[3 if len(names) == 3 else 1], key=lambda layout: layout != default_layout)
 
-    def _fits(self, letter: str, layout: str, module: nn.Module) -> bool:
+    def _layout_fits(self, projection: str, layout: str, module: nn.Module) -> bool:
         """Whether heads' numbers come from the rows that a layout gives them: asked of the first two and the last."""
         assert self.qkv is not None
-        _, made, leaf = self.made[module]
-        recorded, rows = self.qkv["qkv".index(letter)], torch.arange(made.shape[-1])
+        _, output, leaf = self.projection_calls[module]
+        recorded, rows = self.qkv["qkv".index(projection)], torch.arange(output.shape[-1])
         try:
-            places = self.layer.read.shared_out(letter, rows, layout)  # (heads, channels): rows by number
+            row_indices = self.layer.qkv.split_heads(projection, rows, layout)  # (heads, channels): rows by number
         except RuntimeError:
             return False
-        if recorded.ndim != 4 or recorded.shape[1] % len(places) or recorded.shape[-1] != places.shape[1]:
+        if recorded.ndim != 4 or recorded.shape[1] % len(row_indices) or recorded.shape[-1] != row_indices.shape[1]:
             return False
-        each = recorded.shape[1] // len(places)  # keys may have been spread to all heads of their group
-        for head in sorted({0, min(1, len(places) - 1), len(places) - 1}):
-            own = recorded[:, head * each]  # (B, T, d)
-            if letter == "v":
-                there = made[..., places[head].to(made.device)]
-                if there.numel() != own.numel() or not _close(there.reshape(own.shape), own.detach()):
+        repeats = recorded.shape[1] // len(row_indices)  # keys may have been spread to all heads of their group
+        for head in sorted({0, min(1, len(row_indices) - 1), len(row_indices) - 1}):
+            head_values = recorded[:, head * repeats]  # (B, T, d)
+            if projection == "v":
+                expected = output[..., row_indices[head].to(output.device)]
+                if expected.numel() != head_values.numel() or not _is_close(
+                    expected.reshape(head_values.shape), head_values.detach()
+                ):
                     return False
                 continue
-            if not own.requires_grad:
+            if not head_values.requires_grad:
                 return False
-            dice = torch.Generator().manual_seed(head)
-            way = torch.randn(own.shape, generator=dice).to(own)
-            along = own.detach()  # other heads may scale it, as an RMS norm over all of them does, but not turn it
-            size = along.square().sum(-1, keepdim=True)
-            way = way - along * (way * along).sum(-1, keepdim=True) / size.where(size > 0, 1.0)
-            (slope,) = torch.autograd.grad(own, leaf, way, retain_graph=True, allow_unused=True)
-            if slope is None:
+            generator = torch.Generator().manual_seed(head)
+            direction = torch.randn(head_values.shape, generator=generator).to(head_values)
+            # Other heads may scale it, as an RMS norm over all of them does, but not rotate it.
+            detached = head_values.detach()
+            squared_norm = detached.square().sum(-1, keepdim=True)
+            direction = direction - detached * (direction * detached).sum(-1, keepdim=True) / squared_norm.where(
+                squared_norm > 0, 1.0
+            )
+            (gradient,) = torch.autograd.grad(head_values, leaf, direction, retain_graph=True, allow_unused=True)
+            if gradient is None:
                 return False
-            energy = slope.double().square().flatten(0, -2).sum(0).cpu()  # (rows,)
-            if energy[places[head]].sum() <= (1 - OTHERS) * energy.sum():
+            energy = gradient.double().square().flatten(0, -2).sum(0).cpu()  # (rows,)
+            if energy[row_indices[head]].sum() <= (1 - MAX_FOREIGN_FRACTION) * energy.sum():
                 return False
         return True
 
-    def _is_rebuilt(self, z: Tensor) -> bool:
+    def _is_reconstructed(self, z: Tensor) -> bool:
         """Whether maps made of what was seen, times values, are what attention found."""
-        if self.terms is None or self.qkv is None:
+        if self.params is None or self.qkv is None:
             return False
         q, k, v = (x.detach() for x in self.qkv)
-        weights = maps(q, k, self.terms)  # (B, H, T, S)
-        self.layer.looks_ahead = bool((weights.triu(1) > 0).any())
-        found = (weights.to(v.dtype) @ spread(v, self.terms.groups)).transpose(1, 2)  # (B, T, H, e)
-        half = z.dtype in (torch.float16, torch.bfloat16)
-        return (
-            _close(found, z.detach()) if half else _close(found.float(), z.detach().float())
-        )  # softmax may be in float32
+        weights = attention_weights(q, k, self.params)  # (B, H, T, S)
+        self.layer.attends_ahead = bool((weights.triu(1) > 0).any())
+        reconstructed = (weights.to(v.dtype) @ repeat_kv(v, self.params.kv_of_head)).transpose(1, 2)  # (B, T, H, e)
+        if z.dtype in (torch.float16, torch.bfloat16):
+            return _is_close(reconstructed, z.detach())
+        return _is_close(reconstructed.float(), z.detach().float())  # softmax may be in float32
 
-    def _sees_farther(self) -> bool:
+    def _attends_beyond_window(self) -> bool:
         """Whether a query was seen to look farther than the window says."""
-        window = self.layer.site.window
-        if window is None or self.terms is None or self.qkv is None:
+        window = self.layer.hook_point.window
+        if window is None or self.params is None or self.qkv is None:
             return False
         q, k = (x.detach() for x in self.qkv[:2])
         T, S = q.shape[2], k.shape[2]
-        away = (torch.arange(T)[:, None] + (S - T) - torch.arange(S)).abs() >= window  # (T, S)
-        return bool((maps(q, k, self.terms)[..., away.to(q.device)] > 0).any())
+        beyond_window = (torch.arange(T)[:, None] + (S - T) - torch.arange(S)).abs() >= window  # (T, S)
+        return bool((attention_weights(q, k, self.params)[..., beyond_window.to(q.device)] > 0).any())
 
 
 @gradients_enabled()
-def try_layers(model: Any, layers: Sequence[Layer]) -> None:
+def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
     """Call the model once, as it is outside of training, and tell each layer what was found out."""
-    was = [(module, module.training) for module in model.modules()]
-    trials = [LayerTrial(layer) for layer in layers if layer.spec.head_ids]
-    why, first = "what it reads is not known here", ""
-    around = [hook for layer in layers for hook in hooks_around(layer)]
+    training_modes = [(module, module.training) for module in model.modules()]
+    probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
+    problem, first_problem = "what it reads is not known here", ""
+    hooks = [hook for layer in layers for hook in install_attention_hooks(layer)]
     try:
-        for module, _ in was:
+        for module, _ in training_modes:
             module.training = False
-        for given in samples(model):
-            trials = [LayerTrial(layer) for layer in layers if layer.spec.head_ids]
-            why = _call(model, given, trials)
-            if not why:
+        for inputs in dummy_inputs(model):
+            probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
+            problem = _run_probes(model, inputs, probes)
+            if not problem:
                 break
-            first = first or why  # said to what the model itself says it reads
+            first_problem = first_problem or problem  # said to what the model itself says it reads
     finally:
-        for module, training in was:
+        for module, training in training_modes:
             module.training = training
-        for hook in around:
+        for hook in hooks:
             hook.remove()
-    for trial in trials:
-        if why:
-            _unseen(trial.layer, f"no call could be tried to check it ({first or why})")
+    for probe in probes:
+        if problem:
+            _mark_unprobed(probe.layer, f"no call could be tried to check it ({first_problem or problem})")
         else:
-            trial.conclude()
+            probe.store_probe_results()
 
 
-def check_rebuilt(layers: Sequence[Layer]) -> None:
+def check_reconstruction(layers: Sequence[AttachedLayer]) -> None:
     """Refuse attention that is not SDPA's where what is rebuilt of it is not what it computed."""
     for layer in layers:
-        if layer.unlike:
+        if layer.reconstruction_problem:
             raise HeadwiseError(
-                f"{layer.found.name} is not on SDPA, and {layer.unlike}; it was refused rather than shown wrongly."
+                f"{layer.info.name} is not on SDPA, and {layer.reconstruction_problem}; it was refused rather than shown "
+                f"wrongly."
             )
 
 
-def _call(model: Any, given: dict[str, Tensor], trials: list[LayerTrial]) -> str:
+def _run_probes(model: Any, inputs: dict[str, Tensor], probes: list[LayerProbe]) -> str:
     """One call; gives why it failed, if it did."""
-    with ExitStack() as watching, torch.random.fork_rng():
-        for trial in trials:
-            found = trial.layer.found
-            for number in range(0 if found.reads is None else len(found.reads[1])):
-                watching.callback(found.reader(number).register_forward_hook(trial.reads).remove)
-            if found.writes is not None:
-                watching.callback(found.writes.register_forward_pre_hook(trial.enters).remove)
-                watching.callback(found.writes.register_forward_hook(trial.writes).remove)
+    with ExitStack() as stack, torch.random.fork_rng():
+        for probe in probes:
+            info = probe.layer.info
+            for index in range(0 if info.qkv_modules is None else len(info.qkv_modules[1])):
+                stack.callback(info.qkv_module(index).register_forward_hook(probe.on_qkv).remove)
+            if info.output_module is not None:
+                stack.callback(info.output_module.register_forward_pre_hook(probe.before_output).remove)
+                stack.callback(info.output_module.register_forward_hook(probe.after_output).remove)
             else:
-                for part in named_writers(found):
-                    watching.callback(part.register_forward_pre_hook(trial.enters_packed).remove)
-            watching.callback(trial.layer.module.register_forward_hook(trial.leaves).remove)
-            trial.layer.trial = trial
-            watching.callback(setattr, trial.layer, "trial", None)
+                for candidate in output_projection_candidates(info):
+                    stack.callback(candidate.register_forward_pre_hook(probe.before_opaque_output).remove)
+            stack.callback(probe.layer.module.register_forward_hook(probe.after_layer).remove)
+            probe.layer.probe = probe
+            stack.callback(setattr, probe.layer, "probe", None)
         try:
-            model(**given)
+            model(**inputs)
         except Exception as error:  # whatever somebody else's model says to inputs that were guessed
             return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return ""
 
 
-def _unseen(layer: Layer, why: str) -> None:
-    layer.passes = "unseen" if layer.found.writes is not None else "untold"
-    layer.withheld = dict.fromkeys("qkvo", why)
-    layer.unlike = "" if layer.found.way == "sdpa" else why
+def _mark_unprobed(layer: AttachedLayer, reason: str) -> None:
+    layer.z_path = "unprobed" if layer.info.output_module is not None else "unverified"
+    layer.withheld_reasons = dict.fromkeys("qkvo", reason)
+    layer.reconstruction_problem = "" if layer.info.backend == "sdpa" else reason
 
 
-def _said(letter: str, why: str) -> dict[str, str]:
-    return {letter: why} if why else {}
+def _reason_entry(projection: str, reason: str) -> dict[str, str]:
+    return {projection: reason} if reason else {}
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
     """Whether numbers are the same but for rounding on the way, beside the largest."""
-    if not bool(other.isfinite().all()):
+    if not bool(expected.isfinite().all()):
         return False
-    far = (one.double() - other.double()).abs().max()
-    return bool(far <= torch.finfo(other.dtype).eps ** 0.5 * other.double().abs().max())
+    difference = (actual.double() - expected.double()).abs().max()
+    return bool(difference <= torch.finfo(expected.dtype).eps ** 0.5 * expected.double().abs().max())

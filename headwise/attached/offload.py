@@ -22,12 +22,12 @@ def check_in_memory(model: nn.Module) -> None:
     """Raise an error if weights are offloaded: nothing can be changed in place then."""
     if is_offloaded(model):
         raise HeadwiseError(
-            f"weights of {type(model).__name__} are offloaded, so heads cannot be cut in place. Use hw.prune(theirs, …), "
+            f"weights of {type(model).__name__} are offloaded, so heads cannot be cut in place. Use hw.prune(attached, …), "
             f"which returns a pruned copy in memory."
         )
 
 
-def load_copy(model: Any) -> Any:
+def copy_to_memory(model: Any) -> Any:
     """A copy of an offloaded model with all weights in CPU memory and without accelerate's hooks."""
     from accelerate.hooks import remove_hook_from_module
 

@@ -12,187 +12,224 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attached.forward import OutputHead
-from headwise.attached.layer import Layer
+from headwise.attached.layer import AttachedLayer
+from headwise.attached.transformers_forward import AttachedLMHead
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import Seen
-from headwise.model.residual_stream import Norm, Step, Wiring
+from headwise.heads.hook_point import AttentionCall
+from headwise.model.residual_stream import LinearizedNorm, ResidualLayer, ResidualStream
 
-TEXTS, TOKENS = 2, 6  # what is looked at to find out
-LOUD = 128.0  # linear logits are as many times larger where states are; a power of two, so that nothing is rounded
+BATCH_SIZE, SEQUENCE_LENGTH = 2, 6  # what is looked at to find out
+# Linear logits are as many times larger where states are; a power of two, so that nothing is rounded.
+PROBE_SCALE = 128.0
 
 
 @torch.no_grad()
-def find_wiring(model: Any, layers: Sequence[Layer]) -> Wiring:
-    """The wiring of a decoder with a language-model output, not in training mode; refused, with the reason, where it is not
-    a sum that ends in one norm and a linear output."""
-    seen = _Pass(model, layers)
+def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> ResidualStream:
+    """The residual stream of a decoder with a language-model output, not in training mode; refused, with the reason, where it
+    is not a sum that ends in one norm and a linear output."""
+    recorded = _RecordedForward(model, layers)
     blocks = [block_of(model, layer) for layer in layers]
-    steps = {}
+    residual_layers = {}
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
-        if block not in seen.given or block not in seen.made:
-            raise _refused(model, f"{layer.found.name} is in no block that is called once and passes the stream on")
-        if i and not torch.equal(seen.made[blocks[i - 1]], seen.given[block]):
-            raise _refused(model, f"something other than attention layers stands before layer {layer.site.address}")
-        steps[layer.site.address.layer] = _step(model, seen, layer, block)
-    norm = _last_norm(model, seen, blocks[-1])
+        if block not in recorded.inputs or block not in recorded.outputs:
+            raise _unsupported_error(
+                model, f"{layer.info.name} is in no block that is called once and passes the stream on"
+            )
+        if i and not torch.equal(recorded.outputs[blocks[i - 1]], recorded.inputs[block]):
+            raise _unsupported_error(
+                model, f"something other than attention layers stands before layer {layer.hook_point.address}"
+            )
+        residual_layers[layer.hook_point.address.layer] = _residual_layer(model, recorded, layer, block)
+    norm = _final_norm(model, recorded, blocks[-1])
     vocabulary = model.get_output_embeddings()
-    scale = _scale(model, seen, vocabulary)
-    return Wiring(blocks[0], steps, norm, vocabulary, _embed(model, seen, blocks[0]), scale)
+    scale = _logit_scale(model, recorded, vocabulary)
+    return ResidualStream(
+        blocks[0], residual_layers, norm, vocabulary, _token_embedding(model, recorded, blocks[0]), scale
+    )
 
 
-class _Pass:
+class _RecordedForward:
     """What modules were given and gave in one pass, as (B, T, D); those that are run more than once are left out."""
 
-    def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
-        self.given: dict[nn.Module, Tensor] = {}
-        self.made: dict[nn.Module, Tensor] = {}
-        self.calls: dict[Any, Seen] = {}
+    def __init__(self, model: Any, layers: Sequence[AttachedLayer]) -> None:
+        self.inputs: dict[nn.Module, Tensor] = {}
+        self.outputs: dict[nn.Module, Tensor] = {}
+        self.calls: dict[Any, AttentionCall] = {}
         table = model.get_input_embeddings().weight
-        dice = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(len(table), (TEXTS, TOKENS), generator=dice).to(table.device)
-        with ExitStack() as watching:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(len(table), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator).to(table.device)
+        with ExitStack() as stack:
             for layer in layers:
-                watching.enter_context(layer.site.listen(self._hear))
-            for part in model.modules():
-                watching.callback(part.register_forward_pre_hook(self._keep_given, with_kwargs=True).remove)
-                watching.callback(part.register_forward_hook(self._keep_made).remove)
-            made = model(input_ids=self.ids, use_cache=False)
-        self.logits = made.logits.double().cpu()  # (B, T, V)
-        self.rounding = torch.finfo(made.logits.dtype).eps ** 0.5
+                stack.enter_context(layer.hook_point.listen(self._on_call))
+            for module in model.modules():
+                stack.callback(module.register_forward_pre_hook(self._record_input, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._record_output).remove)
+            output = model(input_ids=self.ids, use_cache=False)
+        self.logits = output.logits.double().cpu()  # (B, T, V)
+        self.tolerance = torch.finfo(output.logits.dtype).eps ** 0.5
 
-    def close(self, one: Tensor, other: Tensor) -> bool:
+    def is_close(self, actual: Tensor, expected: Tensor) -> bool:
         """Whether two tensors in float64 are the same but for rounding on the way, beside their largest number."""
-        if one.shape != other.shape:
+        if actual.shape != expected.shape:
             return False
-        return bool((one - other).abs().max() <= self.rounding * other.abs().max())
+        return bool((actual - expected).abs().max() <= self.tolerance * expected.abs().max())
 
-    def inside(self, block: nn.Module, given: Tensor) -> list[nn.Module]:
+    def modules_reading(self, block: nn.Module, inputs: Tensor) -> list[nn.Module]:
         """The modules of a block that were given these numbers and have given others of that shape."""
-        return [part for part in block.modules() if part in self.made and _same(self.given.get(part), given)]
+        return [
+            module for module in block.modules() if module in self.outputs and _same(self.inputs.get(module), inputs)
+        ]
 
-    def _hear(self, seen: Seen) -> None:
-        self.calls[seen.site] = seen
+    def _on_call(self, call: AttentionCall) -> None:
+        self.calls[call.hook_point] = call
 
-    def _keep_given(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._keep(self.given, module, given[0] if given else named.get("hidden_states"))
+    def _record_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._record(self.inputs, module, args[0] if args else kwargs.get("hidden_states"))
 
-    def _keep_made(self, module: nn.Module, given: Any, made: Any) -> None:
-        self._keep(self.made, module, made[0] if isinstance(made, tuple) else made)
+    def _record_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._record(self.outputs, module, output[0] if isinstance(output, tuple) else output)
 
-    def _keep(self, kept: dict[nn.Module, Tensor], module: nn.Module, states: Any) -> None:
+    def _record(self, store: dict[nn.Module, Tensor], module: nn.Module, states: Any) -> None:
         if isinstance(states, Tensor) and states.is_floating_point() and states.numel() % self.ids.numel() == 0:
-            again = module in kept
-            kept[module] = states.detach().reshape(*self.ids.shape, -1).clone().cpu()  # (B, T, D)
-            if again:
-                kept[module].fill_(float("nan"))  # equal to nothing
+            called_again = module in store
+            store[module] = states.detach().reshape(*self.ids.shape, -1).clone().cpu()  # (B, T, D)
+            if called_again:
+                store[module].fill_(float("nan"))  # equal to nothing
 
 
-def block_of(model: nn.Module, layer: Layer) -> nn.Module:
+def block_of(model: nn.Module, layer: AttachedLayer) -> nn.Module:
     """The part of a model that is one layer: as far as the number in its name."""
-    found = re.match(r"(?:.*?\.)?\d+(?=\.)", layer.found.name)
-    return layer.found.parent if found is None else model.get_submodule(found[0])
+    match = re.match(r"(?:.*?\.)?\d+(?=\.)", layer.info.name)
+    return layer.info.parent if match is None else model.get_submodule(match[0])
 
 
-def _step(model: Any, seen: _Pass, layer: Layer, block: nn.Module) -> Step:
+def _residual_layer(model: Any, recorded: _RecordedForward, layer: AttachedLayer, block: nn.Module) -> ResidualLayer:
     """What a layer reads through, and adds."""
-    found, here = layer.found, f"layer {layer.site.address}"
-    if found.writes is None:
-        raise _refused(model, f"which part of {found.name} writes is not known")
-    wrote = seen.made.get(found.writes if layer.spec.head_ids else found.module)
-    if wrote is None or not seen.close(_sum_of_heads(seen, layer), wrote.double()):
-        raise _refused(model, f"what attention in {here} gives is not the sum of what its heads write and a bias")
-    after = next(
-        (norm for part in seen.inside(block, wrote) if (norm := Norm.tried(part, layer.spec.width)) is not None), None
+    info, layer_label = layer.info, f"layer {layer.hook_point.address}"
+    if info.output_module is None:
+        raise _unsupported_error(model, f"which part of {info.name} writes is not known")
+    attention_output = recorded.outputs.get(info.output_module if layer.spec.head_ids else info.module)
+    if attention_output is None or not recorded.is_close(_sum_of_heads(recorded, layer), attention_output.double()):
+        raise _unsupported_error(
+            model, f"what attention in {layer_label} gives is not the sum of what its heads write and a bias"
+        )
+    post_norm = next(
+        (
+            norm
+            for module in recorded.modules_reading(block, attention_output)
+            if (norm := LinearizedNorm.infer(module, layer.spec.width)) is not None
+        ),
+        None,
     )
-    added = wrote if after is None else seen.made[after.module]
-    attention = {block, *found.module.modules(), None if after is None else after.module}
-    for part in block.modules():
-        other = None if part in attention else seen.made.get(part)
-        if other is not None and _adds_up(seen.made[block], seen.given[block], added, other):
-            norm, unread = _reads(seen, layer, block)
-            return Step(norm, after, part, unread)
-    raise _refused(
+    added = attention_output if post_norm is None else recorded.outputs[post_norm.module]
+    attention_modules = {block, *info.module.modules(), None if post_norm is None else post_norm.module}
+    for module in block.modules():
+        other = None if module in attention_modules else recorded.outputs.get(module)
+        if other is not None and _is_sum_of(recorded.outputs[block], recorded.inputs[block], added, other):
+            norm, unsupported_reason = _find_input_norm(recorded, layer, block)
+            return ResidualLayer(norm, post_norm, module, unsupported_reason)
+    raise _unsupported_error(
         model,
-        f"{here} does not add to the stream just what its attention and one other part wrote: a norm or a factor stands in "
-        f"between",
+        f"{layer_label} does not add to the stream just what its attention and one other part wrote: a norm or a factor "
+        f"stands in between",
     )
 
 
-def _sum_of_heads(seen: _Pass, layer: Layer) -> Tensor:
+def _sum_of_heads(recorded: _RecordedForward, layer: AttachedLayer) -> Tensor:
     """Σ z W_O + b_O: (B, T, D)."""
     bias = 0.0 if layer.b_O is None else layer.b_O.double().cpu()
     if not layer.spec.head_ids:
-        return torch.zeros(*seen.ids.shape, layer.spec.width, dtype=torch.double) + bias
-    if layer.site not in seen.calls:
+        return torch.zeros(*recorded.ids.shape, layer.spec.width, dtype=torch.double) + bias
+    if layer.hook_point not in recorded.calls:
         return torch.full((1,), float("nan"))
-    z, W_O = seen.calls[layer.site].z.double().cpu(), layer.site.W_O.double().cpu()
+    z, W_O = recorded.calls[layer.hook_point].z.double().cpu(), layer.hook_point.W_O.double().cpu()
     return torch.einsum("bhte,hed->btd", z, W_O) + bias
 
 
-def _reads(seen: _Pass, layer: Layer, block: nn.Module) -> tuple[nn.Module | None, str]:
+def _find_input_norm(
+    recorded: _RecordedForward, layer: AttachedLayer, block: nn.Module
+) -> tuple[nn.Module | None, str]:
     """The norm that heads read the stream through; and why what they bring does not follow from the stream, if so."""
     if not layer.spec.head_ids:
         return None, ""
-    stream, read = seen.given[block], seen.given.get(layer.module)
-    if read is None:
-        return None, f"what {layer.found.name} reads cannot be seen."
-    through = [part for part in seen.inside(block, stream) if _same(seen.made[part], read) and part is not block]
-    if not through and not _same(stream, read):
-        return None, f"between the stream and {layer.found.name} stands more than a norm."
-    if layer.found.reads is not None:
-        W_V, b_V = layer.read.weight("v").double().cpu(), layer.read.bias("v")  # (K, e, D)
-        v = torch.einsum("btd,ked->bkte", read.double(), W_V)  # (B, K, T, e)
+    residual, layer_input = recorded.inputs[block], recorded.inputs.get(layer.module)
+    if layer_input is None:
+        return None, f"what {layer.info.name} reads cannot be seen."
+    input_norms = [
+        module
+        for module in recorded.modules_reading(block, residual)
+        if _same(recorded.outputs[module], layer_input) and module is not block
+    ]
+    if not input_norms and not _same(residual, layer_input):
+        return None, f"between the stream and {layer.info.name} stands more than a norm."
+    if layer.info.qkv_modules is not None:
+        W_V, b_V = layer.qkv.weight("v").double().cpu(), layer.qkv.bias("v")  # (K, e, D)
+        v = torch.einsum("btd,ked->bkte", layer_input.double(), W_V)  # (B, K, T, e)
         v = v if b_V is None else v + b_V.double().cpu()[:, None]
-        if not seen.close(v, seen.calls[layer.site].v.double().cpu()):
-            return None, f"the values of {layer.found.name} are not what W_V makes of what is read."
-    return (through[0] if through else None), ""
+        if not recorded.is_close(v, recorded.calls[layer.hook_point].v.double().cpu()):
+            return None, f"the values of {layer.info.name} are not what W_V makes of what is read."
+    return (input_norms[0] if input_norms else None), ""
 
 
-def _last_norm(model: Any, seen: _Pass, last: nn.Module) -> Norm:
+def _final_norm(model: Any, recorded: _RecordedForward, last_block: nn.Module) -> LinearizedNorm:
     """What stands between the last layer and the output."""
-    wrote, read = seen.made[last], seen.given.get(model.get_output_embeddings())
-    for part in seen.inside(model, wrote):
-        if _same(seen.made[part], read) and (norm := Norm.tried(part, wrote.shape[-1])) is not None:
+    block_output, head_input = recorded.outputs[last_block], recorded.inputs.get(model.get_output_embeddings())
+    for module in recorded.modules_reading(model, block_output):
+        if (
+            _same(recorded.outputs[module], head_input)
+            and (norm := LinearizedNorm.infer(module, block_output.shape[-1])) is not None
+        ):
             return norm
-    raise _refused(model, "between its last layer and its output stands something other than one LayerNorm or RMSNorm")
+    raise _unsupported_error(
+        model, "between its last layer and its output stands something other than one LayerNorm or RMSNorm"
+    )
 
 
-def _scale(model: Any, seen: _Pass, vocabulary: Any) -> float:
+def _logit_scale(model: Any, recorded: _RecordedForward, vocabulary: Any) -> float:
     """What logits are multiplied by behind the output layer; refused if that is not all that happens to them."""
-    states, weight = seen.given[vocabulary], vocabulary.weight  # (B, T, D), (V, D)
+    states, weight = recorded.inputs[vocabulary], vocabulary.weight  # (B, T, D), (V, D)
     bias = 0.0 if getattr(vocabulary, "bias", None) is None else vocabulary.bias.double().cpu()
-    words = (states.to(weight) @ weight.mT).double().cpu()  # (B, T, V)
-    raw, large = words + bias, words * LOUD + bias
-    scale = 1.0 if seen.close(raw, seen.logits) else float((raw * seen.logits).sum() / raw.square().sum())
-    loud = OutputHead(model)((states * LOUD).to(weight.device)).double().cpu()  # (B, T, V)
-    if not seen.close(raw * scale, seen.logits) or not seen.close(large * scale, loud):
-        raise _refused(model, "its logits are not linear in what its output layer reads; they may be capped")
+    token_scores = (states.to(weight) @ weight.mT).double().cpu()  # (B, T, V)
+    raw, expected_scaled = token_scores + bias, token_scores * PROBE_SCALE + bias
+    scale = (
+        1.0 if recorded.is_close(raw, recorded.logits) else float((raw * recorded.logits).sum() / raw.square().sum())
+    )
+    scaled_logits = AttachedLMHead(model)((states * PROBE_SCALE).to(weight.device)).double().cpu()  # (B, T, V)
+    if not recorded.is_close(raw * scale, recorded.logits) or not recorded.is_close(
+        expected_scaled * scale, scaled_logits
+    ):
+        raise _unsupported_error(model, "its logits are not linear in what its output layer reads; they may be capped")
     return scale
 
 
-def _embed(model: Any, seen: _Pass, first: nn.Module) -> nn.Module | None:
+def _token_embedding(model: Any, recorded: _RecordedForward, first_block: nn.Module) -> nn.Module | None:
     """The table of tokens, if the stream begins with its rows and something that does not depend on which they are."""
-    table, begins = model.get_input_embeddings(), seen.given[first].double()  # (B, T, D)
-    rows = table(seen.ids).double().cpu()  # (B, T, D)
-    return table if rows.shape == begins.shape and seen.close(rows[0] - rows[1], begins[0] - begins[1]) else None
+    table, stream_start = model.get_input_embeddings(), recorded.inputs[first_block].double()  # (B, T, D)
+    rows = table(recorded.ids).double().cpu()  # (B, T, D)
+    return (
+        table
+        if rows.shape == stream_start.shape and recorded.is_close(rows[0] - rows[1], stream_start[0] - stream_start[1])
+        else None
+    )
 
 
-def _adds_up(total: Tensor, *parts: Tensor) -> bool:
+def _is_sum_of(total: Tensor, *parts: Tensor) -> bool:
     """Whether a sum is one, each number up to the rounding of its own parts: (B, T, D) each."""
     if any(part.shape != total.shape for part in parts):
         return False
     size = sum(part.double().abs() for part in parts)
-    far = (total.double() - sum(part.double() for part in parts)).abs()
-    return bool((far <= 8 * torch.finfo(total.dtype).eps * size).all())
+    difference = (total.double() - sum(part.double() for part in parts)).abs()
+    return bool((difference <= 8 * torch.finfo(total.dtype).eps * size).all())
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
+def _same(actual: Tensor | None, expected: Tensor | None) -> bool:
+    return (
+        actual is not None and expected is not None and actual.shape == expected.shape and torch.equal(actual, expected)
+    )
 
 
-def _refused(model: Any, why: str) -> HeadwiseError:
+def _unsupported_error(model: Any, reason: str) -> HeadwiseError:
     return HeadwiseError(
-        f"what parts of {type(model).__name__} add to its logits cannot be told apart: {why}; silence heads instead: "
-        f"theirs.heads[…].silenced()."
+        f"what parts of {type(model).__name__} add to its logits cannot be told apart: {reason}; silence heads instead: "
+        f"attached.heads[…].silenced()."
     )

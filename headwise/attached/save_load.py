@@ -15,122 +15,132 @@ from typing import Any
 
 import torch
 
-from headwise.attached.discover import find
-from headwise.attached.head_count_fields import slices
-from headwise.attached.layer import Layer
-from headwise.attached.masks import Masks
-from headwise.attached.offload import is_offloaded, load_copy
-from headwise.attached.prune_in_place import cut_layers, even_out
-from headwise.attached.validate import own_config
+from headwise.attached.attach_support import copy_config
+from headwise.attached.discover import find_attention_modules
+from headwise.attached.head_count_fields import head_tensor_slices
+from headwise.attached.layer import AttachedLayer
+from headwise.attached.masks import MaskConverter
+from headwise.attached.offload import copy_to_memory, is_offloaded
+from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
 from headwise.errors import HeadwiseError
-from headwise.spec import SiteAddress
+from headwise.spec import LayerAddress
 
-NOTE = "headwise.json"
-FORMAT = "headwise-attached-1"
-LAYOUTS = {"apart", "wide", "first", "joined", "by head", ""}  # ways in which rows are shared out among heads
+METADATA_FILE = "headwise.json"
+FORMAT = "headwise-attached-2"
+# Ways in which rows are shared out among heads.
+ROW_LAYOUTS = {"separate", "padded_per_head", "padded_at_end", "fused", "per_head", ""}
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-PLANS = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
+PLANS_ATTRIBUTE = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
 
 
-def write(
-    model: Any, layers: Sequence[Layer], beside: Sequence[Any], folder: str | Path, whole: bool, exported: bool = False
+def save_attached(
+    model: Any,
+    layers: Sequence[AttachedLayer],
+    processors: Sequence[Any],
+    folder: str | Path,
+    full_shape: bool,
+    exported: bool = False,
 ) -> Path:
     """Write a model, whole or not at all; one that is `exported` replaces only what was exported before."""
-    from headwise.io.atomic_write import EXPORTED, whole_folder
+    from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 
-    with whole_folder(folder, (EXPORTED if exported else "config.json",)) as new:
+    with atomic_folder(folder, (EXPORT_MARKER if exported else "config.json",)) as temp_folder:
         if exported:
-            (new / EXPORTED).write_text('{"to": "transformers"}', encoding="utf-8")
-        filled = whole and is_cut(layers)
-        if is_offloaded(model) and (
-            filled or not hasattr(model, "hf_device_map")
-        ):  # by its map transformers loads weights
-            model = load_copy(model)
-            layers = make_layers(model)
+            (temp_folder / EXPORT_MARKER).write_text('{"to": "transformers"}', encoding="utf-8")
+        filled = full_shape and is_pruned(layers)
+        # By its device map transformers loads weights.
+        if is_offloaded(model) and (filled or not hasattr(model, "hf_device_map")):
+            model = copy_to_memory(model)
+            layers = make_attached_layers(model)
         if filled:
-            _filled_up(model, layers).save_pretrained(new)
+            _unpruned_copy(model, layers).save_pretrained(temp_folder)
         else:
-            model.save_pretrained(new)  # a cut one writes its note
-        for one in beside:  # what the model reads with: a tokenizer, or how pixels become numbers
-            if one is not None:
-                one.save(new)
+            model.save_pretrained(temp_folder)  # a cut one writes its note
+        for processor in processors:  # what the model reads with: a tokenizer, or how pixels become numbers
+            if processor is not None:
+                processor.save(temp_folder)
     return Path(folder)
 
 
-def is_cut(layers: Sequence[Layer]) -> bool:
+def is_pruned(layers: Sequence[AttachedLayer]) -> bool:
     """Whether heads were cut from any of these layers."""
-    return any(layer.found.kept is not None for layer in layers)
+    return any(layer.info.kept_heads is not None for layer in layers)
 
 
-def keep_note(model: Any) -> None:
+def patch_save_pretrained(model: Any) -> None:
     """From now on this model, and any part of it that can be saved, writes beside its weights what was cut, attached or not.
 
     Weights of a cut model without that note would be of no use to anybody.
     """
     from transformers import PreTrainedModel
 
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part.__dict__["save_pretrained"] = partial(_save_noted, part)
+    for submodel in model.modules():
+        if isinstance(submodel, PreTrainedModel):
+            submodel.__dict__["save_pretrained"] = partial(_save_with_metadata, submodel)
 
 
-def _save_noted(model: Any, save_directory: str | Path, *arguments: Any, **named: Any) -> None:
+def _save_with_metadata(model: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` of a model from which heads were cut."""
-    from headwise.io.atomic_write import whole_file
+    from headwise.io.atomic_write import write_atomic
 
     save = type(model).save_pretrained
-    given = inspect.signature(save).bind(model, save_directory, *arguments, **named).arguments
-    if given.get("push_to_hub"):
+    bound_arguments = inspect.signature(save).bind(model, save_directory, *args, **kwargs).arguments
+    if bound_arguments.get("push_to_hub"):
         raise HeadwiseError(
             "heads were cut from this model, and what is pushed would lack the note of that; save it, then upload the folder."
         )
-    if "save_original_format" not in given:
-        named["save_original_format"] = False  # tensors by the names they have here: nobody else reads them
-    save(model, save_directory, *arguments, **named)
-    if given.get("is_main_process", True):
-        whole_file(Path(save_directory) / NOTE, json.dumps(_note(model, make_layers(model)), indent=2).encode())
+    if "save_original_format" not in bound_arguments:
+        kwargs["save_original_format"] = False  # tensors by the names they have here: nobody else reads them
+    save(model, save_directory, *args, **kwargs)
+    if bound_arguments.get("is_main_process", True):
+        write_atomic(
+            Path(save_directory) / METADATA_FILE,
+            json.dumps(_prune_metadata(model, make_attached_layers(model)), indent=2).encode(),
+        )
 
 
-def read(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> tuple[Any, list[Layer]]:
+def load_attached(
+    folder: Path, dtype: torch.dtype | None, device: torch.device | str
+) -> tuple[Any, list[AttachedLayer]]:
     """A transformers model from a folder, cut as its note says, and its layers."""
-    note = _read_note(folder)
-    kind = model_class(folder, None if note is None else note["class"])
-    if note is None:
+    metadata = _read_metadata(folder)
+    architecture = model_class(folder, None if metadata is None else metadata["class"])
+    if metadata is None:
         if not any(folder.glob("*.safetensors")):
             raise HeadwiseError(
                 f"{folder} holds no safetensors; weights of other kinds are not read through transformers."
             )
-        model, told = kind.from_pretrained(
+        model, loading_info = architecture.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
-        for what in ("missing_keys", "mismatched_keys", "error_msgs"):
-            if told.get(what):  # transformers would fill them with random numbers
-                some = ", ".join(map(str, sorted(told[what], key=str)[:5]))
+        for issue in ("missing_keys", "mismatched_keys", "error_msgs"):
+            if loading_info.get(issue):  # transformers would fill them with random numbers
+                examples = ", ".join(map(str, sorted(loading_info[issue], key=str)[:5]))
                 raise HeadwiseError(
-                    f"{folder} lacks weights of {type(model).__name__} ({what.replace('_', ' ')}): {some}."
+                    f"{folder} lacks weights of {type(model).__name__} ({issue.replace('_', ' ')}): {examples}."
                 )
-        return model.to(device).eval(), make_layers(model)
-    model = build(kind, folder, "cpu")
-    layers = cut_to(make_layers(model), note)
-    keep_note(model)
-    model.__dict__[PLANS] = _plans(note, layers)
-    stored = _fill(model, layers, folder)
-    _cast(model, _dtypes(kind, folder, note, dtype), set() if dtype else stored)
+        return model.to(device).eval(), make_attached_layers(model)
+    model = build_from_config(architecture, folder, "cpu")
+    layers = prune_from_metadata(make_attached_layers(model), metadata)
+    patch_save_pretrained(model)
+    model.__dict__[PLANS_ATTRIBUTE] = _parse_plans(metadata, layers)
+    stored = _load_weights(model, layers, folder)
+    _cast(model, _dtypes(architecture, folder, metadata, dtype), set() if dtype else stored)
     return model.to(device=device).eval(), layers
 
 
-def skeleton(folder: Path) -> tuple[Any, list[Layer]]:
+def build_on_meta(folder: Path) -> tuple[Any, list[AttachedLayer]]:
     """The same without its weights: what a model is, and nothing else."""
-    note = _read_note(folder)
-    model = build(model_class(folder, None if note is None else note["class"]), folder, "meta")
-    layers = make_layers(model)
-    return model, layers if note is None else cut_to(layers, note)
+    metadata = _read_metadata(folder)
+    model = build_from_config(model_class(folder, None if metadata is None else metadata["class"]), folder, "meta")
+    layers = make_attached_layers(model)
+    return model, layers if metadata is None else prune_from_metadata(layers, metadata)
 
 
-def make_layers(model: Any) -> list[Layer]:
+def make_attached_layers(model: Any) -> list[AttachedLayer]:
     """The attention layers of a model."""
-    masks = Masks()
-    return [Layer(found, masks) for found in find(model)]
+    mask_converter = MaskConverter()
+    return [AttachedLayer(info, mask_converter) for info in find_attention_modules(model)]
 
 
 def can_attach(folder: Path) -> bool:
@@ -138,10 +148,10 @@ def can_attach(folder: Path) -> bool:
     if find_spec("transformers") is None:
         return False
     try:
-        kind = model_class(folder)
+        architecture = model_class(folder)
     except (HeadwiseError, ValueError, OSError):
         return False
-    return bool(kind._can_set_attn_implementation()) and bool(kind._supports_sdpa)
+    return bool(architecture._can_set_attn_implementation()) and bool(architecture._supports_sdpa)
 
 
 def model_class(folder: Path, name: str | None = None) -> Any:
@@ -155,124 +165,154 @@ def model_class(folder: Path, name: str | None = None) -> Any:
         ) from None
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     name = name or next(iter(config.architectures or ()), None)
-    kind = getattr(transformers, name or "", None)
-    if kind is None or not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+    architecture = getattr(transformers, name or "", None)
+    if (
+        architecture is None
+        or not isinstance(architecture, type)
+        or not issubclass(architecture, transformers.PreTrainedModel)
+    ):
         raise HeadwiseError(
             f"{folder} names the architecture {name!r}, which transformers {transformers.__version__} lacks."
         )
-    if kind.config_class is None or kind.config_class.model_type != config.model_type:
+    if architecture.config_class is None or architecture.config_class.model_type != config.model_type:
         raise HeadwiseError(f"{folder} says it is {config.model_type!r} and {name}, which do not belong together.")
-    return kind
+    return architecture
 
 
-def build(kind: Any, folder: Path, device: str) -> Any:
+def build_from_config(architecture: Any, folder: Path, device: str) -> Any:
     """A model as a folder's configuration says, without its weights."""
-    config = kind.config_class.from_pretrained(folder)
+    config = architecture.config_class.from_pretrained(folder)
     with torch.device(device), torch.random.fork_rng():
-        return kind(config)
+        return architecture(config)
 
 
-def cut_to(layers: list[Layer], note: dict[str, Any]) -> list[Layer]:
+def prune_from_metadata(layers: list[AttachedLayer], metadata: dict[str, Any]) -> list[AttachedLayer]:
     """Layers cut to the heads a note tells."""
-    kept = {SiteAddress.parse(site): set(heads) for site, heads in note["kept"].items()}
-    apart = {SiteAddress.parse(site) for site in note["apart"]}
-    there = {layer.site.address for layer in layers}
-    if not set(kept) | apart <= there:
-        raise HeadwiseError(f"{NOTE} names layers that the model has not; the folder is damaged.")
+    kept_heads = {LayerAddress.parse(name): set(heads) for name, heads in metadata["kept_heads"].items()}
+    kv_expanded = {LayerAddress.parse(name) for name in metadata["kv_expanded"]}
+    layer_addresses = {layer.hook_point.address for layer in layers}
+    if not set(kept_heads) | kv_expanded <= layer_addresses:
+        raise HeadwiseError(f"{METADATA_FILE} names layers that the model has not; the folder is damaged.")
     for layer in layers:
-        layer.layouts |= note["layouts"].get(str(layer.site.address), {})
-        layer.gives = note["gives"].get(str(layer.site.address), layer.gives)
-    gone = [
+        layer.layouts |= metadata["layouts"].get(str(layer.hook_point.address), {})
+        layer.num_outputs = metadata["num_outputs"].get(str(layer.hook_point.address), layer.num_outputs)
+    pruned = [
         address
         for layer in layers
-        for address in layer.site.addresses
-        if layer.site.address in kept and address.head not in kept[layer.site.address]
+        for address in layer.hook_point.head_addresses
+        if layer.hook_point.address in kept_heads and address.head not in kept_heads[layer.hook_point.address]
     ]
-    return [even_out(layer) if layer.site.address in apart else layer for layer in cut_layers(layers, gone)]
+    return [
+        expand_kv_groups(layer) if layer.hook_point.address in kv_expanded else layer
+        for layer in prune_layers(layers, pruned)
+    ]
 
 
-def _note(model: Any, layers: Sequence[Layer]) -> dict[str, Any]:
+def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:
     """What was cut: the heads there are, layers whose heads have keys of their own since, and the plans that said so."""
     return {
         "format": FORMAT,
         "class": type(model).__name__,
-        "kept": {str(layer.site.address): layer.found.kept for layer in layers if layer.found.kept is not None},
-        "apart": [str(layer.site.address) for layer in layers if layer.found.apart and layer.spec.head_ids],
-        "layouts": {str(layer.site.address): layer.layouts for layer in layers if _is_unnamed(layer)},
-        "gives": {str(layer.site.address): layer.gives for layer in layers if layer.gives != 2},
+        "kept_heads": {
+            str(layer.hook_point.address): layer.info.kept_heads
+            for layer in layers
+            if layer.info.kept_heads is not None
+        },
+        "kv_expanded": [
+            str(layer.hook_point.address) for layer in layers if layer.info.kv_expanded and layer.spec.head_ids
+        ],
+        "layouts": {str(layer.hook_point.address): layer.layouts for layer in layers if _has_unusual_layout(layer)},
+        "num_outputs": {str(layer.hook_point.address): layer.num_outputs for layer in layers if layer.num_outputs != 2},
         "dtype": _dtype_name(model.dtype),
         "other_dtypes": {
             name: _dtype_name(tensor.dtype) for name, tensor in _floats(model) if tensor.dtype != model.dtype
         },
-        "plans": [json.loads(plan.to_json()) for plan in model.__dict__.get(PLANS, ())],
+        "plans": [json.loads(plan.to_json()) for plan in model.__dict__.get(PLANS_ATTRIBUTE, ())],
     }
 
 
-def _is_unnamed(layer: Layer) -> bool:
+def _has_unusual_layout(layer: AttachedLayer) -> bool:
     """Whether rows are shared out otherwise than the names of projections say."""
-    named = None if layer.found.reads is None else layer.found.reads[0]
-    return named is not None and set(layer.layouts.values()) != {named}
+    default_layout = None if layer.info.qkv_modules is None else layer.info.qkv_modules[0]
+    return default_layout is not None and set(layer.layouts.values()) != {default_layout}
 
 
-def _plans(note: dict[str, Any], layers: Sequence[Layer]) -> tuple[Any, ...]:
+def _parse_plans(metadata: dict[str, Any], layers: Sequence[AttachedLayer]) -> tuple[Any, ...]:
     """The plans a note tells."""
-    if not note["plans"]:
+    if not metadata["plans"]:
         return ()
-    from headwise.compression.plan import read_plans  # a later room
+    from headwise.compression.plan import plans_from_dicts  # a later room
 
-    return read_plans(note["plans"], [address for layer in layers for address in layer.site.addresses], NOTE)
+    return plans_from_dicts(
+        metadata["plans"], [address for layer in layers for address in layer.hook_point.head_addresses], METADATA_FILE
+    )
 
 
-def _read_note(folder: Path) -> dict[str, Any] | None:
-    from headwise.io.resolve_path import inside, read_json
+def _read_metadata(folder: Path) -> dict[str, Any] | None:
+    from headwise.io.resolve_path import read_json, safe_child
+    from headwise.weights.migration import migrate_attached  # a later package
 
-    file = inside(folder, NOTE)
+    file = safe_child(folder, METADATA_FILE)
     if not file.is_file():
         return None
-    note = {"apart": [], "plans": [], "layouts": {}, "gives": {}, "dtype": None, "other_dtypes": {}} | read_json(file)
-    kept = note.get("kept")
-    fits = isinstance(kept, dict) and all(
-        isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept.values()
+    metadata = {
+        "kv_expanded": [],
+        "plans": [],
+        "layouts": {},
+        "num_outputs": {},
+        "dtype": None,
+        "other_dtypes": {},
+    } | migrate_attached(read_json(file))
+    kept_heads = metadata.get("kept_heads")
+    is_valid = isinstance(kept_heads, dict) and all(
+        isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept_heads.values()
     )
-    fits = fits and all(isinstance(note[name], list) for name in ("apart", "plans"))
-    fits = fits and all(isinstance(site, str) for site in note["apart"])
-    fits = fits and all(isinstance(note[name], dict) for name in ("layouts", "gives", "other_dtypes"))
-    fits = fits and all(
-        isinstance(x, dict) and set(x) <= set("qkv") and set(x.values()) <= LAYOUTS for x in note["layouts"].values()
+    is_valid = is_valid and all(isinstance(metadata[name], list) for name in ("kv_expanded", "plans"))
+    is_valid = is_valid and all(isinstance(layer_name, str) for layer_name in metadata["kv_expanded"])
+    is_valid = is_valid and all(isinstance(metadata[name], dict) for name in ("layouts", "num_outputs", "other_dtypes"))
+    is_valid = is_valid and all(
+        isinstance(x, dict) and set(x) <= set("qkv") and set(x.values()) <= ROW_LAYOUTS
+        for x in metadata["layouts"].values()
     )
-    fits = fits and all(type(count) is int and 0 <= count < 9 for count in note["gives"].values())
-    fits = (
-        fits
-        and (note["dtype"] is None or note["dtype"] in FLOATS)
-        and set(note["other_dtypes"].values()) <= set(FLOATS)
+    is_valid = is_valid and all(type(count) is int and 0 <= count < 9 for count in metadata["num_outputs"].values())
+    is_valid = (
+        is_valid
+        and (metadata["dtype"] is None or metadata["dtype"] in FLOATS)
+        and set(metadata["other_dtypes"].values()) <= set(FLOATS)
     )
-    if note.get("format") != FORMAT or not isinstance(note.get("class"), str) or not fits:
+    if metadata.get("format") != FORMAT or not isinstance(metadata.get("class"), str) or not is_valid:
         raise HeadwiseError(f"{file} is not a note of this version ({FORMAT}); write the model again.")
-    return note
+    return metadata
 
 
-def _fill(model: Any, layers: Sequence[Layer], folder: Path) -> set[str]:
+def _load_weights(model: Any, layers: Sequence[AttachedLayer], folder: Path) -> set[str]:
     """Load tensors into a pruned model, each in its stored dtype, and return their names; added output biases come first."""
-    from headwise.io.readers import SafetensorsReader
     from headwise.io.resolve_path import weight_files
+    from headwise.io.weight_readers import SafetensorsReader
 
     reader = SafetensorsReader(weight_files(folder, ("model",)))
-    names = {id(part): name for name, part in model.named_modules()}
+    names = {id(module): name for name, module in model.named_modules()}
     for layer in layers:
-        writes: Any = layer.found.writes
-        if writes is not None and writes.bias is None and f"{names[id(writes)]}.bias" in reader.shapes:
-            writes.bias = torch.nn.Parameter(writes.weight.new_zeros(layer.spec.width))
+        output_module: Any = layer.info.output_module
+        if (
+            output_module is not None
+            and output_module.bias is None
+            and f"{names[id(output_module)]}.bias" in reader.shapes
+        ):
+            output_module.bias = torch.nn.Parameter(output_module.weight.new_zeros(layer.spec.width))
     state = {name: reader.get(name).clone() for name in reader.shapes}
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:  # sizes
         raise HeadwiseError(f"{folder} does not fit its note: {str(error).splitlines()[-1].strip()}") from None
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    unwritten = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # sinusoids, which the model makes itself
-    missing = [name for name in missing if name not in tied | unwritten]
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # sinusoids, which the model makes itself
+    missing = [name for name in missing if name not in tied | unsaved]
     if missing or unexpected:
-        lacks, besides = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
-        raise HeadwiseError(f"{folder} does not fit its note: it lacks {lacks}, and has {besides} besides.")
+        missing_text, unexpected_text = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
+        raise HeadwiseError(
+            f"{folder} does not fit its note: it lacks {missing_text}, and has {unexpected_text} besides."
+        )
     model.tie_weights()
     return set(state)
 
@@ -288,70 +328,78 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtypes(kind: Any, folder: Path, note: dict[str, Any], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(
+    architecture: Any, folder: Path, metadata: dict[str, Any], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
     """The dtype of each tensor of a model: as it was when the model was saved, or as transformers builds it in `dtype`."""
-    known = None if note["dtype"] is None else FLOATS[note["dtype"]]
-    stored = known or kind.config_class.from_pretrained(folder).dtype or torch.float32
+    saved_dtype = None if metadata["dtype"] is None else FLOATS[metadata["dtype"]]
+    stored_dtype = saved_dtype or architecture.config_class.from_pretrained(folder).dtype or torch.float32
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or stored)
+    torch.set_default_dtype(dtype or stored_dtype)
     try:
-        built = dict(_floats(build(kind, folder, "meta")))  # rotary frequencies are float32 in every dtype
+        # Rotary frequencies are float32 in every dtype.
+        built = dict(_floats(build_from_config(architecture, folder, "meta")))
     finally:
         torch.set_default_dtype(before)
     dtypes = {name: tensor.dtype for name, tensor in built.items()}
-    if known is None or dtype not in (None, known):
+    if saved_dtype is None or dtype not in (None, saved_dtype):
         return dtypes
-    return dict.fromkeys(dtypes, known) | {name: FLOATS[other] for name, other in note["other_dtypes"].items()}
+    return dict.fromkeys(dtypes, saved_dtype) | {
+        name: FLOATS[other] for name, other in metadata["other_dtypes"].items()
+    }
 
 
 @torch.no_grad()
-def _cast(model: Any, dtypes: Mapping[str, torch.dtype], kept: Collection[str]) -> None:
-    """Convert parameters and buffers, except the `kept` ones, to their dtypes."""
+def _cast(model: Any, dtypes: Mapping[str, torch.dtype], stored: Collection[str]) -> None:
+    """Convert parameters and buffers, except the `stored` ones, to their dtypes."""
     for name, tensor in _floats(model):
-        if name not in kept and name in dtypes:
+        if name not in stored and name in dtypes:
             tensor.data = tensor.data.to(dtypes[name])
 
 
-def _filled_up(model: Any, layers: Sequence[Layer]) -> Any:
+def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
     """The model in its first shape: zeros where heads were, so that they read and write nothing."""
     with torch.random.fork_rng():
-        full = type(model)(own_config(model))
+        full = type(model)(copy_config(model))
     dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _floats(full)}
     _cast(full, dtypes | {name: tensor.dtype for name, tensor in _floats(model)}, ())
-    firsts = {layer.site.address: layer for layer in make_layers(full)}
+    full_layers = {layer.hook_point.address: layer for layer in make_attached_layers(full)}
     for layer in layers:
-        if layer.found.kept is not None:
-            _spread_out(layer, firsts[layer.site.address])
-    state, own = model.state_dict(), full.state_dict()
-    for name in state.keys() - own.keys():
+        if layer.info.kept_heads is not None:
+            _copy_into_full_layer(layer, full_layers[layer.hook_point.address])
+    state, full_state = model.state_dict(), full.state_dict()
+    for name in state.keys() - full_state.keys():
         raise HeadwiseError(
             f"{name} has no place in a plain {type(model).__name__}: means were folded into a bias it does not have. Save it "
-            f"without whole=True."
+            f"without full_shape=True."
         )
-    same = {name: value for name, value in state.items() if value.shape == own[name].shape}  # what cutting left alone
-    full.load_state_dict(own | same)
+    # What pruning left alone.
+    unchanged = {name: value for name, value in state.items() if value.shape == full_state[name].shape}
+    full.load_state_dict(full_state | unchanged)
     if hasattr(model, "generation_config"):
         full.generation_config = model.generation_config
     return full
 
 
 @torch.no_grad()
-def _spread_out(layer: Layer, first: Layer) -> None:
+def _copy_into_full_layer(layer: AttachedLayer, full_layer: AttachedLayer) -> None:
     """Put what is left of a layer where it was, and zeros elsewhere."""
     spec, heads = layer.spec, list(layer.spec.head_ids)
-    first.learned_of(layer)
-    keys = [first.spec.kv_of_head[head] for head in heads] if layer.found.apart else list(spec.kv_ids)
-    own = slices(layer, list(range(len(heads))), list(range(len(spec.kv_ids)))) if heads else []
-    for number, kept in enumerate(slices(first, heads, keys)):
-        target = getattr(kept.holder, kept.name)
+    full_layer.copy_probe_results(layer)
+    kv_heads = (
+        [full_layer.spec.kv_of_head[head] for head in heads] if layer.info.kv_expanded else list(spec.kv_head_ids)
+    )
+    own_slices = head_tensor_slices(layer, list(range(len(heads))), list(range(len(spec.kv_head_ids)))) if heads else []
+    for slice_index, tensor_slice in enumerate(head_tensor_slices(full_layer, heads, kv_heads)):
+        target = getattr(tensor_slice.holder, tensor_slice.name)
         target.zero_()
         if not heads:
             continue
-        value = getattr(own[number].holder, own[number].name)
-        index = torch.tensor(kept.places, device=target.device)
-        target.index_copy_(kept.axis, index, value)
-        if not torch.equal(target.index_select(kept.axis, index), value):  # several heads stand in one place
+        value = getattr(own_slices[slice_index].holder, own_slices[slice_index].name)
+        index = torch.tensor(tensor_slice.indices, device=target.device)
+        target.index_copy_(tensor_slice.axis, index, value)
+        if not torch.equal(target.index_select(tensor_slice.axis, index), value):  # several heads stand in one place
             raise HeadwiseError(
-                f"the heads of {layer.found.name} got keys of their own when the model was detached, and these have "
-                f"learned different things since: they cannot be shared again. Save it without whole=True."
+                f"the heads of {layer.info.name} got keys of their own when the model was detached, and these have "
+                f"learned different things since: they cannot be shared again. Save it without full_shape=True."
             )

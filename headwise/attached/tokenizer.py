@@ -6,20 +6,20 @@ from tokenizers import Tokenizer as Backend
 
 from headwise.errors import HeadwiseError
 from headwise.text import Tokenizer
-from headwise.text.tokenizer import ROLES
+from headwise.text.tokenizer import SPECIAL_TOKEN_NAMES
 
 
-def wrap_tokenizer(given: Any) -> Tokenizer | None:
+def wrap_tokenizer(tokenizer: Any) -> Tokenizer | None:
     """Theirs, ours, or none: what is given, as a copy that pads and cuts nothing."""
-    if given is None or isinstance(given, Tokenizer):
-        return given
-    backend = getattr(given, "backend_tokenizer", None)
+    if tokenizer is None or isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise HeadwiseError(
-            f"{type(given).__name__} is not built on the tokenizers library, so words and tokens cannot be aligned; load the "
-            f"fast tokenizer of this model."
+            f"{type(tokenizer).__name__} is not built on the tokenizers library, so words and tokens cannot be aligned; load "
+            f"the fast tokenizer of this model."
         )
-    own = Backend.from_str(backend.to_str())
-    own.no_padding()
-    own.no_truncation()
-    return Tokenizer(own, {role: getattr(given, f"{role}_token_id", None) for role in ROLES})
+    backend_copy = Backend.from_str(backend.to_str())
+    backend_copy.no_padding()
+    backend_copy.no_truncation()
+    return Tokenizer(backend_copy, {role: getattr(tokenizer, f"{role}_token_id", None) for role in SPECIAL_TOKEN_NAMES})

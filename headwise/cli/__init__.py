@@ -34,13 +34,14 @@ from headwise.cli import (
     train,
     view,
 )
-from headwise.cli.shell.examples import EXAMPLES, Verb, first_steps
-from headwise.cli.shell.interrupt import noticed
-from headwise.cli.shell.streams import flushed_output, prepare_streams
+from headwise.cli.shell.command_examples import EXAMPLES, ExampleHintCommand, first_steps
+from headwise.cli.shell.interrupt import sigint_flag
+from headwise.cli.shell.output_stream import flushed_output, prepare_streams
 from headwise.errors import HeadwiseError
 
-VERBS = (
-    demo, info, layout, generate, export, presets, corpus, train, distill, profile, describe, maps, explain, importance, prune, quantize,
+COMMANDS = (
+    demo, info, layout, generate, export, presets, corpus, train, distill, profile, describe, maps, explain, importance,
+    prune, quantize,
     sensitivity, cache, diff, sweep, claims, plot, view,
 )  # fmt: skip
 app = typer.Typer(
@@ -48,19 +49,19 @@ app = typer.Typer(
     help="Multi-head attention with the head as a first-class object.",
     pretty_exceptions_enable=False,
 )
-for verb in VERBS:
-    name = verb.__name__.rpartition(".")[2]
-    app.command(name, cls=Verb, epilog=f"Example: {EXAMPLES[name]}")(verb.run)
+for command in COMMANDS:
+    name = command.__name__.rpartition(".")[2]
+    app.command(name, cls=ExampleHintCommand, epilog=f"Example: {EXAMPLES[name]}")(command.run)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show_version: bool) -> None:
+    if show_version:
         print(f"headwise {__version__}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def _options(
+def _main_options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -74,12 +75,12 @@ def _options(
 def main() -> None:
     """Run a command. An error that the user can fix is one line on standard error; Ctrl-C exits with 130."""
     prepare_streams()
-    with noticed() as pressed:
+    with sigint_flag() as interrupts:
         try:
             with flushed_output():
                 app(prog_name="headwise")
         except HeadwiseError as error:
-            if pressed:  # a library turned Ctrl-C into an error of its own
+            if interrupts:  # a library turned Ctrl-C into an error of its own
                 sys.exit(130)
             print(f"headwise: {error}", file=sys.stderr)
             sys.exit(2)

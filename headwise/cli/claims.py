@@ -8,46 +8,49 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.common_options import Executor, Json
+from headwise.cli.shell.common_options import ExecutorOption, JsonOption
 
 
 def run(
     names: Annotated[list[str] | None, typer.Argument(help="Claims by name or number; none: all.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One seed, verdicts indicative: the default.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Three seeds, with intervals.")] = False,
     seeds: Annotated[int | None, typer.Option(help="So many seeds instead.")] = None,
     first_seed: Annotated[int, typer.Option(help="Seeds from this one on.")] = 0,
-    on: Annotated[
+    model: Annotated[
         str | None, typer.Option(help="Try those that apply on this model: a bundle, folder, file, hub id.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="With --on: a file of text; none: the embedded probe set.")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="With --model: a file of text; none: the embedded probe set.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page, pictures and figures into this folder.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes side by side; as many as cores.")] = None,
-    executor: Executor = None,
+    executor: ExecutorOption = None,
     cache: Annotated[Path | None, typer.Option(help="Where models and results are kept; $HEADWISE_CACHE.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run an experiment for each claim and say whether it holds. Ctrl-C stops; run it again to go on."""
     from headwise.errors import HeadwiseError
     from headwise.experiments.registry import find_claims
-    from headwise.experiments.run import claims
-    from headwise.ui.experiments_view import list_claims, show_claims, write_claims
-    from headwise.ui.progress import going_on, show_progress
+    from headwise.experiments.run_claims import claims
+    from headwise.ui.experiment_tables import show_claim_list, show_claims, write_claims
+    from headwise.ui.progress import resume_hint_on_interrupt, show_progress
 
     if quick and (full or seeds is not None):
         raise HeadwiseError("--quick takes one seed, --full three, --seeds so many; give one of them.")
-    if text is not None and on is None:
-        raise HeadwiseError("--text is what the model of --on reads; give --on MODEL too.")
-    chosen = find_claims(names or [])
-    if listed:
-        told = [{"number": claim.number, "name": claim.name, "says": claim.says} for claim in chosen]
-        print(json.dumps(told, indent=2)) if as_json else list_claims(chosen)
+    if corpus is not None and model is None:
+        raise HeadwiseError("--corpus is what the model of --model reads; give --model MODEL too.")
+    selected = find_claims(names or [])
+    if list_only:
+        listing = [{"number": claim.number, "name": claim.name, "statement": claim.statement} for claim in selected]
+        print(json.dumps(listing, indent=2)) if as_json else show_claim_list(selected)
         return
-    with show_progress() as progress, going_on() if on is None else nullcontext():
+    with show_progress() as progress, resume_hint_on_interrupt() if model is None else nullcontext():
         results = claims(
-            names or [], full=full, seeds=seeds, first_seed=first_seed, on=on, corpus=text, cache=cache, processes=processes,
-            executor=executor, progress=progress, say=lambda line: print(line, file=sys.stderr),
+            names or [], full=full, seeds=seeds, first_seed=first_seed, model=model, corpus=corpus, cache=cache,
+            processes=processes,
+            executor=executor, progress=progress, log=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
     if out is not None:
         write_claims(results, out)

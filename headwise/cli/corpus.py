@@ -1,27 +1,27 @@
-"""headwise corpus: the little language, measured."""
+"""headwise corpus: the synthetic language, measured."""
 
 import json
 from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.common_options import Json
+from headwise.cli.shell.common_options import JsonOption
 
 
 def run(
     documents: Annotated[int, typer.Option(help="How many documents to measure.")] = 2000,
     split: Annotated[str, typer.Option(help="train, or held-out: word pairs that training never has.")] = "train",
     seed: Annotated[int, typer.Option(help="Another seed, other documents.")] = 0,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show the little language: how far one fixed offset gets with each relation, examples, and a document."""
+    """Show the synthetic language: how far one fixed offset gets with each relation, examples, and a document."""
     from rich.console import Console
     from rich.text import Text
 
-    from headwise.text.synthetic import describe
-    from headwise.ui.tables import make_table
+    from headwise.text.synthetic import describe_language
+    from headwise.ui.terminal_table import make_table
 
-    rows, document = describe(documents, split, seed)
+    rows, document = describe_language(documents, split, seed)
     if as_json:
         relations = [row._asdict() for row in rows]
         print(json.dumps({"split": split, "seed": seed, "relations": relations, "document": document.text}, indent=2))

@@ -1,4 +1,4 @@
-"""headwise head: one head's full story."""
+"""headwise describe: a summary of one head."""
 
 import json
 import math
@@ -9,54 +9,58 @@ from typing import Annotated, Any
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import Json, Model, Texts
+from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
 
 
 def run(
-    model: Model,
-    head: Annotated[str, typer.Argument(help="Its address: 5.1.", autocompletion=completion.heads)],
-    text: Texts = None,
+    model: ModelArgument,
+    head: Annotated[str, typer.Argument(help="Its address: 5.1.", autocompletion=completion.complete_heads)],
+    corpus: CorpusArgument = None,
     prompts: Annotated[
         bool,
         typer.Option(
             "--prompts", help="Also test roles on their own prompts: name movers, name and copy suppression, others."
         ),
     ] = False,
-    all_numbers: Annotated[bool, typer.Option("--all", help="Every measure and every case, behind the story.")] = False,
-    as_json: Json = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every metric and every example, after the summary.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell one head's story: what it does and how sure that is, where it rests, what it writes, costs and works with."""
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.spec import Address
-    from headwise.ui.head_facts import Facts, ask
-    from headwise.ui.head_summary import story
-    from headwise.ui.heads_view import show_head, show_story
+    from headwise.ui.head_facts import HeadFacts, gather_facts
+    from headwise.ui.head_summary import summary_lines
+    from headwise.ui.head_tables import show_head, show_summary
     from headwise.ui.progress import show_progress
     from headwise.weights import load
 
-    corpus: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
-    known = Facts()
+    corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
+    facts = HeadFacts()
     if Path(model).is_file() and model.endswith(".npz"):
-        made = Profile.load(model)
-        told = made[head]
+        full_profile = Profile.load(model)
+        head_profile = full_profile[head]
     else:
         loaded = load(model)
         Address.parse(head)
         loaded.heads[head]  # a wrong address is told before the work begins
         with show_progress() as progress:
-            made = profile(loaded, corpus, prompts=prompts, progress=progress)
-            told = made[head]
-            known = ask(loaded, told, corpus, progress)
+            full_profile = profile(loaded, corpus_input, prompts=prompts, progress=progress)
+            head_profile = full_profile[head]
+            facts = gather_facts(loaded, head_profile, corpus_input, progress)
     if as_json:
-        wrote = known.wrote
-        writes = None if wrote is None or not wrote.words else [one._asdict() for one in wrote.words]
-        copies = None if wrote is None or math.isnan(wrote.copying) else wrote.copying
-        lines = [line._asdict() for line in story(made, told, known)]
-        effect = None if wrote is None or wrote.effect is None else asdict(wrote.effect)
-        more = {"story": lines, "direct_effect": effect, "copying": copies, "promotes": writes}
-        print(json.dumps({**told.to_dict(), **more}, indent=2))
+        ov_summary = facts.ov_summary
+        token_effects = (
+            None
+            if ov_summary is None or not ov_summary.token_effects
+            else [item._asdict() for item in ov_summary.token_effects]
+        )
+        copying_score = None if ov_summary is None or math.isnan(ov_summary.copying) else ov_summary.copying
+        lines = [line._asdict() for line in summary_lines(full_profile, head_profile, facts)]
+        effect = None if ov_summary is None or ov_summary.effect is None else asdict(ov_summary.effect)
+        more = {"summary": lines, "direct_effect": effect, "copying": copying_score, "promotes": token_effects}
+        print(json.dumps({**head_profile.to_dict(), **more}, indent=2))
         return
-    show_story(made, told, known)
-    if all_numbers:
-        show_head(made, told, known)
+    show_summary(full_profile, head_profile, facts)
+    if show_all:
+        show_head(full_profile, head_profile, facts)

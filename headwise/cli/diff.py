@@ -6,23 +6,23 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.common_options import Json
+from headwise.cli.shell.common_options import JsonOption
 
 
 def run(
-    before: Annotated[Path, typer.Argument(help="A profile, as headwise heads --save wrote it.")],
+    before: Annotated[Path, typer.Argument(help="A profile, as headwise profile --save wrote it.")],
     after: Annotated[Path, typer.Argument(help="Another, of the same model at another time, or with heads cut.")],
-    most: Annotated[int, typer.Option(help="How many heads to show, those that changed most first.", min=1)] = 20,
-    as_json: Json = False,
+    max_rows: Annotated[int, typer.Option(help="How many heads to show, those that changed most first.", min=1)] = 20,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what changed between two profiles: roles won and lost, heads gone, measures moved."""
+    """Say what changed between two profiles: roles won and lost, heads gone, metrics moved."""
     from headwise.analysis.roles.profile_result import Profile
 
-    one, other = Profile.load(before), Profile.load(after)
-    rows = one.diff(other)
+    old_profile, new_profile = Profile.load(before), Profile.load(after)
+    rows = old_profile.diff(new_profile)
     if as_json:
         print(json.dumps({"before": str(before), "after": str(after), "heads": rows}, indent=2))
     else:
-        from headwise.ui.diff_view import show_diff
+        from headwise.ui.diff_tables import show_diff
 
-        show_diff(one, other, rows, most)
+        show_diff(old_profile, new_profile, rows, max_rows)

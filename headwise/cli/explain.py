@@ -1,4 +1,4 @@
-"""headwise why: why a word looked there in a head."""
+"""headwise explain: why a word looked there in a head."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -6,64 +6,85 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import Json, Model
+from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 if TYPE_CHECKING:
-    from headwise.analysis.attribution.score_attribution import Link, Why
+    from headwise.analysis.attribution.score_attribution import AttentionPathStep, ScoreAttribution
 
 
 def run(
-    model: Model,
+    model: ModelArgument,
     text: Annotated[str, typer.Argument(help="What the model reads.")],
-    head: Annotated[str, typer.Option(help="The head: 18.6.", autocompletion=completion.heads)],
-    at: Annotated[str, typer.Option("--at", help="The word that looks, or its place; the#2 is the second.")],
-    to: Annotated[str | None, typer.Option(help="The word that is looked at; left out: the most attended one.")] = None,
-    lead: Annotated[
-        bool, typer.Option("--lead", help="Share out the lead over the mean of all visible words: what softmax sees.")
+    head: Annotated[str, typer.Option(help="The head: 18.6.", autocompletion=completion.complete_heads)],
+    query: Annotated[str, typer.Option(help="The word that looks, or its place; the#2 is the second.")],
+    key: Annotated[
+        str | None, typer.Option(help="The word that is looked at; left out: the most attended one.")
+    ] = None,
+    relative_to_mean: Annotated[
+        bool,
+        typer.Option(
+            "--relative-to-mean", help="Share out the lead over the mean of all visible words: what softmax sees."
+        ),
     ] = False,
-    most: Annotated[int, typer.Option(help="How many pairs to show.", min=1)] = 10,
-    as_json: Json = False,
+    max_rows: Annotated[int, typer.Option(help="How many pairs to show.", min=1)] = 10,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell why a word looked at another: which parts of the stream at both met in the score."""
-    from headwise.analysis.attribution.score_attribution import why
+    from headwise.analysis.attribution.score_attribution import explain
     from headwise.weights import load
 
-    made = why(load(model), text, head, _word(at, text), None if to is None else _word(to, text), lead=lead)
+    attribution = explain(
+        load(model),
+        text,
+        head,
+        _parse_position(query, text),
+        None if key is None else _parse_position(key, text),
+        relative_to_mean=relative_to_mean,
+    )
     if as_json:
-        print(json.dumps(made.to_dict(most), indent=2))
+        print(json.dumps(attribution.to_dict(max_rows), indent=2))
     else:
-        _print(made, most)
+        _print(attribution, max_rows)
 
 
-def _word(said: str, text: str) -> str | int:
+def _parse_position(value: str, text: str) -> str | int:
     """A word, or its place in the text where it is a number that does not stand there."""
-    return int(said) if said.removeprefix("-").isdecimal() and said not in text.split() else said
+    return int(value) if value.removeprefix("-").isdecimal() and value not in text.split() else value
 
 
-def _print(made: "Why", most: int) -> None:
+def _print(attribution: "ScoreAttribution", max_rows: int) -> None:
     from rich.console import Console
 
-    from headwise.ui.tables import make_table
+    from headwise.ui.terminal_table import make_table
 
     console = Console()
-    rows = [(pair.query, pair.key, pair.score, pair.share) for pair in made.pairs[:most]]
-    what = "lead over the mean of what it sees" if made.lead else "score"
-    title = f"Head {made.head}: {made.at} looks at {made.to} with weight {made.weight:.2f}; {what} {made.score:+.3f}"
-    console.print(make_table(title, [f"written at {made.at}", f"written at {made.to}", "adds", "share"], rows))
-    shown = sum(pair.score for pair in made.pairs[:most])
+    rows = [(pair.query, pair.key, pair.score, pair.fraction) for pair in attribution.pairs[:max_rows]]
+    score_name = "lead over the mean of what it sees" if attribution.relative_to_mean else "score"
+    title = (
+        f"Head {attribution.head}: {attribution.query_token} looks at {attribution.key_token} with weight "
+        f"{attribution.weight:.2f}; {score_name} {attribution.score:+.3f}"
+    )
     console.print(
-        f"{len(made.pairs):,} pairs sum to {made.total:+.4f} (the model's own: {made.score:+.4f}); "
-        f"those shown to {shown:+.3f}. Shares are of the sum of all sizes.",
+        make_table(
+            title,
+            [f"written at {attribution.query_token}", f"written at {attribution.key_token}", "adds", "share"],
+            rows,
+        )
+    )
+    shown_sum = sum(pair.score for pair in attribution.pairs[:max_rows])
+    console.print(
+        f"{len(attribution.pairs):,} pairs sum to {attribution.total:+.4f} (the model's own: {attribution.score:+.4f}); "
+        f"those shown to {shown_sum:+.3f}. Shares are of the sum of all sizes.",
         highlight=False,
     )
-    for side, word in (("query", made.at), ("key", made.to)):
-        links = [link for link in made.chain if link.side == side]
+    for side, word in (("query", attribution.query_token), ("key", attribution.key_token)):
+        steps = [step for step in attribution.path if step.side == side]
         console.print(
-            f"The strongest pair, followed back from {word}: {' ← '.join(map(_link_in_words, links))}", highlight=False
+            f"The strongest pair, followed back from {word}: {' ← '.join(map(_format_step, steps))}", highlight=False
         )
 
 
-def _link_in_words(link: "Link") -> str:
-    if link.looks_at is None:
-        return f"{link.part} at {link.token}"
-    return f"{link.part} at {link.token} (from {link.looks_at}, weight {link.weight:.2f})"
+def _format_step(step: "AttentionPathStep") -> str:
+    if step.source_token is None:
+        return f"{step.part} at {step.token}"
+    return f"{step.part} at {step.token} (from {step.source_token}, weight {step.attention:.2f})"

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import Json, Model
+from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 
 def run(
-    model: Model,
+    model: ModelArgument,
     path: Annotated[str, typer.Argument(help="Where to write it: a folder, or a file for gguf and torch.")],
     to: Annotated[str, typer.Option(help="transformers, gguf (llama.cpp), onnx or torch.")] = "transformers",
     family: Annotated[
@@ -25,25 +25,25 @@ def run(
     ] = True,
     int8: Annotated[bool, typer.Option("--int8", help="For onnx: weights at 8 bits, by onnxruntime.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Run it in its real engine and compare.")] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a model, cut or not, for an engine that people run; what it cannot hold is refused, or told."""
     from headwise.exporters import export
     from headwise.weights import load
 
-    asked = {
+    arguments = {
         "dtype": dtype,
         "pooling": pooling,
         "tokenizer": None if tokenizer else False,
         "int8": True if int8 else None,
     }
-    options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    made = export(load(model), path, family, to=to, check=check, **options)
-    where = Path(path)
-    files = sorted(one.name for one in where.iterdir()) if where.is_dir() else [where.name]
+    options: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    result = export(load(model), path, family, to=to, check=check, **options)
+    output_path = Path(path)
+    files = sorted(entry.name for entry in output_path.iterdir()) if output_path.is_dir() else [output_path.name]
     if as_json:
-        print(json.dumps({**made.to_dict(), "folder": path, "files": files}))
+        print(json.dumps({**result.to_dict(), "folder": path, "files": files}))
         return
-    print(f"{path}: {', '.join(files)}" if where.is_dir() else f"{path}: {where.stat().st_size:,} bytes")
-    for note in (*made.notes, *([str(made.checked)] if made.checked is not None else [])):
+    print(f"{path}: {', '.join(files)}" if output_path.is_dir() else f"{path}: {output_path.stat().st_size:,} bytes")
+    for note in (*result.notes, *([str(result.parity)] if result.parity is not None else [])):
         print(f"  {note}")

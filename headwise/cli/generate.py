@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import Json, Model
+from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 
 def run(
-    model: Model,
+    model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help="The text to go on from; what an encoder-decoder reads.")],
-    tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the best token; above, it draws.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k best.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the best that hold this share of the mass.")] = None,
@@ -22,10 +22,10 @@ def run(
     silence: Annotated[
         str | None,
         typer.Option(
-            help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.", autocompletion=completion.heads
+            help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.", autocompletion=completion.complete_heads
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Continue a text; it appears as it is written."""
     import torch
@@ -37,31 +37,35 @@ def run(
     if loaded.tokenizer is None:
         raise HeadwiseError(f"{model} has no tokenizer, so it cannot read text.")
     gates = None if silence is None else {silence: 0.0}
-    reads = loaded.spec.kind == "encoder-decoder"  # then the text is its source, and it writes another
-    ids = [] if reads else loaded.tokenizer.encode(prompt)
-    given = prompt if reads else torch.tensor([ids], dtype=torch.long, device=loaded.device)  # (1, T)
-    steps = loaded.stream(given, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates)
-    read, end, start = len(ids), loaded.tokenizer.special.get("eos"), time.perf_counter()
-    text = shown = loaded.tokenizer.decode(ids)
+    has_source = loaded.spec.kind == "encoder-decoder"  # then the text is its source, and it writes another
+    ids = [] if has_source else loaded.tokenizer.encode(prompt)
+    prompt_input = prompt if has_source else torch.tensor([ids], dtype=torch.long, device=loaded.device)  # (1, T)
+    steps = loaded.stream(
+        prompt_input, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates
+    )
+    prompt_length, end, start = len(ids), loaded.tokenizer.special.get("eos"), time.perf_counter()
+    text = printed = loaded.tokenizer.decode(ids)
     if not as_json:
-        print(shown, end="", flush=True)
+        print(printed, end="", flush=True)
     for step in steps:
         ids.append(int(step[0]))
         text = loaded.tokenizer.decode(ids)
         if not as_json and not text.endswith("\ufffd"):  # a character may take several tokens
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-        if ids[-1] == end and not reads:
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+        if ids[-1] == end and not has_source:
             steps.close()
             break
-    seconds, made = time.perf_counter() - start, len(ids) - read
-    why = "as many as asked for (--tokens)" if made >= tokens else "the model ended its text"
+    seconds, num_new_tokens = time.perf_counter() - start, len(ids) - prompt_length
+    stop_reason = (
+        "as many as asked for (--max-new-tokens)" if num_new_tokens >= max_new_tokens else "the model ended its text"
+    )
     if as_json:
         result = {
-            "prompt": prompt, "text": text, "ids": ids, "new_tokens": made, "seconds": seconds,
-            "stopped": "tokens" if made >= tokens else "end",
+            "prompt": prompt, "text": text, "ids": ids, "new_tokens": num_new_tokens, "seconds": seconds,
+            "stopped": "tokens" if num_new_tokens >= max_new_tokens else "end",
         }  # fmt: skip
         print(json.dumps(result, indent=2))
     else:
-        print(text[len(shown) :])
-        print(f"{made} tokens: {why}; {made / seconds:.1f} a second", file=sys.stderr)
+        print(text[len(printed) :])
+        print(f"{num_new_tokens} tokens: {stop_reason}; {num_new_tokens / seconds:.1f} a second", file=sys.stderr)

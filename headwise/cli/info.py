@@ -3,21 +3,21 @@
 import json
 from dataclasses import asdict
 
-from headwise.cli.shell.common_options import Json, Model
+from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 
 def run(
-    model: Model,
-    as_json: Json = False,
+    model: ModelArgument,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell what a model is: its sizes, heads, parameters, memory and tokenizer. Weights are not read."""
     from rich.console import Console
 
-    from headwise.ui.tables import make_table
-    from headwise.weights.info import as_rows, info
+    from headwise.ui.terminal_table import make_table
+    from headwise.weights.model_info import info, info_rows
 
     facts = info(model)
     if as_json:
         print(json.dumps(asdict(facts), indent=2))
     else:
-        Console().print(make_table(model, ["", ""], as_rows(facts)))
+        Console().print(make_table(model, ["", ""], info_rows(facts)))

@@ -1,4 +1,4 @@
-"""headwise attend: one sentence, and where its words look."""
+"""headwise maps: one sentence, and where its words look."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -6,105 +6,115 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import Json, Model
+from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 if TYPE_CHECKING:
-    from headwise.analysis.recording.attention_maps import Attended
+    from headwise.analysis.recording.attention_maps import AttentionView
 
 
 def run(
-    model: Model,
+    model: ModelArgument,
     text: Annotated[str, typer.Argument(help="What the model reads; of one that reads pixels, the path of a picture.")],
-    head: Annotated[
+    heads: Annotated[
         str | None,
         typer.Option(
             help="A head, 5.1, or several, 5.*; left out: all, and the hardest looks are shown.",
-            autocompletion=completion.heads,
+            autocompletion=completion.complete_heads,
         ),
     ] = None,
-    word: Annotated[
+    query: Annotated[
         str | None,
-        typer.Option("--from", help="Show where this word looks; the#2 is the second; of a picture a patch, 2,5."),
+        typer.Option(help="Show where this word looks; the#2 is the second; of a picture a patch, 2,5."),
     ] = None,
-    to: Annotated[str | None, typer.Option(help="With --from: rank heads by how hard it looks at this word.")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Keep the tokens of a word apart.")] = False,
+    key: Annotated[str | None, typer.Option(help="With --query: rank heads by how hard it looks at this word.")] = None,
+    no_words: Annotated[bool, typer.Option("--no-words", help="Keep the tokens of a word apart.")] = False,
     source: Annotated[str | None, typer.Option(help="What an encoder-decoder reads; TEXT is what it writes.")] = None,
-    most: Annotated[int, typer.Option(help="How many lines to show for a word, or in all.", min=1)] = 8,
-    heat: Annotated[
+    max_rows: Annotated[int, typer.Option(help="How many lines to show for a word, or in all.", min=1)] = 8,
+    heatmap: Annotated[
         str | None,
         typer.Option(help="Draw a heat map, by default of the three hardest heads: .svg .png .pdf .csv .json"),
     ] = None,
     arcs: Annotated[str | None, typer.Option(help="Draw lines between words, likewise.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where the words of a sentence look."""
-    from headwise.analysis.recording.attention_maps import attend
+    from headwise.analysis.recording.attention_maps import attention_maps
     from headwise.errors import HeadwiseError
     from headwise.weights import load
 
-    if to is not None and word is None:
-        raise HeadwiseError("--to needs --from, the word that looks.")
-    seen = attend(load(model), text, "*" if head is None else head, words=not tokens, source=source)
-    if heat or arcs:
-        from headwise.ui.figures import sentence as draw
+    if key is not None and query is None:
+        raise HeadwiseError("--key needs --query, the word that looks.")
+    view = attention_maps(load(model), text, "*" if heads is None else heads, words=not no_words, source=source)
+    if heatmap or arcs:
+        from headwise.ui.figures import sentence_maps as draw
 
-        drawn = seen.heads if head is not None else draw.hardest(seen, word, to)
-        if heat:
-            draw.heat_map(seen, drawn).save(heat)
+        figure_heads = view.heads if heads is not None else draw.top_heads(view, query, key)
+        if heatmap:
+            draw.draw_heat_map(view, figure_heads).save(heatmap)
         if arcs:
-            draw.arcs(seen, drawn, source=word).save(arcs)
+            draw.draw_arcs(view, figure_heads, query=query).save(arcs)
     if as_json:
-        print(json.dumps(_answer(seen, head, word, to, most), indent=2))
+        print(json.dumps(_result_dict(view, heads, query, key, max_rows), indent=2))
     else:
-        _print(seen, head, word, to, most)
+        _print(view, heads, query, key, max_rows)
 
 
-def _answer(seen: "Attended", head: str | None, word: str | None, to: str | None, most: int) -> dict:
+def _result_dict(view: "AttentionView", heads: str | None, query: str | None, key: str | None, max_rows: int) -> dict:
     """What was asked, as data: heads for a pair, the hardest looks, where one word looks, or whole maps."""
-    said = {"text": seen.text, "words": list(seen.words)}
-    if word is not None and to is not None:
-        found = seen.heads_for(word, to, most)
-        return {**said, "from": word, "to": to, "heads": [{"head": h, "weight": weight} for h, weight in found]}
-    if head is None:
-        return {**said, "looks": [look._asdict() for look in seen.strongest(most, word)]}
-    if word is not None:
-        return {**said, "from": word, "rows": {name: dict(seen.row(word, name)) for name in seen.heads}}
-    return seen.to_dict()
+    common = {"text": view.text, "words": list(view.words)}
+    if query is not None and key is not None:
+        scores = view.top_heads_for_pair(query, key, max_rows)
+        return {
+            **common,
+            "query": query,
+            "key": key,
+            "heads": [{"head": address, "weight": weight} for address, weight in scores],
+        }
+    if heads is None:
+        return {**common, "edges": [edge._asdict() for edge in view.top_edges(max_rows, query)]}
+    if query is not None:
+        return {
+            **common,
+            "query": query,
+            "rows": {name: dict(view.attention_from_word(query, name)) for name in view.heads},
+        }
+    return view.to_dict()
 
 
-def _print(seen: "Attended", head: str | None, word: str | None, to: str | None, most: int) -> None:
+def _print(view: "AttentionView", heads: str | None, query: str | None, key: str | None, max_rows: int) -> None:
     from rich.console import Console
 
-    from headwise.ui.tables import make_table
+    from headwise.ui.terminal_table import make_table
 
-    console, token = Console(), "word" if seen.picture is None else "patch"
-    if word is not None and to is not None:
-        rows = [(name, weight, _bar(weight)) for name, weight in seen.heads_for(word, to, most)]
-        title = f"Heads in which {word} looks at {to}"
+    console, token_noun = Console(), "word" if view.image is None else "patch"
+    if query is not None and key is not None:
+        rows = [(name, weight, _bar(weight)) for name, weight in view.top_heads_for_pair(query, key, max_rows)]
+        title = f"Heads in which {query} looks at {key}"
         console.print(make_table(title, ["head", "weight", ""], rows))
-    elif head is None:
-        looks = [
-            (look.head, look.word, look.attended, look.weight, _bar(look.weight)) for look in seen.strongest(most, word)
+    elif heads is None:
+        edge_rows = [
+            (edge.head, edge.word, edge.attended, edge.weight, _bar(edge.weight))
+            for edge in view.top_edges(max_rows, query)
         ]
-        title = "The hardest looks" if word is None else f"The hardest looks of {word}"
-        columns = ["head", token, "looks at", "weight", ""]
-        console.print(make_table(f"{title} (not at itself, the first or a special token)", columns, looks))
+        title = "The hardest looks" if query is None else f"The hardest looks of {query}"
+        columns = ["head", token_noun, "looks at", "weight", ""]
+        console.print(make_table(f"{title} (not at itself, the first or a special token)", columns, edge_rows))
     else:
-        for name in seen.heads:
-            rows = _rows(seen, name, word, most)
-            console.print(make_table(f"Head {name}", [token, "looks at", "weight", ""], rows))
+        for name in view.heads:
+            rows = _rows(view, name, query, max_rows)
+            console.print(make_table(f"Head {name}", [token_noun, "looks at", "weight", ""], rows))
 
 
-def _rows(seen: "Attended", head: str, word: str | None, most: int) -> list[tuple[str, str, float, str]]:
+def _rows(view: "AttentionView", head: str, query: str | None, max_rows: int) -> list[tuple[str, str, float, str]]:
     """One line per look: all of one word's, or the three hardest of each."""
-    looking = seen.sides(head)[0]
-    chosen = [looking.find(word)] if word is not None else range(len(looking.names))
-    shown = most if word is not None else min(most, 3)
+    query_groups = view.query_key_groups(head)[0]
+    query_positions = [query_groups.find(query)] if query is not None else range(len(query_groups.names))
+    max_edges = max_rows if query is not None else min(max_rows, 3)
     rows = []
-    for place in chosen:
-        for rank, (attended, weight) in enumerate(seen.row(place, head)[:shown]):
+    for position in query_positions:
+        for rank, (key_name, weight) in enumerate(view.attention_from_word(position, head)[:max_edges]):
             if weight >= 0.005:
-                rows.append((looking.names[place] if rank == 0 else "", attended, weight, _bar(weight)))
+                rows.append((query_groups.names[position] if rank == 0 else "", key_name, weight, _bar(weight)))
     return rows
 
 

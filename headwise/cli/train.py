@@ -1,24 +1,24 @@
-"""headwise train: a transformer from scratch, on the little language or on any text."""
+"""headwise train: a transformer from scratch, on the synthetic language or on any text."""
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import Json, given
+from headwise.cli.shell.common_options import JsonOption, drop_none
 
-HEADS = "heads.npz"
+HISTORY_FILE = "heads.npz"
 
 
 def run(
-    context_of: typer.Context,
-    text: Annotated[
-        list[Path] | None, typer.Argument(help="Text files, or folders; none: the little language.")
+    typer_context: typer.Context,
+    corpus: Annotated[
+        list[Path] | None, typer.Argument(help="Text files, or folders; none: the synthetic language.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option(help="What an encoder-decoder reads; TEXT has its answers, line by line.")
+        Path | None, typer.Option(help="What an encoder-decoder reads; CORPUS has its answers, line by line.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; none: runs/ and the text's name. The same again goes on.")
@@ -26,9 +26,9 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for.")] = None,
     valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
     valid_source: Annotated[Path | None, typer.Option(help="What belongs to --valid, for an encoder-decoder.")] = None,
-    preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "little",
+    preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "synthetic",
     layers: Annotated[int | None, typer.Option(help="Blocks, if not the preset's.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads of a layer, if not the preset's.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Heads of a layer, if not the preset's.")] = None,
     width: Annotated[int | None, typer.Option(help="Width, if not the preset's.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row, if not the preset's.")] = None,
     head_dropout: Annotated[float, typer.Option(help="How likely a head is silent in a step.")] = 0.0,
@@ -36,9 +36,9 @@ def run(
     tokenizer: Annotated[str | None, typer.Option(help="byte, character, word or bpe:SIZE.")] = None,
     masked: Annotated[bool, typer.Option("--masked", help="An encoder that fills gaps, not a decoder.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Parts a step is cut into, to save memory.")] = None,
-    rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
+    accumulation_steps: Annotated[int | None, typer.Option(help="Parts a step is cut into, to save memory.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     parallel: Annotated[
@@ -56,77 +56,98 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Train a transformer; on the little language, with an exam at the end. Ctrl-C saves and stops."""
-    from headwise.analysis.roles.history import HeadHistory
-    from headwise.distributed.process_group import is_first
+    """Train a transformer; on the synthetic language, with the synthetic evaluation at the end. Ctrl-C saves and stops."""
+    from headwise.analysis.roles.head_history import HeadHistory
+    from headwise.distributed.process_group import is_rank_zero
     from headwise.errors import HeadwiseError
-    from headwise.model import Transformer
-    from headwise.spec import preset as named
+    from headwise.spec import preset as load_preset
     from headwise.text.corpus import Corpus
-    from headwise.training import TrainRequest, start
-    from headwise.training import resume as go_on
-    from headwise.training.default_recipe import LITTLE
-    from headwise.training.synthetic_eval import can_sit, exam
-    from headwise.ui.train_view import show_run
+    from headwise.training import TrainRequest, run_request
+    from headwise.training import resume as resume_training
+    from headwise.training.default_synthetic_run import DEFAULT_RECIPE
 
     if resume is not None:
-        _alone(context_of)
-    spec = named(preset).resized(layers=layers, heads=heads, width=width, context=context)
-    silent = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
-    kind = {"kind": "encoder", "output": "mlm"} if masked else {}
-    spec = replace(spec, attention=replace(spec.attention, **silent), **kind)
-    numbers = given(
-        steps=steps, batch=batch, accumulate=accumulate, rate=rate, warmup=warmup, precision=precision,
+        _check_resume_options(typer_context)
+    spec = load_preset(preset).resized(layers=layers, heads=num_heads, width=width, context=context)
+    dropout_fields = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
+    encoder_fields = {"kind": "encoder", "output": "mlm"} if masked else {}
+    spec = replace(spec, attention=replace(spec.attention, **dropout_fields), **encoder_fields)
+    overrides = drop_none(
+        steps=steps, batch_size=batch_size, accumulation_steps=accumulation_steps, learning_rate=learning_rate,
+        warmup=warmup, precision=precision,
         parallel=parallel, evaluate_every=evaluate_every, patience=patience, save_every=save_every,
     )  # fmt: skip
     switches = {"compile": compile, "checkpointing": checkpointing, "seed": seed}
-    out = resume or out or Path("runs") / (text[0].stem if text else "little")
+    out = resume or out or Path("runs") / (corpus[0].stem if corpus else "synthetic")
     request = TrainRequest(
         spec,
-        text if source is None else Corpus.named(text, source),
-        replace(LITTLE, rows="windows" if text else LITTLE.rows, **numbers, **switches),
+        corpus if source is None else Corpus.from_cli_arguments(corpus, source),
+        replace(DEFAULT_RECIPE, rows="windows" if corpus else DEFAULT_RECIPE.rows, **overrides, **switches),
         out=out,
-        valid=valid if valid_source is None else Corpus.named([valid] if valid else None, valid_source),
+        valid=valid if valid_source is None else Corpus.from_cli_arguments([valid] if valid else None, valid_source),
         tokenizer=tokenizer,
     )
     if watch_heads and parallel not in (None, "ddp"):
         raise HeadwiseError(
             "--watch-heads looks at the whole model in one process; leave it out, or use --parallel ddp."
         )
-    leads = is_first()
-    history = HeadHistory.kept_in(out / HEADS) if watch_heads and leads else None
+    leads = is_rank_zero()
+    history = HeadHistory.load_or_create(out / HISTORY_FILE) if watch_heads and leads else None
     if resume is not None:
-        made = go_on(resume, device=device, call=history, every=None)
+        result = resume_training(resume, device=device, callback=history, callback_every=None)
     else:
-        made = start(request, device=device, call=history, every=None)
+        result = run_request(request, device=device, callback=history, callback_every=None)
     if not leads:
         return
-    examined = not text and can_sit(made.model) and made.stopped != "interrupted"
-    parts = made.recipe.parallel != "ddp"  # a part alone sits no exam
-    model = Transformer.reopen(out / "model") if examined and parts else made.model
-    marks, lives = exam(model) if examined else (), [] if history is None else history.lives()
-    if as_json:
-        told = {**made.to_dict(), "recipe": asdict(made.recipe), "exam": [mark._asdict() for mark in marks]}
-        print(json.dumps(told if history is None else told | {"heads": [life._asdict() for life in lives]}, indent=2))
-    else:
-        show_run(made.to_dict(), marks, lives)
-    if made.stopped == "interrupted":
+    _print_result(result, history, out, is_synthetic=not corpus, as_json=as_json)
+    if result.stop_reason == "interrupted":
         raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
 
 
-def _alone(context: typer.Context) -> None:
+def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, as_json: bool) -> None:
+    """Print the run. A model of the synthetic language is also evaluated on its probes."""
+    from headwise.model import Transformer
+    from headwise.training.synthetic_eval import supports_synthetic_eval, synthetic_eval
+    from headwise.ui.train_tables import show_train_result
+
+    is_evaluated = is_synthetic and supports_synthetic_eval(result.model) and result.stop_reason != "interrupted"
+    is_sharded = result.recipe.parallel != "ddp"  # a partition alone is not evaluated
+    model = Transformer.reopen(out / "model") if is_evaluated and is_sharded else result.model
+    probe_scores, trajectories = (
+        synthetic_eval(model) if is_evaluated else (),
+        [] if history is None else history.trajectories(),
+    )
+    if as_json:
+        summary = {
+            **result.to_dict(),
+            "recipe": asdict(result.recipe),
+            "synthetic_eval": [probe_score._asdict() for probe_score in probe_scores],
+        }
+        print(
+            json.dumps(
+                summary
+                if history is None
+                else summary | {"heads": [trajectory._asdict() for trajectory in trajectories]},
+                indent=2,
+            )
+        )
+    else:
+        show_train_result(result.to_dict(), probe_scores, trajectories)
+
+
+def _check_resume_options(context: typer.Context) -> None:
     """A run that is gone on with keeps what it was asked for; only where it runs and what is shown may be said anew."""
     from headwise.errors import HeadwiseError
 
-    free = {"resume", "device", "watch_heads", "as_json"}
-    given = [name for name in context.params if name not in free and _is_given(context, name)]
-    if given:
-        names = ", ".join("TEXT" if name == "text" else "--" + name.replace("_", "-") for name in given)
+    allowed = {"resume", "device", "watch_heads", "as_json"}
+    conflicting = [name for name in context.params if name not in allowed and _is_on_command_line(context, name)]
+    if conflicting:
+        names = ", ".join("CORPUS" if name == "corpus" else "--" + name.replace("_", "-") for name in conflicting)
         raise HeadwiseError(f"--resume goes on with a run as it was asked for; leave out {names}.")
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_on_command_line(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

@@ -8,104 +8,129 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import Costs, Model, Planned, Texts, prices
+from headwise.cli.shell.common_options import (
+    CorpusArgument,
+    ModelArgument,
+    PlanOption,
+    SensitivityOption,
+    load_report_inputs,
+)
 
 if TYPE_CHECKING:
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.model import AnyModel
+    from headwise.model import ModelProtocol
 
-PORT = 8642
-SHOWN = 3  # texts to begin with
+DEFAULT_PORT = 8642
+NUM_SENTENCES = 3  # texts to begin with
 
 
 def run(
-    model: Model,
-    text: Texts = None,
+    model: ModelArgument,
+    corpus: CorpusArgument = None,
     profile: Annotated[
-        Path | None, typer.Option(help="What headwise heads --save wrote; left out: a quick one is made now.")
+        Path | None, typer.Option(help="What headwise profile --save wrote; left out: a quick one is made now.")
     ] = None,
-    costs: Costs = None,
-    plan: Planned = None,
+    sensitivity: SensitivityOption = None,
+    plan: PlanOption = None,
     host: Annotated[str, typer.Option(help="Where to listen; elsewhere than on this machine a token is asked for.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(help="The port; 0 takes one that is free.", min=0, max=65535)] = PORT,
+    port: Annotated[int, typer.Option(help="The port; 0 takes one that is free.", min=0, max=65535)] = DEFAULT_PORT,
     token: Annotated[bool, typer.Option("--token", help="Ask for a token on this machine, too.")] = False,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON, when it is answered.")] = False,
 ) -> None:
     """Type a sentence, switch heads off and on, and watch what changes; Ctrl-C ends it."""
-    from headwise.ui.live_session import Live
-    from headwise.ui.report_data import make_book, page_files
+    from headwise.ui.live_session import LiveSession
+    from headwise.ui.report_data import make_report_data, page_files
     from headwise.ui.request_guard import is_loopback, make_token
-    from headwise.ui.request_queue import Turns
-    from headwise.ui.server import address_of, bind, make_app, serve
+    from headwise.ui.request_queue import RequestQueue
+    from headwise.ui.server import bind_socket, make_app, serve, view_url
     from headwise.weights import load
 
-    priced = prices(costs, plan)
-    secret = make_token() if token or not is_loopback(host) else None
-    with bind(host, port) as at:  # before the work begins
+    report_inputs = load_report_inputs(sensitivity, plan)
+    auth_token = make_token() if token or not is_loopback(host) else None
+    with bind_socket(host, port) as sock:  # before the work begins
         loaded = load(model)
-        live = Live(loaded)
-        given: Any = None if not text else text[0] if len(text) == 1 else [Path(one) for one in text]
-        made = _profile(loaded, given, profile)
-        book = make_book(made, loaded, name=Path(model).name, sentences=_sentences(loaded, given), **priced)
-        turns = Turns()
-        app = make_app(live, book, files=page_files(), turns=turns, host=host, token=secret)
-        address = address_of(host, at, secret)
-        serve(app, turns, at, lambda: _tell(address, as_json, not no_browser, loaded.pictures is not None))
+        session = LiveSession(loaded)
+        corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
+        profile_result = _load_profile(loaded, corpus_input, profile)
+        report_data = make_report_data(
+            profile_result,
+            loaded,
+            name=Path(model).name,
+            sentences=_initial_sentences(loaded, corpus_input),
+            **report_inputs,
+        )
+        request_queue = RequestQueue()
+        app = make_app(
+            session, report_data, files=page_files(), request_queue=request_queue, host=host, token=auth_token
+        )
+        address = view_url(host, sock, auth_token)
+        serve(
+            app,
+            request_queue,
+            sock,
+            lambda: _announce(address, as_json, not no_browser, loaded.image_input is not None),
+        )
     # Nothing is left to save, so nobody waits for a forward pass in its thread, nor for Python to take torch apart.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _profile(model: "AnyModel", corpus: Any, saved: Path | None) -> "Profile":
+def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None) -> "Profile":
     """What every head does: as it was saved, or measured now, without the ablations."""
-    from headwise.analysis.recording.batching import read_sites
+    from headwise.analysis.recording.batching import reachable_hook_points
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.errors import HeadwiseError
     from headwise.ui.progress import show_progress
 
-    if saved is None:
+    if profile_path is None:
         with show_progress() as progress:
             return profile(model, corpus, causal=False, progress=progress)
-    made = Profile.load(saved)
-    if list(made.addresses) != [address for site in read_sites(model) for address in site.addresses]:
-        raise HeadwiseError(f"{saved} tells of {len(made.addresses)} heads that are not this model's; make it anew.")
-    return made
+    loaded_profile = Profile.load(profile_path)
+    if list(loaded_profile.addresses) != [
+        address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses
+    ]:
+        raise HeadwiseError(
+            f"{profile_path} tells of {len(loaded_profile.addresses)} heads that are not this model's; make it anew."
+        )
+    return loaded_profile
 
 
-def _sentences(model: "AnyModel", corpus: Any) -> list[Any]:
+def _initial_sentences(model: "ModelProtocol", corpus: Any) -> list[Any]:
     """A few texts to begin with: the first ones given, or of what a model reads where nothing is. Or pictures."""
     from itertools import islice
 
-    from headwise.analysis.recording.image import read_pictures
-    from headwise.analysis.recording.tokenized_corpus import documents_for
+    from headwise.analysis.recording.input_image import read_images
+    from headwise.analysis.recording.tokenized_corpus import default_corpus
     from headwise.text.corpus import Corpus
 
-    if model.pictures is not None:
-        return list(islice(read_pictures(model, corpus), SHOWN))
-    items = (documents_for(model) if corpus is None else Corpus.of(corpus)).items()
-    return [item.text[:400] for item in islice((item for item in items if item.text.strip()), SHOWN)]
+    if model.image_input is not None:
+        return list(islice(read_images(model, corpus), NUM_SENTENCES))
+    items = (default_corpus(model) if corpus is None else Corpus.of(corpus)).items()
+    return [item.text[:400] for item in islice((item for item in items if item.text.strip()), NUM_SENTENCES)]
 
 
-def _tell(address: str, as_json: bool, browser: bool, pictures: bool) -> None:
+def _announce(address: str, as_json: bool, open_browser: bool, reads_images: bool) -> None:
     """Called when the server listens."""
-    shown = address + "#view=sentence"  # where the box for a text is
-    print(json.dumps({"url": address}) if as_json else shown, flush=True)
+    url = address + "#view=sentence"  # where the box for a text is
+    print(json.dumps({"url": address}) if as_json else url, flush=True)
     if not as_json:
-        words = (
+        text_hint = (
             "Type a sentence and press Look; point at a word to see where each head looks from it;\n"
             "switch heads off and press Predict to see what changes."
         )
-        patches = "Point at a patch of a picture to see where each head looks from it."
+        image_hint = "Point at a patch of a picture to see where each head looks from it."
         print(
-            f"Open it in a browser. {patches if pictures else words} Ctrl-C here ends it.", file=sys.stderr, flush=True
+            f"Open it in a browser. {image_hint if reads_images else text_hint} Ctrl-C here ends it.",
+            file=sys.stderr,
+            flush=True,
         )
-    if browser and sys.stdout.isatty():
+    if open_browser and sys.stdout.isatty():
         import threading
         import webbrowser
 
-        threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()  # some browsers return late
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # some browsers return late

@@ -1,9 +1,10 @@
 """Bits by head under a budget: where they cost least by measured sensitivity, beside uniform bits and random mixes.
 
-What counts is the drift (`look/worth/sensitivity`), which knows a pair's cost better than the loss on as many texts. Each
-pair of matrices (qk, vo) of a key head, and of all heads that read it, gets one of the `choices`. All begin at the most
-bits; then that step down is taken which costs least a bit saved, until the budget is kept. Of a pair's choices only those are
-steps that lie on the lower hull of cost against bits, and a cost measured to fall with fewer bits is taken as none.
+What counts is the drift (`headwise.analysis.ablation.sensitivity`), which knows a pair's cost better than the loss on as
+many texts. Each pair of matrices (qk, vo) of a key head, and of all heads that read it, gets one of the `choices`. All
+begin at the most bits; then that step down is taken which costs least a bit saved, until the budget is kept. Of a pair's
+choices only those are steps that lie on the lower hull of cost against bits, and a cost measured to fall with fewer bits is
+taken as none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,62 +14,62 @@ from typing import Any
 import numpy as np
 
 from headwise.analysis.ablation.sensitivity import Sensitivity
-from headwise.compression.evaluation import Estimate, PairedEvaluation, finite
-from headwise.compression.quantize import Basis, quantise
+from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
+from headwise.compression.quantize import Basis, quantize
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import WEIGHT_BITS, check_bits, row_bytes
-from headwise.training.setup import weights_digest
+from headwise.training.run_setup import weights_digest
 
-Pair = tuple[str, str]  # key head, qk or vo
+MatrixPair = tuple[str, str]  # key head, qk or vo
 
 
 @dataclass(frozen=True)
-class Allocation:
+class BitAllocation:
     """Bits for every pair of matrices, and how they were chosen."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[MatrixPair, ...]
     heads: tuple[tuple[str, ...], ...]  # of each pair, who reads it
-    numbers: tuple[int, ...]  # in each pair
+    parameters: tuple[int, ...]  # in each pair
     bits: tuple[int, ...]
     budget: float  # mean bits a number, scales not counted
-    expected: float  # what the bits cost if costs added up
+    expected_cost: float  # what the bits cost if costs added up
 
     @property
     def mean_bits(self) -> float:
         """Mean bits a number, scales not counted."""
-        return float(np.dot(self.numbers, self.bits) / sum(self.numbers))
+        return float(np.dot(self.parameters, self.bits) / sum(self.parameters))
 
     @property
-    def weights(self) -> dict[str, int]:
-        """As `hw.quantise` takes it: {"0.0,0.1,0.2:qk": 4, …}."""
-        parts = zip(self.pairs, self.heads, self.bits, strict=True)
-        return {f"{','.join(heads)}:{pair}": bits for (_, pair), heads, bits in parts}
+    def bits_by_part(self) -> dict[str, int]:
+        """As `hw.quantize` takes it: {"0.0,0.1,0.2:qk": 4, …}."""
+        rows = zip(self.pairs, self.heads, self.bits, strict=True)
+        return {f"{','.join(heads)}:{pair}": bits for (_, pair), heads, bits in rows}
 
-    def counts(self) -> dict[int, int]:
+    def parts_per_bits(self) -> dict[int, int]:
         """How many pairs have so many bits."""
         return {bits: self.bits.count(bits) for bits in sorted(set(self.bits), reverse=True)}
 
-    def shuffled(self, seed: int) -> "Allocation":
+    def shuffled(self, seed: int) -> "BitAllocation":
         """A random mix that costs the same: bits dealt anew among pairs of the same size."""
-        draws, bits = np.random.default_rng(seed), np.array(self.bits)
-        for size in sorted(set(self.numbers)):
-            alike = [i for i, number in enumerate(self.numbers) if number == size]
-            bits[alike] = draws.permutation(bits[alike])
-        made = {**vars(self), "bits": tuple(map(int, bits)), "expected": float("nan")}
-        return Allocation(**made)
+        rng, bits = np.random.default_rng(seed), np.array(self.bits)
+        for size in sorted(set(self.parameters)):
+            same_size = [i for i, count in enumerate(self.parameters) if count == size]
+            bits[same_size] = rng.permutation(bits[same_size])
+        values = {**vars(self), "bits": tuple(map(int, bits)), "expected_cost": float("nan")}
+        return BitAllocation(**values)
 
 
-def allocate(
+def allocate_bits(
     model: Transformer,
-    found: Sensitivity,
+    sensitivity: Sensitivity,
     *,
     mean_bits: float | None = None,
     megabytes: float | None = None,
     choices: Sequence[int] = WEIGHT_BITS,
-) -> Allocation:
+) -> BitAllocation:
     """Bits for the heads of a model so that their weights keep a budget: of mean bits, or of megabytes with scales.
 
     A cost that was not measured at a choice is taken from the nearest one that was, by the square of the step between
@@ -79,31 +80,34 @@ def allocate(
     >>> from headwise.text.build_tokenizers import byte_tokenizer
     >>> model = Transformer(ModelSpec(vocab=257, context=32, layers=2, attention=AttentionSpec(width=16, heads=2)))
     >>> model.tokenizer = byte_tokenizer()
-    >>> found = sensitivity(model, ["To be or not to be", "that is the question"])
-    >>> made = allocate(model, found, mean_bits=3.5, choices=(4, 3))
-    >>> made.mean_bits, made.counts()
+    >>> costs = sensitivity(model, ["To be or not to be", "that is the question"])
+    >>> allocation = allocate_bits(model, costs, mean_bits=3.5, choices=(4, 3))
+    >>> allocation.mean_bits, allocation.parts_per_bits()
     (3.5, {4: 4, 3: 4})
     """
-    choices = _checked(mean_bits, megabytes, choices)
-    if found.about["model"] != weights_digest(model):
+    choices = _sorted_choices(mean_bits, megabytes, choices)
+    if sensitivity.metadata["model"] != weights_digest(model):
         raise HeadwiseError(
             "the sensitivities are those of another model; measure this one: hw.sensitivity(model, corpus)."
         )
-    pairs, heads = _pairs(model.spec, found)
-    numbers = [_numbers(model.spec, key, pair, len(own)) for (key, pair), own in zip(pairs, heads, strict=True)]
-    group = int(found.about["group"])
-    costs = [[_cost(found, pair, bits) for bits in choices] for pair in pairs]
-    taken = [[_taken(model.spec, pair, len(own), bits, group, mean_bits is None) for bits in choices]
-             for pair, own in zip(pairs, heads, strict=True)]  # fmt: skip
-    most = mean_bits * sum(numbers) if mean_bits is not None else (megabytes or 0) * 1e6
-    chosen = _choose(costs, taken, most, "bits" if mean_bits is not None else "bytes")
-    made = [costs[i][place] for i, place in enumerate(chosen)]
-    bits = tuple(choices[place] for place in chosen)
-    budget = float(np.dot(numbers, bits) / sum(numbers)) if mean_bits is None else float(mean_bits)
-    return Allocation(tuple(pairs), tuple(heads), tuple(numbers), bits, budget, float(sum(made)))
+    pairs, heads = _measured_pairs(model.spec, sensitivity)
+    parameters = [
+        _parameter_count(model.spec, kv_head, pair, len(pair_heads))
+        for (kv_head, pair), pair_heads in zip(pairs, heads, strict=True)
+    ]
+    group_size = int(sensitivity.metadata["group_size"])
+    costs = [[_expected_cost(sensitivity, pair, bits) for bits in choices] for pair in pairs]
+    usage = [[_budget_usage(model.spec, pair, len(pair_heads), bits, group_size, mean_bits is None) for bits in choices]
+             for pair, pair_heads in zip(pairs, heads, strict=True)]  # fmt: skip
+    max_usage = mean_bits * sum(parameters) if mean_bits is not None else (megabytes or 0) * 1e6
+    choice_indices = _choose_bits(costs, usage, max_usage, "bits" if mean_bits is not None else "bytes")
+    chosen_costs = [costs[i][choice] for i, choice in enumerate(choice_indices)]
+    bits = tuple(choices[choice] for choice in choice_indices)
+    budget = float(np.dot(parameters, bits) / sum(parameters)) if mean_bits is None else float(mean_bits)
+    return BitAllocation(tuple(pairs), tuple(heads), tuple(parameters), bits, budget, float(sum(chosen_costs)))
 
 
-def _checked(mean_bits: float | None, megabytes: float | None, choices: Sequence[int]) -> list[int]:
+def _sorted_choices(mean_bits: float | None, megabytes: float | None, choices: Sequence[int]) -> list[int]:
     if (mean_bits is None) == (megabytes is None):
         raise HeadwiseError("give one budget: mean_bits=3.5, or megabytes=20.")
     for bits in choices:
@@ -113,137 +117,161 @@ def _checked(mean_bits: float | None, megabytes: float | None, choices: Sequence
     return sorted(set(choices), reverse=True)
 
 
-def _pairs(spec: ModelSpec, found: Sensitivity) -> tuple[list[Pair], list[tuple[str, ...]]]:
+def _measured_pairs(spec: ModelSpec, sensitivity: Sensitivity) -> tuple[list[MatrixPair], list[tuple[str, ...]]]:
     """The pairs that were measured; they must be all that the model has."""
-    there: dict[Pair, tuple[str, ...]] = {
-        (one.key, one.part): one.heads for one in found.settings if one.part in ("qk", "vo")
+    heads_of_pair: dict[MatrixPair, tuple[str, ...]] = {
+        (setting.kv_head, setting.part): setting.heads
+        for setting in sensitivity.targets
+        if setting.part in ("qk", "vo")
     }
-    measured = {head for (_, part), own in there.items() for head in own if part == "qk"}
-    if {part for _, part in there} != {"qk", "vo"} or measured != set(map(str, spec.addresses)):
+    measured = {head for (_, part), heads in heads_of_pair.items() for head in heads if part == "qk"}
+    if {part for _, part in heads_of_pair} != {"qk", "vo"} or measured != set(map(str, spec.head_addresses)):
         raise HeadwiseError(
             "bits are shared out among all heads, by both of their pairs; measure them all: hw.sensitivity(model, corpus)."
         )
-    return list(there), list(there.values())
+    return list(heads_of_pair), list(heads_of_pair.values())
 
 
-def _cost(found: Sensitivity, pair: Pair, bits: int) -> float:
+def _expected_cost(sensitivity: Sensitivity, pair: MatrixPair, bits: int) -> float:
     measured = {
-        one.bits: float(drift)
-        for one, drift in zip(found.settings, found.drift, strict=True)
-        if (one.key, one.part) == pair
+        entry.bits: float(drift)
+        for entry, drift in zip(sensitivity.targets, sensitivity.kl_divergence, strict=True)
+        if (entry.kv_head, entry.part) == pair
     }
-    near = min(measured, key=lambda one: (abs(one - bits), -one))
-    return measured[near] * ((2 ** (near - 1) - 1) / (2 ** (bits - 1) - 1)) ** 2
+    nearest = min(measured, key=lambda entry: (abs(entry - bits), -entry))
+    return measured[nearest] * ((2 ** (nearest - 1) - 1) / (2 ** (bits - 1) - 1)) ** 2
 
 
-def _shapes(spec: ModelSpec, key: str, pair: str, heads: int) -> list[tuple[int, int]]:
+def _matrix_shapes(spec: ModelSpec, kv_head: str, pair: str, heads: int) -> list[tuple[int, int]]:
     """Rows and numbers a row, of each matrix of a pair."""
-    layer = spec.attention_at(Address.parse(key).site)
-    share = layer.heads if layer.input == "slice" else 1
+    layer = spec.attention_at(Address.parse(kv_head).layer_address)
+    input_slices = layer.heads if layer.head_input == "slice" else 1
     if pair == "qk":
-        return [(heads * layer.head_dim, layer.width // share), (layer.head_dim, layer.kv_width // share)]
-    return [(layer.value_dim, layer.kv_width // share), (heads * layer.width, layer.value_dim)]
+        return [(heads * layer.head_dim, layer.width // input_slices), (layer.head_dim, layer.kv_width // input_slices)]
+    return [(layer.value_dim, layer.kv_width // input_slices), (heads * layer.width, layer.value_dim)]
 
 
-def _numbers(spec: ModelSpec, key: str, pair: str, heads: int) -> int:
-    return sum(rows * row for rows, row in _shapes(spec, key, pair, heads))
+def _parameter_count(spec: ModelSpec, kv_head: str, pair: str, heads: int) -> int:
+    return sum(rows * row_length for rows, row_length in _matrix_shapes(spec, kv_head, pair, heads))
 
 
-def _taken(spec: ModelSpec, pair: Pair, heads: int, bits: int, group: int, as_bytes: bool) -> int:
+def _budget_usage(spec: ModelSpec, pair: MatrixPair, heads: int, bits: int, group_size: int, as_bytes: bool) -> int:
     """What a pair takes of the budget: bits without scales, or bytes with them."""
     if not as_bytes:
-        return _numbers(spec, *pair, heads) * bits
-    return sum(rows * row_bytes(row, bits, group) for rows, row in _shapes(spec, *pair, heads))
+        return _parameter_count(spec, *pair, heads) * bits
+    return sum(
+        rows * row_bytes(row_length, bits, group_size) for rows, row_length in _matrix_shapes(spec, *pair, heads)
+    )
 
 
-def _choose(costs: list[list[float]], taken: list[list[int]], most: float, what: str) -> list[int]:
+def _choose_bits(costs: list[list[float]], usage: list[list[int]], max_usage: float, unit: str) -> list[int]:
     """For each pair the place of its choice; choices have the most bits first."""
     steps: list[tuple[float, int, int, int]] = []
-    for pair, (cost, takes) in enumerate(zip(costs, taken, strict=True)):
-        rising = np.maximum.accumulate(np.maximum(cost, 0.0))
-        place = 0
-        while place < len(cost) - 1:
+    for pair, (cost, pair_usage) in enumerate(zip(costs, usage, strict=True)):
+        monotone_cost = np.maximum.accumulate(np.maximum(cost, 0.0))
+        current = 0
+        while current < len(cost) - 1:
             slopes = [
-                (float((rising[to] - rising[place]) / (takes[place] - takes[to])), to)
-                for to in range(place + 1, len(cost))
+                (
+                    float(
+                        (monotone_cost[target] - monotone_cost[current]) / (pair_usage[current] - pair_usage[target])
+                    ),
+                    target,
+                )
+                for target in range(current + 1, len(cost))
             ]
-            slope, to = min(slopes, key=lambda one: (one[0], -one[1]))
-            steps.append((slope, len(steps), pair, to))
-            place = to
-    chosen, now = [0] * len(costs), float(sum(takes[0] for takes in taken))
-    for _, _, pair, to in sorted(steps):
-        if now <= most:
+            slope, target = min(slopes, key=lambda candidate: (candidate[0], -candidate[1]))
+            steps.append((slope, len(steps), pair, target))
+            current = target
+    choices, total_usage = [0] * len(costs), float(sum(pair_usage[0] for pair_usage in usage))
+    for _, _, pair, target in sorted(steps):
+        if total_usage <= max_usage:
             break
-        now -= taken[pair][chosen[pair]] - taken[pair][to]
-        chosen[pair] = to
-    if now > most:
-        raise HeadwiseError(f"no choice keeps that budget: {now:,.0f} {what} are the least, {most:,.0f} were allowed.")
-    return chosen
+        total_usage -= usage[pair][choices[pair]] - usage[pair][target]
+        choices[pair] = target
+    if total_usage > max_usage:
+        raise HeadwiseError(
+            f"no choice keeps that budget: {total_usage:,.0f} {unit} are the least, {max_usage:,.0f} were allowed."
+        )
+    return choices
 
 
 @dataclass(frozen=True)
-class AllocationReport:
+class BitAllocationReport:
     """A mix beside uniform bits and random mixes of equal cost, on texts it was not chosen on; intervals over texts."""
 
     metric: str
     texts: int
     mean_bits: float
     counts: dict[int, int]
-    clean: Estimate
-    mix: Estimate  # loss − clean
-    uniform: dict[int, Estimate]  # loss − clean, all heads at so many bits
+    full_loss: LossEstimate
+    mixed: LossEstimate  # loss − clean
+    uniform: dict[int, LossEstimate]  # loss − clean, all heads at so many bits
     random: tuple[float, ...]  # loss − clean of random mixes, a seed each
-    mix_less_random: Estimate | None  # the mix − their mean
+    mixed_minus_random: LossEstimate | None  # the mix − their mean
 
     @property
-    def outside(self) -> bool:
+    def beats_random(self) -> bool:
         """Whether the mix costs less than every random one."""
-        return bool(self.random) and self.mix.mean < min(self.random)
+        return bool(self.random) and self.mixed.mean < min(self.random)
 
-    def rows(self) -> list[list[str | float]]:
+    def loss_rows(self) -> list[list[str | float]]:
         """What, mean bits, loss − clean, low, high; of random mixes the mean, the least and the most."""
-        made: list[list[str | float]] = [["mix", self.mean_bits, *asdict(self.mix).values()]]
-        made += [["uniform", bits, *asdict(figure).values()] for bits, figure in self.uniform.items()]
+        rows: list[list[str | float]] = [["mix", self.mean_bits, *asdict(self.mixed).values()]]
+        rows += [["uniform", bits, *asdict(estimate).values()] for bits, estimate in self.uniform.items()]
         if self.random:
-            spread = [float(np.mean(self.random)), min(self.random), max(self.random)]
-            made.append([f"random, {len(self.random)} mixes: mean, least, most", self.mean_bits, *spread])
-        if self.mix_less_random is not None:
-            made.append(["mix − random", "", *asdict(self.mix_less_random).values()])
-        return made
+            mean_min_max = [float(np.mean(self.random)), min(self.random), max(self.random)]
+            rows.append([f"random, {len(self.random)} mixes: mean, least, most", self.mean_bits, *mean_min_max])
+        if self.mixed_minus_random is not None:
+            rows.append(["mix − random", "", *asdict(self.mixed_minus_random).values()])
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        return asdict(self, dict_factory=finite) | {"outside": self.outside}
+        return asdict(self, dict_factory=nan_to_none) | {"beats_random": self.beats_random}
 
 
 def report_allocation(
     model: Transformer,
-    made: Allocation,
-    on: Any,
+    allocation: BitAllocation,
+    corpus: Any,
     *,
-    beside: Mapping[str, int] | None = None,
+    other_bits: Mapping[str, int] | None = None,
     uniform: Sequence[int] = (),
     seeds: int = 10,
     basis: Basis = "given",
     progress: Progress | None = None,
-) -> AllocationReport:
-    """Ask the model, the mix, uniform bits and random mixes about texts; `beside` are bits of MLPs and vocabulary in all."""
-    evaluation, more = PairedEvaluation.of(model, on), dict(beside or {})
-    every = [made.weights, *({"*": bits} for bits in uniform), *(made.shuffled(seed).weights for seed in range(seeds))]
+) -> BitAllocationReport:
+    """Ask the model, the mix, uniform bits and random mixes about texts.
+
+    `other_bits` are bits of MLPs and vocabulary in all.
+    """
+    evaluation, extra_bits = PairedEvaluator.of(model, corpus), dict(other_bits or {})
+    bit_settings = [
+        allocation.bits_by_part,
+        *({"*": bits} for bits in uniform),
+        *(allocation.shuffled(seed).bits_by_part for seed in range(seeds)),
+    ]
     losses: list[np.ndarray] = []
-    for weights in every:
-        losses.append(evaluation.losses(quantise(model, weights | more, basis=basis)))
+    for weights in bit_settings:
+        losses.append(evaluation.losses(quantize(model, weights | extra_bits, basis=basis)))
         if progress is not None:
-            progress("models at few bits", len(losses), len(every))
-    mix, flat, random = losses[0], losses[1 : 1 + len(uniform)], losses[1 + len(uniform) :]
-    return AllocationReport(
+            progress("models at few bits", len(losses), len(bit_settings))
+    mixed_losses, uniform_losses, random_losses = losses[0], losses[1 : 1 + len(uniform)], losses[1 + len(uniform) :]
+    return BitAllocationReport(
         metric=evaluation.metric,
         texts=len(evaluation.counts),
-        mean_bits=made.mean_bits,
-        counts=made.counts(),
-        clean=evaluation.estimate(evaluation.full),
-        mix=evaluation.difference(mix, evaluation.full),
-        uniform={bits: evaluation.difference(one, evaluation.full) for bits, one in zip(uniform, flat, strict=True)},
-        random=tuple(float((one - evaluation.full).sum() / evaluation.counts.sum()) for one in random),
-        mix_less_random=evaluation.difference_from_draws(mix, random) if random else None,
+        mean_bits=allocation.mean_bits,
+        counts=allocation.parts_per_bits(),
+        full_loss=evaluation.mean_loss(evaluation.full_losses),
+        mixed=evaluation.difference(mixed_losses, evaluation.full_losses),
+        uniform={
+            bits: evaluation.difference(setting_losses, evaluation.full_losses)
+            for bits, setting_losses in zip(uniform, uniform_losses, strict=True)
+        },
+        random=tuple(
+            float((setting_losses - evaluation.full_losses).sum() / evaluation.counts.sum())
+            for setting_losses in random_losses
+        ),
+        mixed_minus_random=evaluation.difference_from_random(mixed_losses, random_losses) if random_losses else None,
     )

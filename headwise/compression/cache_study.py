@@ -9,84 +9,90 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.compression.evaluation import Estimate, PairedEvaluation, finite
-from headwise.compression.passkey import ask_passkeys, make_cases
-from headwise.compression.plan import Plan
-from headwise.compression.report import random_plan
-from headwise.compression.streaming_cost import StreamingCost, StreamingEvaluation
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
+from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
+from headwise.compression.plan import Plan, apply, plan_pruning, plan_streaming
+from headwise.compression.plan_report import apply_random_compression
+from headwise.compression.streaming_cost import StreamingCost, StreamingEvaluator
 from headwise.errors import HeadwiseError
-from headwise.io.atomic_write import whole_folder
+from headwise.io.atomic_write import atomic_folder
 from headwise.model import Transformer
 from headwise.progress import Progress
-from headwise.spec import Address, Keeps
-from headwise.spec.cache_policy import ALL
-from headwise.spec.cache_policy import BITS as CACHE_BITS
+from headwise.spec import Address, CachePolicy
+from headwise.spec.cache_policy import CACHE_BITS as CACHE_BITS
+from headwise.spec.cache_policy import KEEP_ALL
 from headwise.spec.parallel_cost import cache_bytes
 from headwise.text.corpus import Corpus
 
-USUAL = 1024  # tokens of a text
-WHICH = "say what key heads keep: share=0.5 chooses some that stream, heads='5.*' names them, bits=8 rounds; or plan=…."
+DEFAULT_LENGTH = 1024  # tokens of a text
+CACHE_USAGE = (
+    "say what key heads keep: fraction=0.5 chooses some that stream, heads='5.*' names them, bits=8 rounds; or plan=…."
+)
 
 
 @dataclass(frozen=True)
 class CacheStudy:
     """What key heads shall keep, and how that is judged: by texts they were not chosen on.
 
-    `on` (None: the embedded probe set, one sentence after the other) is read up to `limit` texts of `length` tokens. Key
-    heads are chosen on one half of them and judged on the other, unless there is another text to judge by, `test`. Judged
-    are the tokens that come after something was forgotten: earlier ones cannot differ.
+    `corpus` (None: the embedded probe set, one sentence after the other) is read up to `max_texts` texts of `max_length`
+    tokens. Key heads are chosen on one half of them and judged on the other, unless there is another text to judge by,
+    `test`. Judged are the tokens that come after something was forgotten: earlier ones cannot differ.
     """
 
-    share: float | None = None  # of the key heads that stream, chosen `by`
+    fraction: float | None = None  # of the key heads that stream, chosen by `ranking`
     heads: str | None = None  # or those that stream, by name
-    first: int = 4  # what streaming heads keep
-    last: int = 128
+    sink_tokens: int = 4  # what streaming heads keep
+    window: int = 128
     bits: int = 32  # at which all key heads keep keys and values
-    by: str = "writes"
+    ranking: str = "output"
     plan: Plan | None = None  # made before, in place of all these
-    on: Any = None
+    corpus: Any = None
     test: Any = None
-    limit: int = 8
-    length: int | None = None  # None: 1024, or the model's context
+    max_texts: int = 8
+    max_length: int | None = None  # None: 1024, or the model's context
     seed: int = 0
-    steps: int = 60  # in which gates learn
+    gate_steps: int = 60  # in which gates learn
     rounds: int = 1  # in which key heads are chosen, a few at a time
-    spare: float = 0.0  # the part of the key heads that never streams: those that find what is repeated best
+    # The part of the key heads that never streams: those that find what is repeated best.
+    protected_fraction: float = 0.0
     seeds: int = 3  # random plans to compare with
-    shares: tuple[float, ...] = ()  # also with each of these shares streaming: a curve
+    fractions: tuple[float, ...] = ()  # also with each of these shares streaming: a curve
     passkeys: int = 0  # numbers hidden in texts of that length and asked for; with it, also losses on retrieval texts
 
     def __post_init__(self) -> None:
-        ways = [self.share is not None, self.heads is not None, self.plan is not None]
-        if sum(ways) > 1 or not (any(ways) or self.bits != ALL.bits or self.shares):
-            raise HeadwiseError(WHICH)
-        if self.plan is not None and (not self.plan.cache or self.plan.cut or self.plan.weights):
+        selections = [self.fraction is not None, self.heads is not None, self.plan is not None]
+        if sum(selections) > 1 or not (any(selections) or self.bits != KEEP_ALL.bits or self.fractions):
+            raise HeadwiseError(CACHE_USAGE)
+        if self.plan is not None and (not self.plan.cache or self.plan.pruned_heads or self.plan.weight_rules):
             raise HeadwiseError(
-                "the plan does other things to heads than letting caches keep less; use plan.apply(model)."
+                "the plan does other things to heads than letting caches keep less; use hw.apply(plan, model)."
             )
-        Keeps(self.bits, self.first, self.last)  # refuses what no cache can be
+        CachePolicy(self.bits, self.sink_tokens, self.window)  # refuses what no cache can be
 
     @property
-    def keeps(self) -> bool:
+    def makes_plan(self) -> bool:
         """Whether a plan is asked for, or a curve alone."""
-        return self.share is not None or self.heads is not None or self.plan is not None or self.bits != ALL.bits
+        return (
+            self.fraction is not None or self.heads is not None or self.plan is not None or self.bits != KEEP_ALL.bits
+        )
 
     @property
-    def chooses(self) -> bool:
+    def needs_corpus_split(self) -> bool:
         """Whether key heads are chosen on texts, which must not judge them."""
-        return self.share is not None or bool(self.shares)
+        return self.fraction is not None or bool(self.fractions)
 
 
 @dataclass(frozen=True)
-class CachePoint:
-    """One plan. `more` is paired with the whole cache's loss, text by text; of random plans: mean, least and most."""
+class CacheCurvePoint:
+    """One plan. `loss_increase` is paired with the whole cache's loss, text by text; of random plans:
+    mean, least and most."""
 
-    line: str
-    streaming: int  # key heads
+    label: str
+    streaming_heads: int  # key heads
     bits: int
-    bytes: int  # of a cache of `length` tokens
-    more: Estimate
+    cache_bytes: int  # of a cache of `length` tokens
+    loss_increase: LossEstimate
 
 
 @dataclass(frozen=True)
@@ -95,55 +101,61 @@ class CacheReport:
 
     metric: str
     texts: int
-    past: int  # tokens that nobody has forgotten: not asked about
+    skip_tokens: int  # tokens that nobody has forgotten: not asked about
     length: int  # tokens that bytes are told for
     bytes_before: int
     bytes_after: int
-    loss_before: Estimate
-    loss_after: Estimate
-    more: Estimate
+    loss_before: LossEstimate
+    loss_after: LossEstimate
+    loss_increase: LossEstimate
     random: tuple[float, ...] = ()  # the loss of random plans of equal cost, a seed each
-    more_than_random: Estimate | None = None
+    increase_over_random: LossEstimate | None = None
     passkeys: tuple[int, int] | None = None  # of those the whole cache finds, how many are kept; and how many those are
     retrieval: tuple[StreamingCost, ...] = ()  # increases on repeated lists and on facts asked for later
 
     @property
-    def times(self) -> float:
+    def compression_ratio(self) -> float:
         """How many times fewer bytes."""
         return self.bytes_before / self.bytes_after
 
-    def losses(self) -> list[list[str | float]]:
+    def loss_rows(self) -> list[list[str | float]]:
         """What, mean, low, high."""
-        named = {"whole cache": self.loss_before, "this plan": self.loss_after, "this plan − whole": self.more}
-        if self.more_than_random is not None:
+        estimates = {
+            "whole cache": self.loss_before,
+            "this plan": self.loss_after,
+            "this plan − whole": self.loss_increase,
+        }
+        if self.increase_over_random is not None:
             seeds = f"random plans, {len(self.random)} seeds: mean, least, most"
-            spread = Estimate(float(np.mean(self.random)), min(self.random), max(self.random))
-            named |= {seeds: spread, "this plan − random": self.more_than_random}
-        named |= {f"this plan − whole, {cost.kind}": cost.more for cost in self.retrieval}
-        return [[name, *asdict(figure).values()] for name, figure in named.items()]
+            mean_min_max = LossEstimate(float(np.mean(self.random)), min(self.random), max(self.random))
+            estimates |= {seeds: mean_min_max, "this plan − random": self.increase_over_random}
+        estimates |= {f"this plan − whole, {cost.kind}": cost.loss_increase for cost in self.retrieval}
+        return [[name, *asdict(estimate).values()] for name, estimate in estimates.items()]
 
 
 @dataclass(frozen=True, eq=False)
-class CacheResult:
+class CacheStudyResult:
     """What came of it; None where it was not asked for."""
 
     plan: Plan | None
     model: Transformer | None  # whose spec says what key heads keep
     report: CacheReport | None
-    curve: tuple[CachePoint, ...] = ()
+    curve: tuple[CacheCurvePoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
-        plan, told = self.plan, None
+        plan, report_dict = self.plan, None
         if self.report is not None:
-            told = asdict(self.report, dict_factory=finite) | {"times": self.report.times}
+            report_dict = asdict(self.report, dict_factory=nan_to_none) | {
+                "compression_ratio": self.report.compression_ratio
+            }
         return {
             "plan": None if plan is None else {
-                "by": plan.cache_by, "on": plan.cache_on, "rules": [asdict(rule) for rule in plan.cache],
-                "scores": dict(zip(map(str, plan.spec.key_heads), plan.cache_scores, strict=False)),
+                "ranking": plan.cache_ranking, "corpus": plan.cache_corpus, "rules": [asdict(rule) for rule in plan.cache],
+                "scores": dict(zip(map(str, plan.spec.kv_head_addresses), plan.cache_scores, strict=False)),
             },
-            "report": told,
-            "curve": [asdict(point, dict_factory=finite) for point in self.curve],
+            "report": report_dict,
+            "curve": [asdict(point, dict_factory=nan_to_none) for point in self.curve],
         }  # fmt: skip
 
 
@@ -154,7 +166,7 @@ def cache_study(
     out: str | Path | None = None,
     save_plan: str | Path | None = None,
     progress: Progress | None = None,
-) -> CacheResult:
+) -> CacheStudyResult:
     """Let key heads keep less, and say what that saves and costs. The given model stays as it is.
 
     `out` is a folder for the model whose spec says so, `save_plan` a file for the plan; both are written before anything is
@@ -165,179 +177,203 @@ def cache_study(
     >>> model = Transformer(ModelSpec(vocab=257, context=64, layers=2, attention=AttentionSpec(width=16, heads=2)))
     >>> model.tokenizer = byte_tokenizer()
     >>> lines = [f"{n} and {n} are {2 * n}, and so on and so on, and on and on." for n in range(8)]
-    >>> made = cache_study(model, CacheStudy(share=0.5, first=1, last=8, on=lines, seeds=1))
-    >>> made.plan.cache[0].keeps, made.report.past, made.report.texts
-    (Keeps(bits=32, first=1, last=8), 9, 4)
+    >>> result = cache_study(model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=lines, seeds=1))
+    >>> result.plan.cache[0].policy, result.report.skip_tokens, result.report.texts
+    (CachePolicy(bits=32, sink_tokens=1, window=8), 9, 4)
     """
     _check(model, study, out is not None or save_plan is not None)
-    length = min(USUAL, model.spec.context) if study.length is None else study.length
-    choosing, judging = _texts(model, study, length)
-    plan = small = report = None
+    length = min(DEFAULT_LENGTH, model.spec.context) if study.max_length is None else study.max_length
+    selection_corpus, test_corpus = _split_texts(model, study, length)
+    plan = changed_model = report = None
     # The folder is asked for first: long work must not end before a folder that cannot be written.
-    with nullcontext() if out is None else whole_folder(out, ("spec.json", "headwise.json")) as folder:
-        if study.keeps:
-            plan = _plan(model, study, choosing, length, progress)
-            small = plan.apply(model) if study.plan is not None else plan.carry_out(model)
+    with nullcontext() if out is None else atomic_folder(out, ("spec.json", "headwise.json")) as folder:
+        if study.makes_plan:
+            plan = _make_plan(model, study, selection_corpus, length, progress)
+            changed_model = apply(plan, model) if study.plan is not None else plan.apply_unchecked(model)
         if plan is not None and save_plan is not None:
             plan.save(save_plan)
-        if small is not None and folder is not None:
-            small.save(folder)
-    past = _room(study, plan)
-    evaluation = PairedEvaluation.of(model, judging, past=past)
-    if plan is not None and small is not None:
-        report = _report(model, small, evaluation, study, past, length, judging, progress)
-    points = _curve(model, study, plan, choosing, evaluation, length, progress) if study.shares else ()
-    return CacheResult(plan, small, report, points)
+        if changed_model is not None and folder is not None:
+            changed_model.save(folder)
+    skip_tokens = _tokens_before_eviction(study, plan)
+    evaluation = PairedEvaluator.of(model, test_corpus, skip_tokens=skip_tokens)
+    if plan is not None and changed_model is not None:
+        report = _make_report(model, changed_model, evaluation, study, skip_tokens, length, test_corpus, progress)
+    points = _make_curve(model, study, plan, selection_corpus, evaluation, length, progress) if study.fractions else ()
+    return CacheStudyResult(plan, changed_model, report, points)
 
 
-def _plan(model: Transformer, study: CacheStudy, choosing: Reading, length: int, progress: Progress | None) -> Plan:
+def _make_plan(
+    model: Transformer, study: CacheStudy, selection_corpus: TokenizedCorpus, length: int, progress: Progress | None
+) -> Plan:
     if study.plan is not None:
         return study.plan
-    if study.share is not None:
-        return Plan.streaming(
-            model, study.share, first=study.first, last=study.last, bits=study.bits, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, rounds=study.rounds, spare=study.spare, progress=progress,
+    if study.fraction is not None:
+        return plan_streaming(
+            model, study.fraction, sink_tokens=study.sink_tokens, window=study.window, bits=study.bits,
+            ranking=study.ranking, corpus=selection_corpus, max_length=length, seed=study.seed, gate_steps=study.gate_steps,
+            rounds=study.rounds, protected_fraction=study.protected_fraction, progress=progress,
         )  # fmt: skip
-    rest = {} if study.bits == ALL.bits else {"*": study.bits}
-    named = {} if study.heads is None else {study.heads: Keeps(study.bits, study.first, study.last)}
-    return Plan.make(model, cache=rest | named)
+    base_policies = {} if study.bits == KEEP_ALL.bits else {"*": study.bits}
+    named_policies = (
+        {} if study.heads is None else {study.heads: CachePolicy(study.bits, study.sink_tokens, study.window)}
+    )
+    return plan_pruning(model, cache=base_policies | named_policies)
 
 
-def _report(
+def _make_report(
     model: Transformer,
-    small: Transformer,
-    evaluation: PairedEvaluation,
+    changed_model: Transformer,
+    evaluation: PairedEvaluator,
     study: CacheStudy,
-    past: int,
+    skip_tokens: int,
     length: int,
-    judging: Reading,
+    test_corpus: TokenizedCorpus,
     progress: Progress | None,
 ) -> CacheReport:
-    losses, random = evaluation.losses(small), list[np.ndarray]()
-    everyone = len(small.spec.cache) == 1 and len(small.spec.cache[0].heads) == len(small.spec.key_heads)
-    for seed in range(0 if everyone else study.seeds):  # where all keep alike there is nothing to draw
-        random.append(evaluation.losses(random_plan(model, small.spec, None, seed)))
+    losses, random_losses = evaluation.losses(changed_model), list[np.ndarray]()
+    same_everywhere = len(changed_model.spec.cache) == 1 and len(changed_model.spec.cache[0].heads) == len(
+        changed_model.spec.kv_head_addresses
+    )
+    for seed in range(0 if same_everywhere else study.seeds):  # where all keep alike there is nothing to draw
+        random_losses.append(evaluation.losses(apply_random_compression(model, changed_model.spec, None, seed)))
         if progress is not None:
             progress("random plans", seed + 1, study.seeds)
-    found, retrieval = None, ()
+    passkey_counts, retrieval = None, ()
     if study.passkeys:
-        retrieval = _retrieval(model, small, judging)
-        cases = make_cases(model, " ".join(unit.text for unit in judging), length, study.passkeys, study.seed)
-        whole = ask_passkeys(model, cases)
-        found = ask_passkeys(small, cases).kept(whole)
+        retrieval = _retrieval(model, changed_model, test_corpus)
+        cases = make_passkey_cases(
+            model, " ".join(sample.text for sample in test_corpus), length, study.passkeys, study.seed
+        )
+        full_results = run_passkeys(model, cases)
+        passkey_counts = run_passkeys(changed_model, cases).count_retained(full_results)
     return CacheReport(
         metric=evaluation.metric,
         texts=int((evaluation.counts > 0).sum()),
-        past=past,
+        skip_tokens=skip_tokens,
         length=length,
         bytes_before=cache_bytes(model.spec, length),
-        bytes_after=cache_bytes(small.spec, length),
-        loss_before=evaluation.estimate(evaluation.full),
-        loss_after=evaluation.estimate(losses),
-        more=evaluation.difference(losses, evaluation.full),
-        random=tuple(float(one.sum() / evaluation.counts.sum()) for one in random),
-        more_than_random=evaluation.difference_from_draws(losses, random) if random else None,
-        passkeys=found,
+        bytes_after=cache_bytes(changed_model.spec, length),
+        loss_before=evaluation.mean_loss(evaluation.full_losses),
+        loss_after=evaluation.mean_loss(losses),
+        loss_increase=evaluation.difference(losses, evaluation.full_losses),
+        random=tuple(float(plan_losses.sum() / evaluation.counts.sum()) for plan_losses in random_losses),
+        increase_over_random=evaluation.difference_from_random(losses, random_losses) if random_losses else None,
+        passkeys=passkey_counts,
         retrieval=retrieval,
     )
 
 
-def _retrieval(model: Transformer, small: Transformer, judging: Reading) -> tuple[StreamingCost, ...]:
+def _retrieval(
+    model: Transformer, changed_model: Transformer, test_corpus: TokenizedCorpus
+) -> tuple[StreamingCost, ...]:
     """Loss increases on texts longer than the longest window of the plan; none if no KV head streams."""
-    policies = [rule.keeps for rule in small.spec.cache if rule.keeps.last is not None]
+    policies = [rule.policy for rule in changed_model.spec.cache if rule.policy.window is not None]
     if not policies:
         return ()
-    longest = max(policies, key=lambda policy: policy.first + (policy.last or 0))
-    return StreamingEvaluation.of(model, longest, judging, running=False).test(small).costs
+    largest = max(policies, key=lambda policy: policy.sink_tokens + (policy.window or 0))
+    return StreamingEvaluator.of(model, largest, test_corpus, running=False).test(changed_model).costs
 
 
-def _curve(
+def _make_curve(
     model: Transformer,
     study: CacheStudy,
-    made: Plan | None,
-    choosing: Reading,
-    evaluation: PairedEvaluation,
+    plan: Plan | None,
+    selection_corpus: TokenizedCorpus,
+    evaluation: PairedEvaluator,
     length: int,
     progress: Progress | None,
-) -> tuple[CachePoint, ...]:
+) -> tuple[CacheCurvePoint, ...]:
     """Every share streaming, by the way asked for (ranked once) and at random; and all key heads at fewer bits."""
-    ranked = made
-    if ranked is None or not ranked.cache_scores:
-        ranked = Plan.streaming(
-            model, max(study.shares), first=study.first, last=study.last, by=study.by, on=choosing, longest=length,
-            seed=study.seed, steps=study.steps, rounds=study.rounds, spare=min(study.spare, 1 - max(study.shares)),
-            progress=progress,
+    ranked_plan = plan
+    if ranked_plan is None or not ranked_plan.cache_scores:
+        protected_fraction = min(study.protected_fraction, 1 - max(study.fractions))
+        ranked_plan = plan_streaming(
+            model, max(study.fractions), sink_tokens=study.sink_tokens, window=study.window, ranking=study.ranking,
+            corpus=selection_corpus, max_length=length, seed=study.seed, gate_steps=study.gate_steps, rounds=study.rounds,
+            protected_fraction=protected_fraction, progress=progress,
         )  # fmt: skip
-    heads = model.spec.key_heads
-    order = [heads[i] for i in np.argsort(ranked.cache_scores, kind="stable")]
-    keeps = Keeps(study.bits, study.first, study.last)
-    tell = partial(_point, model, evaluation, length)
-    shares, points = sorted(set(study.shares)), list[CachePoint]()
-    for done, share in enumerate(shares, 1):
-        count = round(share * len(heads))
-        points.append(tell(ranked.cache_by, count, study.bits, [_rules(order[:count], keeps, heads)]))
-        draws = [np.random.default_rng(seed).permutation(len(heads))[:count] for seed in range(study.seeds)]
-        if draws:
-            rules = [_rules([heads[i] for i in drawn], keeps, heads) for drawn in draws]
-            points.append(tell("random", count, study.bits, rules))
+    heads = model.spec.kv_head_addresses
+    order = [heads[i] for i in np.argsort(ranked_plan.cache_scores, kind="stable")]
+    policy = CachePolicy(study.bits, study.sink_tokens, study.window)
+    make_point = partial(_curve_point, model, evaluation, length)
+    fractions, points = sorted(set(study.fractions)), list[CacheCurvePoint]()
+    for done, fraction in enumerate(fractions, 1):
+        count = round(fraction * len(heads))
+        points.append(
+            make_point(
+                ranked_plan.cache_ranking, count, study.bits, [_streaming_policies(order[:count], policy, heads)]
+            )
+        )
+        random_subsets = [np.random.default_rng(seed).permutation(len(heads))[:count] for seed in range(study.seeds)]
+        if random_subsets:
+            rules = [_streaming_policies([heads[i] for i in subset], policy, heads) for subset in random_subsets]
+            points.append(make_point("random", count, study.bits, rules))
         if progress is not None:
-            progress("plans of the curve", done, len(shares))
-    points += [tell("all at fewer bits", 0, bits, [{"*": bits}]) for bits in CACHE_BITS[1:]]
+            progress("plans of the curve", done, len(fractions))
+    points += [make_point("all at fewer bits", 0, bits, [{"*": bits}]) for bits in CACHE_BITS[1:]]
     return tuple(points)
 
 
-def _rules(streaming: Sequence[Address], keeps: Keeps, heads: Sequence[Address]) -> dict[str, Keeps | int]:
+def _streaming_policies(
+    streaming_heads: Sequence[Address], policy: CachePolicy, heads: Sequence[Address]
+) -> dict[str, CachePolicy | int]:
     """Some key heads streaming, the others whole, all at the same bits."""
-    rules: dict[str, Keeps | int] = {} if keeps.bits == ALL.bits else {",".join(map(str, heads)): keeps.bits}
-    return rules | ({",".join(map(str, streaming)): keeps} if streaming else {})
+    policies: dict[str, CachePolicy | int] = (
+        {} if policy.bits == KEEP_ALL.bits else {",".join(map(str, heads)): policy.bits}
+    )
+    return policies | ({",".join(map(str, streaming_heads)): policy} if streaming_heads else {})
 
 
-def _point(
+def _curve_point(
     model: Transformer,
-    evaluation: PairedEvaluation,
+    evaluation: PairedEvaluator,
     length: int,
-    line: str,
+    label: str,
     count: int,
     bits: int,
-    plans: list[dict[str, Keeps | int]],
-) -> CachePoint:
+    policy_sets: list[dict[str, CachePolicy | int]],
+) -> CacheCurvePoint:
     """Of one plan its interval, of several the mean, the least and the most."""
-    made = [Plan.make(model, cache=rules).carry_out(model) if rules else model for rules in plans]
-    losses = [evaluation.losses(one) for one in made]
-    each = [evaluation.difference(some, evaluation.full) for some in losses]
-    means = [one.mean for one in each]
-    more = each[0] if len(each) == 1 and line != "random" else Estimate(float(np.mean(means)), min(means), max(means))
-    return CachePoint(line, count, bits, cache_bytes(made[0].spec, length), more)
+    models = [plan_pruning(model, cache=rules).apply_unchecked(model) if rules else model for rules in policy_sets]
+    losses = [evaluation.losses(item) for item in models]
+    differences = [evaluation.difference(model_losses, evaluation.full_losses) for model_losses in losses]
+    means = [item.mean for item in differences]
+    loss_increase = (
+        differences[0]
+        if len(differences) == 1 and label != "random"
+        else LossEstimate(float(np.mean(means)), min(means), max(means))
+    )
+    return CacheCurvePoint(label, count, bits, cache_bytes(models[0].spec, length), loss_increase)
 
 
-def _room(study: CacheStudy, plan: Plan | None) -> int:
+def _tokens_before_eviction(study: CacheStudy, plan: Plan | None) -> int:
     """Tokens that no head of the plan, or of the curve, has forgotten: all are judged by what comes behind."""
     rules = () if plan is None else plan.cache
-    kept = [rule.keeps.first + rule.keeps.last for rule in rules if rule.keeps.last is not None]
-    kept += [study.first + study.last] if study.shares else []
-    return min(kept) if kept else 0
+    capacities = [rule.policy.sink_tokens + rule.policy.window for rule in rules if rule.policy.window is not None]
+    capacities += [study.sink_tokens + study.window] if study.fractions else []
+    return min(capacities) if capacities else 0
 
 
-def _texts(model: Transformer, study: CacheStudy, length: int) -> tuple[Reading, Reading]:
+def _split_texts(model: Transformer, study: CacheStudy, length: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
     """What key heads are chosen on, and what the choice is judged by."""
-    given = study.on
-    if given is None:  # sentences are too short to forget anything
-        given = " ".join(item.text for item in Corpus.probe().items())
-    texts = Reading.of(model, given, length).first(study.limit)
+    corpus = study.corpus
+    if corpus is None:  # sentences are too short to forget anything
+        corpus = " ".join(item.text for item in Corpus.probe_set().items())
+    texts = TokenizedCorpus.of(model, corpus, length).first(study.max_texts)
     if study.test is not None:
-        return texts, Reading.of(model, study.test, length).first(study.limit)
-    return texts.halves() if study.chooses else (texts, texts)
+        return texts, TokenizedCorpus.of(model, study.test, length).first(study.max_texts)
+    return texts.halves() if study.needs_corpus_split else (texts, texts)
 
 
-def _check(model: Transformer, study: CacheStudy, writes: bool) -> None:
-    model.check_own("caches by head are for headwise's own models")
+def _check(model: Transformer, study: CacheStudy, saves_output: bool) -> None:
+    model.check_native("caches by head are for headwise's own models")
     if model.spec.kind != "decoder":
         raise HeadwiseError(f"a cache is what a decoder writes on with; this is an {model.spec.kind}, which has none.")
     if model.tokenizer is None or model.output is None:
         raise HeadwiseError(
-            "this model cannot be asked for tokens, so a cache cannot be judged; use hw.Plan.make(cache=…)."
+            "this model cannot be asked for tokens, so a cache cannot be judged; use hw.plan_pruning(model, cache=…)."
         )
-    if writes and not study.keeps:
-        raise HeadwiseError(WHICH)
-    if study.limit < 2 and study.chooses and study.test is None:
-        raise HeadwiseError("a single text cannot both choose key heads and judge the choice; raise the limit.")
+    if saves_output and not study.makes_plan:
+        raise HeadwiseError(CACHE_USAGE)
+    if study.max_texts < 2 and study.needs_corpus_split and study.test is None:
+        raise HeadwiseError("a single text cannot both choose key heads and judge the choice; raise max_texts.")

@@ -16,127 +16,133 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.ablation.eval_targets import TargetBatch, ask, askable_units, check_askable
-from headwise.analysis.recording.batching import Unit, make_batch
-from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.analysis.ablation.eval_targets import TargetBatch, check_metric, evaluable_samples, make_target_batch
+from headwise.analysis.recording.batching import TextSample, make_batch
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import HeadwiseError
-from headwise.kernels.gradients import gradients_enabled
-from headwise.model import AnyModel, quiet
-from headwise.model.loss import IGNORE
+from headwise.kernels.enable_grad import gradients_enabled
+from headwise.model import ModelProtocol, eval_mode
+from headwise.model.loss import IGNORE_INDEX
 from headwise.progress import Progress
-from headwise.spec import Address, SiteAddress
-from headwise.training.batches import Windows
-from headwise.training.optimizer import make_optimizer, trainable
+from headwise.spec import Address, LayerAddress
+from headwise.training.batch_samplers import ShuffledWindowSampler
+from headwise.training.optimizer import make_optimizer, trainable_parameters
 from headwise.training.recipe import Recipe
 
 BETA, GAMMA, ZETA = 0.33, -0.1, 1.1  # how soft a gate is, and how far it is stretched below 0 and above 1
-START = 2.0  # log α at first: nearly every gate is open
-LED = 0.5  # the share of the steps in which the share of open gates goes down; then it stays
-LONGEST = 128  # tokens of a text, where nobody has said it
-BESIDE = Recipe(rate=1e-4, weight_decay=0.0)  # how weights learn beside the gates
+INITIAL_LOG_ALPHA = 2.0  # log α at first: nearly every gate is open
+ANNEAL_FRACTION = 0.5  # the share of the steps in which the share of open gates goes down; then it stays
+DEFAULT_MAX_LENGTH = 128  # tokens of a text, where nobody has said it
+WEIGHT_RECIPE = Recipe(learning_rate=1e-4, weight_decay=0.0)  # how weights learn beside the gates
 
 
 def learn_gates(
-    model: AnyModel,
-    on: Any,
+    model: ModelProtocol,
+    corpus: Any,
     *,
     keep: float,
     steps: int = 200,
     rate: float = 0.1,
     batch: int = 8,
     context: int | None = None,
-    weights: bool = False,
+    train_weights: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[Address, float]:
     """How probably each head's gate is open when the share `keep` of all is: near 1 for heads worth keeping.
 
-    What is made small is what `importance` measures: the loss `on` these texts, or how far the mean state of a model without
-    output has moved. A step reads `batch` texts, long ones cut at `context` tokens (None: 128, or what the model can read).
-    The model stays as it is, unless `weights` is True: then its weights learn beside the gates, in place.
+    What is made small is what `importance` measures: the loss on the texts of `corpus`, or how far the mean state of a model
+    without output has moved. A step reads `batch` texts, long ones cut at `context` tokens (None: 128, or what the model
+    can read). The model stays as it is, unless `train_weights` is True: then its weights learn beside the gates, in
+    place.
     """
     _check(model, keep, steps, rate, batch)
-    units = _units(model, on, context, steps * batch)
-    order = Windows(np.arange(len(units) + 1), context=1, seed=seed)  # the order of training; a window is one text
-    with gradients_enabled(model), prepared(model, weights), torch.random.fork_rng():
+    samples = _select_samples(model, corpus, context, steps * batch)
+    # The order of training; a window is one text.
+    sampler = ShuffledWindowSampler(np.arange(len(samples) + 1), context=1, seed=seed)
+    with gradients_enabled(model), gate_training(model, train_weights), torch.random.fork_rng():
         torch.manual_seed(seed)
-        gates = LearnedGates({site.address: len(site.head_ids) for site in model.all_sites()}).to(model.device)
-        clean = copy.deepcopy(model).eval() if weights and model.output is None else model
+        gates = LearnedGates(
+            {hook_point.address: len(hook_point.head_ids) for hook_point in model.gathered_hook_points()}
+        ).to(model.device)
+        reference_model = copy.deepcopy(model).eval() if train_weights and model.output is None else model
         optimizers = [torch.optim.Adam(gates.parameters(), lr=rate)]
-        optimizers += [make_optimizer(dict(trainable(model)), BESIDE)] if weights else []  # pyright: ignore[reportArgumentType]
-        first = gates.open_share().item()
+        optimizers += [make_optimizer(dict(trainable_parameters(model)), WEIGHT_RECIPE)] if train_weights else []  # pyright: ignore[reportArgumentType]
+        initial_fraction = gates.open_fraction().item()
         for step in range(steps):
-            rows = order.rows(step * batch, batch)[:, 0]  # (B,)
-            asked = ask(model, make_batch([units[row] for row in rows], device=model.device))
+            rows = sampler.training_rows(step * batch, batch)[:, 0]  # (B,)
+            target_batch = make_target_batch(model, make_batch([samples[row] for row in rows], device=model.device))
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            loss = _loss(model, clean, asked, gates.sample(batch))
+            loss = _gated_loss(model, reference_model, target_batch, gates.sample(batch))
             if not loss.isfinite():
                 raise HeadwiseError(f"the loss is {loss.item()} at step {step + 1}; are all weights finite numbers?")
             loss.backward()
-            along(gates)
-            if weights:
-                nn.utils.clip_grad_norm_(model.parameters(), BESIDE.clip)
+            add_sparsity_gradient(gates)
+            if train_weights:
+                nn.utils.clip_grad_norm_(model.parameters(), WEIGHT_RECIPE.max_grad_norm)
             for optimizer in optimizers:
                 optimizer.step()
-            gates.set_open_share(first + (keep - first) * min(1.0, (step + 1) / max(1.0, LED * steps)))
+            gates.set_open_fraction(
+                initial_fraction + (keep - initial_fraction) * min(1.0, (step + 1) / max(1.0, ANNEAL_FRACTION * steps))
+            )
             if progress is not None:
                 progress("gates", step + 1, steps)
-    return dict(zip(model.spec.addresses, gates.open_chance().tolist(), strict=True))
+    return dict(zip(model.spec.head_addresses, gates.open_probability().tolist(), strict=True))
 
 
 class LearnedGates(nn.Module):
     """A hard-concrete gate for each of N heads; what is learned is `log_alpha` (N,), layer after layer.
 
-    >>> gates = LearnedGates({SiteAddress("", 0): 4, SiteAddress("", 1): 2}, start=0.0)
-    >>> {str(site): tuple(gate.shape) for site, gate in gates.sample(3).items()}
+    >>> gates = LearnedGates({LayerAddress("", 0): 4, LayerAddress("", 1): 2}, initial_log_alpha=0.0)
+    >>> {str(layer): tuple(gate.shape) for layer, gate in gates.sample(3).items()}
     {'0': (3, 4), '1': (3, 2)}
-    >>> round(gates.open_share().item(), 3), gates.evaluation()[SiteAddress("", 1)].tolist()
+    >>> round(gates.open_fraction().item(), 3), gates.deterministic_gates()[LayerAddress("", 1)].tolist()
     (0.688, [0.5, 0.5])
     """
 
-    def __init__(self, heads: Mapping[SiteAddress, int], start: float = START) -> None:
+    def __init__(self, heads: Mapping[LayerAddress, int], initial_log_alpha: float = INITIAL_LOG_ALPHA) -> None:
         super().__init__()
         self.heads = dict(heads)
-        self.log_alpha = nn.Parameter(torch.full((sum(self.heads.values()),), start))
+        self.log_alpha = nn.Parameter(torch.full((sum(self.heads.values()),), initial_log_alpha))
 
-    def sample(self, B: int) -> dict[SiteAddress, Tensor]:
+    def sample(self, B: int) -> dict[LayerAddress, Tensor]:
         """Gates for B texts, drawn anew: (B, H) for each layer, with a slope in log α."""
         u = torch.rand(B, len(self.log_alpha), device=self.log_alpha.device)  # (B, N)
         noise = u.logit(eps=torch.finfo(u.dtype).eps)  # log u − log(1 − u)
-        return self._by_layer(torch.sigmoid((noise + self.log_alpha) / BETA))
+        return self._split_by_layer(torch.sigmoid((noise + self.log_alpha) / BETA))
 
-    def evaluation(self) -> dict[SiteAddress, Tensor]:
+    def deterministic_gates(self) -> dict[LayerAddress, Tensor]:
         """Gates without chance: (H,) for each layer; 0 where log α is below −2.398, 1 where it is above 2.398."""
-        return self._by_layer(torch.sigmoid(self.log_alpha))
+        return self._split_by_layer(torch.sigmoid(self.log_alpha))
 
-    def open_chance(self) -> Tensor:
+    def open_probability(self) -> Tensor:
         """How probable it is that a drawn gate is not 0: (N,)."""
         return torch.sigmoid(self.log_alpha - BETA * math.log(-GAMMA / ZETA))
 
-    def open_share(self) -> Tensor:
+    def open_fraction(self) -> Tensor:
         """The share of all gates expected to be open."""
-        return self.open_chance().mean()
+        return self.open_probability().mean()
 
     @torch.no_grad()
-    def set_open_share(self, share: float) -> None:
+    def set_open_fraction(self, fraction: float) -> None:
         """Move all log α by the same amount, so that this share of gates is expected to be open."""
         low, high = -100.0, 100.0
         start = self.log_alpha.clone()
         for _ in range(50):  # the share rises with the amount, so halving finds it
-            middle = (low + high) / 2
-            self.log_alpha.copy_(start + middle)
-            low, high = (middle, high) if self.open_share().item() < share else (low, middle)
+            shift = (low + high) / 2
+            self.log_alpha.copy_(start + shift)
+            low, high = (shift, high) if self.open_fraction().item() < fraction else (low, shift)
 
-    def _by_layer(self, gates: Tensor) -> dict[SiteAddress, Tensor]:
+    def _split_by_layer(self, gates: Tensor) -> dict[LayerAddress, Tensor]:
         """Stretch what lies between 0 and 1, cut it off there, and share it out: (…, N) → (…, H) each."""
-        cut = (gates * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
-        return dict(zip(self.heads, cut.split(list(self.heads.values()), -1), strict=True))
+        clipped = (gates * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+        return dict(zip(self.heads, clipped.split(list(self.heads.values()), -1), strict=True))
 
 
-def _check(model: AnyModel, keep: float, steps: int, rate: float, batch: int) -> None:
-    check_askable(model, "loss")
-    if not model.spec.addresses:
+def _check(model: ModelProtocol, keep: float, steps: int, rate: float, batch: int) -> None:
+    check_metric(model, "loss")
+    if not model.spec.head_addresses:
         raise HeadwiseError("this model has no heads left, so there is nothing to gate.")
     if not 0 <= keep <= 1:
         raise HeadwiseError(f"keep is the share of heads that shall stay, from 0 to 1; got {keep}.")
@@ -144,53 +150,59 @@ def _check(model: AnyModel, keep: float, steps: int, rate: float, batch: int) ->
         raise HeadwiseError(f"steps and batch must be at least 1, the rate above 0; got {steps}, {batch} and {rate}.")
 
 
-def _units(model: AnyModel, on: Any, context: int | None, most: int) -> list[Unit]:
+def _select_samples(model: ModelProtocol, corpus: Any, context: int | None, max_samples: int) -> list[TextSample]:
     """The texts that will be read, no more of a large corpus than that."""
-    longest = min(LONGEST, model.spec.context) if context is None else context
-    if isinstance(on, Reading):
-        longest = min(longest, on.frame.longest)
-    return list(islice(askable_units(model, Reading.of(model, on, longest, answers=True)), most))
+    max_length = min(DEFAULT_MAX_LENGTH, model.spec.context) if context is None else context
+    if isinstance(corpus, TokenizedCorpus):
+        max_length = min(max_length, corpus.chunking.max_length)
+    return list(
+        islice(evaluable_samples(model, TokenizedCorpus.of(model, corpus, max_length, needs_targets=True)), max_samples)
+    )
 
 
 @contextmanager
-def prepared(model: AnyModel, weights: bool) -> Iterator[None]:
+def gate_training(model: ModelProtocol, train_weights: bool) -> Iterator[None]:
     """While open, weights that do not learn ask for no gradient; afterwards flags, gradients and modes are as before."""
-    before = {value: (value.requires_grad, value.grad) for value in model.parameters()}
-    with quiet(model):
+    saved = {parameter: (parameter.requires_grad, parameter.grad) for parameter in model.parameters()}
+    with eval_mode(model):
         try:
-            model.train(weights)
-            for value in before:
-                value.grad = None
-                value.requires_grad_(weights and value.requires_grad)
+            model.train(train_weights)
+            for parameter in saved:
+                parameter.grad = None
+                parameter.requires_grad_(train_weights and parameter.requires_grad)
             yield
         finally:
-            for value, (learns, gradient) in before.items():
-                value.requires_grad_(learns)
-                value.grad = gradient
+            for parameter, (requires_grad, gradient) in saved.items():
+                parameter.requires_grad_(requires_grad)
+                parameter.grad = gradient
 
 
-def _loss(model: AnyModel, clean: AnyModel, batch: TargetBatch, gates: dict[SiteAddress, Tensor]) -> Tensor:
+def _gated_loss(
+    model: ModelProtocol, reference_model: ModelProtocol, batch: TargetBatch, gates: dict[LayerAddress, Tensor]
+) -> Tensor:
     """The mean loss of a token with these gates; without an output, how far each text's mean state moved, on average."""
-    hidden = batch.pick(batch.run(model, gates))  # (B, R, D)
+    hidden = batch.select_target_rows(batch.final_hidden_states(model, gates))  # (B, R, D)
     if batch.targets is None:
         with torch.no_grad():
-            wanted = batch.answers(clean, batch.run(clean))  # (B, D)
-        return batch.lost(batch.answers(model, hidden), wanted).mean()
-    targets = batch.targets if batch.rows is None else batch.targets.gather(1, batch.rows)  # (B, R)
-    count = int((targets != IGNORE).sum())
+            reference = batch.score_hidden_states(reference_model, batch.final_hidden_states(reference_model))  # (B, D)
+        return batch.loss_increase(batch.score_hidden_states(model, hidden), reference).mean()
+    targets = (
+        batch.targets if batch.target_positions is None else batch.targets.gather(1, batch.target_positions)
+    )  # (B, R)
+    count = int((targets != IGNORE_INDEX).sum())
     assert model.output is not None
     return model.output.cross_entropy(hidden.flatten(0, 1), targets.flatten(), total=max(1, count))
 
 
-def along(gates: LearnedGates) -> None:
+def add_sparsity_gradient(gates: LearnedGates) -> None:
     """Add the price of an open gate, λ · Σ P(open), to the slope of the loss: λ such that the sum leads neither up nor down.
 
     So λ need not be guessed: it is the Lagrange multiplier of the constraint that so many gates are open, as the slopes of
     this step give it. Heads worth more than that open, the others close.
     """
-    slope = gates.log_alpha.grad  # (N,)
-    assert slope is not None
-    chance = gates.open_chance().detach()
-    tilt = chance * (1 - chance)  # ∂ Σ P(open) / ∂ log α, (N,)
-    price = -(slope @ tilt) / (tilt @ tilt).clamp(min=1e-12)
-    slope += price * tilt
+    grad = gates.log_alpha.grad  # (N,)
+    assert grad is not None
+    open_probability = gates.open_probability().detach()
+    probability_grad = open_probability * (1 - open_probability)  # ∂ Σ P(open) / ∂ log α, (N,)
+    multiplier = -(grad @ probability_grad) / (probability_grad @ probability_grad).clamp(min=1e-12)
+    grad += multiplier * probability_grad

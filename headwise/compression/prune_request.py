@@ -3,37 +3,39 @@
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from headwise.compression.rankers import way_of
-from headwise.compression.select_heads import heads_left
-from headwise.errors import HeadwiseError, close_names
-from headwise.heads.head import Pattern
-from headwise.model import AnyModel
+from headwise.compression.rankers import get_ranker
+from headwise.compression.select_heads import kept_head_count
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.heads.head import HeadPattern
+from headwise.model import ModelProtocol
 
-WHICH = "say which heads go, in one way: keep=0.5, the share that stays; heads='5.1,6.*'; or a plan that was saved."
+PRUNE_USAGE = (
+    "say which heads go, in one way: keep=0.5, the share that stays; heads='5.1,6.*'; or a plan that was saved."
+)
 
 
-class PruneWords(TypedDict, total=False):
-    """The fields of a `PruneRequest` by name, as `prune` and `Plan.make` take them."""
+class PruneOptions(TypedDict, total=False):
+    """The fields of a `PruneRequest` by name, as `prune` and `plan_pruning` take them."""
 
     keep: float | None
-    heads: Pattern | None
-    by: str
-    fold: bool
-    on: Any
+    heads: HeadPattern | None
+    ranking: str
+    fold_mean: bool
+    corpus: Any
     rounds: int
     seed: int
-    steps: int
+    gate_steps: int
 
 
 @dataclass(frozen=True)
 class PruneRequest:
     """Which heads go: those that `heads` names, or all but the share `keep`, the others having the least worth.
 
-    `by` ranks heads on the corpus `on`: ablation (what is lost without each), gradient, random (`seed`), or gates that are
-    learned (`steps`). `fold` leaves the heads' means over `on` behind. `rounds` cuts a little at a time and ranks what is
-    left anew.
+    `ranking` ranks heads on the `corpus`: ablation (what is lost without each), gradient, random (`seed`), or gates that
+    are learned (`gate_steps`). `fold_mean` leaves the heads' means over `corpus` behind. `rounds` cuts a little at
+    a time and ranks what is left anew.
 
-    >>> PruneRequest(keep=0.5, by="random", fold=False).reads
+    >>> PruneRequest(keep=0.5, ranking="random", fold_mean=False).needs_corpus
     False
     >>> PruneRequest(heads="5.1", keep=0.5)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -41,55 +43,61 @@ class PruneRequest:
     """
 
     keep: float | None = None
-    heads: Pattern | None = None
-    by: str = "ablation"
-    fold: bool = True
-    on: Any = None  # a text, a list of texts, a path, a Corpus
+    heads: HeadPattern | None = None
+    ranking: str = "ablation"
+    fold_mean: bool = True
+    corpus: Any = None  # a text, a list of texts, a path, a Corpus
     rounds: int = 1
     seed: int = 0
-    steps: int = 200
+    gate_steps: int = 200
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.heads is not None:
-            raise HeadwiseError(WHICH)
-        way_of(self.by)
+            raise HeadwiseError(PRUNE_USAGE)
+        get_ranker(self.ranking)
         if type(self.rounds) is not int or self.rounds < 1:
             raise HeadwiseError(f"rounds must be a whole number of at least 1, got {self.rounds!r}.")
 
     @staticmethod
-    def of(given: "PruneRequest | None", words: PruneWords) -> "PruneRequest":
+    def of(request: "PruneRequest | None", options: PruneOptions) -> "PruneRequest":
         """A request that is given, or one of these words."""
-        known = [field.name for field in fields(PruneRequest)]
-        for name in words.keys() - set(known):
-            raise HeadwiseError(f"a cut is not asked for by {name}=; {close_names(name, known)}")
-        if given is None:
-            return PruneRequest(**words)
-        if words or not isinstance(given, PruneRequest):
-            raise HeadwiseError(f"give a PruneRequest alone, or its fields by name: keep=0.5, on=…; got {given!r}.")
-        return given
+        field_names = [field.name for field in fields(PruneRequest)]
+        for name in options.keys() - set(field_names):
+            raise HeadwiseError(f"a cut is not asked for by {name}=; {suggest_names(name, field_names)}")
+        if request is None:
+            return PruneRequest(**options)
+        if options or not isinstance(request, PruneRequest):
+            raise HeadwiseError(
+                f"give a PruneRequest alone, or its fields by name: keep=0.5, corpus=…; got {request!r}."
+            )
+        return request
 
     @property
-    def cuts(self) -> bool:
+    def selects_heads(self) -> bool:
         """Whether it says which heads go; a curve needs only how they are ranked."""
         return self.keep is not None or self.heads is not None
 
     @property
-    def ranks(self) -> bool:
+    def needs_ranking(self) -> bool:
         """Whether heads are ranked on a corpus."""
-        return self.keep is not None and way_of(self.by).reads
+        return self.keep is not None and get_ranker(self.ranking).needs_corpus
 
     @property
-    def reads(self) -> bool:
+    def needs_corpus(self) -> bool:
         """Whether a corpus is needed."""
-        return self.fold or self.ranks
+        return self.fold_mean or self.needs_ranking
 
-    def check(self, model: AnyModel) -> None:
+    def check(self, model: ModelProtocol) -> None:
         """Refuse what can be told to be wrong before any work is done."""
-        if not self.cuts:
-            raise HeadwiseError(WHICH)
+        if not self.selects_heads:
+            raise HeadwiseError(PRUNE_USAGE)
         if self.keep is not None:
-            heads_left(len(model.spec.addresses), self.keep)
-        if self.on is None and self.reads:
-            what = "folding leaves heads' means behind" if self.fold else f"ranking by {self.by} asks the model"
+            kept_head_count(len(model.spec.head_addresses), self.keep)
+        if self.corpus is None and self.needs_corpus:
+            reason = (
+                "folding leaves heads' means behind" if self.fold_mean else f"ranking by {self.ranking} asks the model"
+            )
             needed = "pairs" if model.spec.kind == "encoder-decoder" else "a text"
-            raise HeadwiseError(f"{what}, so it needs {needed}: give on=…{', or fold=False' * self.fold}.")
+            raise HeadwiseError(
+                f"{reason}, so it needs {needed}: give corpus=…{', or fold_mean=False' * self.fold_mean}."
+            )

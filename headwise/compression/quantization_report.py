@@ -3,70 +3,70 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headwise.compression.evaluation import Estimate, PairedEvaluation, finite
-from headwise.compression.quantize import Stored, stored
+from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
+from headwise.compression.quantize import WeightFootprint, weight_footprint
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
-from headwise.spec.weight_bits import FULL
+from headwise.spec.weight_bits import FULL_PRECISION
 
 
 @dataclass(frozen=True)
-class Judged:
+class QuantizationReport:
     """A model at few bits beside the one it came from; losses with 95 % intervals over texts, the difference paired."""
 
-    before: tuple[Stored, ...]
-    after: tuple[Stored, ...]
+    before: tuple[WeightFootprint, ...]
+    after: tuple[WeightFootprint, ...]
     metric: str = ""
     texts: int = 0
-    loss_before: Estimate | None = None
-    loss_after: Estimate | None = None
-    more: Estimate | None = None  # after − before
+    loss_before: LossEstimate | None = None
+    loss_after: LossEstimate | None = None
+    loss_increase: LossEstimate | None = None  # after − before
 
-    def rows(self) -> list[list[str | int | float]]:
+    def footprint_rows(self) -> list[list[str | int | float]]:
         """Part, numbers, bytes before, bytes after, bits a number after; scales are counted."""
         pairs = zip(self.before, self.after, strict=True)
-        return [[b.part, b.numbers, b.bytes, a.bytes, round(a.bits, 3)] for b, a in pairs if b.numbers]
+        return [[b.part, b.parameters, b.nbytes, a.nbytes, round(a.bits, 3)] for b, a in pairs if b.parameters]
 
-    def losses(self) -> list[list[str | float]]:
+    def loss_rows(self) -> list[list[str | float]]:
         """What, mean, low, high."""
-        named = {"before": self.loss_before, "after": self.loss_after, "after − before": self.more}
-        return [[name, *asdict(figure).values()] for name, figure in named.items() if figure is not None]
+        estimates = {"before": self.loss_before, "after": self.loss_after, "after − before": self.loss_increase}
+        return [[name, *asdict(estimate).values()] for name, estimate in estimates.items() if estimate is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        made = asdict(self, dict_factory=finite)
+        result = asdict(self, dict_factory=nan_to_none)
         for side in ("before", "after"):
-            made[side] = [asdict(one) | {"bits": one.bits} for one in getattr(self, side)]
-        return made
+            result[side] = [asdict(footprint) | {"bits": footprint.bits} for footprint in getattr(self, side)]
+        return result
 
 
-def judge(before: Transformer, after: Transformer, on: Any = None) -> Judged:
+def compare_quantized(before: Transformer, after: Transformer, corpus: Any = None) -> QuantizationReport:
     """Count what both take, and ask both about texts, where any are given.
 
-    >>> from headwise.compression.quantize import quantise
+    >>> from headwise.compression.quantize import quantize
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
-    >>> judge(model, quantise(model, 4)).rows()[0]  # 6 layers of four matrices of 384 × 384
+    >>> compare_quantized(model, quantize(model, 4)).footprint_rows()[0]  # 6 layers of four matrices of 384 × 384
     ['heads', 3538944, 14155776, 2211840, 5.0]
     """
-    if _as_floats(before) != _as_floats(after):
+    if _unquantized_spec(before) != _unquantized_spec(after):
         raise HeadwiseError("the second model is not the first at few bits; give the model it was made from first.")
-    sizes = tuple(stored(before)), tuple(stored(after))
-    if on is None:
-        return Judged(*sizes)
-    evaluation = PairedEvaluation.of(before, on)
+    sizes = tuple(weight_footprint(before)), tuple(weight_footprint(after))
+    if corpus is None:
+        return QuantizationReport(*sizes)
+    evaluation = PairedEvaluator.of(before, corpus)
     losses = evaluation.losses(after)
-    return Judged(
+    return QuantizationReport(
         *sizes,
         metric=evaluation.metric,
         texts=len(evaluation.counts),
-        loss_before=evaluation.estimate(evaluation.full),
-        loss_after=evaluation.estimate(losses),
-        more=evaluation.difference(losses, evaluation.full),
+        loss_before=evaluation.mean_loss(evaluation.full_losses),
+        loss_after=evaluation.mean_loss(losses),
+        loss_increase=evaluation.difference(losses, evaluation.full_losses),
     )
 
 
-def _as_floats(model: Transformer) -> ModelSpec:
+def _unquantized_spec(model: Transformer) -> ModelSpec:
     """What a model is but for its bits."""
-    return replace(model.spec, weights=(), activations=FULL)
+    return replace(model.spec, weight_rules=(), activation_bits=FULL_PRECISION)

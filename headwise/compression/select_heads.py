@@ -1,45 +1,46 @@
 """Which heads to keep: what each is worth, and the choice that follows, at once or in rounds."""
 
-from headwise.analysis.ablation.head_outputs import Means
-from headwise.analysis.recording.batching import read_sites
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.compression.prune_heads import cut, fold
-from headwise.compression.rankers import RankingInput, Scores, way_of
+from headwise.analysis.ablation.head_outputs import MeanActivations
+from headwise.analysis.recording.batching import reachable_hook_points
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.compression.prune_heads import compute_folded_biases, prune_heads
+from headwise.compression.rankers import RankingInput, Scores, get_ranker
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel
+from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address
 
 
-def rank(
-    model: AnyModel,
-    on: Reading | None,
-    by: str,
+def rank_heads(
+    model: ModelProtocol,
+    corpus: TokenizedCorpus | None,
+    ranking: str,
     *,
     keep: float = 0.5,
-    means: Means | None = None,
+    means: MeanActivations | None = None,
     seed: int = 0,
-    steps: int = 200,
+    gate_steps: int = 200,
     progress: Progress | None = None,
-    called: str = "",
+    progress_label: str = "",
 ) -> Scores:
-    """What each head is worth by one of `headwise.compression.rankers.WAYS`: those with the least are cut first."""
-    if on is not None:
-        read_sites(model, model.spec.addresses)  # heads that texts do not reach cannot be ranked beside those they do
-    ask = RankingInput(on, keep, means, seed, steps, progress, called or f"ranking by {by}")
-    return way_of(by).rank(model, ask)
+    """What each head is worth by one of `headwise.compression.rankers.RANKERS`: those with the least are cut first."""
+    if corpus is not None:
+        # Heads that texts do not reach cannot be ranked beside those they do.
+        reachable_hook_points(model, model.spec.head_addresses)
+    inputs = RankingInput(corpus, keep, means, seed, gate_steps, progress, progress_label or f"ranking by {ranking}")
+    return get_ranker(ranking).rank(model, inputs)
 
 
-def choose(
-    model: AnyModel,
-    on: Reading | None,
+def select_heads_to_prune(
+    model: ModelProtocol,
+    corpus: TokenizedCorpus | None,
     keep: float,
-    by: str,
+    ranking: str,
     *,
-    means: Means | None = None,
+    means: MeanActivations | None = None,
     rounds: int = 1,
     seed: int = 0,
-    steps: int = 200,
+    gate_steps: int = 200,
     progress: Progress | None = None,
 ) -> tuple[tuple[Address, ...], Scores]:
     """The heads that go so that the share `keep` stays, and every head's score; in rounds, each as it last was ranked.
@@ -47,30 +48,44 @@ def choose(
     One ablation is a lower bound: another head takes over, until it is cut as well. So with `rounds` only a part goes at a
     time, and what is left is ranked anew in the smaller model.
     """
-    every = model.spec.addresses
-    left = heads_left(len(every), keep)
-    gone: tuple[Address, ...] = ()
+    all_heads = model.spec.head_addresses
+    kept_count = kept_head_count(len(all_heads), keep)
+    pruned: tuple[Address, ...] = ()
     scores: Scores = {}
-    rounds = min(rounds, len(every) - left)
-    for turn in range(1, rounds + 1):
-        target = (len(every) - left) * turn // rounds
-        here = model if not gone else cut(model, gone, None if means is None else fold(model, gone, means))
-        share = (len(every) - target) / len(here.spec.addresses)
-        called = f"ranking by {by}" + (f", round {turn} of {rounds}" if rounds > 1 else "")
-        scores |= rank(here, on, by, keep=share, means=means, seed=seed, steps=steps, progress=progress, called=called)
-        gone = (*gone, *worst(here.spec.addresses, scores, target - len(gone)))
-    return tuple(head for head in every if head in gone), scores
+    rounds = min(rounds, len(all_heads) - kept_count)
+    for round_number in range(1, rounds + 1):
+        target = (len(all_heads) - kept_count) * round_number // rounds
+        current_model = (
+            model
+            if not pruned
+            else prune_heads(model, pruned, None if means is None else compute_folded_biases(model, pruned, means))
+        )
+        fraction = (len(all_heads) - target) / len(current_model.spec.head_addresses)
+        progress_label = f"ranking by {ranking}" + (f", round {round_number} of {rounds}" if rounds > 1 else "")
+        scores |= rank_heads(
+            current_model,
+            corpus,
+            ranking,
+            keep=fraction,
+            means=means,
+            seed=seed,
+            gate_steps=gate_steps,
+            progress=progress,
+            progress_label=progress_label,
+        )
+        pruned = (*pruned, *lowest_scoring(current_model.spec.head_addresses, scores, target - len(pruned)))
+    return tuple(head for head in all_heads if head in pruned), scores
 
 
-def worst(heads: tuple[Address, ...], scores: Scores, count: int) -> tuple[Address, ...]:
+def lowest_scoring(heads: tuple[Address, ...], scores: Scores, count: int) -> tuple[Address, ...]:
     """So many heads with the lowest scores; among equals the first."""
     return tuple(sorted(heads, key=lambda head: scores[head])[:count])
 
 
-def heads_left(total: int, keep: float) -> int:
+def kept_head_count(total: int, keep: float) -> int:
     """How many heads a share is, at least one.
 
-    >>> heads_left(270, 0.5), heads_left(270, 0.001), heads_left(270, 1)
+    >>> kept_head_count(270, 0.5), kept_head_count(270, 0.001), kept_head_count(270, 1)
     (135, 1, 270)
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from headwise.analysis.ablation.eval_targets import TargetBatch
-from headwise.analysis.metrics.induction import make_repeats
-from headwise.analysis.metrics.prompts import next_token
+from headwise.analysis.metrics.induction import make_repeated_sequences
+from headwise.analysis.metrics.prompt_metric import single_token_of_word
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.compression.evaluation import Estimate, PairedEvaluation
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.model.loss import IGNORE
-from headwise.spec import Keeps
+from headwise.model.loss import IGNORE_INDEX
+from headwise.spec import CachePolicy
 from headwise.text import Tokenizer
 
 BOUND = 0.05  # nats per token: the upper end of each interval must stay below, else streaming is not recommended
@@ -65,28 +65,28 @@ class StreamingCost:
 
     Attributes:
         kind: One of KINDS.
-        full: Loss with the full cache, in nats per token.
-        more: Increase if KV heads stream, with its 95% confidence interval.
+        full_loss: Loss with the full cache, in nats per token.
+        loss_increase: Increase if KV heads stream, with its 95% confidence interval.
         texts: Number of texts.
     """
 
     kind: str
-    full: float
-    more: Estimate
+    full_loss: float
+    loss_increase: LossEstimate
     texts: int
 
 
 @dataclass(frozen=True)
-class StreamingTest:
+class StreamingTestResult:
     """Loss increases on all kinds of text that could be measured."""
 
-    policy: Keeps
+    policy: CachePolicy
     costs: tuple[StreamingCost, ...]
 
     @property
     def passed(self) -> bool:
         """Whether all kinds were measured and the upper end of each interval is below BOUND."""
-        return len(self.costs) == len(KINDS) and all(cost.more.high < BOUND for cost in self.costs)
+        return len(self.costs) == len(KINDS) and all(cost.loss_increase.high < BOUND for cost in self.costs)
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class RetrievalPrompt:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamingEvaluation:
+class StreamingEvaluator:
     """Texts of each kind, and the losses of a model with its full cache on them."""
 
-    policy: Keeps
-    kinds: dict[str, PairedEvaluation]
+    policy: CachePolicy
+    kinds: dict[str, PairedEvaluator]
 
     @staticmethod
     def of(
-        model: Transformer, policy: Keeps, corpus: Any = None, *, running: bool = True, seed: int = 0
-    ) -> "StreamingEvaluation":
+        model: Transformer, policy: CachePolicy, corpus: Any = None, *, running: bool = True, seed: int = 0
+    ) -> "StreamingEvaluator":
         """Make the texts and evaluate the model with its full cache.
 
         Args:
@@ -123,75 +123,81 @@ class StreamingEvaluation:
             the model does not use its context there.
         """
         kinds = {}
-        if running and (on_text := _running_text(model, policy, corpus)) is not None:
-            kinds[RUNNING] = on_text
-        prompts = {
+        if running and (running_text := _running_text(model, policy, corpus)) is not None:
+            kinds[RUNNING] = running_text
+        prompts_by_kind = {
             TOKENS: _random_lists(model, policy, seed),
             NOUN_LISTS: _noun_lists(model, policy, seed),
             FACTS: list(islice(_facts(model, policy, corpus, seed), TEXTS[FACTS])),
         }
-        for kind, made in prompts.items():
-            if len(made) == TEXTS[kind] and max(len(prompt.ids) for prompt in made) <= model.spec.room:
-                evaluation = PairedEvaluation.of_batches(model, _batches(model, made))
-                control = PairedEvaluation.of_batches(model, _batches(model, made, control=True))
-                if evaluation.difference(control.full, evaluation.full).low > BOUND:
+        for kind, prompts in prompts_by_kind.items():
+            if (
+                len(prompts) == TEXTS[kind]
+                and max(len(prompt.ids) for prompt in prompts) <= model.spec.max_input_tokens
+            ):
+                evaluation = PairedEvaluator.of_batches(model, _batches(model, prompts))
+                control = PairedEvaluator.of_batches(model, _batches(model, prompts, control=True))
+                if evaluation.difference(control.full_losses, evaluation.full_losses).low > BOUND:
                     kinds[kind] = evaluation
-        return StreamingEvaluation(policy, kinds)
+        return StreamingEvaluator(policy, kinds)
 
-    def test(self, model: Transformer) -> StreamingTest:
+    def test(self, model: Transformer) -> StreamingTestResult:
         """Loss increase of a model with KV heads that stream, over the full cache."""
         costs = []
         for kind, evaluation in self.kinds.items():
-            more = evaluation.difference(evaluation.losses(model), evaluation.full)
-            full = float(evaluation.full.sum() / evaluation.counts.sum())
-            costs.append(StreamingCost(kind, full, more, int((evaluation.counts > 0).sum())))
-        return StreamingTest(self.policy, tuple(costs))
+            loss_increase = evaluation.difference(evaluation.losses(model), evaluation.full_losses)
+            full_loss = float(evaluation.full_losses.sum() / evaluation.counts.sum())
+            costs.append(StreamingCost(kind, full_loss, loss_increase, int((evaluation.counts > 0).sum())))
+        return StreamingTestResult(self.policy, tuple(costs))
 
 
-def _window(policy: Keeps) -> int:
-    if policy.last is None:
-        raise HeadwiseError(f"policy={policy}: this cache evicts nothing. Give a window: Keeps(first=4, last=128).")
-    return policy.last
+def _window(policy: CachePolicy) -> int:
+    if policy.window is None:
+        raise HeadwiseError(
+            f"policy={policy}: this cache evicts nothing. Give a window: CachePolicy(sink_tokens=4, window=128)."
+        )
+    return policy.window
 
 
 def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
     """Texts of a corpus, joined: single sentences are too short to evict anything. Enough for so many tokens."""
     texts: list[str] = []
-    for item in Reading.of(model, corpus).corpus.items():
+    for item in TokenizedCorpus.of(model, corpus).corpus.items():
         texts.append(item.text[: CHARACTERS * tokens])
         if sum(map(len, texts)) > CHARACTERS * tokens:
             break
     return " ".join(texts)
 
 
-def _running_text(model: Transformer, policy: Keeps, corpus: Any) -> PairedEvaluation | None:
+def _running_text(model: Transformer, policy: CachePolicy, corpus: Any) -> PairedEvaluator | None:
     """Texts eight times as long as what is kept; None if the corpus has too little text."""
-    kept = policy.first + _window(policy)
-    length = min(8 * kept, model.spec.room)
+    retained = policy.sink_tokens + _window(policy)
+    length = min(8 * retained, model.spec.max_input_tokens)
     text = _texts(model, corpus, length * TEXTS[RUNNING])
-    if length <= kept + 1 or not text:
+    if length <= retained + 1 or not text:
         return None
-    units = [unit for unit in Reading.of(model, text, length).first(TEXTS[RUNNING]) if len(unit.ids) > kept + 1]
-    return PairedEvaluation.of(model, Reading.of(model, text, length).only(units), past=kept) if units else None
+    tokenized = TokenizedCorpus.of(model, text, length)
+    samples = [sample for sample in tokenized.first(TEXTS[RUNNING]) if len(sample.ids) > retained + 1]
+    return PairedEvaluator.of(model, tokenized.subset(samples), skip_tokens=retained) if samples else None
 
 
-def _random_lists(model: Transformer, policy: Keeps, seed: int) -> list[RetrievalPrompt]:
+def _random_lists(model: Transformer, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
     length = _window(policy) + MARGIN
-    repeats = make_repeats(model, TEXTS[TOKENS], length, seed)
+    repeats = make_repeated_sequences(model, TEXTS[TOKENS], length, seed)
     if repeats.length < length:
         return []
-    start, stop = repeats.second.start, repeats.second.stop
+    start, stop = repeats.second_copy.start, repeats.second_copy.stop
     prompts = []
-    for twice, once in zip(repeats.twice.tolist(), repeats.once.tolist(), strict=True):
+    for twice, once in zip(repeats.repeated.tolist(), repeats.control.tolist(), strict=True):
         lead, other = twice[: repeats.start], once[start:stop]  # R′, which is not R
         control = (*lead, *other, *twice[start:])
         prompts.append(RetrievalPrompt(tuple(twice[:stop]), control[:stop], range(start + 1, stop)))
     return prompts
 
 
-def _noun_lists(model: Transformer, policy: Keeps, seed: int) -> list[RetrievalPrompt]:
+def _noun_lists(model: Transformer, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
-    before, length, prompts = tokenizer.around[0], _window(policy) + MARGIN, []
+    before, length, prompts = tokenizer.template_ids[0], _window(policy) + MARGIN, []
     for _ in range(TEXTS[NOUN_LISTS]):
         first, other = (_nouns(tokenizer, length, rng) for _ in range(2))
         if first is None or other is None:
@@ -207,30 +213,30 @@ def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple
     words: list[str] = []
     while len(words) < length:
         words += [NOUNS[i] for i in rng.permutation(len(NOUNS))]
-    ids = tokenizer.encode("".join(f" {word}" for word in words), special=False)[:length]
+    ids = tokenizer.encode("".join(f" {word}" for word in words), add_special_tokens=False)[:length]
     return None if tokenizer.special["unk"] in ids else tuple(ids)
 
 
-def _facts(model: Transformer, policy: Keeps, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
+def _facts(model: Transformer, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
     """A fact, text that pushes it out of the window, and its question; the control states another fact."""
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
-    before, unknown = tokenizer.around[0], tokenizer.special["unk"]
+    before, unknown = tokenizer.template_ids[0], tokenizer.special["unk"]
     needed = LEAD + _window(policy) + MARGIN
     text = _texts(model, corpus, 4 * needed * TEXTS[FACTS])
-    hay = [i for i in tokenizer.encode(text, special=False) if i != unknown]
+    hay = [i for i in tokenizer.encode(text, add_special_tokens=False) if i != unknown]
     if len(hay) < needed:
         return
     for number in range(4 * TEXTS[FACTS]):  # some nouns may be several tokens
         fact, question = QUESTIONS[number % len(QUESTIONS)]
         noun, other = (NOUNS[i] for i in rng.choice(len(NOUNS), 2, replace=False))
-        answer = next_token(tokenizer, question, noun)
+        answer = single_token_of_word(tokenizer, question, noun)
         start = int(rng.integers(0, len(hay) - needed + 1))
-        some = hay[start : start + needed]
-        asks = tokenizer.encode(f" {question}", special=False)
-        stated = [tokenizer.encode(f" {fact.format(word)}", special=False) for word in (noun, other)]
+        filler = hay[start : start + needed]
+        asks = tokenizer.encode(f" {question}", add_special_tokens=False)
+        stated = [tokenizer.encode(f" {fact.format(word)}", add_special_tokens=False) for word in (noun, other)]
         if answer is None or len(stated[0]) != len(stated[1]) or unknown in (*asks, *stated[0], *stated[1]):
             continue
-        ids, control = ((*before, *some[:LEAD], *said, *some[LEAD:], *asks, answer) for said in stated)
+        ids, control = ((*before, *filler[:LEAD], *fact_ids, *filler[LEAD:], *asks, answer) for fact_ids in stated)
         yield RetrievalPrompt(ids, control, range(len(ids) - 1, len(ids)))
 
 
@@ -238,16 +244,16 @@ def _batches(
     model: Transformer, prompts: Sequence[RetrievalPrompt], *, control: bool = False
 ) -> tuple[TargetBatch, ...]:
     """Prompts side by side, padded on the right, where a decoder does not see it."""
-    longest = max(len(prompt.ids) for prompt in prompts)
-    rows = torch.zeros(len(prompts), longest, dtype=torch.long)
+    max_length = max(len(prompt.ids) for prompt in prompts)
+    rows = torch.zeros(len(prompts), max_length, dtype=torch.long)
     real, counts = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         ids = prompt.control if control else prompt.ids
         rows[row, : len(ids)], real[row, : len(ids)] = torch.tensor(ids), True
         counts[row, prompt.targets.start : prompt.targets.stop] = True
     rows, real, counts = (table.to(model.device) for table in (rows, real, counts))
-    step = max(1, BATCH_TOKENS // longest)
-    targets = rows[:, 1:].masked_fill(~counts[:, 1:], IGNORE)
+    step = max(1, BATCH_TOKENS // max_length)
+    targets = rows[:, 1:].masked_fill(~counts[:, 1:], IGNORE_INDEX)
     return tuple(
         TargetBatch(rows[i : i + step, :-1], real[i : i + step, :-1], targets[i : i + step], None)
         for i in range(0, len(prompts), step)

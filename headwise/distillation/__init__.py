@@ -1,6 +1,6 @@
 """A student learns from a teacher: from its logits, its states, where its heads look, how its q, k and v relate."""
 
-from headwise.distillation.distill import distil
-from headwise.distillation.distill_config import Lesson
+from headwise.distillation.distill import distill
+from headwise.distillation.distill_config import DistillConfig
 
-__all__ = ["Lesson", "distil"]
+__all__ = ["DistillConfig", "distill"]

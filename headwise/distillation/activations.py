@@ -12,70 +12,75 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads import Site
-from headwise.heads.hook_point import Seen
-from headwise.model import AnyModel
-from headwise.spec import SiteAddress
+from headwise.heads import HookPoint
+from headwise.heads.hook_point import AttentionCall
+from headwise.model import ModelProtocol
+from headwise.spec import LayerAddress
 
 
 @dataclass
-class Glimpse:
+class Activations:
     """One pass of one model."""
 
-    hidden: Tensor | None = None  # (B, T, D), behind the last norm
-    states: dict[int, Tensor] = field(default_factory=dict)  # by layer: (B, T, D)
-    calls: dict[SiteAddress, Seen] = field(default_factory=dict)
+    last_hidden_state: Tensor | None = None  # (B, T, D), behind the last norm
+    hidden_states: dict[int, Tensor] = field(default_factory=dict)  # by layer: (B, T, D)
+    calls: dict[LayerAddress, AttentionCall] = field(default_factory=dict)
 
 
-class Watcher:
-    """Which layers and sites of a model are kept, pass by pass."""
+class ActivationCapture:
+    """Which layers and hook points of a model are kept, pass by pass."""
 
-    def __init__(self, model: AnyModel, layers: Iterable[int] = (), sites: Iterable[SiteAddress] = ()) -> None:
+    def __init__(
+        self, model: ModelProtocol, layers: Iterable[int] = (), layer_addresses: Iterable[LayerAddress] = ()
+    ) -> None:
         self.model = model
-        wanted = set(sites)
-        self.sites: list[Site] = [site for site in model.all_sites() if site.address in wanted]
-        known = blocks_of(model) if (chosen := sorted(set(layers))) else {}
-        for layer in chosen:
-            if layer not in known:
-                raise HeadwiseError(f"the model has no layer {layer} to take states from; it has 0 to {max(known)}.")
-        self.blocks = {layer: known[layer] for layer in chosen}
+        wanted_addresses = set(layer_addresses)
+        self.hook_points: list[HookPoint] = [
+            hook_point for hook_point in model.gathered_hook_points() if hook_point.address in wanted_addresses
+        ]
+        blocks = blocks_by_layer(model) if (selected := sorted(set(layers))) else {}
+        for layer in selected:
+            if layer not in blocks:
+                raise HeadwiseError(f"the model has no layer {layer} to take states from; it has 0 to {max(blocks)}.")
+        self.blocks = {layer: blocks[layer] for layer in selected}
 
-    def __call__(self, ids: Tensor, **options: Any) -> Glimpse:
+    def __call__(self, ids: Tensor, **options: Any) -> Activations:
         """One pass over ids (B, T), to its last states."""
-        made = Glimpse()
-        with ExitStack() as watching:
-            for site in self.sites:
-                watching.enter_context(site.listen(lambda seen: made.calls.__setitem__(seen.site.address, seen)))
+        activations = Activations()
+        with ExitStack() as hooks:
+            for hook_point in self.hook_points:
+                hooks.enter_context(
+                    hook_point.listen(lambda call: activations.calls.__setitem__(call.hook_point.address, call))
+                )
             for layer, block in self.blocks.items():
-                keep = _keeper(made.states, layer)
-                watching.callback(block.register_forward_hook(keep).remove)
-            made.hidden = self.model(ids, hidden=True, **options)
-        return made
+                store = _make_store_hook(activations.hidden_states, layer)
+                hooks.callback(block.register_forward_hook(store).remove)
+            activations.last_hidden_state = self.model(ids, hidden=True, **options)
+        return activations
 
 
-def main_stack(model: AnyModel) -> str:
+def main_stack(model: ModelProtocol) -> str:
     """The stack whose states become logits."""
     return "dec" if model.spec.kind == "encoder-decoder" else ""
 
 
-def blocks_of(model: AnyModel) -> dict[int, nn.Module]:
+def blocks_by_layer(model: ModelProtocol) -> dict[int, nn.Module]:
     """The block of every layer of the stack that writes: the part of the model as far as the number in its name."""
-    names = {part: name for name, part in model.named_modules()}  # pyright: ignore[reportAttributeAccessIssue]
-    found: dict[int, nn.Module] = {}
-    parts = {name: part for part, name in names.items()}
+    names = {module_part: name for name, module_part in model.named_modules()}  # pyright: ignore[reportAttributeAccessIssue]
+    blocks: dict[int, nn.Module] = {}
+    modules = {name: module_part for module_part, name in names.items()}
     for layer in model.attention_layers():
-        if layer.site.address.stack == main_stack(model):
+        if layer.hook_point.address.stack == main_stack(model):
             module = getattr(layer, "module", layer)
             name = re.match(r"(?:.*?\.)?\d+(?=\.)", names[module])
             if name is not None:
-                found[layer.site.address.layer] = parts[name[0]]
-    return found
+                blocks[layer.hook_point.address.layer] = modules[name[0]]
+    return blocks
 
 
-def _keeper(states: dict[int, Tensor], layer: int) -> Any:
-    def keep(module: nn.Module, given: Any, made: Any) -> None:
-        states.setdefault(
-            layer, made[0] if isinstance(made, tuple) else made
-        )  # a checkpoint repeats it: the first counts
+def _make_store_hook(hidden_states: dict[int, Tensor], layer: int) -> Any:
+    def store(module: nn.Module, inputs: Any, output: Any) -> None:
+        # A checkpoint repeats it: the first counts.
+        hidden_states.setdefault(layer, output[0] if isinstance(output, tuple) else output)
 
-    return keep
+    return store

@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.collectives import Together
+from headwise.kernels.collectives import ProcessGroupOps
 from headwise.model import check_model
-from headwise.model.shard import Shard, part_of
+from headwise.model.shard import ShardedTransformer, shard_of
 from headwise.model.transformer import Transformer
 from headwise.spec import ModelSpec
-from headwise.spec.partition import Share, share_out
+from headwise.spec.rank_partition import RankPartition, partition_model
 
-HEADS = "heads"  # the axis of a mesh along which heads are shared out
+HEADS_AXIS = "heads"  # the axis of a mesh along which heads are shared out
 
 
-def shard(model: Transformer, mesh: DeviceMesh) -> Shard:
+def shard(model: Transformer, mesh: DeviceMesh) -> ShardedTransformer:
     """What this process holds of a model: whole heads of each layer, a part of each MLP and of the vocabulary.
 
     Every process of the mesh calls it with the same model, and then calls what it gets as it would the whole. A mesh of
@@ -34,22 +34,22 @@ def shard(model: Transformer, mesh: DeviceMesh) -> Shard:
     >>> dist.destroy_process_group()
     """
     check_model(model)
-    if model.is_shared:
+    if model.is_sharded:
         raise HeadwiseError("this is a part of a model already; shard the whole one.")
-    model.check_own("be spread over processes")
-    shares, together = shares_on(mesh, model.spec)
-    return part_of(model, shares, together)
+    model.check_native("be spread over processes")
+    partitions, collectives = partitions_on_mesh(mesh, model.spec)
+    return shard_of(model, partitions, collectives)
 
 
-def shares_on(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple[Share, ...], Together]:
+def partitions_on_mesh(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple[RankPartition, ...], ProcessGroupOps]:
     """Who holds what of a model on a mesh; all processes must mean the same model."""
-    together = together_on(mesh)
-    shares = share_out(spec, together.size)
-    check_same(together, spec.to_json(), "model")
-    return shares, together
+    collectives = head_collectives(mesh)
+    partitions = partition_model(spec, collectives.size)
+    check_same_across_processes(collectives, spec.to_json(), "model")
+    return partitions, collectives
 
 
-def together_on(mesh: DeviceMesh) -> Together:
+def head_collectives(mesh: DeviceMesh) -> ProcessGroupOps:
     """The processes of a mesh that share heads."""
     if not isinstance(mesh, DeviceMesh):
         raise HeadwiseError(
@@ -57,17 +57,17 @@ def together_on(mesh: DeviceMesh) -> Together:
         )
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
-        return Together(mesh.get_group())
-    if HEADS not in names:
+        return ProcessGroupOps(mesh.get_group())
+    if HEADS_AXIS not in names:
         raise HeadwiseError(
             f"the mesh has the axes {', '.join(names) or 'without names'}; name the one for heads 'heads'."
         )
-    return Together(mesh.get_group(HEADS))
+    return ProcessGroupOps(mesh.get_group(HEADS_AXIS))
 
 
-def check_same(together: Together, what: str, name: str) -> None:
+def check_same_across_processes(collectives: ProcessGroupOps, value: str, name: str) -> None:
     """Refuse to go on where processes mean different things: what follows would never end."""
-    digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-    mine: Tensor = torch.tensor([digest, -digest])
-    if together.size > 1 and int(together.largest(mine).sum()):
+    digest = int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
+    signed_digest: Tensor = torch.tensor([digest, -digest])
+    if collectives.size > 1 and int(collectives.all_reduce_max(signed_digest).sum()):
         raise HeadwiseError(f"the processes have different {name}s; give all of them the same.")

@@ -16,140 +16,155 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headwise.distributed.head_parallel import HEADS, shares_on
-from headwise.distributed.process_group import Team
+from headwise.distributed.head_parallel import HEADS_AXIS, partitions_on_mesh
+from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
-from headwise.model.shard import Shard, part_of
-from headwise.model.shard_axes import axis_of
+from headwise.model.shard import ShardedTransformer, shard_of
+from headwise.model.shard_axes import shard_axis_of
 from headwise.model.transformer import Transformer
 
-DATA = "data"
-LAYOUTS = ("ddp", "fsdp", "heads", "fsdp+heads")
+DATA_AXIS = "data"
+PARALLEL_STRATEGIES = ("ddp", "fsdp", "heads", "fsdp+heads")
 
 
 @dataclass(frozen=True, eq=False)
-class TeamLayout:
-    """Who shares what: `team` are those that read different rows; `mesh` is where weights or heads are cut, if they are."""
+class ParallelStrategy:
+    """Who shares what: `process_group` are those that read different rows; `mesh` is where weights or heads are split, if
+    they are."""
 
     kind: str
-    team: Team
+    process_group: ProcessGroup
     mesh: DeviceMesh | None = None
 
     @staticmethod
-    def of(kind: str, everyone: Team, head_processes: int = 2) -> "TeamLayout":
+    def of(kind: str, world: ProcessGroup, head_processes: int = 2) -> "ParallelStrategy":
         """The layout that was asked for, on the processes there are; one alone shares nothing."""
-        size, device = everyone.size, everyone.device.type
+        size, device = world.size, world.device.type
         if size == 1 or kind == "ddp":
-            return TeamLayout(kind, everyone)
+            return ParallelStrategy(kind, world)
         if kind == "fsdp":
-            return TeamLayout(kind, everyone, init_device_mesh(device, (size,), mesh_dim_names=(DATA,)))
+            return ParallelStrategy(kind, world, init_device_mesh(device, (size,), mesh_dim_names=(DATA_AXIS,)))
         if kind == "heads":
-            mesh = init_device_mesh(device, (size,), mesh_dim_names=(HEADS,))
-            return TeamLayout(kind, Team(0, 1, everyone.device, world=everyone), mesh)
+            mesh = init_device_mesh(device, (size,), mesh_dim_names=(HEADS_AXIS,))
+            return ParallelStrategy(kind, ProcessGroup(0, 1, world.device, world=world), mesh)
         if size % head_processes:
             raise HeadwiseError(
                 f"{size} processes are no multiple of head_processes={head_processes}, which share heads; change one of them."
             )
-        mesh = init_device_mesh(device, (size // head_processes, head_processes), mesh_dim_names=(DATA, HEADS))
-        rows = mesh.get_group(DATA)
-        return TeamLayout(kind, Team(mesh.get_local_rank(DATA), mesh.size(0), everyone.device, rows, everyone), mesh)
+        mesh = init_device_mesh(
+            device, (size // head_processes, head_processes), mesh_dim_names=(DATA_AXIS, HEADS_AXIS)
+        )
+        data_group = mesh.get_group(DATA_AXIS)
+        return ParallelStrategy(
+            kind, ProcessGroup(mesh.get_local_rank(DATA_AXIS), mesh.size(0), world.device, data_group, world), mesh
+        )
 
     @property
-    def cuts(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a process holds less than the model."""
         return self.mesh is not None
 
-    def arranged(self, model: Transformer) -> Transformer:
+    def place_model(self, model: Transformer) -> Transformer:
         """The model as this process is to hold it. A whole one that is cut by heads is copied and can be let go of."""
         if self.mesh is None:
             return model
-        if "heads" in self.kind and not model.is_shared:
-            shares, together = shares_on(self.mesh, model.spec)
-            model = part_of(model, shares, together)
-        return model.to(self.team.device)
+        if "heads" in self.kind and not model.is_sharded:
+            partitions, collectives = partitions_on_mesh(self.mesh, model.spec)
+            model = shard_of(model, partitions, collectives)
+        return model.to(self.process_group.device)
 
-    def cut(self, model: Transformer) -> None:
+    def apply_fsdp(self, model: Transformer) -> None:
         """Cut weights into shares, block by block; what is not in a block stays together while the model runs."""
         if self.mesh is None or "fsdp" not in self.kind:
             return
-        mesh = self.mesh if self.mesh.ndim == 1 else self.mesh[DATA]
-        empty = {value for value in model.parameters() if not value.numel()}  # a layer may have no heads
+        mesh = self.mesh if self.mesh.ndim == 1 else self.mesh[DATA_AXIS]
+        # a layer may have no heads
+        empty_parameters = {parameter for parameter in model.parameters() if not parameter.numel()}
         for block in (*model.encoder_blocks, *model.blocks):
-            fully_shard(block, mesh=mesh, ignored_params=empty)
-        fully_shard(model, mesh=mesh, ignored_params=empty, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, ignored_params=empty_parameters)
+        fully_shard(model, mesh=mesh, ignored_params=empty_parameters, reshard_after_forward=False)
 
-    def wrap(self, loss: nn.Module, unused: bool) -> nn.Module:
+    def wrap_ddp(self, loss: nn.Module, find_unused: bool) -> nn.Module:
         """Let gradients be averaged over those that read different rows, where cutting weights does not see to it."""
-        return loss if self.cuts else self.team.wrap(loss, unused)
+        return loss if self.is_sharded else self.process_group.wrap_ddp(loss, find_unused)
 
-    def length(self, parameters: Iterable[nn.Parameter], counted: dict[nn.Parameter, Tensor]) -> float:
+    def grad_norm(self, parameters: Iterable[nn.Parameter], row_masks: dict[nn.Parameter, Tensor]) -> float:
         """The length of the gradient of the whole model; what several hold is counted once."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.team.device)
-        for value in parameters:
-            if value.grad is not None and value.grad.numel():
-                slope = value.grad.to_local() if isinstance(value.grad, DTensor) else value.grad
-                rows = slope.detach().double().square().flatten(1).sum(1) if slope.ndim > 1 else slope.double().square()
-                squares += (rows * counted[value]).sum() if value in counted else rows.sum()
-        return self.team.everyone.total(float(squares))[0] ** 0.5
+        squares = torch.zeros((), dtype=torch.float64, device=self.process_group.device)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.numel():
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                row_squares = (
+                    grad.detach().double().square().flatten(1).sum(1) if grad.ndim > 1 else grad.double().square()
+                )
+                squares += (row_squares * row_masks[parameter]).sum() if parameter in row_masks else row_squares.sum()
+        return self.process_group.all_processes.all_reduce_values(float(squares))[0] ** 0.5
 
 
-def clip(parameters: Iterable[nn.Parameter], most: float, norm: Tensor) -> None:
-    """Shorten gradients that are `norm` long to `most`."""
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Shorten gradients that are `norm` long to `max_norm`."""
     parameters = list(parameters)
-    if not any(isinstance(value, DTensor) for value in parameters):
-        nn.utils.clip_grads_with_norm_(parameters, most, norm.float())
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float())
         return
-    for value in parameters:
-        if value.grad is not None:
-            local(value.grad).mul_(min(1.0, most / (float(norm) + 1e-6)))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).mul_(min(1.0, max_norm / (float(norm) + 1e-6)))
 
 
-def settle(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """After a pass without a backward one: what was put together for it is cut again."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
-def counted_rows(model: Transformer, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+def unique_row_mask(model: Transformer, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """For parameters of which several processes hold the same rows: 1 for each row this one counts, 0 for the others."""
-    if not isinstance(model, Shard):
+    if not isinstance(model, ShardedTransformer):
         return {}
-    names = {value: name for name, value in model.named_parameters()}
-    made: dict[nn.Parameter, Tensor] = {}
-    for value in parameters:
-        rows = _counted(model, names[value], value.shape[0]) if value in names and value.ndim else None
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    row_masks: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        rows = (
+            _unique_rows(model, names[parameter], parameter.shape[0]) if parameter in names and parameter.ndim else None
+        )
         if rows is not None:
-            start = offset(value)
-            made[value] = rows.to(value.device)[start : start + local(value).shape[0]]
-    return made
+            start = local_offset(parameter)
+            row_masks[parameter] = rows.to(parameter.device)[start : start + local_tensor(parameter).shape[0]]
+    return row_masks
 
 
-def _counted(model: Shard, name: str, rows: int) -> Tensor | None:
-    before, _, last = name.rpartition(".read.")
-    if before:
-        layer = model.get_submodule(before)
+def _unique_rows(model: ShardedTransformer, name: str, rows: int) -> Tensor | None:
+    layer_name, _, parameter_name = name.rpartition(".qkv.")
+    if layer_name:
+        layer = model.get_submodule(layer_name)
         assert isinstance(layer, MultiHeadAttention)
-        share = layer.share
-        if share is None or not share.repeats_keys:
+        partition = layer.partition
+        if partition is None or not partition.has_replicated_kv:
             return None
-        made = []
-        for letter in last.rpartition("_")[0]:
-            heads, channels = layer.read.sizes[letter]
-            first = [not any(key in some for some in share.key_places[: share.together.rank]) for key in share.my_keys]
-            made += [torch.tensor(first if letter != "q" else [True] * heads).repeat_interleave(channels)]
-        return torch.cat(made).double()
-    axis = axis_of(name, model.spec, model.shares)
-    return None if axis is not None else torch.full((rows,), float(model.together.rank == 0), dtype=torch.float64)
+        row_masks = []
+        for projection in parameter_name.rpartition("_")[0]:
+            heads, channels = layer.qkv.sizes[projection]
+            is_first_holder = [
+                not any(kv_head in kv_indices for kv_indices in partition.kv_indices[: partition.collectives.rank])
+                for kv_head in partition.own_kv_heads
+            ]
+            row_masks += [
+                torch.tensor(is_first_holder if projection != "q" else [True] * heads).repeat_interleave(channels)
+            ]
+        return torch.cat(row_masks).double()
+    axis = shard_axis_of(name, model.spec, model.partitions)
+    return None if axis is not None else torch.full((rows,), float(model.collectives.rank == 0), dtype=torch.float64)
 
 
-def local(value: Tensor) -> Tensor:
+def local_tensor(value: Tensor) -> Tensor:
     """What of a tensor is in this process."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def offset(value: Tensor) -> int:
+def local_offset(value: Tensor) -> int:
     """The first row of a tensor that is in this process."""
     if not isinstance(value, DTensor):
         return 0

@@ -13,110 +13,112 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.collectives import PATIENCE, reached
+from headwise.kernels.collectives import COLLECTIVE_TIMEOUT, call_collective
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """The processes that share out the rows of a batch, or texts. Where others read the same, `world` are all."""
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: all that there are
-    world: "Team | None" = None
+    world: "ProcessGroup | None" = None
 
     @property
-    def everyone(self) -> "Team":
+    def all_processes(self) -> "ProcessGroup":
         """All processes, those too that read the same rows."""
         return self if self.world is None else self.world
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process is the one that writes and speaks."""
-        return self.everyone.rank == 0
+        return self.all_processes.rank == 0
 
-    def wrap(self, module: nn.Module, unused: bool) -> nn.Module:
+    def wrap_ddp(self, module: nn.Module, find_unused: bool) -> nn.Module:
         """Let gradients be averaged over the team (https://arxiv.org/abs/2006.15704)."""
         if self.size == 1:
             return module
-        ids = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, find_unused_parameters=unused)
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=device_ids, find_unused_parameters=find_unused)
 
-    def total(self, *numbers: float) -> list[float]:
+    def all_reduce_values(self, *values: float) -> list[float]:
         """Sums over the team."""
         if self.size == 1:
-            return list(numbers)
-        shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        reached(lambda: dist.all_reduce(shared, group=self.group))
-        return shared.tolist()
+            return list(values)
+        reduced = torch.tensor(values, dtype=torch.float64, device=self.device)
+        call_collective(lambda: dist.all_reduce(reduced, group=self.group))
+        return reduced.tolist()
 
-    def add_up(self, numbers: np.ndarray) -> None:
+    def all_reduce_inplace(self, values: np.ndarray) -> None:
         """Sums over the team, in place."""
         if self.size > 1:
-            shared = torch.from_numpy(numbers).to(self.device)
-            reached(lambda: dist.all_reduce(shared, group=self.group))
-            numbers[...] = shared.cpu().numpy()
+            reduced = torch.from_numpy(values).to(self.device)
+            call_collective(lambda: dist.all_reduce(reduced, group=self.group))
+            values[...] = reduced.cpu().numpy()
 
-    def agree(self, what: str, otherwise: str) -> None:
+    def check_equal(self, value: str, message: str) -> None:
         """Refuse to go on, in every process, where they were given different things."""
-        if self.everyone.size > 1:
-            digests = np.zeros((self.everyone.size, 32))
-            digests[self.everyone.rank] = np.frombuffer(hashlib.sha256(what.encode()).digest(), np.uint8)
-            self.everyone.add_up(digests)
+        if self.all_processes.size > 1:
+            digests = np.zeros((self.all_processes.size, 32))
+            digests[self.all_processes.rank] = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
+            self.all_processes.all_reduce_inplace(digests)
             if (digests != digests[0]).any():
-                raise HeadwiseError(otherwise)
+                raise HeadwiseError(message)
 
-    def first_alone(self, work: Callable[[], object]) -> None:
+    def run_on_rank_zero(self, action: Callable[[], object]) -> None:
         """What the first process does for all, while the others wait; what is refused there is refused everywhere."""
-        wrong: HeadwiseError | None = None
-        if self.leads:
+        failure: HeadwiseError | None = None
+        if self.is_rank_zero:
             try:
-                work()
+                action()
             except HeadwiseError as error:
-                wrong = error
-        if self.everyone.size > 1:
-            told = [None if wrong is None else str(wrong)]
-            reached(lambda: dist.broadcast_object_list(told, 0))
-            wrong = HeadwiseError(told[0]) if wrong is None and told[0] is not None else wrong
-        if wrong is not None:
-            raise wrong
+                failure = error
+        if self.all_processes.size > 1:
+            messages = [None if failure is None else str(failure)]
+            call_collective(lambda: dist.broadcast_object_list(messages, 0))
+            failure = HeadwiseError(messages[0]) if failure is None and messages[0] is not None else failure
+        if failure is not None:
+            raise failure
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here."""
-        if self.everyone.size > 1:
-            reached(dist.barrier)
+        if self.all_processes.size > 1:
+            call_collective(dist.barrier)
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is the process that looks and speaks for all that torchrun started; before they have met."""
     return not int(os.environ.get("RANK", "0"))
 
 
 @contextmanager
-def join_team(device: str | torch.device | None, alone: bool = False) -> Iterator[Team]:
-    """The team that torchrun started, or a team of one; `alone`: of one, since all do the same work together."""
-    if alone:
-        yield Team(0, 1, torch.device(device or "cpu"))
+def init_distributed(device: str | torch.device | None, single_process: bool = False) -> Iterator[ProcessGroup]:
+    """The team that torchrun started, or a team of one; `single_process`: of one, since all do the same work together."""
+    if single_process:
+        yield ProcessGroup(0, 1, torch.device(device or "cpu"))
         return
     size = int(os.environ.get("WORLD_SIZE", "1"))
     started = False
     if size > 1 and not dist.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         on_gpu = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
         if on_gpu:
-            device = f"cuda:{local}"
-            torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+            device = f"cuda:{local_rank}"
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
         started = True
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=place)
+        target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=target_device)
     except (RuntimeError, AssertionError) as error:
         raise HeadwiseError(f"the device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     try:
-        together = dist.is_initialized()
-        yield Team(dist.get_rank() if together else 0, dist.get_world_size() if together else 1, place)
+        initialized = dist.is_initialized()
+        yield ProcessGroup(
+            dist.get_rank() if initialized else 0, dist.get_world_size() if initialized else 1, target_device
+        )
     finally:
         if started:
             dist.destroy_process_group()

@@ -1,1 +1,6 @@
-"""Experiments. Sweeps over head counts, and the claims guides make about heads, each put to the test."""
+"""Experiments: sweeps over head counts, and claims about heads put to the test."""
+
+from headwise.experiments.head_count_sweep import head_sweep
+from headwise.experiments.run_claims import claims
+
+__all__ = ["claims", "head_sweep"]

@@ -4,65 +4,66 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headwise.experiments.engine.experiment_config import Point
-from headwise.experiments.engine.statistic import At, Figures
+from headwise.experiments.engine.experiment_config import ExperimentConfig
+from headwise.experiments.engine.statistic import Condition, StatisticTable
 
 if TYPE_CHECKING:
-    from headwise.experiments.experiment import Lab
-    from headwise.model import AnyModel
+    from headwise.experiments.experiment_context import ExperimentContext
+    from headwise.model import ModelProtocol
 
-Word = Literal["holds", "does not hold", "depends", "true by construction"]
-FOUND: tuple[Word, ...] = ("holds", "does not hold", "depends")  # what figures can say of a claim that might be wrong
-WORDS: tuple[Word, ...] = (*FOUND, "true by construction")
+VerdictWord = Literal["holds", "does not hold", "depends", "true by construction"]
+# What figures can say of a claim that might be wrong.
+EMPIRICAL_VERDICTS: tuple[VerdictWord, ...] = ("holds", "does not hold", "depends")
+VERDICTS: tuple[VerdictWord, ...] = (*EMPIRICAL_VERDICTS, "true by construction")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures say; `on` is what it depends on, or how far it holds.
+    """What the figures say; `detail` is what it depends on, or how far it holds.
 
     `true by construction` is no evidence: the algebra of a layer says so before anything is measured, and measuring it
     tests this code.
     """
 
-    word: Word
-    on: str = ""
+    word: VerdictWord
+    detail: str = ""
 
     def __str__(self) -> str:
-        return self.word if not self.on else f"{self.word}: {self.on}"
+        return self.word if not self.detail else f"{self.word}: {self.detail}"
 
 
 @dataclass(frozen=True)
-class Picture:
+class PlotSpec:
     """Which figures are drawn: lines where they were measured at numbers, bars where at names."""
 
-    figures: tuple[str, ...]
+    statistics: tuple[str, ...]
     x: str = ""
     y: str = ""
-    log: bool = False  # the x axis grows by factors
+    log_x: bool = False  # the x axis grows by factors
 
 
-FiguresNeeded = Callable[[Figures], Iterable[tuple[str, At]]]
+JudgedStatistics = Callable[[StatisticTable], Iterable[tuple[str, Condition]]]
 
 
-def every(*names: str) -> FiguresNeeded:
+def statistic_key_selector(*names: str) -> JudgedStatistics:
     """All figures of these names: what most rules look at.
 
-    >>> list(every("lost")(Figures().add("lost", "a", 1.0).add("loss", "a", 2.0)))
+    >>> list(statistic_key_selector("lost")(StatisticTable().add("lost", "a", 1.0).add("loss", "a", 2.0)))
     [('lost', 'a')]
     """
-    return lambda figures: ((name, at) for name in names for at in figures.at(name))
+    return lambda statistics: ((name, condition) for name in names for condition in statistics.by_condition(name))
 
 
-def listed(lists: Mapping[str, Sequence[str]]) -> str:
+def format_labeled_lists(lists: Mapping[str, Sequence[str]]) -> str:
     """What was found of several things, in a line; empty lists are left out.
 
-    >>> listed({"shown": ["local early"], "open": [], "not so": ["semantic late", "long range late"]})
+    >>> format_labeled_lists({"shown": ["local early"], "open": [], "not so": ["semantic late", "long range late"]})
     'shown: local early; not so: semantic late, long range late'
     """
-    return "; ".join(f"{word}: {', '.join(some)}" for word, some in lists.items() if some)
+    return "; ".join(f"{label}: {', '.join(items)}" for label, items in lists.items() if items)
 
 
-def _none(of: Any) -> tuple[()]:
+def _empty(ignored: Any) -> tuple[()]:
     return ()
 
 
@@ -72,23 +73,25 @@ class Claim:
 
     number: int
     name: str
-    says: str  # the claim, as guides make it
-    against: str  # what would count against it
+    statement: str  # the claim, as guides make it
+    counterevidence: str  # what would count against it
     setup: str
     rule: str  # how the verdict follows from the figures
-    measure: Callable[["Lab"], Figures]
-    judge: Callable[[Figures], Verdict]
-    picture: Picture
-    asks: FiguresNeeded = _none  # the figures whose intervals the rule looks at: they are made to hold together
-    words: tuple[Word, ...] = FOUND  # the verdicts its rule can reach
+    measure: Callable[["ExperimentContext"], StatisticTable]
+    judge: Callable[[StatisticTable], Verdict]
+    plot: PlotSpec
+    judged: JudgedStatistics = _empty  # the figures whose intervals the rule looks at: they are made to hold together
+    possible_verdicts: tuple[VerdictWord, ...] = EMPIRICAL_VERDICTS  # the verdicts its rule can reach
     identity: str = ""  # what of it is true by construction, and so is no finding
-    points: Callable[["Lab"], Iterable[Point]] = _none  # the trained models it asks for
+    training_configs: Callable[["ExperimentContext"], Iterable[ExperimentConfig]] = (
+        _empty  # the trained models it asks for
+    )
     timed: bool = False  # it measures time or memory: alone on the machine, and never twice the same
-    on: Callable[["AnyModel", Any], Figures] | None = None  # the same for a model and a text that are given
-    also: Callable[[], str] = str  # what else decides its figures, as what is installed
+    measure_model: Callable[["ModelProtocol", Any], StatisticTable] | None = None  # the same for a model that is given
+    extra_key: Callable[[], str] = str  # what else decides its figures, as what is installed
     version: int = 1  # of `measure`: raised when it gives other figures, as said in versions.py
 
-    def decide(self, figures: Figures) -> tuple[Figures, Verdict]:
+    def decide(self, statistics: StatisticTable) -> tuple[StatisticTable, Verdict]:
         """The figures with the intervals the rule looks at made to hold together, and what it says of them."""
-        corrected = figures.together(self.asks(figures))
+        corrected = statistics.bonferroni(self.judged(statistics))
         return corrected, self.judge(corrected)

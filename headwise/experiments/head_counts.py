@@ -5,23 +5,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64)
+HEAD_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def head_counts(width: int, fewest: int = 1) -> list[int]:
+def head_counts(width: int, min_heads: int = 1) -> list[int]:
     """Powers of two that divide a width, up to 64.
 
-    >>> head_counts(16, fewest=2)
+    >>> head_counts(16, min_heads=2)
     [2, 4, 8, 16]
     """
-    return [heads for heads in COUNTS if heads >= fewest and width % heads == 0]
+    return [heads for heads in HEAD_COUNTS if heads >= min_heads and width % heads == 0]
 
 
-def trends(values: Mapping[int, Sequence[float]]) -> list[float]:
+def log2_slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
     """For each seed, how much a quantity grows when what it was measured at doubles: least squares on the logarithm.
 
-    >>> trends({1: [3.0], 2: [5.0], 4: [7.0]})
+    >>> log2_slopes({1: [3.0], 2: [5.0], 4: [7.0]})
     [2.0]
     """
-    x = [math.log2(at) for at in values]
-    return [round(float(np.polyfit(x, seed, 1)[0]), 9) for seed in zip(*values.values(), strict=True)]
+    x = [math.log2(condition) for condition in values]
+    return [round(float(np.polyfit(x, seed_values, 1)[0]), 9) for seed_values in zip(*values.values(), strict=True)]

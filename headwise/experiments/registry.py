@@ -5,17 +5,17 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from headwise.errors import HeadwiseError, close_names
+from headwise.errors import HeadwiseError, suggest_names
 from headwise.experiments.claim import Claim
 
-FOLDER = Path(__file__).parent / "experiments" / "claims"
+CLAIMS_FOLDER = Path(__file__).parent / "claim_tests"
 
 
 @cache
 def all_claims() -> tuple[Claim, ...]:
     """In the order of their numbers."""
-    files = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-    claims = (import_module(f"headwise.experiments.claims.{name}").CLAIM for name in files)
+    files = sorted(path.stem for path in CLAIMS_FOLDER.glob("*.py") if path.stem != "__init__")
+    claims = (import_module(f"headwise.experiments.claim_tests.{name}").CLAIM for name in files)
     return tuple(sorted(claims, key=lambda claim: claim.number))
 
 
@@ -25,12 +25,12 @@ def find_claims(names: Iterable[str] = ()) -> tuple[Claim, ...]:
     >>> [claim.number for claim in find_claims(["2", "same-numbers"])]
     [2, 1]
     """
-    known = {claim.name: claim for claim in all_claims()}
-    numbered = {str(claim.number): claim for claim in all_claims()}
-    chosen = []
+    by_name = {claim.name: claim for claim in all_claims()}
+    by_number = {str(claim.number): claim for claim in all_claims()}
+    selected = []
     for name in names:
-        claim = known.get(name) or numbered.get(name)
+        claim = by_name.get(name) or by_number.get(name)
         if claim is None:
-            raise HeadwiseError(f"there is no claim {name!r}; {close_names(name, known)} `headwise claims --list`")
-        chosen.append(claim)
-    return tuple(dict.fromkeys(chosen)) or all_claims()
+            raise HeadwiseError(f"there is no claim {name!r}; {suggest_names(name, by_name)} `headwise claims --list`")
+        selected.append(claim)
+    return tuple(dict.fromkeys(selected)) or all_claims()

@@ -1,16 +1,12 @@
-"""A model, cut or not, where people run models. Loaded when first used: an engine's process needs no torch."""
+"""Exporters to other engines: GGUF, ONNX, torch.export, transformers. The process of an engine needs no torch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headwise.lazy_import import lazy_names
 
 if TYPE_CHECKING:
-    from headwise.exporters.targets import export
+    from headwise.exporters.export_targets import export
 
 __all__ = ["export"]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "export":
-        raise AttributeError(f"module 'headwise.exporters' has no attribute {name!r}")
-    from headwise.exporters.targets import export
-
-    return export
+__getattr__ = lazy_names(__name__, {"export_targets": __all__})

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
-from headwise.heads.layer_cache import WholeCache
-from headwise.model import Transformer, quiet
+from headwise.heads.layer_cache import SharedKVCache
+from headwise.model import Transformer, eval_mode
 from headwise.model.model_cache import ModelCache
-from headwise.spec import ModelSpec, SiteAddress
+from headwise.spec import LayerAddress, ModelSpec
 
 
-class Joined(WholeCache):
+class FunctionalCache(SharedKVCache):
     """A cache that makes new tensors instead of writing into old ones."""
 
     def __init__(self, k: Tensor | None = None, v: Tensor | None = None) -> None:
@@ -35,26 +35,26 @@ class Joined(WholeCache):
         return self._k, self._v
 
     @property
-    def held(self) -> tuple[Tensor, Tensor]:
+    def kv(self) -> tuple[Tensor, Tensor]:
         """All keys, all values."""
         assert self._k is not None
         assert self._v is not None
         return self._k, self._v
 
 
-class Encoder(nn.Module):
-    """ids and padding (B, T) → states (B, T, D), or logits where there is an output."""
+class EncoderModule(nn.Module):
+    """ids and attention_mask (B, T) → states (B, T, D), or logits where there is an output."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, padding: Tensor) -> Tensor:
-        """`padding` is True at real tokens."""
-        return self.model(ids, padding=padding)
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`attention_mask` is True at real tokens."""
+        return self.model(ids, attention_mask=attention_mask)
 
 
-class Prefill(nn.Module):
+class PrefillModule(nn.Module):
     """ids (B, T) → logits (B, T, V), and the keys and values of every layer with heads."""
 
     def __init__(self, model: Transformer) -> None:
@@ -63,12 +63,12 @@ class Prefill(nn.Module):
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
         """A prompt, from its first token."""
-        cache = _cache(self.model.spec, {})
+        cache = _make_cache(self.model.spec, {})
         logits = self.model(ids, cache=cache)
-        return logits, *_held(self.model.spec, cache)
+        return logits, *_cached_tensors(self.model.spec, cache)
 
 
-class Next(nn.Module):
+class DecodeStepModule(nn.Module):
     """ids (B, T) and all keys and values before them → logits (B, T, V), and all keys and values."""
 
     def __init__(self, model: Transformer) -> None:
@@ -77,84 +77,86 @@ class Next(nn.Module):
 
     def forward(self, ids: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """Some more tokens of the same text."""
-        sites = cached_sites(self.model.spec)
-        pairs = dict(zip(sites, zip(past[::2], past[1::2], strict=True), strict=True))
-        cache = _cache(self.model.spec, pairs)
+        layer_addresses = cached_layers(self.model.spec)
+        kv_pairs = dict(zip(layer_addresses, zip(past[::2], past[1::2], strict=True), strict=True))
+        cache = _make_cache(self.model.spec, kv_pairs)
         logits = self.model(ids, cache=cache)
-        return logits, *_held(self.model.spec, cache)
+        return logits, *_cached_tensors(self.model.spec, cache)
 
 
-def cached_sites(spec: ModelSpec) -> list[SiteAddress]:
+def cached_layers(spec: ModelSpec) -> list[LayerAddress]:
     """The layers that keep keys: those that have heads."""
-    return [site for site in spec.sites if spec.attention_at(site).head_ids]
+    return [layer_address for layer_address in spec.layer_addresses if spec.attention_at(layer_address).head_ids]
 
 
-def check_traceable(model: Any) -> None:
+def check_exportable(model: Any) -> None:
     """Refuse what has no such functions."""
-    model.check_own("only headwise's own models are written this way")
+    model.check_native("only headwise's own models are written this way")
     if model.spec.kind == "encoder-decoder":
         raise HeadwiseError("an encoder-decoder is not written this way; export it to transformers.")
     if model.spec.cache:
         raise HeadwiseError("heads that keep caches of their own cannot be said in a graph; use model.save(folder).")
 
 
-def _cache(spec: ModelSpec, pairs: dict[SiteAddress, tuple[Tensor, Tensor]]) -> ModelCache:
-    made = ModelCache(spec)
-    for site in spec.sites:
-        made.layers[site] = Joined(*pairs.get(site, (None, None)))
-        made.length = max(made.length, made.layers[site].length)
-    return made
+def _make_cache(spec: ModelSpec, kv_pairs: dict[LayerAddress, tuple[Tensor, Tensor]]) -> ModelCache:
+    cache = ModelCache(spec)
+    for layer_address in spec.layer_addresses:
+        cache.layers[layer_address] = FunctionalCache(*kv_pairs.get(layer_address, (None, None)))
+        cache.length = max(cache.length, cache.layers[layer_address].length)
+    return cache
 
 
-def _held(spec: ModelSpec, cache: ModelCache) -> list[Tensor]:
-    found: list[Tensor] = []
-    for site in cached_sites(spec):
-        one = cache.layers[site]
-        assert isinstance(one, Joined)
-        found += one.held
-    return found
+def _cached_tensors(spec: ModelSpec, cache: ModelCache) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for layer_address in cached_layers(spec):
+        layer_cache = cache.layers[layer_address]
+        assert isinstance(layer_cache, FunctionalCache)
+        tensors += layer_cache.kv
+    return tensors
 
 
 @contextmanager
-def traceable(model: Transformer) -> Iterator[None]:
+def bypass_empty_layers(model: Transformer) -> Iterator[None]:
     """While open, layers without heads write their bias and compute nothing: engines refuse tensors of size 0."""
-    emptied = [layer for layer in model.attention_layers() if not layer.spec.head_ids]
-    for layer in emptied:
-        layer.forward = partial(_constant, layer)
+    headless = [layer for layer in model.attention_layers() if not layer.spec.head_ids]
+    for layer in headless:
+        layer.forward = partial(_constant_output, layer)
     try:
-        with quiet(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             yield
     finally:
-        for layer in emptied:
+        for layer in headless:
             del layer.forward
 
 
-def _constant(layer: MultiHeadAttention, x: Tensor, *more: Any, **named: Any) -> Tensor:
+def _constant_output(layer: MultiHeadAttention, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros_like(x) if layer.b_O is None else torch.zeros_like(x) + layer.b_O
 
 
-def traced(model: Transformer) -> dict[str, tuple[Any, list[str], list[str]]]:
+def export_graphs(model: Transformer) -> dict[str, tuple[Any, list[str], list[str]]]:
     """The model's functions by name, each traced with any batch and length; the names of what goes in and what comes out."""
-    most = model.spec.context if model.spec.positions == "learned" else 1 << 20
-    batch, tokens = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("tokens", min=1, max=most)
+    max_tokens = model.spec.context if model.spec.positions == "learned" else 1 << 20
+    batch, tokens = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("tokens", min=1, max=max_tokens)
     ids = torch.zeros(2, 3, dtype=torch.long, device=model.device)
     if model.spec.kind == "encoder":
-        given = (ids, torch.ones_like(ids, dtype=torch.bool))
-        shapes = {"ids": {0: batch, 1: tokens}, "padding": {0: batch, 1: tokens}}
-        made = torch.export.export(Encoder(model), given, dynamic_shapes=shapes, strict=False)
-        return {"encoder": (made, ["ids", "padding"], ["states" if model.output is None else "logits"])}
-    layers = [site.layer for site in cached_sites(model.spec)]
-    past = torch.export.Dim("past", min=1, max=most - 1)
+        inputs = (ids, torch.ones_like(ids, dtype=torch.bool))
+        shapes = {"ids": {0: batch, 1: tokens}, "attention_mask": {0: batch, 1: tokens}}
+        program = torch.export.export(EncoderModule(model), inputs, dynamic_shapes=shapes, strict=False)
+        return {"encoder": (program, ["ids", "attention_mask"], ["states" if model.output is None else "logits"])}
+    layers = [layer_address.layer for layer_address in cached_layers(model.spec)]
+    past = torch.export.Dim("past", min=1, max=max_tokens - 1)
     shapes = {"ids": {0: batch, 1: tokens}}
-    prefill = torch.export.export(Prefill(model), (ids,), dynamic_shapes=shapes, strict=False)
-    held = Prefill(model)(ids)[1:]
-    one = {"ids": {0: batch}, "past": tuple({0: batch, 2: past} for _ in held)}
-    step = torch.export.export(Next(model), (ids[:, :1], *held), dynamic_shapes=one, strict=False)
+    prefill = torch.export.export(PrefillModule(model), (ids,), dynamic_shapes=shapes, strict=False)
+    past_kv = PrefillModule(model)(ids)[1:]
+    step_shapes = {"ids": {0: batch}, "past": tuple({0: batch, 2: past} for _ in past_kv)}
+    step = torch.export.export(
+        DecodeStepModule(model), (ids[:, :1], *past_kv), dynamic_shapes=step_shapes, strict=False
+    )
 
-    def names(what: str) -> list[str]:
-        return [f"{what}.{layer}.{part}" for layer in layers for part in ("key", "value")]
+    def kv_names(prefix: str) -> list[str]:
+        return [f"{prefix}.{layer}.{part}" for layer in layers for part in ("key", "value")]
 
     return {
-        "prefill": (prefill, ["ids"], ["logits", *names("present")]),
-        "step": (step, ["ids", *names("past")], ["logits", *names("present")]),
+        "prefill": (prefill, ["ids"], ["logits", *kv_names("present")]),
+        "step": (step, ["ids", *kv_names("past")], ["logits", *kv_names("present")]),
     }

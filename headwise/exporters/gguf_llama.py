@@ -6,74 +6,83 @@ import torch
 from torch import Tensor
 
 from headwise.exporters.gguf_writer import GgufFile
-from headwise.exporters.pad_head_groups import Filled, filled_layers
+from headwise.exporters.pad_head_groups import PaddedLayer, pad_head_groups
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 
 
-def llama_name(model: Transformer) -> str:
+def gguf_architecture(model: Transformer) -> str:
     """`llama`, or `deci` where heads are gone or means folded in."""
-    cut = bool(model.spec.kept) or any(layer.b_O is not None for layer in model.attention_layers())
-    return "deci" if cut else "llama"
+    is_pruned = bool(model.spec.kept_heads) or any(layer.b_O is not None for layer in model.attention_layers())
+    return "deci" if is_pruned else "llama"
 
 
 def write_llama(model: Transformer, store: GgufFile, name: str) -> list[str]:
     """Sizes and tensors; what was done about the rest."""
     spec = model.spec
-    layers, behind = filled_layers(model)
+    layers, constant_biases = pad_head_groups(model)
     _write_sizes(store, spec, name, layers)
-    store.add("token_embd.weight", model.embed.tokens.weight, table=True)
+    store.add_tensor("token_embd.weight", model.embed.tokens.weight, is_vocab_table=True)
     blocks: list[Any] = list(model.blocks)
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
-        blk = f"blk.{i}."
+        gguf_prefix = f"blk.{i}."
         if layer.heads:
-            store.add(f"{blk}attn_norm.weight", block.norm_attention.weight, plain=True)
-            _write_heads(store, spec, blk, layer)
-        store.add(f"{blk}ffn_norm.weight", block.norm_mlp.weight, plain=True)
-        biases: dict[str, Tensor] = {"down": behind[i]} if i in behind else {}
+            store.add_tensor(f"{gguf_prefix}attn_norm.weight", block.norm_attention.weight, keep_float32=True)
+            _write_heads(store, spec, gguf_prefix, layer)
+        store.add_tensor(f"{gguf_prefix}ffn_norm.weight", block.norm_mlp.weight, keep_float32=True)
+        biases: dict[str, Tensor] = {"down": constant_biases[i]} if i in constant_biases else {}
         for part in ("gate", "up", "down"):
             linear = getattr(block.mlp, part)
-            store.add(f"{blk}ffn_{part}.weight", linear.weight)
+            store.add_tensor(f"{gguf_prefix}ffn_{part}.weight", linear.weight)
             if linear.bias is not None:
                 biases[part] = linear.bias + biases[part] if part in biases else linear.bias
         for part, bias in biases.items():
-            store.add(f"{blk}ffn_{part}.bias", bias, plain=True)
+            store.add_tensor(f"{gguf_prefix}ffn_{part}.bias", bias, keep_float32=True)
     norm: Any = model.norm
-    store.add("output_norm.weight", norm.weight, plain=True)
+    store.add_tensor("output_norm.weight", norm.weight, keep_float32=True)
     if not spec.tied:
         assert model.output is not None
-        store.add("output.weight", model.output.vocabulary.weight, table=True)
-    if (factors := _factors(spec)) is not None:
-        store.add("rope_freqs.weight", factors, plain=True)
-    zeros, empty = sum(layer.zeros for layer in layers), [i for i, layer in enumerate(layers) if not layer.heads]
-    notes = [f"{zeros} heads of zeros make groups even"] if zeros else []
-    notes += [f"layers {', '.join(map(str, empty))} have no attention"] if empty else []
-    notes += [f"what {len(behind)} emptied layers wrote is in the bias of the MLP before"] if behind else []
+        store.add_tensor("output.weight", model.output.vocabulary.weight, is_vocab_table=True)
+    if (factors := _rope_factors(spec)) is not None:
+        store.add_tensor("rope_freqs.weight", factors, keep_float32=True)
+    zero_heads, headless_layers = (
+        sum(layer.zero_heads for layer in layers),
+        [i for i, layer in enumerate(layers) if not layer.heads],
+    )
+    notes = [f"{zero_heads} heads of zeros make groups even"] if zero_heads else []
+    notes += [f"layers {', '.join(map(str, headless_layers))} have no attention"] if headless_layers else []
+    notes += (
+        [f"what {len(constant_biases)} emptied layers wrote is in the bias of the MLP before"]
+        if constant_biases
+        else []
+    )
     return notes
 
 
-def _write_heads(store: GgufFile, spec: ModelSpec, blk: str, layer: Filled) -> None:
+def _write_heads(store: GgufFile, spec: ModelSpec, gguf_prefix: str, layer: PaddedLayer) -> None:
     assert layer.q is not None
     assert layer.k is not None
     assert layer.v is not None
     assert layer.o is not None
-    factor = q_factor(spec)
-    store.add(f"{blk}attn_q.weight", _turned(layer.q * factor, spec))
-    store.add(f"{blk}attn_k.weight", _turned(layer.k, spec))
-    store.add(f"{blk}attn_v.weight", layer.v)
-    store.add(f"{blk}attn_output.weight", layer.o)
-    for letter, bias in layer.biases.items():
-        rows = _turned(bias * factor if letter == "q" else bias, spec) if letter in "qk" else bias
-        store.add(f"{blk}attn_{'output' if letter == 'o' else letter}.bias", rows, plain=True)
+    factor = query_scale(spec)
+    store.add_tensor(f"{gguf_prefix}attn_q.weight", _permute_rotary(layer.q * factor, spec))
+    store.add_tensor(f"{gguf_prefix}attn_k.weight", _permute_rotary(layer.k, spec))
+    store.add_tensor(f"{gguf_prefix}attn_v.weight", layer.v)
+    store.add_tensor(f"{gguf_prefix}attn_output.weight", layer.o)
+    for projection, bias in layer.biases.items():
+        rows = _permute_rotary(bias * factor if projection == "q" else bias, spec) if projection in "qk" else bias
+        store.add_tensor(
+            f"{gguf_prefix}attn_{'output' if projection == 'o' else projection}.bias", rows, keep_float32=True
+        )
 
 
-def q_factor(spec: ModelSpec) -> float:
+def query_scale(spec: ModelSpec) -> float:
     """llama.cpp divides scores by √d; another scale is a factor of q."""
     attention = spec.attention
     return 1.0 if attention.scale is None else attention.scale * attention.head_dim**0.5
 
 
-def _write_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[Filled]) -> None:
+def _write_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[PaddedLayer]) -> None:
     attention, writer = spec.attention, store.writer
     rotary = attention.rotary
     assert rotary is not None
@@ -81,7 +90,7 @@ def _write_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[Fille
     writer.add_block_count(spec.layers)
     writer.add_context_length(spec.context)
     writer.add_embedding_length(spec.width)
-    writer.add_feed_forward_length([spec.hidden] * spec.layers if by_layer else spec.hidden)
+    writer.add_feed_forward_length([spec.mlp_width] * spec.layers if by_layer else spec.mlp_width)
     writer.add_head_count([layer.heads for layer in layers] if by_layer else attention.heads)
     writer.add_head_count_kv([layer.kv_heads for layer in layers] if by_layer else attention.kv_heads)
     writer.add_key_length(attention.head_dim)
@@ -95,7 +104,7 @@ def _write_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[Fille
         writer.add_rope_scaling_factor(rotary.scaling.factor)
 
 
-def _turned(rows: Tensor, spec: ModelSpec) -> Tensor:
+def _permute_rotary(rows: Tensor, spec: ModelSpec) -> Tensor:
     """Rows of q or k in the order in which llama.cpp turns them: channels that turn together stand together."""
     rotary = spec.attention.rotary
     assert rotary is not None
@@ -104,7 +113,7 @@ def _turned(rows: Tensor, spec: ModelSpec) -> Tensor:
     return rows.unflatten(0, (-1, 2, spec.attention.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _factors(spec: ModelSpec) -> Tensor | None:
+def _rope_factors(spec: ModelSpec) -> Tensor | None:
     """Llama 3's stretching, a factor for each frequency."""
     rotary = spec.attention.rotary
     assert rotary is not None
@@ -112,6 +121,6 @@ def _factors(spec: ModelSpec) -> Tensor | None:
     if scaling is None or scaling.kind != "llama3":
         return None
     pairs = torch.arange(spec.attention.head_dim // 2, dtype=torch.double)
-    turns = scaling.original_context * rotary.theta ** (-pairs / len(pairs)) / (2 * torch.pi)
-    blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    rotations = scaling.original_context * rotary.theta ** (-pairs / len(pairs)) / (2 * torch.pi)
+    blend = ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return 1 / ((1 - blend) / scaling.factor + blend)

@@ -16,7 +16,7 @@ from headwise.model import Transformer
 
 
 @dataclass(frozen=True)
-class Filled:
+class PaddedLayer:
     """One layer: its weights, rows of q and k as they were, and how many heads are nothing but zeros."""
 
     heads: int
@@ -26,63 +26,67 @@ class Filled:
     v: Tensor | None
     o: Tensor | None  # (D, heads · e)
     biases: dict[str, Tensor]  # of q, k, v and o
-    zeros: int
+    zero_heads: int
 
 
-def filled_layers(model: Transformer) -> tuple[list[Filled], dict[int, Tensor]]:
+def pad_head_groups(model: Transformer) -> tuple[list[PaddedLayer], dict[int, Tensor]]:
     """All layers, and by layer what has to be added behind its MLP: the constant of the emptied layer after it."""
-    made, behind = [], {}
-    for number, layer in enumerate(model.attention_layers()):
-        constant = layer.b_O
+    padded, constant_biases = [], {}
+    for index, layer in enumerate(model.attention_layers()):
+        bias = layer.b_O
         if layer.spec.head_ids:
-            made.append(_filled(layer))
-        elif number == 0:
-            made.append(_one_of_zeros(layer, constant))
+            padded.append(_pad_layer(layer))
+        elif index == 0:
+            padded.append(_zero_head_layer(layer, bias))
         else:
-            made.append(Filled(0, 0, None, None, None, None, {}, 0))
-            if constant is not None:
-                behind[number - 1] = constant.detach()
-    return made, behind
+            padded.append(PaddedLayer(0, 0, None, None, None, None, {}, 0))
+            if bias is not None:
+                constant_biases[index - 1] = bias.detach()
+    return padded, constant_biases
 
 
-def _filled(layer: MultiHeadAttention) -> Filled:
-    spec, read = layer.spec, layer.read
-    groups: list[list[int]] = [[] for _ in spec.kv_ids]
-    for place, group in enumerate(spec.kv_of_head):
-        groups[group].append(place)
-    size = max(map(len, groups))
-    places = [place for some in groups for place in (*some, *[-1] * (size - len(some)))]  # −1: nothing but zeros
-    q, o = read.weight("q").detach(), layer.write.slices.detach()  # (H, d, D), (H, e, D)
+def _pad_layer(layer: MultiHeadAttention) -> PaddedLayer:
+    spec, qkv = layer.spec, layer.qkv
+    groups: list[list[int]] = [[] for _ in spec.kv_head_ids]
+    for index, group in enumerate(spec.kv_of_head):
+        groups[group].append(index)
+    group_size = max(map(len, groups))
+    indices = [
+        index for members in groups for index in (*members, *[-1] * (group_size - len(members)))
+    ]  # −1: nothing but zeros
+    q, o = qkv.weight("q").detach(), layer.output_projection.head_weights.detach()  # (H, d, D), (H, e, D)
     biases = {}
     if spec.bias:
-        biases = {letter: bias.detach().flatten() for letter in "kv" if (bias := read.bias(letter)) is not None}
-        own = read.bias("q")
-        assert own is not None
-        biases["q"] = _taken(own.detach(), places).flatten()
+        biases = {
+            projection: bias.detach().flatten() for projection in "kv" if (bias := qkv.bias(projection)) is not None
+        }
+        q_bias = qkv.bias("q")
+        assert q_bias is not None
+        biases["q"] = _gather_heads(q_bias.detach(), indices).flatten()
     if layer.b_O is not None:
         biases["o"] = layer.b_O.detach()
-    return Filled(
-        len(places),
+    return PaddedLayer(
+        len(indices),
         len(groups),
-        _taken(q, places).flatten(0, 1),
-        read.weight("k").detach().flatten(0, 1),
-        read.weight("v").detach().flatten(0, 1),
-        _taken(o, places).flatten(0, 1).mT,
+        _gather_heads(q, indices).flatten(0, 1),
+        qkv.weight("k").detach().flatten(0, 1),
+        qkv.weight("v").detach().flatten(0, 1),
+        _gather_heads(o, indices).flatten(0, 1).mT,
         biases,
-        places.count(-1),
+        indices.count(-1),
     )
 
 
-def _one_of_zeros(layer: MultiHeadAttention, constant: Tensor | None) -> Filled:
+def _zero_head_layer(layer: MultiHeadAttention, out_bias: Tensor | None) -> PaddedLayer:
     spec = layer.spec
     rows, width = torch.zeros(spec.head_dim, spec.width), spec.width
-    biases = {} if constant is None else {"o": constant.detach()}
+    biases = {} if out_bias is None else {"o": out_bias.detach()}
     if spec.bias:
-        biases |= {letter: torch.zeros(spec.head_dim) for letter in "qkv"}
-    return Filled(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim), biases, 1)
+        biases |= {projection: torch.zeros(spec.head_dim) for projection in "qkv"}
+    return PaddedLayer(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim), biases, 1)
 
 
-def _taken(x: Tensor, places: list[int]) -> Tensor:
-    """Heads in another order, zeros where there is none: (H, …) → (len(places), …)"""
-    with_none = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
-    return with_none[[place if place >= 0 else len(x) for place in places]]
+def _gather_heads(x: Tensor, indices: list[int]) -> Tensor:
+    """Heads in another order, zeros where there is none: (H, …) → (len(indices), …)"""
+    padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+    return padded[[index if index >= 0 else len(x) for index in indices]]

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.exporters.export_modules import Encoder, check_traceable, traceable
+from headwise.exporters.engine_parity import greedy_decode
+from headwise.exporters.export_modules import EncoderModule, bypass_empty_layers, check_exportable
 from headwise.exporters.llama_cpp import EngineToken
-from headwise.exporters.parity import write_greedily
 from headwise.model import Transformer
 
-MARK = "headwise.json"  # a file inside, with our spec
+SPEC_FILE = "headwise.json"  # a file inside, with our spec
 
 
-class Logits(nn.Module):
+class LogitsModule(nn.Module):
     """ids (B, T) → logits (B, T, V)"""
 
     def __init__(self, model: Transformer) -> None:
@@ -30,54 +30,57 @@ class Logits(nn.Module):
 
 
 def write_pt2(model: Any, path: Path) -> tuple[str, ...]:
-    """`torch.export.load(path).module()(ids)`; of an encoder `(ids, padding)`."""
-    check_traceable(model)
-    most = model.spec.context if model.spec.positions == "learned" else 1 << 20
-    both = {0: torch.export.Dim("batch", min=1, max=1 << 16), 1: torch.export.Dim("tokens", min=1, max=most)}
+    """`torch.export.load(path).module()(ids)`; of an encoder `(ids, attention_mask)`."""
+    check_exportable(model)
+    max_tokens = model.spec.context if model.spec.positions == "learned" else 1 << 20
+    dynamic_dims = {
+        0: torch.export.Dim("batch", min=1, max=1 << 16),
+        1: torch.export.Dim("tokens", min=1, max=max_tokens),
+    }
     ids = torch.zeros(2, 3, dtype=torch.long, device=model.device)
-    encodes = model.spec.kind == "encoder"
-    given = (ids, torch.ones_like(ids, dtype=torch.bool)) if encodes else (ids,)
-    shapes = {"ids": both, "padding": both} if encodes else {"ids": both}
-    with traceable(model):
-        made = torch.export.export(
-            Encoder(model) if encodes else Logits(model), given, dynamic_shapes=shapes, strict=False
+    is_encoder = model.spec.kind == "encoder"
+    inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if is_encoder else (ids,)
+    shapes = {"ids": dynamic_dims, "attention_mask": dynamic_dims} if is_encoder else {"ids": dynamic_dims}
+    with bypass_empty_layers(model):
+        program = torch.export.export(
+            EncoderModule(model) if is_encoder else LogitsModule(model), inputs, dynamic_shapes=shapes, strict=False
         )
-        whole = io.BytesIO()  # written to a disk that is full, torch's own writer ends the process
-        torch.export.save(made, whole, extra_files={MARK: model.spec.to_json()})
-    path.write_bytes(whole.getbuffer())
-    return ("takes ids and padding, True at real tokens" if encodes else "takes ids",)
+        buffer = io.BytesIO()  # written to a disk that is full, torch's own writer ends the process
+        torch.export.save(program, buffer, extra_files={SPEC_FILE: model.spec.to_json()})
+    path.write_bytes(buffer.getbuffer())
+    return ("takes ids and attention_mask, True at real tokens" if is_encoder else "takes ids",)
 
 
-def is_ours(path: Path) -> bool:
+def written_by_headwise(path: Path) -> bool:
     """Whether a file was written here."""
     try:
-        with zipfile.ZipFile(path) as held:
-            return any(name.endswith(f"/{MARK}") for name in held.namelist())
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(f"/{SPEC_FILE}") for name in archive.namelist())
     except zipfile.BadZipFile:
         return False
 
 
 @torch.no_grad()
-def write_on(
-    path: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]
+def generate(
+    path: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, banned: Collection[int]
 ) -> list[list[EngineToken]]:
     """What a decoder writes behind some prompts, always the likeliest token; without a cache, so the whole text each time."""
-    made = torch.export.load(path).module()
+    module = torch.export.load(path).module()
 
-    def answer(prompt: Sequence[int]) -> list[EngineToken]:
-        text: list[int] = []
+    def generate_one(prompt: Sequence[int]) -> list[EngineToken]:
+        token_ids: list[int] = []
 
-        def feed(ids: list[int]) -> Any:
-            text.extend(ids)
-            return made(torch.tensor([text]))[0, -1]
+        def next_logits(ids: list[int]) -> Any:
+            token_ids.extend(ids)
+            return module(torch.tensor([token_ids]))[0, -1]
 
-        return write_greedily(prompt, tokens, feed, never)
+        return greedy_decode(prompt, max_new_tokens, next_logits, banned)
 
-    return [answer(prompt) for prompt in prompts]
+    return [generate_one(prompt) for prompt in prompts]
 
 
 @torch.no_grad()
-def states(path: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
+def hidden_states(path: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
     """What an encoder makes of every token."""
-    made, rows = torch.export.load(path).module(), [torch.tensor([list(ids)]) for ids in prompts]
-    return [made(ids, torch.ones_like(ids, dtype=torch.bool))[0] for ids in rows]
+    module, rows = torch.export.load(path).module(), [torch.tensor([list(ids)]) for ids in prompts]
+    return [module(ids, torch.ones_like(ids, dtype=torch.bool))[0] for ids in rows]

@@ -7,39 +7,39 @@ from typing import Any
 import torch
 
 from headwise.errors import HeadwiseError
+from headwise.exporters.engine_parity import greedy_decode
 from headwise.exporters.llama_cpp import EngineToken
-from headwise.exporters.parity import write_greedily
 
 
-def write_on(
-    folder: Path, prompts: Sequence[Sequence[int]], tokens: int, never: Collection[int]
+def generate(
+    folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, banned: Collection[int]
 ) -> list[list[EngineToken]]:
     """What it writes behind some prompts, with its own cache, always the likeliest token."""
-    model = _load(folder, "AutoModelForCausalLM")
+    model = _load_model(folder, "AutoModelForCausalLM")
 
-    def answer(prompt: Sequence[int]) -> list[EngineToken]:
-        held: list[Any] = [None]
+    def generate_one(prompt: Sequence[int]) -> list[EngineToken]:
+        cache: list[Any] = [None]
 
-        def feed(ids: list[int]) -> Any:
-            made = model(torch.tensor([ids]), past_key_values=held[0], use_cache=True)
-            held[0] = made.past_key_values
-            return made.logits[0, -1]
+        def next_logits(ids: list[int]) -> Any:
+            output = model(torch.tensor([ids]), past_key_values=cache[0], use_cache=True)
+            cache[0] = output.past_key_values
+            return output.logits[0, -1]
 
-        return write_greedily(prompt, tokens, feed, never)
+        return greedy_decode(prompt, max_new_tokens, next_logits, banned)
 
     with torch.no_grad():
-        return [answer(prompt) for prompt in prompts]
+        return [generate_one(prompt) for prompt in prompts]
 
 
-def states(folder: Path, prompts: Sequence[Sequence[int]], logits: bool) -> list[Any]:
+def hidden_states(folder: Path, prompts: Sequence[Sequence[int]], logits: bool) -> list[Any]:
     """What an encoder makes of every token: logits, or its last states."""
-    model = _load(folder, "AutoModelForMaskedLM" if logits else "AutoModel")
+    model = _load_model(folder, "AutoModelForMaskedLM" if logits else "AutoModel")
     with torch.no_grad():
-        made = [model(torch.tensor([list(ids)])) for ids in prompts]
-    return [(one.logits if logits else one.last_hidden_state)[0] for one in made]
+        outputs = [model(torch.tensor([list(ids)])) for ids in prompts]
+    return [(output.logits if logits else output.last_hidden_state)[0] for output in outputs]
 
 
-def _load(folder: Path, name: str) -> Any:
+def _load_model(folder: Path, name: str) -> Any:
     try:
         import transformers
     except ImportError:

@@ -1,31 +1,31 @@
 """The head as an object."""
 
 from headwise.heads.attention import MultiHeadAttention
-from headwise.heads.dropout import HeadDropout
 from headwise.heads.head import Circuit, Head, Heads
-from headwise.heads.hook_point import Seen, Site
-from headwise.heads.init import initialise
-from headwise.heads.layer_cache import Cache, FixedCache, GrowingCache, SlidingCache, SourceCache
-from headwise.heads.per_head_cache import HeadCache
-from headwise.heads.per_head_output import PerHead
+from headwise.heads.head_dropout import HeadDropout
+from headwise.heads.hook_point import AttentionCall, HookPoint
+from headwise.heads.initialize_weights import initialize
+from headwise.heads.layer_cache import CrossAttentionCache, DynamicCache, LayerCache, SlidingWindowCache, StaticCache
+from headwise.heads.per_head_cache import PerHeadCache
+from headwise.heads.per_head_output import PerHeadOutput
 from headwise.heads.torch_mha import from_torch, to_torch
 
 __all__ = [
-    "Cache",
+    "AttentionCall",
     "Circuit",
-    "FixedCache",
-    "GrowingCache",
+    "CrossAttentionCache",
+    "DynamicCache",
     "Head",
-    "HeadCache",
     "HeadDropout",
     "Heads",
+    "HookPoint",
+    "LayerCache",
     "MultiHeadAttention",
-    "PerHead",
-    "Seen",
-    "Site",
-    "SlidingCache",
-    "SourceCache",
+    "PerHeadCache",
+    "PerHeadOutput",
+    "SlidingWindowCache",
+    "StaticCache",
     "from_torch",
-    "initialise",
+    "initialize",
     "to_torch",
 ]

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError, close_names
-from headwise.heads.head import HasHeads
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.heads.head import AttentionLayerProtocol
 from headwise.spec import AttentionSpec, Rotary
 
 Basis = Literal["given", "balanced", "random"]
@@ -27,7 +27,7 @@ BASES = ("given", "balanced", "random")
 
 
 @dataclass(frozen=True, eq=False)
-class Matrices:
+class LayerHeadMatrices:
     """The weights of a layer's heads, with a head axis; o is W_O as each head writes with it."""
 
     q: Tensor  # (H, d, D)
@@ -39,92 +39,92 @@ class Matrices:
     b_v: Tensor | None = None  # (K, e)
 
     @staticmethod
-    def of(layer: HasHeads) -> "Matrices":
+    def from_layer(layer: AttentionLayerProtocol) -> "LayerHeadMatrices":
         """Those of a layer, ours or not: live where the layer's own views are."""
-        read = layer.read
-        q, k, v = (read.weight(letter) for letter in "qkv")
-        b_q, b_k, b_v = (read.bias(letter) for letter in "qkv")
-        return Matrices(q, k, v, layer.write.slices, b_q, b_k, b_v)
+        qkv = layer.qkv
+        q, k, v = (qkv.weight(projection) for projection in "qkv")
+        b_q, b_k, b_v = (qkv.bias(projection) for projection in "qkv")
+        return LayerHeadMatrices(q, k, v, layer.output_projection.head_weights, b_q, b_k, b_v)
 
 
 def check_basis(basis: str) -> None:
     """Refuse a basis nobody knows."""
     if basis not in BASES:
-        raise HeadwiseError(f"there is no basis {basis!r}; {close_names(str(basis), BASES)}")
+        raise HeadwiseError(f"there is no basis {basis!r}; {suggest_names(str(basis), BASES)}")
 
 
-def in_basis(matrices: Matrices, spec: AttentionSpec, basis: Basis, seed: int = 0) -> Matrices:
+def change_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, basis: Basis, seed: int = 0) -> LayerHeadMatrices:
     """The same heads as they are given, balanced, or in a basis drawn by chance; a copy."""
     if basis == "given":
         return replace(matrices, **{name: value.clone() for name, value in vars(matrices).items() if value is not None})
-    return balanced(matrices, spec) if basis == "balanced" else shuffled(matrices, spec, seed)
+    return balanced_basis(matrices, spec) if basis == "balanced" else random_basis(matrices, spec, seed)
 
 
 @torch.no_grad()
-def balanced(matrices: Matrices, spec: AttentionSpec) -> Matrices:
+def balanced_basis(matrices: LayerHeadMatrices, spec: AttentionSpec) -> LayerHeadMatrices:
     """The same heads in their balanced basis."""
-    made = in_basis(matrices, spec, "given")
-    for key in range(len(spec.kv_ids)):
-        heads = [head for head, its in enumerate(spec.kv_of_head) if its == key]
-        _balance_vo(made, heads, key)
-        _balance_qk(made, heads, key, spec.rotary)
-    return made
+    result = change_basis(matrices, spec, "given")
+    for kv_index in range(len(spec.kv_head_ids)):
+        heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
+        _balance_vo(result, heads, kv_index)
+        _balance_qk(result, heads, kv_index, spec.rotary)
+    return result
 
 
 @torch.no_grad()
-def shuffled(matrices: Matrices, spec: AttentionSpec, seed: int = 0) -> Matrices:
+def random_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, seed: int = 0) -> LayerHeadMatrices:
     """The same heads in a basis drawn by chance among those they may have, by turns alone: to see what a basis matters."""
-    draws = torch.Generator().manual_seed(seed)
-    made = in_basis(matrices, spec, "given")
-    for key in range(len(spec.kv_ids)):
-        heads = [head for head, its in enumerate(spec.kv_of_head) if its == key]
-        turn = _drawn_turn(made.v.shape[1], draws)
-        _put(made.v, made.b_v, [key], _with_bias(made.v, made.b_v, [key]) @ turn)
-        made.o[heads] = (turn.mT @ made.o[heads].double()).to(made.o)
-        turn = torch.zeros(made.q.shape[1], made.q.shape[1], dtype=torch.float64)
-        turning, still = channel_pairs(len(turn), spec.rotary)
-        for some in [*turning, *([still] if still else [])]:
-            turn[torch.tensor(some)[:, None], some] = _drawn_turn(len(some), draws)
-        _put(made.q, made.b_q, heads, _with_bias(made.q, made.b_q, heads) @ turn)
-        _put(made.k, made.b_k, [key], _with_bias(made.k, made.b_k, [key]) @ turn)
-    return made
+    generator = torch.Generator().manual_seed(seed)
+    result = change_basis(matrices, spec, "given")
+    for kv_index in range(len(spec.kv_head_ids)):
+        heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
+        rotation = _random_rotation(result.v.shape[1], generator)
+        _write_columns(result.v, result.b_v, [kv_index], _with_bias(result.v, result.b_v, [kv_index]) @ rotation)
+        result.o[heads] = (rotation.mT @ result.o[heads].double()).to(result.o)
+        rotation = torch.zeros(result.q.shape[1], result.q.shape[1], dtype=torch.float64)
+        rotary_pairs, fixed_channels = rotary_channel_pairs(len(rotation), spec.rotary)
+        for channels in [*rotary_pairs, *([fixed_channels] if fixed_channels else [])]:
+            rotation[torch.tensor(channels)[:, None], channels] = _random_rotation(len(channels), generator)
+        _write_columns(result.q, result.b_q, heads, _with_bias(result.q, result.b_q, heads) @ rotation)
+        _write_columns(result.k, result.b_k, [kv_index], _with_bias(result.k, result.b_k, [kv_index]) @ rotation)
+    return result
 
 
-def _drawn_turn(size: int, draws: torch.Generator) -> Tensor:
+def _random_rotation(size: int, generator: torch.Generator) -> Tensor:
     """A rotation, no mirror, (size, size), each as likely as any other."""
-    turn, upper = torch.linalg.qr(torch.randn(size, size, generator=draws, dtype=torch.float64))
-    turn = turn * upper.diagonal().sign()
-    turn[:, 0] *= torch.linalg.det(turn).sign()
-    return turn
+    rotation, upper = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    rotation = rotation * upper.diagonal().sign()
+    rotation[:, 0] *= torch.linalg.det(rotation).sign()
+    return rotation
 
 
-def _balance_vo(made: Matrices, heads: list[int], key: int) -> None:
-    left = _with_bias(made.v, made.b_v, [key])  # (D + 1, e)
-    right = made.o[heads].transpose(0, 1).flatten(1).double()  # (e, n·D)
-    left, right = balanced_pair(left, right)
-    _put(made.v, made.b_v, [key], left)
-    made.o[heads] = right.unflatten(1, (len(heads), -1)).transpose(0, 1).to(made.o)
+def _balance_vo(matrices: LayerHeadMatrices, heads: list[int], kv_index: int) -> None:
+    left = _with_bias(matrices.v, matrices.b_v, [kv_index])  # (D + 1, e)
+    right = matrices.o[heads].transpose(0, 1).flatten(1).double()  # (e, n·D)
+    left, right = balance_factors(left, right)
+    _write_columns(matrices.v, matrices.b_v, [kv_index], left)
+    matrices.o[heads] = right.unflatten(1, (len(heads), -1)).transpose(0, 1).to(matrices.o)
 
 
-def _balance_qk(made: Matrices, heads: list[int], key: int, rotary: Rotary | None) -> None:
+def _balance_qk(matrices: LayerHeadMatrices, heads: list[int], kv_index: int, rotary: Rotary | None) -> None:
     queries, keys = (
-        _with_bias(made.q, made.b_q, heads),
-        _with_bias(made.k, made.b_k, [key]),
+        _with_bias(matrices.q, matrices.b_q, heads),
+        _with_bias(matrices.k, matrices.b_k, [kv_index]),
     )  # (n·(D + 1), d), (D + 1, d)
-    turning, still = channel_pairs(queries.shape[1], rotary)
-    for pair in turning:
-        queries[:, pair], keys[:, pair] = turned_pair(queries[:, pair], keys[:, pair])
-    if still:
-        one, other = balanced_pair(queries[:, still], keys[:, still].mT)
-        queries[:, still], keys[:, still] = one, other.mT
-    _put(made.q, made.b_q, heads, queries)
-    _put(made.k, made.b_k, [key], keys)
+    rotary_pairs, fixed_channels = rotary_channel_pairs(queries.shape[1], rotary)
+    for pair in rotary_pairs:
+        queries[:, pair], keys[:, pair] = balance_rotary_pair(queries[:, pair], keys[:, pair])
+    if fixed_channels:
+        balanced_queries, balanced_keys = balance_factors(queries[:, fixed_channels], keys[:, fixed_channels].mT)
+        queries[:, fixed_channels], keys[:, fixed_channels] = balanced_queries, balanced_keys.mT
+    _write_columns(matrices.q, matrices.b_q, heads, queries)
+    _write_columns(matrices.k, matrices.b_k, [kv_index], keys)
 
 
-def channel_pairs(channels: int, rotary: Rotary | None) -> tuple[list[list[int]], list[int]]:
+def rotary_channel_pairs(channels: int, rotary: Rotary | None) -> tuple[list[list[int]], list[int]]:
     """The pairs of channels that turn together, and the channels that do not turn.
 
-    >>> channel_pairs(6, Rotary(dims=4)), channel_pairs(4, Rotary(layout="interleaved"))
+    >>> rotary_channel_pairs(6, Rotary(dims=4)), rotary_channel_pairs(4, Rotary(layout="interleaved"))
     (([[0, 2], [1, 3]], [4, 5]), ([[0, 1], [2, 3]], []))
     """
     if rotary is None:
@@ -135,26 +135,28 @@ def channel_pairs(channels: int, rotary: Rotary | None) -> tuple[list[list[int]]
     return pairs, list(range(dims, channels))
 
 
-def balanced_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def balance_factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """(a, d) and (d, b) with the same product, each with the square roots of its singular values, the largest first."""
     d = left.shape[1]
     (q_left, r_left), (q_right, r_right) = torch.linalg.qr(left), torch.linalg.qr(right.mT)
-    u, sizes, v = torch.linalg.svd(r_left @ r_right.mT, full_matrices=False)
-    one, other = q_left @ u, v @ q_right.mT  # (a, r), (r, b)
-    signs = one.gather(
-        0, one.abs().argmax(0, keepdim=True)
+    u, singular_values, v = torch.linalg.svd(r_left @ r_right.mT, full_matrices=False)
+    balanced_left, balanced_right = q_left @ u, v @ q_right.mT  # (a, r), (r, b)
+    signs = balanced_left.gather(
+        0, balanced_left.abs().argmax(0, keepdim=True)
     ).sign()  # (1, r); which of two signs is then no matter of chance
     signs = torch.where(signs == 0, 1.0, signs)
-    roots, more = sizes.sqrt(), d - len(sizes)  # where there are fewer than d the others are 0
-    one, other = one * signs * roots, (other * signs.mT) * roots[:, None]
-    return torch.nn.functional.pad(one, (0, more)), torch.nn.functional.pad(other, (0, 0, 0, more))
+    roots, missing = singular_values.sqrt(), d - len(singular_values)  # where there are fewer than d the others are 0
+    balanced_left, balanced_right = balanced_left * signs * roots, (balanced_right * signs.mT) * roots[:, None]
+    return torch.nn.functional.pad(balanced_left, (0, missing)), torch.nn.functional.pad(
+        balanced_right, (0, 0, 0, missing)
+    )
 
 
-def turned_pair(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def balance_rotary_pair(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Two channels that turn together, (·, 2) each: equally long, on their principal axes; all q · k stay, at all turns."""
-    long, wide = queries.norm(), keys.norm()
-    if long > 0 and wide > 0:
-        stretch = (wide / long).sqrt()
+    query_norm, key_norm = queries.norm(), keys.norm()
+    if query_norm > 0 and key_norm > 0:
+        stretch = (key_norm / query_norm).sqrt()
         queries, keys = queries * stretch, keys / stretch
     axes = torch.linalg.eigh(queries.mT @ queries + keys.mT @ keys)[1].flip(1)  # (2, 2), the longest first
     axes = axes * torch.where(axes[0, 0] < 0, -1.0, 1.0)
@@ -168,7 +170,7 @@ def _with_bias(weight: Tensor, bias: Tensor | None, heads: list[int]) -> Tensor:
     return (rows if bias is None else torch.cat((rows, bias[heads][:, None].double()), 1)).flatten(0, 1)
 
 
-def _put(weight: Tensor, bias: Tensor | None, heads: list[int], columns: Tensor) -> None:
+def _write_columns(weight: Tensor, bias: Tensor | None, heads: list[int], columns: Tensor) -> None:
     rows = columns.unflatten(0, (len(heads), -1))  # (n, D or D + 1, channels)
     weight[heads] = rows[:, : weight.shape[2]].mT.to(weight)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""A site is where attention happens: it shows a call to listeners and lets callers scale or replace z.
+"""A hook point is where attention happens: it shows a call to listeners and lets callers scale or replace z.
 
 Everything acts on z, after the kernel and before W_O. Attention is linear in v, so scaling a head's z is the same as
 scaling its probabilities, and the kernel never has to know: looking at or silencing a head leaves the backend as it was.
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels import Terms, maps
-from headwise.kernels.batched import maps_of_rows
-from headwise.kernels.precision import at_least_float32
-from headwise.spec import Address, SiteAddress
+from headwise.kernels import ScoreParams, attention_weights
+from headwise.kernels.batched import attention_weight_rows
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.spec import Address, LayerAddress
 
-Listener = Callable[["Seen"], None]
+Listener = Callable[["AttentionCall"], None]
 Edit = Callable[[Tensor], Tensor]
 _numbers = count()  # of hook points in this process
 
 
-class HasSlices(Protocol):
+class OutputWeightsProtocol(Protocol):
     """An output projection that can show each head's own part, (H, e, D)."""
 
     @property
-    def slices(self) -> Tensor:
+    def head_weights(self) -> Tensor:
         """(H, e, D)"""
         ...
 
@@ -71,34 +71,36 @@ HOOKS = _NoHooks({}, {})
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class AttentionCall:
     """One attention call as a listener sees it: q and k after positions, z as it enters W_O; `maps()` rebuilds the maps.
 
     Tensors have the model's dtype. Maps are computed in at least float32.
     """
 
-    site: "Site"
+    hook_point: "HookPoint"
     q: Tensor  # (B, H, T, d)
     k: Tensor  # (B, K, S, d)
     v: Tensor  # (B, K, S, e)
-    terms: Terms  # mask, scale, bias, sink, groups
+    params: ScoreParams  # mask, scale, bias, sink, groups
     z: Tensor  # (B, H, T, e)
 
     def maps(self) -> Tensor:
         """Who looked at whom: the attention weights of every head, (B, H, T, S), rebuilt from q and k."""
-        return maps(at_least_float32(self.q), at_least_float32(self.k), self.terms)
+        return attention_weights(at_least_float32(self.q), at_least_float32(self.k), self.params)
 
-    def rows(self, rows: Sequence[int], some: slice = slice(None)) -> Tensor:
-        """Some rows of the maps, (B, H, rows, S), or of `some` of the batch."""
+    def map_rows(self, rows: Sequence[int], batch_slice: slice = slice(None)) -> Tensor:
+        """Some rows of the maps, (B, H, rows, S), or of `batch_slice` of the batch."""
         q, k = at_least_float32(self.q), at_least_float32(self.k)
-        return torch.cat([maps_of_rows(q, k, self.terms, range(row, row + 1), some) for row in rows], 2)
+        return torch.cat(
+            [attention_weight_rows(q, k, self.params, range(row, row + 1), batch_slice) for row in rows], 2
+        )
 
 
-class Site:
+class HookPoint:
     """One attention layer, seen from outside: its address, its heads, their W_O, how far they see, and what passes."""
 
     def __init__(
-        self, address: SiteAddress, head_ids: tuple[int, ...], output: HasSlices, window: int | None = None
+        self, address: LayerAddress, head_ids: tuple[int, ...], output: OutputWeightsProtocol, window: int | None = None
     ) -> None:
         self.address = address
         self.head_ids = head_ids
@@ -110,33 +112,33 @@ class Site:
     @property
     def W_O(self) -> Tensor:
         """A live view of the heads' output projections: (H, e, D)."""
-        return self._output.slices
+        return self._output.head_weights
 
     @property
-    def addresses(self) -> tuple[Address, ...]:
+    def head_addresses(self) -> tuple[Address, ...]:
         """The heads here."""
-        return tuple(self.address.head(number) for number in self.head_ids)
+        return tuple(self.address.head_address(number) for number in self.head_ids)
 
     @property
-    def is_open(self) -> bool:
+    def is_active(self) -> bool:
         """Whether this context has an edit or a listener here."""
-        return self.is_edited or self.is_heard
+        return self.has_edits or self.has_listeners
 
     @property
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether this context has a listener here."""
         return self.key in HOOKS.now.listeners
 
     @property
-    def is_edited(self) -> bool:
+    def has_edits(self) -> bool:
         """Whether this context has an edit here, or had one in the pass that is being repeated."""
         return self.key in HOOKS.now.edits
 
-    def index(self, head: Address) -> int:
-        """Where a head stands on the head axis of this site's tensors."""
-        if head not in self.addresses:
-            there = ", ".join(map(str, self.head_ids)) or "none"
-            raise HeadwiseError(f"there is no head {head} here; layer {self.address} has heads {there}.")
+    def head_index(self, head: Address) -> int:
+        """Where a head stands on the head axis of this hook point's tensors."""
+        if head not in self.head_addresses:
+            present_ids = ", ".join(map(str, self.head_ids)) or "none"
+            raise HeadwiseError(f"there is no head {head} here; layer {self.address} has heads {present_ids}.")
         return self.head_ids.index(head.head)
 
     @contextmanager
@@ -148,74 +150,78 @@ class Site:
     @contextmanager
     def scaled(self, gate: Tensor) -> Iterator[None]:
         """Scale each head's z: (H,) or (B, H)."""
-        self.check_edit()
-        with _opened("edits", self.key, lambda z: gated(z, gate)):
+        self.check_editable()
+        with _opened("edits", self.key, lambda z: apply_gate(z, gate)):
             yield
 
     @contextmanager
     def replaced(self, value: Tensor | Edit) -> Iterator[None]:
         """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of z."""
-        self.check_edit()
-        with _opened("edits", self.key, value if callable(value) else lambda z: expanded(value, z)):
+        self.check_editable()
+        with _opened("edits", self.key, value if callable(value) else lambda z: expand_like(value, z)):
             yield
 
-    def check_edit(self) -> None:
+    def check_editable(self) -> None:
         """Refuse an edit that would not do what it says; here every edit does."""
 
-    def check_shape(self, z: Tensor, changed: Tensor) -> None:
+    def check_edit_shape(self, z: Tensor, edited: Tensor) -> None:
         """What is put in place of z has its shape."""
-        if changed.shape != z.shape:
+        if edited.shape != z.shape:
             raise HeadwiseError(
-                f"z at {self.address} is {tuple(z.shape)} but was replaced by {tuple(changed.shape)}; keep the shape."
+                f"z at {self.address} is {tuple(z.shape)} but was replaced by {tuple(edited.shape)}; keep the shape."
             )
 
-    def here(self, z: Tensor) -> Tensor:
+    def local_z(self, z: Tensor) -> Tensor:
         """Of z of all heads, (B, H, T, e), that of the heads this process has: here all of them."""
         return z
 
-    def __deepcopy__(self, memo: dict) -> "Site":
-        """A copied model has sites of its own; contexts that are open belong to the original."""
-        return Site(self.address, self.head_ids, copy.deepcopy(self._output, memo), self.window)
+    def __deepcopy__(self, memo: dict) -> "HookPoint":
+        """A copied model has hook points of its own; contexts that are open belong to the original."""
+        return HookPoint(self.address, self.head_ids, copy.deepcopy(self._output, memo), self.window)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickled hook point gets a key of its own when it is read."""
         self.__dict__ |= state | {"key": f"hook point {next(_numbers)}"}
 
-    def passing(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, z: Tensor) -> Tensor:
+    def apply(self, q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, z: Tensor) -> Tensor:
         """Called by the layer between the kernel and W_O: edits first, in the order they were made, then listeners."""
         if HOOKS.now is HOOKS:
             return z
-        z = self.edit(z)
-        if self.is_heard:
-            self.show(q, k, v, lambda: terms, z)
+        z = self.apply_edits(z)
+        if self.has_listeners:
+            self.notify_listeners(q, k, v, lambda: params, z)
         return z
 
-    def edit(self, z: Tensor) -> Tensor:
+    def apply_edits(self, z: Tensor) -> Tensor:
         """Apply the edits of this context in the order in which they were opened: (B, H, T, e) → (B, H, T, e)."""
         for edit in HOOKS.now.edits.get(self.key, ()):
             changed = edit(z)
-            self.check_shape(z, changed)
+            self.check_edit_shape(z, changed)
             z = changed
         return z
 
-    def show(self, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
+    def notify_listeners(
+        self, q: Tensor, k: Tensor, v: Tensor, make_params: Callable[[], ScoreParams], z: Tensor
+    ) -> None:
         """Show a call to the listeners of this context. Compiled code is left for them (a graph break)."""
         if torch.compiler.is_compiling():
-            from headwise.heads.uncompiled import call_uncompiled
+            from headwise.heads.uncompiled_listeners import call_uncompiled
 
-            call_uncompiled(self, q, k, v, terms, z)
+            call_uncompiled(self, q, k, v, make_params, z)
         else:
-            call_listeners(self, q, k, v, terms, z)
+            call_listeners(self, q, k, v, make_params, z)
 
 
-def call_listeners(site: Site, q: Tensor, k: Tensor, v: Tensor, terms: Callable[[], Terms], z: Tensor) -> None:
+def call_listeners(
+    hook_point: HookPoint, q: Tensor, k: Tensor, v: Tensor, make_params: Callable[[], ScoreParams], z: Tensor
+) -> None:
     """Show a call to the listeners that this context has at a hook point."""
-    seen = Seen(site, q, k, v, terms(), z)
-    for listener in HOOKS.now.listeners.get(site.key, ()):
-        listener(seen)
+    call = AttentionCall(hook_point, q, k, v, make_params(), z)
+    for listener in HOOKS.now.listeners.get(hook_point.key, ()):
+        listener(call)
 
 
-def gated(z: Tensor, gate: Tensor) -> Tensor:
+def apply_gate(z: Tensor, gate: Tensor) -> Tensor:
     """Scale each head's z by a gate, (H,) or (B, H): (B, H, T, e)."""
     B, H = z.shape[:2]
     if not isinstance(gate, Tensor):
@@ -225,12 +231,12 @@ def gated(z: Tensor, gate: Tensor) -> Tensor:
     return z * gate.to(z)[..., None, None]
 
 
-def expanded(value: Tensor, z: Tensor) -> Tensor:
+def expand_like(value: Tensor, z: Tensor) -> Tensor:
     """A value as large as z."""
     try:
         return value.to(z).expand_as(z)
     except RuntimeError:
-        return value  # it does not fit, and `passing` says so
+        return value  # it does not fit, and `check_shape` says so
 
 
 @contextmanager
@@ -243,13 +249,13 @@ def _opened(kind: Literal["edits", "listeners"], key: str, item: Callable[[Any],
     finally:
         items = getattr(HOOKS.now, kind).get(key, ())
         # By identity and from the end: the same function may have been entered twice.
-        places = [place for place, other in enumerate(items) if other is item]
-        if not places:
+        indices = [index for index, other in enumerate(items) if other is item]
+        if not indices:
             raise HeadwiseError(
                 f"{kind} at a layer were opened in one context and closed in another, for example in two threads. Open and "
                 "close them in the same one."
             )
-        _set_items(kind, key, items[: places[-1]] + items[places[-1] + 1 :])
+        _set_items(kind, key, items[: indices[-1]] + items[indices[-1] + 1 :])
 
 
 def _set_items(kind: str, key: str, items: tuple[Any, ...]) -> None:
@@ -268,7 +274,7 @@ def adopt_hooks(hooks: OpenHooks) -> None:
 
 
 @contextmanager
-def repeated(hooks: OpenHooks) -> Iterator[None]:
+def replaying(hooks: OpenHooks) -> Iterator[None]:
     """Repeat a forward pass with the edits that were open when it ran first, and without calling listeners again."""
     token = _open.set(OpenHooks(hooks.edits, {}, repeats=True))
     try:
@@ -277,6 +283,6 @@ def repeated(hooks: OpenHooks) -> Iterator[None]:
         _open.reset(token)
 
 
-def is_repeated() -> bool:
+def is_replaying() -> bool:
     """Whether activation checkpointing repeats a forward pass, and its edits are known."""
     return HOOKS.now.repeats

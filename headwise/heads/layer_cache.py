@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 
 
-class Cache(ABC):
+class LayerCache(ABC):
     """The cache of one attention layer. `length` counts all tokens seen, kept or not."""
 
     length = 0
@@ -25,9 +25,9 @@ class Cache(ABC):
 
     @state.setter
     @abstractmethod
-    def state(self, kept: tuple) -> None: ...
+    def state(self, snapshot: tuple) -> None: ...
 
-    def visible(self, T: int) -> int:
+    def visible_keys(self, T: int) -> int:
         """How many keys a mask is about when T more tokens come."""
         return self.length + T
 
@@ -37,11 +37,11 @@ class Cache(ABC):
 
     @property
     @abstractmethod
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory held."""
 
 
-class WholeCache(Cache):
+class SharedKVCache(LayerCache):
     """All key heads of the layer keep the same tokens, in one tensor."""
 
     def __init__(self) -> None:
@@ -61,21 +61,21 @@ class WholeCache(Cache):
         return self.length, self._k, self._v
 
     @state.setter
-    def state(self, kept: tuple) -> None:
-        self.length, self._k, self._v = kept
+    def state(self, snapshot: tuple) -> None:
+        self.length, self._k, self._v = snapshot
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._k, self._v) if t is not None)
 
-    def _room(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    def _reserve(self, k: Tensor, v: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Make room for so many tokens, keeping what is there."""
         self._check_batch(k)
         if self._k is None or self._v is None:
-            self._k, self._v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k.detach(), v.detach()))
-        elif self._k.shape[2] < room:
-            more = room - self._k.shape[2]
-            self._k, self._v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (self._k, self._v))
+            self._k, self._v = (x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (k.detach(), v.detach()))
+        elif self._k.shape[2] < capacity:
+            missing = capacity - self._k.shape[2]
+            self._k, self._v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (self._k, self._v))
         return self._k, self._v
 
     def _check_batch(self, k: Tensor) -> None:
@@ -84,25 +84,25 @@ class WholeCache(Cache):
                 f"the cache holds a batch of {self._k.shape[0]}, got {k.shape[0]}; start a new cache for a new batch."
             )
 
-    def _put(self, k: Tensor, v: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    def _append(self, k: Tensor, v: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Write new tokens behind those already there."""
-        kept_k, kept_v = self._room(k, v, room)
+        stored_k, stored_v = self._reserve(k, v, capacity)
         start, self.length = self.length, self.length + k.shape[2]
-        kept_k.narrow(2, start, k.shape[2]).copy_(k.detach() if k.requires_grad else k)
-        kept_v.narrow(2, start, v.shape[2]).copy_(v.detach() if v.requires_grad else v)
-        return kept_k.narrow(2, 0, self.length), kept_v.narrow(2, 0, self.length)
+        stored_k.narrow(2, start, k.shape[2]).copy_(k.detach() if k.requires_grad else k)
+        stored_v.narrow(2, start, v.shape[2]).copy_(v.detach() if v.requires_grad else v)
+        return stored_k.narrow(2, 0, self.length), stored_v.narrow(2, 0, self.length)
 
 
-class GrowingCache(WholeCache):
+class DynamicCache(SharedKVCache):
     """Keeps everything. Room doubles when it runs out, so that a token costs the same however many came before."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         needed = self.length + k.shape[2]
-        room = 0 if self._k is None else self._k.shape[2]
-        return self._put(k, v, room if needed <= room else max(needed, 2 * room, 64))
+        capacity = 0 if self._k is None else self._k.shape[2]
+        return self._append(k, v, capacity if needed <= capacity else max(needed, 2 * capacity, 64))
 
 
-class FixedCache(WholeCache):
+class StaticCache(SharedKVCache):
     """Keeps up to `size` tokens in memory taken once; one more is an error."""
 
     def __init__(self, size: int) -> None:
@@ -115,12 +115,12 @@ class FixedCache(WholeCache):
         if self.length + k.shape[2] > self.size:
             raise HeadwiseError(
                 f"the cache is full: it holds {self.size} tokens, {self.length} are there and {k.shape[2]} more came; "
-                f"make it larger, or use a growing or sliding one."
+                f"make it larger, or use a dynamic or sliding one."
             )
-        return self._put(k, v, self.size)
+        return self._append(k, v, self.size)
 
 
-class SlidingCache(WholeCache):
+class SlidingWindowCache(SharedKVCache):
     """Keeps what a window of `size` can still see: for each new token, the `size` − 1 before it."""
 
     def __init__(self, size: int) -> None:
@@ -135,15 +135,15 @@ class SlidingCache(WholeCache):
         self.length += k.shape[2]
         if self._k is not None and self._v is not None:
             k, v = torch.cat((self._k, k), 2), torch.cat((self._v, v), 2)
-        keep = max(0, k.shape[2] - (self.size - 1))  # the next token sees itself and size − 1 more
-        self._k, self._v = k[:, :, keep:].clone(), v[:, :, keep:].clone()
+        start = max(0, k.shape[2] - (self.size - 1))  # the next token sees itself and size − 1 more
+        self._k, self._v = k[:, :, start:].clone(), v[:, :, start:].clone()
         return k, v
 
-    def visible(self, T: int) -> int:
+    def visible_keys(self, T: int) -> int:
         return min(self.length, self.size - 1) + T
 
 
-class SourceCache(WholeCache):
+class CrossAttentionCache(SharedKVCache):
     """Cross-attention's: the keys and values of the source, computed once and used at every step."""
 
     source: Tensor | None = None  # whose keys they are
@@ -154,6 +154,6 @@ class SourceCache(WholeCache):
         return self._k, self._v
 
     @property
-    def held(self) -> tuple[Tensor, Tensor] | None:
+    def kv(self) -> tuple[Tensor, Tensor] | None:
         """The keys and values, if they are there already."""
         return None if self._k is None or self._v is None else (self._k, self._v)

@@ -8,134 +8,144 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.head_groups import BeforeForgetting, CacheStep, Part, make_part
-from headwise.heads.layer_cache import Cache
+from headwise.heads.head_groups import CacheStepContext, HeadGroup, UnsplitHeadGroup, make_head_group
+from headwise.heads.layer_cache import LayerCache
 from headwise.kernels import Mask, per_head
-from headwise.kernels.quantization import rounded
-from headwise.kernels.sink_window_masks import Streaming
-from headwise.spec import AttentionSpec, Keeps
+from headwise.kernels.quantization import fake_quantize
+from headwise.kernels.sink_window_masks import SinkWindowMask
+from headwise.spec import AttentionSpec, CachePolicy
 
 
-class HeadCache(Cache):
-    """The cache of one layer whose key heads keep different things; `keeps` tells what, one for each that is there.
+class PerHeadCache(LayerCache):
+    """The cache of one layer whose key heads keep different things; `policies` tells what, one for each that is there.
 
     >>> spec = AttentionSpec(width=8, heads=2)
-    >>> cache = HeadCache(spec, (Keeps(), Keeps(first=1, last=2)))
+    >>> cache = PerHeadCache(spec, (CachePolicy(), CachePolicy(sink_tokens=1, window=2)))
     >>> k = v = torch.zeros(1, 2, 2, 4)  # two tokens
-    >>> cache.keep(k, v)
-    >>> [part.keys for part in cache.parts]  # so far nobody has forgotten anything
+    >>> cache.append(k, v)
+    >>> [group.kv_indices for group in cache.groups]  # so far nobody has forgotten anything
     [[0, 1]]
-    >>> cache.keep(k, v)
-    >>> [part.keys for part in cache.parts]
+    >>> cache.append(k, v)
+    >>> [group.kv_indices for group in cache.groups]
     [[0], [1]]
     """
 
-    def __init__(self, spec: AttentionSpec, keeps: tuple[Keeps, ...], size: int | None = None) -> None:
-        if len(keeps) != len(spec.kv_ids):
+    def __init__(self, spec: AttentionSpec, policies: tuple[CachePolicy, ...], size: int | None = None) -> None:
+        if len(policies) != len(spec.kv_head_ids):
             raise HeadwiseError(
-                f"the layer has {len(spec.kv_ids)} key heads; it was told what {len(keeps)} of them keep."
+                f"the layer has {len(spec.kv_head_ids)} key heads; it was told what {len(policies)} of them keep."
             )
-        self.keeps = keeps
-        self.everywhere = keeps  # of all key heads of the layer, where other processes hold some
-        self._own: list[Part] = []
-        for one in dict.fromkeys(keeps):
-            keys = [i for i, other in enumerate(keeps) if other == one]
-            heads = [head for head, key in enumerate(spec.kv_of_head) if key in keys]
-            groups = tuple(keys.index(spec.kv_of_head[head]) for head in heads)
-            self._own.append(make_part(heads, keys, groups, one, spec.window, size))
-        heads = [head for part in self._own for head in part.numbers]
-        self._order = None if heads == sorted(heads) else torch.tensor(heads).argsort()  # of what all parts find
+        self.policies = policies
+        self.all_policies = policies  # of all key heads of the layer, where other processes hold some
+        self._split_groups: list[HeadGroup] = []
+        for policy in dict.fromkeys(policies):
+            kv_indices = [i for i, kv_policy in enumerate(policies) if kv_policy == policy]
+            heads = [head for head, key in enumerate(spec.kv_of_head) if key in kv_indices]
+            kv_of_head = tuple(kv_indices.index(spec.kv_of_head[head]) for head in heads)
+            self._split_groups.append(make_head_group(heads, kv_indices, kv_of_head, policy, spec.window, size))
+        heads = [head for group in self._split_groups for head in group.head_indices]
+        self._head_order = None if heads == sorted(heads) else torch.tensor(heads).argsort()  # of what all parts find
         self._batch: int | None = None
-        self.parts = self._own
-        rooms = [one.first + one.last for one in keeps if one.last is not None]
-        if len(self._own) > 1 and rooms and spec.window is size is None and all(one.bits == 32 for one in keeps):
-            self.parts = [BeforeForgetting(spec.kv_of_head, len(keeps), min(rooms))]
+        self.groups = self._split_groups
+        capacities = [policy.sink_tokens + policy.window for policy in policies if policy.window is not None]
+        if (
+            len(self._split_groups) > 1
+            and capacities
+            and spec.window is size is None
+            and all(policy.bits == 32 for policy in policies)
+        ):
+            self.groups = [UnsplitHeadGroup(spec.kv_of_head, len(policies), min(capacities))]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: CacheStep) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStepContext) -> Tensor:
         """New tokens are kept, and their queries look at all that is: (B, H, T, d), (B, K, T, ·) twice → (B, H, T, e)."""
-        self.check_batch(k)
-        self._part_ways(k.shape[2], call.starts)
-        if len(self.parts) == 1 and k.shape[2]:
-            z = self.parts[0].attend(q, k, v, call)
-        elif not k.shape[2] or not self.parts:
+        self.check_batch_size(k)
+        self._split_if_needed(k.shape[2], step.row_starts)
+        if len(self.groups) == 1 and k.shape[2]:
+            z = self.groups[0].attend(q, k, v, step)
+        elif not k.shape[2] or not self.groups:
             z = q.new_zeros(*q.shape[:3], v.shape[-1])
         else:
-            found = [p.attend(p.heads.of(q), p.key_heads.of(k), p.key_heads.of(v), call) for p in self.parts]
-            z = torch.cat(found, 1)
-            if self._order is not None:
-                self._order = self._order.to(z.device)
-                z = z.index_select(1, self._order)
+            outputs = [
+                group.attend(group.heads.select(q), group.kv_heads.select(k), group.kv_heads.select(v), step)
+                for group in self.groups
+            ]
+            z = torch.cat(outputs, 1)
+            if self._head_order is not None:
+                self._head_order = self._head_order.to(z.device)
+                z = z.index_select(1, self._head_order)
         self.length += k.shape[2]
         self._batch = len(k)
         return z
 
-    def keep(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor) -> None:
         """Keep tokens that nobody asks about now: (B, K, T, ·) twice, T > 0, without padding."""
-        self.check_batch(k)
-        self._part_ways(k.shape[2])
-        for part in self.parts:
-            part.keep(part.key_heads.of(k), part.key_heads.of(v), self.length)
+        self.check_batch_size(k)
+        self._split_if_needed(k.shape[2])
+        for group in self.groups:
+            group.append(group.kv_heads.select(k), group.kv_heads.select(v), self.length)
         self.length += k.shape[2]
         self._batch = len(k)
 
-    def _part_ways(self, T: int, starts: Tensor | None = None) -> None:
+    def _split_if_needed(self, T: int, row_starts: Tensor | None = None) -> None:
         """Before T more tokens come: whether a head will now forget one, or counts its first ones from another place."""
-        together = self.parts[0] if self.parts else None
-        if isinstance(together, BeforeForgetting) and (self.length + T > together.most or starts is not None):
-            together.hand_over(self._own, self.length)
-            self.parts = self._own
+        unsplit = self.groups[0] if self.groups else None
+        if isinstance(unsplit, UnsplitHeadGroup) and (self.length + T > unsplit.max_rows or row_starts is not None):
+            unsplit.split_into(self._split_groups, self.length)
+            self.groups = self._split_groups
 
-    def check_batch(self, k: Tensor) -> None:
+    def check_batch_size(self, k: Tensor) -> None:
         """A cache serves one batch."""
         if self._batch not in (None, len(k)):
             raise HeadwiseError(
                 f"the cache holds a batch of {self._batch}, got {len(k)}; start a new cache for a new batch."
             )
 
-    def laid_out(self, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    def dense_kv(self, k: Tensor, v: Tensor, row_starts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens, new ones too, at their places, zeros where one was forgotten: (B, K, S, ·) twice.
 
         For whoever looks at a call: it takes the memory that was saved.
         """
         S = self.length + k.shape[2]
         all_k, all_v = (x.new_zeros(*x.shape[:2], S, x.shape[3]) for x in (k, v))
-        for part in self.parts:
-            for whole, new, shelf in ((all_k, k, part.k), (all_v, v, part.v)):
-                whole[:, part.keys, self.length :] = shelf.as_kept(new[:, part.keys])
-                part.lay_out(whole, shelf, self.length, starts)
+        for group in self.groups:
+            for dense, new, buffer in ((all_k, k, group.k), (all_v, v, group.v)):
+                dense[:, group.kv_indices, self.length :] = buffer.fake_quantize(new[:, group.kv_indices])
+                group.write_dense(dense, buffer, self.length, row_starts)
         return all_k, all_v
 
     def reorder(self, rows: Tensor) -> None:
-        for part in self.parts:
-            for shelf in (part.k, part.v):
-                shelf.held = tuple(x.index_select(0, rows) for x in shelf.held)
+        for group in self.groups:
+            for buffer in (group.k, group.v):
+                buffer.storage = tuple(x.index_select(0, rows) for x in buffer.storage)
         self._batch = None if self._batch is None else len(rows)
 
     @property
     def state(self) -> tuple:
-        return self.length, self._batch, self.parts, [(part.k.held, part.v.held) for part in self.parts]
+        return self.length, self._batch, self.groups, [(group.k.storage, group.v.storage) for group in self.groups]
 
     @state.setter
-    def state(self, kept: tuple) -> None:
-        self.length, self._batch, self.parts, shelves = kept
-        for part, (k, v) in zip(self.parts, shelves, strict=True):
-            part.k.held, part.v.held = k, v
+    def state(self, snapshot: tuple) -> None:
+        self.length, self._batch, self.groups, storages = snapshot
+        for group, (k, v) in zip(self.groups, storages, strict=True):
+            group.k.storage, group.v.storage = k, v
 
     @property
-    def bytes(self) -> int:
-        return sum(shelf.bytes for part in self.parts for shelf in (part.k, part.v))
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for group in self.groups for buffer in (group.k, group.v))
 
 
-def as_kept(x: Tensor, keeps: tuple[Keeps, ...]) -> Tensor:
+def fake_quantize_kv(x: Tensor, policies: tuple[CachePolicy, ...]) -> Tensor:
     """Keys or values as they come back from a cache, each head's at its bits: (B, K, S, ·)"""
-    if all(one.bits == 32 for one in keeps):
+    if all(policy.bits == 32 for policy in policies):
         return x
-    return torch.cat([rounded(x[:, i : i + 1], one.bits) for i, one in enumerate(keeps)], 1)
+    return torch.cat([fake_quantize(x[:, i : i + 1], policy.bits) for i, policy in enumerate(policies)], 1)
 
 
-def not_forgotten(keeps: tuple[Keeps, ...], kv_of_head: tuple[int, ...], S: int, starts: Tensor | None) -> Mask | None:
+def streaming_mask(
+    policies: tuple[CachePolicy, ...], kv_of_head: tuple[int, ...], S: int, row_starts: Tensor | None
+) -> Mask | None:
     """For each head what it has not forgotten among S keys; None where nobody has forgotten anything."""
-    if not any(one.tokens(S) < S for one in keeps):
+    if not any(policy.cached_tokens(S) < S for policy in policies):
         return None
-    masks = [Streaming(one.first, one.last or S, starts) for one in keeps]
-    return per_head([masks[key] for key in kv_of_head])
+    masks = [SinkWindowMask(policy.sink_tokens, policy.window or S, row_starts) for policy in policies]
+    return per_head([masks[kv_index] for kv_index in kv_of_head])

@@ -1,8 +1,8 @@
 """Weights at few bits, packed. Looked at, they are numbers again: unpacking and multiplying is the reference.
 
-A `Packed` holds matrices of one shape, one for each head say, (units, rows, inputs). Those of equal bits lie together,
-`codes4` and `scales4`; those that stay as they are lie in `rows32`. Nothing of it is a parameter: a model that is to be
-trained is unpacked first.
+A `QuantizedWeight` holds matrices of one shape, one for each head say, (units, rows, inputs). Those of equal bits lie
+together, `codes4` and `scales4`; those that stay as they are lie in `rows32`. Nothing of it is a parameter: a model that
+is to be trained is unpacked first.
 """
 
 import re
@@ -14,105 +14,119 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.autotuned_linear import forms_wanted, linear
-from headwise.kernels.prepacked_fp16 import Form, half_form
-from headwise.kernels.quantization import from_codes, rounded, to_codes
-from headwise.spec.weight_bits import FULL, GROUP
+from headwise.kernels.autotuned_linear import can_use_prepacked, linear
+from headwise.kernels.prepacked_fp16 import PrepackedMatmul, prepack_fp16
+from headwise.kernels.quantization import dequantize, fake_quantize, quantize
+from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE
 
 
-class Packed(nn.Module):
+class QuantizedWeight(nn.Module):
     """Matrices (units, rows, inputs) at so many bits each, rounded in groups along the inputs."""
 
     def __init__(
-        self, bits: Sequence[int], rows: int, inputs: int, group: int = GROUP, activations: int = FULL
+        self,
+        bits: Sequence[int],
+        rows: int,
+        inputs: int,
+        group_size: int = GROUP_SIZE,
+        activation_bits: int = FULL_PRECISION,
     ) -> None:
         super().__init__()
         if torch.empty(0).device.type != "meta":
             raise HeadwiseError(
-                "weights at few bits are made from weights that are there; build the model without, and use hw.quantise."
+                "weights at few bits are made from weights that are there; build the model without, and use hw.quantize."
             )
-        self.bits, self.rows, self.inputs, self.group = tuple(bits), rows, inputs, group
-        self.activations, self.dtype = activations, torch.get_default_dtype()
+        self.bits, self.rows, self.inputs, self.group_size = tuple(bits), rows, inputs, group_size
+        self.activation_bits, self.dtype = activation_bits, torch.get_default_dtype()
         self.inputs_are_split = False  # True: the matrices stand side by side along what is read, as W_O's heads do
-        for count in self._kinds():
-            units = len(self._units(count))
-            if count == FULL:
-                self.register_buffer("rows32", torch.empty(units, rows, inputs))
-            elif count == 16:
-                self.register_buffer("rows16", torch.empty(units, rows, inputs, dtype=torch.float16))
+        for bit_width in self._bit_widths():
+            matrices = len(self._matrices_at(bit_width))
+            if bit_width == FULL_PRECISION:
+                self.register_buffer("rows32", torch.empty(matrices, rows, inputs))
+            elif bit_width == 16:
+                self.register_buffer("rows16", torch.empty(matrices, rows, inputs, dtype=torch.float16))
             else:
-                codes, kind = (inputs, torch.int8) if count == 8 else (-(-inputs * count // 8), torch.uint8)
-                scales = -(-inputs // max(1, min(group, inputs)))
-                self.register_buffer(f"codes{count}", torch.empty(units, rows, codes, dtype=kind))
-                self.register_buffer(f"scales{count}", torch.empty(units, rows, scales, dtype=torch.float32))
+                code_bytes, code_dtype = (
+                    (inputs, torch.int8) if bit_width == 8 else (-(-inputs * bit_width // 8), torch.uint8)
+                )
+                scale_count = -(-inputs // max(1, min(group_size, inputs)))
+                self.register_buffer(f"codes{bit_width}", torch.empty(matrices, rows, code_bytes, dtype=code_dtype))
+                self.register_buffer(
+                    f"scales{bit_width}", torch.empty(matrices, rows, scale_count, dtype=torch.float32)
+                )
 
-    def _kinds(self) -> list[int]:
+    def _bit_widths(self) -> list[int]:
         return sorted(set(self.bits))
 
-    def _units(self, count: int) -> list[int]:
-        return [unit for unit, bits in enumerate(self.bits) if bits == count]
+    def _matrices_at(self, bit_width: int) -> list[int]:
+        return [matrix for matrix, bits in enumerate(self.bits) if bits == bit_width]
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """What is to be held of these numbers, (units, rows, inputs), by name."""
-        held: dict[str, Tensor] = {}
-        for count in self._kinds():
-            some = weight[self._units(count)]
-            if count == FULL:
-                held["rows32"] = some.clone()
-            elif count == 16:
-                held["rows16"] = some.to(torch.float16)
-                if not held["rows16"].isfinite().all():
+        buffers: dict[str, Tensor] = {}
+        for bit_width in self._bit_widths():
+            selected = weight[self._matrices_at(bit_width)]
+            if bit_width == FULL_PRECISION:
+                buffers["rows32"] = selected.clone()
+            elif bit_width == 16:
+                buffers["rows16"] = selected.to(torch.float16)
+                if not buffers["rows16"].isfinite().all():
                     raise HeadwiseError(
-                        f"weights of up to {some.abs().max():.3g} are too large for 16-bit floats, which end at 65504; "
+                        f"weights of up to {selected.abs().max():.3g} are too large for 16-bit floats, which end at 65504; "
                         f"store these at 8 bits."
                     )
             else:
-                codes, scales = to_codes(some, count, self.group)
-                held |= {f"codes{count}": codes.contiguous(), f"scales{count}": scales.contiguous()}
-        return held
+                quantized, scales = quantize(selected, bit_width, self.group_size)
+                buffers |= {f"codes{bit_width}": quantized.contiguous(), f"scales{bit_width}": scales.contiguous()}
+        return buffers
 
-    def some_units(self, chosen: Sequence[int]) -> dict[str, Tensor]:
+    def select_matrices(self, matrices: Sequence[int]) -> dict[str, Tensor]:
         """What is held of some matrices, by name; of kinds that none of them is of, nothing."""
-        held: dict[str, Tensor] = {}
-        for count in self._kinds():
-            there = self._units(count)
-            places = [there.index(unit) for unit in chosen if unit in there]
-            names = (f"rows{count}",) if count in (FULL, 16) else (f"codes{count}", f"scales{count}")
-            held |= {name: getattr(self, name)[places] for name in names if places}
-        return held
+        buffers: dict[str, Tensor] = {}
+        for bit_width in self._bit_widths():
+            stored = self._matrices_at(bit_width)
+            positions = [stored.index(matrix) for matrix in matrices if matrix in stored]
+            names = (
+                (f"rows{bit_width}",)
+                if bit_width in (FULL_PRECISION, 16)
+                else (f"codes{bit_width}", f"scales{bit_width}")
+            )
+            buffers |= {name: getattr(self, name)[positions] for name in names if positions}
+        return buffers
 
-    def unpacked(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The numbers: (units, rows, inputs)."""
-        kinds = self._kinds()
-        if len(kinds) == 1:
-            return self._of(kinds[0])
-        made = torch.empty(len(self.bits), self.rows, self.inputs, dtype=self.dtype, device=self.device)
-        for count in kinds:
-            made[self._units(count)] = self._of(count)
-        return made
+        bit_widths = self._bit_widths()
+        if len(bit_widths) == 1:
+            return self._dequantize_at(bit_widths[0])
+        weight = torch.empty(len(self.bits), self.rows, self.inputs, dtype=self.dtype, device=self.device)
+        for bit_width in bit_widths:
+            weight[self._matrices_at(bit_width)] = self._dequantize_at(bit_width)
+        return weight
 
-    def _of(self, count: int) -> Tensor:
-        if count in (FULL, 16):
-            return self.get_buffer(f"rows{count}").to(self.dtype)
-        codes, scales = getattr(self, f"codes{count}"), getattr(self, f"scales{count}")
-        return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
+    def _dequantize_at(self, bit_width: int) -> Tensor:
+        if bit_width in (FULL_PRECISION, 16):
+            return self.get_buffer(f"rows{bit_width}").to(self.dtype)
+        quantized, scales = getattr(self, f"codes{bit_width}"), getattr(self, f"scales{bit_width}")
+        return dequantize(quantized, scales, bit_width, self.inputs, self.dtype, self.group_size)
 
-    def some_rows(self, rows: Tensor) -> Tensor:
+    def dequantize_rows(self, rows: Tensor) -> Tensor:
         """Some rows of the only matrix: (…) → (…, inputs)."""
-        (count,) = self.bits
-        if count == 16:
+        (bit_width,) = self.bits
+        if bit_width == 16:
             return F.embedding(rows, self.get_buffer("rows16")[0]).to(self.dtype)
-        codes, scales = getattr(self, f"codes{count}")[0], getattr(self, f"scales{count}")[0]
-        codes, scales = F.embedding(rows, codes), F.embedding(rows, scales)  # which refuses rows that are not there
-        return from_codes(codes, scales, count, self.inputs, self.dtype, self.group)
+        quantized, scales = getattr(self, f"codes{bit_width}")[0], getattr(self, f"scales{bit_width}")[0]
+        # which refuses rows that are not there
+        quantized, scales = (F.embedding(rows, quantized), F.embedding(rows, scales))
+        return dequantize(quantized, scales, bit_width, self.inputs, self.dtype, self.group_size)
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Side by side what all matrices make of an input: (…, inputs) → (…, units · rows)"""
-        return multiplied(self, x, bias, lambda: self.unpacked().flatten(0, 1))
+        return quantized_linear(self, x, bias, lambda: self.dequantize().flatten(0, 1))
 
-    def as_input(self, x: Tensor) -> Tensor:
+    def quantize_input(self, x: Tensor) -> Tensor:
         """What is multiplied by these weights: as it is, or rounded to few bits, row by row."""
-        return rounded(x, self.activations, x.shape[-1])
+        return fake_quantize(x, self.activation_bits, x.shape[-1])
 
     @property
     def device(self) -> torch.device:
@@ -122,100 +136,118 @@ class Packed(nn.Module):
     @property
     def nbytes(self) -> int:
         """What is held, scales among it."""
-        return sum(held.nbytes for held in self.buffers())
+        return sum(buffer.nbytes for buffer in self.buffers())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Packed":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
         """Another dtype is that of the numbers as they are looked at; codes and scales stay what they are."""
-        before = {name: held for name, held in self._buffers.items() if name.startswith("scales") or name == "rows16"}
+        kept_buffers = {
+            name: buffer for name, buffer in self._buffers.items() if name.startswith("scales") or name == "rows16"
+        }
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        for name, held in before.items():
-            now = self._buffers[name]
-            if held is not None and now is not None and now.dtype != held.dtype:
-                self._buffers[name] = now.to(held.dtype) if held.is_meta else held.to(now.device)
+        for name, buffer in kept_buffers.items():
+            converted = self._buffers[name]
+            if buffer is not None and converted is not None and converted.dtype != buffer.dtype:
+                self._buffers[name] = converted.to(buffer.dtype) if buffer.is_meta else buffer.to(converted.device)
         return self
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
-        told = ", ".join(f"{len(self._units(count))} at {count}" for count in self._kinds())
-        return f"{self.rows} × {self.inputs}, bits: {told}"
+        summary = ", ".join(f"{len(self._matrices_at(bit_width))} at {bit_width}" for bit_width in self._bit_widths())
+        return f"{self.rows} × {self.inputs}, bits: {summary}"
 
 
-_forms: WeakKeyDictionary[Packed, dict[int, tuple[object, Form | None]]] = WeakKeyDictionary()  # made at a first step
+# made at a first step
+_prepacked: WeakKeyDictionary[QuantizedWeight, dict[int, tuple[object, PrepackedMatmul | None]]] = WeakKeyDictionary()
 
 
-def multiplied(packed: Packed, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]) -> Tensor:
+def quantized_linear(
+    quantized: QuantizedWeight, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]
+) -> Tensor:
     """x Wᵀ + b; in a generation step through a form of the weight, if one can be made, else by its plain numbers."""
-    read = x if packed.inputs_are_split else packed.as_input(x)  # what is split was rounded head by head
-    form = _form((packed,), weight) if forms_wanted(x) else None
-    return linear(read, weight(), bias) if form is None else form(read, bias)
+    inputs = x if quantized.inputs_are_split else quantized.quantize_input(x)  # what is split was rounded head by head
+    prepacked = _prepacked_matmul((quantized,), weight) if can_use_prepacked(x) else None
+    return linear(inputs, weight(), bias) if prepacked is None else prepacked(inputs, bias)
 
 
-def multiplied_as_one(several: tuple[Packed, ...], x: Tensor) -> Tensor | None:
+def quantized_linear_fused(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
     """In a generation step, side by side what each makes of one input, by one product; None where there is no such form."""
-    if not forms_wanted(x):
+    if not can_use_prepacked(x):
         return None
-    form = _form(several, lambda: torch.cat([packed.unpacked().flatten(0, 1) for packed in several]))
-    return None if form is None else form(several[0].as_input(x), None)
+    prepacked = _prepacked_matmul(
+        weights, lambda: torch.cat([quantized.dequantize().flatten(0, 1) for quantized in weights])
+    )
+    return None if prepacked is None else prepacked(weights[0].quantize_input(x), None)
 
 
-def _form(several: tuple[Packed, ...], weight: Callable[[], Tensor]) -> Form | None:
-    held = [(b.data_ptr(), b._version) for packed in several for b in packed._buffers.values() if b is not None]
-    there = _forms.setdefault(several[0], {})
-    key, form = there.get(len(several), (None, None))
-    if key != held:  # not made yet, or written over
-        form = half_form(weight())
-        there[len(several)] = held, form
-    return form
+def _prepacked_matmul(weights: tuple[QuantizedWeight, ...], weight: Callable[[], Tensor]) -> PrepackedMatmul | None:
+    versions = [
+        (buffer.data_ptr(), buffer._version)
+        for quantized in weights
+        for buffer in quantized._buffers.values()
+        if buffer is not None
+    ]
+    cached = _prepacked.setdefault(weights[0], {})
+    key, prepacked = cached.get(len(weights), (None, None))
+    if key != versions:  # not made yet, or written over
+        prepacked = prepack_fp16(weight())
+        cached[len(weights)] = versions, prepacked
+    return prepacked
 
 
-def is_held(name: str) -> bool:
-    """Whether a name in a state dict is that of codes, scales or rows of a `Packed`."""
+def is_quantized_key(name: str) -> bool:
+    """Whether a name in a state dict is that of codes, scales or rows of a `QuantizedWeight`."""
     return re.search(r"\.(codes|scales|rows)\d+$", name) is not None
 
 
-class PackedLinear(Packed):
+class QuantizedLinear(QuantizedWeight):
     """A linear layer whose weight, (out, in), is packed."""
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, bits: int, group: int = GROUP, activations: int = FULL
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        bits: int,
+        group_size: int = GROUP_SIZE,
+        activation_bits: int = FULL_PRECISION,
     ) -> None:
-        super().__init__((bits,), outputs, inputs, group, activations)
+        super().__init__((bits,), outputs, inputs, group_size, activation_bits)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     @property
     def weight(self) -> Tensor:
         """The numbers, (out, in); not live."""
-        return self.unpacked()[0]
+        return self.dequantize()[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)"""
-        return self.product(x, self.bias)
+        return self.matmul(x, self.bias)
 
 
-class PackedTable(Packed):
+class QuantizedEmbedding(QuantizedWeight):
     """A table of vectors, one a row, packed."""
 
-    def __init__(self, rows: int, width: int, bits: int, group: int = GROUP) -> None:
-        super().__init__((bits,), rows, width, group)
+    def __init__(self, rows: int, width: int, bits: int, group_size: int = GROUP_SIZE) -> None:
+        super().__init__((bits,), rows, width, group_size)
 
     @property
     def weight(self) -> Tensor:
         """The numbers, (rows, width); not live."""
-        return self.unpacked()[0]
+        return self.dequantize()[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) → (…, width)"""
-        return self.some_rows(ids)
+        return self.dequantize_rows(ids)
 
 
-class PackedTied(nn.Module):
+class TiedQuantizedLinear(nn.Module):
     """A linear layer whose weight is a packed table that stands elsewhere."""
 
-    def __init__(self, table: PackedTable, bias: bool, activations: int = FULL) -> None:
+    def __init__(self, table: QuantizedEmbedding, bias: bool, activation_bits: int = FULL_PRECISION) -> None:
         super().__init__()
         self._table = (table,)  # in a tuple: it is not held here
-        self.activations = activations
+        self.activation_bits = activation_bits
         self.bias = nn.Parameter(torch.empty(table.rows)) if bias else None
 
     @property
@@ -225,4 +257,4 @@ class PackedTied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)"""
-        return self._table[0].product(rounded(x, self.activations, x.shape[-1]), self.bias)
+        return self._table[0].matmul(fake_quantize(x, self.activation_bits, x.shape[-1]), self.bias)

@@ -1,8 +1,9 @@
 """A layer whose heads are held by several processes: each has some, whole, and all write into one stream.
 
-What a caller gives for heads (a mask for each, a bias, gates) is for all of them; each process takes its own. `LayerShare`
-says who has which. A layer's own site shows the heads that are here; `WholeSite` shows all of them, in every process, and
-`WholeLayer` their weights: whoever asks them must do so in every process, for they are fetched from where they are.
+What a caller gives for heads (a mask for each, a bias, gates) is for all of them; each process takes its own. `HeadPartition`
+says who has which. A layer's own hook point shows the heads that are here; `GatheredHookPoint` shows all of them, in every
+process, and `GatheredLayer` their weights: whoever asks them must do so in every process, for they are fetched from where
+they are.
 """
 
 import copy
@@ -15,245 +16,268 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headwise.heads.hook_point import Edit, Listener, Seen, Site, expanded
-from headwise.heads.layer_score_params import CallTerms, layer_terms
-from headwise.kernels import Bias, Mask, Terms
-from headwise.kernels.bias import Given
-from headwise.kernels.collectives import Together
+from headwise.heads.build_score_params import ScoreRequest, layer_score_params
+from headwise.heads.hook_point import AttentionCall, Edit, HookPoint, Listener, expand_like
+from headwise.kernels import Bias, Mask, ScoreParams
+from headwise.kernels.collectives import ProcessGroupOps
+from headwise.kernels.score_bias import DenseBias
 from headwise.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from headwise.heads.attention import MultiHeadAttention
 
 
-class LayerShare:
-    """Who holds which heads of one layer. `whole` is the layer with all of them, `heads` those of each process by number."""
+class HeadPartition:
+    """Who holds which heads of one layer. `full_spec` is the layer with all of them.
 
-    def __init__(self, together: Together, whole: AttentionSpec, heads: Sequence[tuple[int, ...]]) -> None:
-        self.together, self.whole = together, whole
-        keys = [whole.keep(some).kv_ids for some in heads]
-        self.places = [[whole.head_ids.index(number) for number in some] for some in heads]  # on the whole head axis
-        self.key_places = [[whole.kv_ids.index(number) for number in some] for some in keys]
-        self.mine, self.my_keys = self.places[together.rank], self.key_places[together.rank]
+    `heads_by_process` are the heads of each process by number.
+    """
+
+    def __init__(
+        self, collectives: ProcessGroupOps, full_spec: AttentionSpec, heads_by_process: Sequence[tuple[int, ...]]
+    ) -> None:
+        self.collectives, self.full_spec = collectives, full_spec
+        kv_ids_by_process = [full_spec.keep_heads(ids).kv_head_ids for ids in heads_by_process]
+        # on the whole head axis
+        self.head_indices = [[full_spec.head_ids.index(number) for number in ids] for ids in heads_by_process]
+        self.kv_indices = [[full_spec.kv_head_ids.index(number) for number in ids] for ids in kv_ids_by_process]
+        self.own_heads, self.own_kv_heads = self.head_indices[collectives.rank], self.kv_indices[collectives.rank]
 
     @cached_property
-    def repeats_keys(self) -> bool:
+    def has_replicated_kv(self) -> bool:
         """Whether some key head is held by two processes."""
-        return sum(map(len, self.key_places)) > len(self.whole.kv_ids)
+        return sum(map(len, self.kv_indices)) > len(self.full_spec.kv_head_ids)
 
-    def heads(self, x: Tensor, dim: int = 1) -> Tensor:
+    def gather_heads(self, x: Tensor, dim: int = 1) -> Tensor:
         """All heads, in their order, from the heads that are here."""
-        return self._whole(x, dim, self.places)
+        return self._gather(x, dim, self.head_indices)
 
-    def keys(self, x: Tensor, dim: int = 1) -> Tensor:
+    def gather_kv(self, x: Tensor, dim: int = 1) -> Tensor:
         """All key heads, in their order; of one that several hold, the first copy."""
-        return self._whole(x, dim, self.key_places)
+        return self._gather(x, dim, self.kv_indices)
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def local_slice(self, x: Tensor, dim: int) -> Tensor:
         """The heads that are here, from all of them."""
-        return self.together.own(x, dim, self.places)
+        return self.collectives.local_slice(x, dim, self.head_indices)
 
-    def own_gate(self, gate: Tensor) -> Tensor:
+    def local_gate(self, gate: Tensor) -> Tensor:
         """The gates of the heads that are here, from those of all: (H,) or (B, H)."""
-        fits = isinstance(gate, Tensor) and gate.ndim in (1, 2) and gate.shape[-1] == len(self.whole.head_ids)
-        return self.own(gate, gate.ndim - 1) if fits else gate  # what does not fit is refused by who applies it
+        fits = isinstance(gate, Tensor) and gate.ndim in (1, 2) and gate.shape[-1] == len(self.full_spec.head_ids)
+        return self.local_slice(gate, gate.ndim - 1) if fits else gate  # what does not fit is refused by who applies it
 
-    def own_mask(self, mask: Mask | None) -> Mask | None:
+    def local_mask(self, mask: Mask | None) -> Mask | None:
         """A mask for the heads that are here."""
-        if not isinstance(mask, Mask) or not self.mine:  # without heads nobody looks
-            return mask if self.mine else None
-        return mask if mask.planes()[1] == 1 else mask.for_heads(self.mine)
+        if not isinstance(mask, Mask) or not self.own_heads:  # without heads nobody looks
+            return mask if self.own_heads else None
+        return mask if mask.leading_shape()[1] == 1 else mask.for_heads(self.own_heads)
 
-    def own_bias(self, bias: Bias | Tensor | None) -> Bias | Tensor | None:
+    def local_bias(self, bias: Bias | Tensor | None) -> Bias | Tensor | None:
         """A bias for the heads that are here."""
-        bias = Given(bias) if isinstance(bias, Tensor) and bias.ndim == 4 else bias
-        if not isinstance(bias, Bias) or not self.mine:
-            return bias if self.mine else None
-        return bias if bias.planes()[1] == 1 else bias.for_heads(self.mine)
+        bias = DenseBias(bias) if isinstance(bias, Tensor) and bias.ndim == 4 else bias
+        if not isinstance(bias, Bias) or not self.own_heads:
+            return bias if self.own_heads else None
+        return bias if bias.leading_shape()[1] == 1 else bias.for_heads(self.own_heads)
 
-    def _whole(self, x: Tensor, dim: int, places: Sequence[Sequence[int]]) -> Tensor:
-        behind = self.together.gather(x, dim, [len(some) for some in places])
-        order = [place for some in places for place in some]
-        wanted = [order.index(place) for place in range(len(set(order)))]
-        if wanted == list(range(behind.shape[dim])):
-            return behind
-        return behind.index_select(dim, torch.tensor(wanted, dtype=torch.long, device=x.device))
+    def _gather(self, x: Tensor, dim: int, indices: Sequence[Sequence[int]]) -> Tensor:
+        gathered = self.collectives.gather(x, dim, [len(process_indices) for process_indices in indices])
+        concatenated = [index for process_indices in indices for index in process_indices]
+        permutation = [concatenated.index(index) for index in range(len(set(concatenated)))]
+        if permutation == list(range(gathered.shape[dim])):
+            return gathered
+        return gathered.index_select(dim, torch.tensor(permutation, dtype=torch.long, device=x.device))
 
     @contextmanager
-    def drawing_apart(self, device: torch.device) -> Iterator[None]:
+    def local_rng(self, device: torch.device) -> Iterator[None]:
         """What is drawn inside is each process's own; afterwards all draw alike again, however much that was."""
         seed = int(torch.randint(1 << 62, (), device="cpu"))
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)):
-            torch.manual_seed(seed + self.together.rank)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_rng_device_type(device)):
+            torch.manual_seed(seed + self.collectives.rank)
             yield
 
-    def drawing(self, draws: bool, device: torch.device) -> Any:
+    def local_rng_if(self, enabled: bool, device: torch.device) -> Any:
         """The same where something is drawn."""
-        return self.drawing_apart(device) if draws else nullcontext()
+        return self.local_rng(device) if enabled else nullcontext()
 
-    def same_keys(self, weight: Tensor, letters: str, sizes: dict[str, tuple[int, int]]) -> Tensor:
+    def sync_kv_grad(self, weight: Tensor, projections: str, sizes: dict[str, tuple[int, int]]) -> Tensor:
         """The weight or bias of some letters, as it is; its gradient, for keys that several hold, is that of all of them."""
-        return _SameKeys.apply(weight, self, letters, sizes) if self.repeats_keys else weight  # pyright: ignore
+        return _SyncKVGrad.apply(weight, self, projections, sizes) if self.has_replicated_kv else weight  # pyright: ignore
 
 
-def _kind(device: torch.device) -> str:
+def _rng_device_type(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type
 
 
-class _SameKeys(torch.autograd.Function):
+class _SyncKVGrad(torch.autograd.Function):
     """Copies of a key head are one: what is learned about it anywhere is learned everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, share: LayerShare, letters: str, sizes: dict[str, tuple[int, int]]) -> Tensor:
-        ctx.share, ctx.letters, ctx.sizes = share, letters, sizes
+    def forward(
+        ctx: Any, weight: Tensor, partition: HeadPartition, projections: str, sizes: dict[str, tuple[int, int]]
+    ) -> Tensor:
+        ctx.partition, ctx.projections, ctx.sizes = partition, projections, sizes
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        share, rows = ctx.share, [ctx.sizes[letter][0] * ctx.sizes[letter][1] for letter in ctx.letters]
-        made = []
-        for letter, piece in zip(ctx.letters, slope.split(rows), strict=True):
-            if letter != "q":
-                channels, mine = (
-                    ctx.sizes[letter][1],
-                    torch.tensor(share.my_keys, dtype=torch.long, device=slope.device),
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        partition, rows = (
+            ctx.partition,
+            [ctx.sizes[projection][0] * ctx.sizes[projection][1] for projection in ctx.projections],
+        )
+        grads = []
+        for projection, piece in zip(ctx.projections, grad_output.split(rows), strict=True):
+            if projection != "q":
+                channels, own_kv = (
+                    ctx.sizes[projection][1],
+                    torch.tensor(partition.own_kv_heads, dtype=torch.long, device=grad_output.device),
                 )
-                whole = piece.new_zeros(len(share.whole.kv_ids), channels, *piece.shape[1:])
-                whole.index_copy_(0, mine, piece.unflatten(0, (len(share.my_keys), channels)))
-                piece = share.together.added(whole).index_select(0, mine).flatten(0, 1)
-            made.append(piece)
-        return torch.cat(made), None, None, None
+                full = piece.new_zeros(len(partition.full_spec.kv_head_ids), channels, *piece.shape[1:])
+                full.index_copy_(0, own_kv, piece.unflatten(0, (len(partition.own_kv_heads), channels)))
+                piece = partition.collectives.all_reduce_sum(full).index_select(0, own_kv).flatten(0, 1)
+            grads.append(piece)
+        return torch.cat(grads), None, None, None
 
 
 @dataclass(frozen=True, eq=False)
-class ShareTerms(Terms):
-    """The terms of the heads that are here, and how those of all heads are made, from the q, k and v of all."""
+class ShardedScoreParams(ScoreParams):
+    """The score params of the heads that are here, and how those of all heads are made, from the q, k and v of all."""
 
-    whole: Callable[[Tensor, Tensor, Tensor], Terms] | None = None
+    make_full_params: Callable[[Tensor, Tensor, Tensor], ScoreParams] | None = None
 
 
-def share_terms(
-    layer: "MultiHeadAttention", share: LayerShare, tensors: tuple[Tensor, ...], given: CallTerms
-) -> ShareTerms:
-    """The terms of a call at a layer that is shared; what is given is about all heads."""
-    mask, bias, keeps, starts, keys = given
+def sharded_score_params(
+    layer: "MultiHeadAttention", partition: HeadPartition, tensors: tuple[Tensor, Tensor, Tensor], request: ScoreRequest
+) -> ShardedScoreParams:
+    """The score params of a call at a layer that is shared; what is given is about all heads."""
+    mask, bias, policies, row_starts, num_keys = request
     q, k, _ = tensors
-    for part in (mask, Given(bias) if isinstance(bias, Tensor) else bias):
-        if isinstance(part, Mask | Bias):
-            part.check(len(q), len(share.whole.head_ids), q.shape[2], k.shape[2] if keys is None else keys)
-    own = share.own_mask(mask), share.own_bias(bias), tuple(keeps[i] for i in share.my_keys) if keeps else ()
-    made = layer_terms(layer.spec, layer.sink, layer.position, tensors, (*own, starts, keys), layer.training)  # pyright: ignore
+    for argument in (mask, DenseBias(bias) if isinstance(bias, Tensor) else bias):
+        if isinstance(argument, Mask | Bias):
+            argument.check(
+                len(q), len(partition.full_spec.head_ids), q.shape[2], k.shape[2] if num_keys is None else num_keys
+            )
+    local_request = (
+        partition.local_mask(mask),
+        partition.local_bias(bias),
+        tuple(policies[i] for i in partition.own_kv_heads) if policies else (),
+    )
+    local_params = layer_score_params(
+        layer.spec, layer.sink, layer.position_bias, tensors, (*local_request, row_starts, num_keys), layer.training
+    )
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Terms:
-        sink, position = (None if x is None else share.heads(x, 0) for x in (layer.sink, layer.position))
-        return layer_terms(share.whole, sink, position, (q, k, v), given, layer.training)
+    def make_full_params(q: Tensor, k: Tensor, v: Tensor) -> ScoreParams:
+        sink, position_bias = (
+            None if x is None else partition.gather_heads(x, 0) for x in (layer.sink, layer.position_bias)
+        )
+        return layer_score_params(partition.full_spec, sink, position_bias, (q, k, v), request, layer.training)
 
-    return ShareTerms(**vars(made), whole=whole)
+    return ShardedScoreParams(**vars(local_params), make_full_params=make_full_params)
 
 
-class WholeSite(Site):
-    """A site with all heads of a layer, wherever they are. Listened to and edited in every process alike."""
+class GatheredHookPoint(HookPoint):
+    """A hook point with all heads of a layer, wherever they are. Listened to and edited in every process alike."""
 
-    def __init__(self, layer: "MultiHeadAttention", share: LayerShare) -> None:
-        super().__init__(layer.site.address, share.whole.head_ids, layer.write, share.whole.window)
-        self.layer, self.share = layer, share
+    def __init__(self, layer: "MultiHeadAttention", partition: HeadPartition) -> None:
+        super().__init__(
+            layer.hook_point.address, partition.full_spec.head_ids, layer.output_projection, partition.full_spec.window
+        )
+        self.layer, self.partition = layer, partition
 
     @property
     def W_O(self) -> Tensor:
         """The heads' output projections, (H, e, D): fetched, so not live."""
-        return self.share.heads(self.layer.write.slices, 0)
+        return self.partition.gather_heads(self.layer.output_projection.head_weights, 0)
 
     @property
-    def is_open(self) -> bool:
+    def is_active(self) -> bool:
         """Whether somebody listens or edits there now."""
-        return self.layer.site.is_open
+        return self.layer.hook_point.is_active
 
     @property
-    def is_heard(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether somebody listens there now."""
-        return self.layer.site.is_heard
+        return self.layer.hook_point.has_listeners
 
     @property
-    def is_edited(self) -> bool:
+    def has_edits(self) -> bool:
         """Whether what passes is changed now."""
-        return self.layer.site.is_edited
+        return self.layer.hook_point.has_edits
 
-    def here(self, z: Tensor) -> Tensor:
+    def local_z(self, z: Tensor) -> Tensor:
         """Of z of all heads, (B, H, T, e), that of the heads this process has."""
-        return self.share.own(z, 1)
+        return self.partition.local_slice(z, 1)
 
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
         """Show every call to a listener, with the q, k, v and z of all heads."""
-        with self.layer.site.listen(lambda seen: listener(self._whole(seen))):
+        with self.layer.hook_point.listen(lambda call: listener(self._gather_call(call))):
             yield
 
     @contextmanager
     def scaled(self, gate: Tensor) -> Iterator[None]:
         """Scale each head's z: (H,) or (B, H)."""
-        with self.layer.site.scaled(self.share.own_gate(gate)):
+        with self.layer.hook_point.scaled(self.partition.local_gate(gate)):
             yield
 
     @contextmanager
     def replaced(self, value: Tensor | Edit) -> Iterator[None]:
         """Put another z in: a tensor that broadcasts to (B, H, T, e), or a function of the z of all heads."""
-        edit: Edit = value if callable(value) else lambda z: expanded(value, z)
+        edit: Edit = value if callable(value) else lambda z: expand_like(value, z)
 
         def edited(z: Tensor) -> Tensor:
-            whole = self.share.heads(z)
-            changed = edit(whole)
-            self.check_shape(whole, changed)
-            return self.here(changed)
+            gathered = self.partition.gather_heads(z)
+            edited_z = edit(gathered)
+            self.check_edit_shape(gathered, edited_z)
+            return self.local_z(edited_z)
 
-        with self.layer.site.replaced(edited):
+        with self.layer.hook_point.replaced(edited):
             yield
 
-    def _whole(self, seen: Seen) -> Seen:
-        q, z = self.share.heads(seen.q), self.share.heads(seen.z)
-        k, v = self.share.keys(seen.k), self.share.keys(seen.v)
-        assert isinstance(seen.terms, ShareTerms)
-        assert seen.terms.whole is not None
-        return Seen(self, q, k, v, seen.terms.whole(q, k, v), z)
+    def _gather_call(self, call: AttentionCall) -> AttentionCall:
+        q, z = self.partition.gather_heads(call.q), self.partition.gather_heads(call.z)
+        k, v = self.partition.gather_kv(call.k), self.partition.gather_kv(call.v)
+        assert isinstance(call.params, ShardedScoreParams)
+        assert call.params.make_full_params is not None
+        return AttentionCall(self, q, k, v, call.params.make_full_params(q, k, v), z)
 
 
 @dataclass(frozen=True, eq=False)
-class WholeLayer:
+class GatheredLayer:
     """All heads of a layer as an object that heads can be taken from; weights are fetched when asked for, so not live."""
 
     layer: "MultiHeadAttention"
-    share: LayerShare
+    partition: HeadPartition
 
-    def __deepcopy__(self, memo: dict) -> "WholeLayer":
-        return WholeLayer(copy.deepcopy(self.layer, memo), self.share)  # with a site of its own
+    def __deepcopy__(self, memo: dict) -> "GatheredLayer":
+        return GatheredLayer(copy.deepcopy(self.layer, memo), self.partition)  # with a hook point of its own
 
     @property
-    def site(self) -> Site:
+    def hook_point(self) -> HookPoint:
         """Where calls of all heads are seen."""
-        return self._site
+        return self._hook_point
 
     @cached_property
-    def _site(self) -> WholeSite:
-        return WholeSite(self.layer, self.share)
+    def _hook_point(self) -> GatheredHookPoint:
+        return GatheredHookPoint(self.layer, self.partition)
 
     @property
     def spec(self) -> AttentionSpec:
         """The sizes of the whole layer."""
-        return self.share.whole
+        return self.partition.full_spec
 
     @property
-    def read(self) -> "WholeRead":
+    def qkv(self) -> "GatheredQKV":
         """q, k and v."""
-        return WholeRead(self.layer, self.share)
+        return GatheredQKV(self.layer, self.partition)
 
     @property
-    def write(self) -> "WholeWrite":
+    def output_projection(self) -> "GatheredOutput":
         """W_O."""
-        return WholeWrite(self.layer, self.site)
+        return GatheredOutput(self.layer, self.hook_point)
 
     @property
     def gate(self) -> Tensor | None:
         """A learned scalar per head, (H,)."""
-        return None if self.layer.gate is None else self.share.heads(self.layer.gate, 0)
+        return None if self.layer.gate is None else self.partition.gather_heads(self.layer.gate, 0)
 
     @property
     def b_O(self) -> Tensor | None:
@@ -262,38 +286,38 @@ class WholeLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class WholeRead:
+class GatheredQKV:
     """The projections of all heads."""
 
     layer: "MultiHeadAttention"
-    share: LayerShare
+    partition: HeadPartition
 
-    def weight(self, letter: str) -> Tensor:
+    def weight(self, projection: str) -> Tensor:
         """(heads, channels, width)"""
-        return self._fetched(self.layer.read.weight(letter), letter)
+        return self._gather(self.layer.qkv.weight(projection), projection)
 
-    def bias(self, letter: str) -> Tensor | None:
+    def bias(self, projection: str) -> Tensor | None:
         """(heads, channels)"""
-        bias = self.layer.read.bias(letter)
-        return None if bias is None else self._fetched(bias, letter)
+        bias = self.layer.qkv.bias(projection)
+        return None if bias is None else self._gather(bias, projection)
 
-    def _fetched(self, x: Tensor, letter: str) -> Tensor:
-        return self.share.heads(x, 0) if letter == "q" else self.share.keys(x, 0)
+    def _gather(self, x: Tensor, projection: str) -> Tensor:
+        return self.partition.gather_heads(x, 0) if projection == "q" else self.partition.gather_kv(x, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class WholeWrite:
+class GatheredOutput:
     """The output projection of all heads."""
 
     layer: "MultiHeadAttention"
-    site: Site
+    hook_point: HookPoint
 
     @property
-    def slices(self) -> Tensor:
+    def head_weights(self) -> Tensor:
         """(H, e, D)"""
-        return self.site.W_O
+        return self.hook_point.W_O
 
     @property
     def weight(self) -> Tensor:
         """A tensor of the layer's dtype and device: its own."""
-        return self.layer.write.weight
+        return self.layer.output_projection.weight

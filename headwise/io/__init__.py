@@ -1,1 +1,3 @@
-"""What lies on disks: places, readers that never run code, tensors at even addresses, writing whole or not at all."""
+"""Files: path resolution, readers that never execute code, aligned tensors, atomic writes."""
+
+__all__: list[str] = []

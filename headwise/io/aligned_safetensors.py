@@ -19,19 +19,19 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 
 ALIGNMENT = 64  # what torch's allocator gives on a CPU
-TYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+INTEGER_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align(tensor: Tensor) -> Tensor:
     """The tensor itself if it begins at a multiple of 64 bytes, or a copy that does.
 
     >>> crooked = torch.arange(20.0)[1:]
-    >>> copy = aligned(crooked)
-    >>> copy.data_ptr() % 64, torch.equal(copy, crooked), aligned(copy) is copy
+    >>> copy = align(crooked)
+    >>> copy.data_ptr() % 64, torch.equal(copy, crooked), align(copy) is copy
     (0, True, True)
     """
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
@@ -52,28 +52,28 @@ def write_tensors(
     end = 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in TYPES:
+        if tensor.dtype not in SAFETENSORS_DTYPES:
             raise HeadwiseError(f"{name} is of type {tensor.dtype}, which is not written; convert it first.")
         header[name] = {
-            "dtype": TYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # eight bytes before it tell its length
+    header_bytes = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    header_bytes += b" " * (-(8 + len(header_bytes)) % ALIGNMENT)  # eight bytes before it tell its length
     with open(file, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        out.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for name in order:
-            like = tensors[name]
-            tensor = like if get is None else get(name) if like.numel() else torch.empty(like.shape)
-            if tensor.shape != like.shape:
-                raise HeadwiseError(f"{name} is {tuple(tensor.shape)}, expected {tuple(like.shape)}.")
-            flat = tensor.detach().to("cpu", like.dtype).contiguous().flatten()
-            words = flat.view(WORDS[like.element_size()]).numpy()
-            out.write((words if sys.byteorder == "little" else words.byteswap()).data)
+            template = tensors[name]
+            tensor = template if get is None else get(name) if template.numel() else torch.empty(template.shape)
+            if tensor.shape != template.shape:
+                raise HeadwiseError(f"{name} is {tuple(tensor.shape)}, expected {tuple(template.shape)}.")
+            flat = tensor.detach().to("cpu", template.dtype).contiguous().flatten()
+            integers = flat.view(INTEGER_DTYPES[template.element_size()]).numpy()
+            out.write((integers if sys.byteorder == "little" else integers.byteswap()).data)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file, mapped; crooked ones are copied."""
-    return {name: aligned(tensor) for name, tensor in load_file(file).items()}
+    return {name: align(tensor) for name, tensor in load_file(file).items()}

@@ -13,79 +13,79 @@ from safetensors import SafetensorError
 from headwise.errors import HeadwiseError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
-EXPORTED = "headwise-export.json"  # lies in every folder that was exported, so that it may be replaced
+EXPORT_MARKER = "headwise-export.json"  # lies in every folder that was exported, so that it may be replaced
 
 
-def whole_file(path: str | Path, data: bytes) -> Path:
+def write_atomic(path: str | Path, data: bytes) -> Path:
     """Write a file that takes its place only when all of it is written."""
     path = Path(path)
-    new = None
+    temp_path = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        new = Path(name)
+        temp_path = Path(name)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        new.chmod(0o644)
-        new.replace(path)
+        temp_path.chmod(0o644)
+        temp_path.replace(path)
     except OSError as error:
         raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
     finally:
-        if new is not None:
-            new.unlink(missing_ok=True)
+        if temp_path is not None:
+            temp_path.unlink(missing_ok=True)
     return path
 
 
 @contextmanager
-def whole_file_of(path: str | Path, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
+def atomic_file(path: str | Path, may_replace: Callable[[Path], bool], description: str) -> Iterator[Path]:
     """A file for others to write into that takes its place only when all of it is there; on an error nothing is changed.
 
-    One that is there already is replaced only if `is_ours` says it was written here.
+    One that is there already is replaced only if `may_replace` says it was written here.
     """
     path = Path(path)
     try:
-        if path.is_dir() or (path.exists() and not is_ours(path)):
-            raise HeadwiseError(f"{path} is there already and is no {what} written here; choose another name.")
+        if path.is_dir() or (path.exists() and not may_replace(path)):
+            raise HeadwiseError(f"{path} is there already and is no {description} written here; choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        temp_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     except OSError as error:
         raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
     try:
-        yield folder / path.name
-        _flush(folder)
-        (folder / path.name).replace(path)
+        yield temp_folder / path.name
+        _flush(temp_folder)
+        (temp_folder / path.name).replace(path)
     except OSError as error:
         raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
     finally:
-        _remove(folder)
+        _remove(temp_folder)
 
 
 @contextmanager
-def whole_folder(folder: str | Path, marks: tuple[str, ...]) -> Iterator[Path]:
+def atomic_folder(folder: str | Path, markers: tuple[str, ...]) -> Iterator[Path]:
     """A folder to write into that takes its place only when all is written; on an error nothing is changed.
 
-    A folder that is there already is replaced only if it is empty or holds one of `marks`: what was written here before.
+    A folder that is there already is replaced only if it is empty or holds one of `markers`: what was written here before.
     """
     folder = Path(folder)
     if folder.is_file() or (
-        folder.is_dir() and any(folder.iterdir()) and not any((folder / m).is_file() for m in marks)
+        folder.is_dir() and any(folder.iterdir()) and not any((folder / marker).is_file() for marker in markers)
     ):
         raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
-    new = None
+    temp_folder = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        yield new
-        _flush(new)
-        new.chmod(0o755)
-        _take_place(new, folder)
+        temp_folder = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        yield temp_folder
+        _flush(temp_folder)
+        temp_folder.chmod(0o755)
+        _replace_folder(temp_folder, folder)
     except (OSError, SafetensorError) as error:
         raise HeadwiseError(f"{folder} could not be written ({error}); nothing was changed.") from error
     finally:
-        if new is not None:
-            _remove(new)
+        if temp_folder is not None:
+            _remove(temp_folder)
 
 
 def _remove(folder: Path) -> None:
@@ -97,15 +97,15 @@ def _remove(folder: Path) -> None:
         raise
 
 
-def _take_place(new: Path, folder: Path) -> None:
+def _replace_folder(temp_folder: Path, folder: Path) -> None:
     """Put the new folder where the old one is; the old one is then where the new one was, or gone."""
     if not folder.exists():
-        new.rename(folder)
-    elif not _exchange(new, folder):
-        old = new.with_name(new.name + "-old")
+        temp_folder.rename(folder)
+    elif not _exchange(temp_folder, folder):
+        old = temp_folder.with_name(temp_folder.name + "-old")
         try:
             folder.rename(old)
-            new.rename(folder)
+            temp_folder.rename(folder)
         finally:  # after an error, or Ctrl-C in between, the old one goes back
             if old.exists():
                 if folder.exists():
@@ -114,13 +114,13 @@ def _take_place(new: Path, folder: Path) -> None:
                     old.rename(folder)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Let two folders change places in one step, so that there is no moment without either; False where that cannot be."""
     try:
         swap = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):  # not Linux, or an old one
         return False
-    return swap(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+    return swap(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
 
 
 def _flush(folder: Path) -> None:

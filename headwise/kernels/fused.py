@@ -11,66 +11,72 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.blocks import Blocks, by_blocks, nothing
-from headwise.kernels.masks import Causal
-from headwise.kernels.score_params import Terms, spread
-from headwise.kernels.symbolic_sizes import whole
+from headwise.kernels.block_loop import HeadRowBlockShape, run_blocks, zero_output
+from headwise.kernels.masks import CausalMask
+from headwise.kernels.score_params import ScoreParams, repeat_kv
+from headwise.kernels.symbolic_sizes import full_range
 
 MASK_BUDGET = 2**23  # mask or bias entries built at a time
-NARROW_BLOCK = 256  # rows at a time where a window lets most keys be skipped
+NARROW_ROW_BLOCK = 256  # rows at a time where a window lets most keys be skipped
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
     """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
-    if terms.softcap is not None:
+    if params.softcap is not None:
         raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
-    T, S, mask = q.shape[2], k.shape[2], terms.mask
+    T, S, mask = q.shape[2], k.shape[2], params.mask
     if q.numel() == 0 or S == 0:  # no head, no query or no key: nothing to attend to
-        return nothing(q, k, v)
-    if terms.bias is None and (mask is None or mask.is_full(T, S)):
-        return _sdpa(q, k, v, terms)
-    if terms.bias is None and isinstance(mask, Causal) and mask.places(T, S) == 0:
-        return _sdpa(q, k, v, terms, is_causal=True)
+        return zero_output(q, k, v)
+    if params.bias is None and (mask is None or mask.is_full(T, S)):
+        return _sdpa(q, k, v, params)
+    if params.bias is None and isinstance(mask, CausalMask) and mask.resolve_offset(T, S) == 0:
+        return _sdpa(q, k, v, params, is_causal=True)
     if torch.compiler.is_exporting():  # sizes may be symbols: blocks cannot be counted
-        return _masked_rows(q, k, v, terms, whole(T), whole(S), T, S)
-    return by_blocks(_masked_rows, q, k, v, terms, Blocks(row_block(terms, T, S), q.shape[1]))
+        return _masked_rows(q, k, v, params, full_range(T), full_range(S), T, S)
+    return run_blocks(_masked_rows, q, k, v, params, HeadRowBlockShape(rows_per_block(params, T, S), q.shape[1]))
 
 
-def row_block(terms: Terms, T: int, S: int) -> int:
+def rows_per_block(params: ScoreParams, T: int, S: int) -> int:
     """How many rows of mask and bias to build at a time: all where they are small, few where a window skips keys."""
-    last = range(max(0, T - NARROW_BLOCK), T)
-    if 4 * len(terms.keys(last, T, S)) < S:
-        return NARROW_BLOCK
-    return max(64, MASK_BUDGET // (S * terms.planes()))
+    last = range(max(0, T - NARROW_ROW_BLOCK), T)
+    if 4 * len(params.key_range(last, T, S)) < S:
+        return NARROW_ROW_BLOCK
+    return max(64, MASK_BUDGET // (S * params.mask_plane_count()))
 
 
-def _masked_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int) -> Tensor:
+def _masked_rows(
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int
+) -> Tensor:
     """One block of rows with its mask and bias as a tensor. A row that sees nothing is let see all, then zeroed."""
     if cols.start == cols.stop:
-        return nothing(q, k, v)
-    allowed = terms.mask_block(rows, cols, T, S, q.device)  # (1 or B, 1 or H, 1 or R, C)
-    bias = terms.bias_block(rows, cols, T, S)
+        return zero_output(q, k, v)
+    allowed = params.mask_block(rows, cols, T, S, q.device)  # (1 or B, 1 or H, 1 or R, C)
+    bias = params.bias_block(rows, cols, T, S)
     if bias is None:
-        shown = allowed
+        attn_mask = allowed
     else:
-        shown = bias.to(q.dtype)
-        shown = shown if allowed is None else shown.masked_fill(~allowed, -torch.inf)
-    if shown is None or not terms.may_be_empty(T, S):
-        return _sdpa(q, k, v, terms, shown)
-    empty = (~shown if bias is None else shown == -torch.inf).all(-1, keepdim=True)  # (1 or B, 1 or H, 1 or R, 1)
-    shown = shown | empty if bias is None else shown.masked_fill(empty, 0)
-    return _sdpa(q, k, v, terms, shown).masked_fill(empty, 0)
+        attn_mask = bias.to(q.dtype)
+        attn_mask = attn_mask if allowed is None else attn_mask.masked_fill(~allowed, -torch.inf)
+    if attn_mask is None or not params.may_have_empty_rows(T, S):
+        return _sdpa(q, k, v, params, attn_mask)
+    empty = (~attn_mask if bias is None else attn_mask == -torch.inf).all(
+        -1, keepdim=True
+    )  # (1 or B, 1 or H, 1 or R, 1)
+    attn_mask = attn_mask | empty if bias is None else attn_mask.masked_fill(empty, 0)
+    return _sdpa(q, k, v, params, attn_mask).masked_fill(empty, 0)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
     """torch's call, with inputs brought into the shape that keeps it on the flash kernel."""
     H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
-    if terms.sink is not None or not _even(terms.groups, K):
-        k, v = spread(k, terms.groups), spread(v, terms.groups)  # SDPA shares keys in even groups only
-    if terms.sink is not None:
-        q, k, v, mask = _add_sink(q, k, v, terms, mask, is_causal)
+    if params.sink is not None or not _has_even_groups(params.kv_of_head, K):
+        k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)  # SDPA shares keys in even groups only
+    if params.sink is not None:
+        q, k, v, mask = _add_sink(q, k, v, params, mask, is_causal)
         d = d + 1
     if d > e:
         v = F.pad(v, (0, d - e))
@@ -78,29 +84,29 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None = N
         q, k = F.pad(q, (0, e - d)), F.pad(k, (0, e - d))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else SDPA materialises the maps
     z = F.scaled_dot_product_attention(
-        q, k, v, mask, terms.dropout, is_causal, scale=terms.scale, enable_gqa=k.shape[1] != H
+        q, k, v, mask, params.dropout, is_causal, scale=params.scale, enable_gqa=k.shape[1] != H
     )
-    z = z[:, :, 1:] if terms.sink is not None and is_causal else z
+    z = z[:, :, 1:] if params.sink is not None and is_causal else z
     return z if z.shape[-1] == e else z[..., :e]
 
 
 @lru_cache
-def _even(groups: tuple[int, ...], K: int) -> bool:
+def _has_even_groups(kv_of_head: tuple[int, ...], K: int) -> bool:
     """Whether heads share keys in even groups, one after the other."""
-    H = len(groups)
-    return H % K == 0 and groups == tuple(head * K // H for head in range(H))
+    H = len(kv_of_head)
+    return H % K == 0 and kv_of_head == tuple(head * K // H for head in range(H))
 
 
 def _add_sink(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, mask: Tensor | None, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Put a first key that scores `sink[h]` with every query and holds nothing; one more channel carries the score.
 
     For a causal call a first query goes with it, so that the diagonal stays where it was.
     """
-    assert terms.sink is not None
-    q = F.pad(q, (0, 1), value=1 / terms.scale)  # (B, H, T, d+1)
-    logit = terms.sink.to(q.dtype)[None, :, None, None].expand(*k.shape[:2], 1, 1)
+    assert params.sink is not None
+    q = F.pad(q, (0, 1), value=1 / params.scale)  # (B, H, T, d+1)
+    logit = params.sink.to(q.dtype)[None, :, None, None].expand(*k.shape[:2], 1, 1)
     k = torch.cat((F.pad(logit, (k.shape[-1], 0)), F.pad(k, (0, 1))), 2)  # (B, H, 1+S, d+1)
     v = F.pad(v, (0, 0, 1, 0))  # (B, H, 1+S, e)
     if is_causal:

@@ -22,7 +22,7 @@ def sinusoidal(positions: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Angles:
+class RotaryTable:
     """Rotary angles of a run of positions: made once, used by every layer.
 
     A pair of channels (a, b) becomes (a cos − b sin, b cos + a sin). `cos` holds each cosine twice, `sin` each sine with a
@@ -34,22 +34,22 @@ class Angles:
     layout: str
 
     @staticmethod
-    def at(positions: Tensor, rotary: Rotary, head_dim: int, dtype: torch.dtype | None = None) -> "Angles":
+    def at(positions: Tensor, rotary: Rotary, head_dim: int, dtype: torch.dtype | None = None) -> "RotaryTable":
         """The angles at these positions, (T,) or (B, T)."""
         positions = positions if positions.ndim == 2 else positions[None]
         frequencies = rotary_frequencies(rotary, head_dim, positions.device)  # (dims/2,)
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, dims/2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         if rotary.layout == "half":
-            return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), rotary.layout)
+            return RotaryTable(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), rotary.layout)
         pairs = torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)  # (B, 1, T, dims/2, 2)
-        return Angles(pairs[0].flatten(-2), pairs[1].flatten(-2), rotary.layout)
+        return RotaryTable(pairs[0].flatten(-2), pairs[1].flatten(-2), rotary.layout)
 
-    def turn(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Rotate queries or keys, (B, H, T, d); channels beyond dims pass through."""
         dims = self.cos.shape[-1]
         if dims < x.shape[-1]:
-            return torch.cat((self.turn(x[..., :dims]), x[..., dims:]), -1)
+            return torch.cat((self.rotate(x[..., :dims]), x[..., dims:]), -1)
         half = self.layout == "half"
         partners = x.roll(dims // 2, -1) if half else x.reshape(*x.shape[:-1], dims // 2, 2).flip(-1).flatten(-2)
         return x * self.cos + partners * self.sin
@@ -65,8 +65,8 @@ def rotary_frequencies(rotary: Rotary, head_dim: int, device: torch.device | str
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     # Llama 3: waves longer than the old context divided by low are slowed, those shorter than it divided by high are kept.
-    turns = scaling.original_context * frequencies / (2 * math.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_context * frequencies / (2 * math.pi)
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
@@ -80,6 +80,6 @@ def alibi_slopes(heads: int) -> Tensor:
     if heads < 1:
         raise HeadwiseError(f"ALiBi needs at least one head, got {heads}.")
     power = 2 ** math.floor(math.log2(heads))
-    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    rest = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * power, 2)]
-    return torch.tensor(first + rest[: heads - power])
+    base_slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    extra_slopes = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * power, 2)]
+    return torch.tensor(base_slopes + extra_slopes[: heads - power])

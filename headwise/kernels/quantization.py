@@ -11,51 +11,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.spec.weight_bits import GROUP
+from headwise.spec.weight_bits import GROUP_SIZE
 
 
-def to_codes(x: Tensor, bits: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor]:
     """Whole numbers, packed, (…, bytes or channels), and scales, (…, groups), of (…, d).
 
-    >>> codes, scales = to_codes(torch.tensor([[-7.0, 3.0, 0.0, 2.0]]), 4)
-    >>> from_codes(codes, scales, 4, 4, torch.float32)
+    >>> codes, scales = quantize(torch.tensor([[-7.0, 3.0, 0.0, 2.0]]), 4)
+    >>> dequantize(codes, scales, 4, 4, torch.float32)
     tensor([[-7.,  3.,  0.,  2.]])
     """
-    d, most = x.shape[-1], 2 ** (bits - 1) - 1
-    size = max(1, min(group, d))
-    groups = F.pad(x.detach().float(), (0, -d % size)).unflatten(-1, (-1, size))  # (…, groups, size)
-    scales = groups.abs().amax(-1)
-    steps = torch.where(scales > 0, scales / most, 1.0)
-    codes = (groups / steps[..., None]).round_().clamp_(-most, most).flatten(-2)[..., :d]  # (…, d)
+    d, max_code = x.shape[-1], 2 ** (bits - 1) - 1
+    block_size = max(1, min(group_size, d))
+    blocks = F.pad(x.detach().float(), (0, -d % block_size)).unflatten(-1, (-1, block_size))  # (…, groups, size)
+    scales = blocks.abs().amax(-1)
+    step_sizes = torch.where(scales > 0, scales / max_code, 1.0)
+    quantized = (blocks / step_sizes[..., None]).round_().clamp_(-max_code, max_code).flatten(-2)[..., :d]  # (…, d)
     if bits > 8:
-        return codes.to(torch.int16), scales
-    codes = codes.to(torch.int8)
+        return quantized.to(torch.int16), scales
+    quantized = quantized.to(torch.int8)
     if bits == 8:
-        return codes, scales
-    return _pack((codes + (most + 1)).to(torch.uint8), bits), scales  # from 1
+        return quantized, scales
+    return _pack((quantized + (max_code + 1)).to(torch.uint8), bits), scales  # from 1
 
 
-def from_codes(codes: Tensor, scales: Tensor, bits: int, d: int, dtype: torch.dtype, group: int = GROUP) -> Tensor:
+def dequantize(
+    quantized: Tensor, scales: Tensor, bits: int, d: int, dtype: torch.dtype, group_size: int = GROUP_SIZE
+) -> Tensor:
     """The numbers again: (…, d)."""
-    most = 2 ** (bits - 1) - 1
+    max_code = 2 ** (bits - 1) - 1
     if bits < 8:
-        codes = _unpack(codes, bits)[..., :d].to(torch.int8) - (most + 1)
-    size, shares = max(1, min(group, d)), codes / most  # −1 to 1
-    if d % size:
-        return (shares * scales.repeat_interleave(size, -1)[..., :d]).to(dtype)
-    return (shares.unflatten(-1, (-1, size)) * scales[..., None]).flatten(-2).to(dtype)
+        quantized = _unpack(quantized, bits)[..., :d].to(torch.int8) - (max_code + 1)
+    block_size, normalized = max(1, min(group_size, d)), quantized / max_code  # −1 to 1
+    if d % block_size:
+        return (normalized * scales.repeat_interleave(block_size, -1)[..., :d]).to(dtype)
+    return (normalized.unflatten(-1, (-1, block_size)) * scales[..., None]).flatten(-2).to(dtype)
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def _pack(quantized: Tensor, bits: int) -> Tensor:
     """Codes below 2^bits, side by side, the first in the lowest bits: (…, d) → (…, ⌈d·bits/8⌉)"""
-    d = codes.shape[-1]
+    d = quantized.shape[-1]
     if bits == 4:
-        halves = F.pad(codes, (0, d % 2)).unflatten(-1, (-1, 2))
-        return halves[..., 0] | (halves[..., 1] << 4)
-    eight = F.pad(codes, (0, -d % 8)).unflatten(-1, (-1, 8)).int()  # (…, n, 8)
-    words = (eight << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(-1)  # (…, n)
-    parts = (words[..., None] >> torch.arange(0, 8 * bits, 8, device=codes.device)) & 255  # (…, n, bits)
-    return parts.to(torch.uint8).flatten(-2)[..., : -(-d * bits // 8)]
+        nibbles = F.pad(quantized, (0, d % 2)).unflatten(-1, (-1, 2))
+        return nibbles[..., 0] | (nibbles[..., 1] << 4)
+    octets = F.pad(quantized, (0, -d % 8)).unflatten(-1, (-1, 8)).int()  # (…, n, 8)
+    words = (octets << torch.arange(0, 8 * bits, bits, device=quantized.device)).sum(-1)  # (…, n)
+    byte_values = (words[..., None] >> torch.arange(0, 8 * bits, 8, device=quantized.device)) & 255  # (…, n, bits)
+    return byte_values.to(torch.uint8).flatten(-2)[..., : -(-d * bits // 8)]
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
@@ -66,21 +68,21 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
         return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     if bits == 2:
         return torch.stack([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
-    parts = F.pad(packed, (0, -packed.shape[-1] % 3)).unflatten(-1, (-1, 3)).int()  # (…, n, 3)
-    words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16)  # (…, n)
+    byte_values = F.pad(packed, (0, -packed.shape[-1] % 3)).unflatten(-1, (-1, 3)).int()  # (…, n, 3)
+    words = byte_values[..., 0] | (byte_values[..., 1] << 8) | (byte_values[..., 2] << 16)  # (…, n)
     return torch.stack([((words >> shift) & 7).to(torch.uint8) for shift in range(0, 24, 3)], -1).flatten(-2)
 
 
-def rounded(x: Tensor, bits: int, group: int = GROUP) -> Tensor:
+def fake_quantize(x: Tensor, bits: int, group_size: int = GROUP_SIZE) -> Tensor:
     """(…, d) as it comes back from so many bits; to gradients it is x itself."""
-    return x if bits == 32 else _Rounded.apply(x, bits, group)  # pyright: ignore[reportReturnType]
+    return x if bits == 32 else _FakeQuantize.apply(x, bits, group_size)  # pyright: ignore[reportReturnType]
 
 
-class _Rounded(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: int, group: int) -> Tensor:
-        return from_codes(*to_codes(x, bits, group), bits, x.shape[-1], x.dtype, group)
+    def forward(ctx: Any, x: Tensor, bits: int, group_size: int) -> Tensor:
+        return dequantize(*quantize(x, bits, group_size), bits, x.shape[-1], x.dtype, group_size)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return slope, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output, None, None

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.kernels.bias import Bias
 from headwise.kernels.masks import Mask
+from headwise.kernels.score_bias import Bias
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class ScoreParams:
     """How scores are made: softcap·tanh(scale·q·k / softcap) + bias, where the mask allows; then softmax with a sink."""
 
     scale: float
-    groups: tuple[int, ...]  # for each head, its key/value head
+    kv_of_head: tuple[int, ...]  # for each head, its key/value head
     mask: Mask | None = None
     bias: Bias | None = None
     softcap: float | None = None
@@ -31,39 +31,43 @@ class Terms:
         """The bias of a block, broadcastable to (B, H, R, C)."""
         return None if self.bias is None else self.bias.block(rows, cols, T, S)
 
-    def keys(self, rows: range, T: int, S: int) -> range:
+    def key_range(self, rows: range, T: int, S: int) -> range:
         """The keys these queries can see at most."""
-        return range(S) if self.mask is None else self.mask.keys(rows, T, S)
+        return range(S) if self.mask is None else self.mask.key_range(rows, T, S)
 
-    def planes(self) -> int:
+    def mask_plane_count(self) -> int:
         """How many separate T×S planes the mask and the bias need together, at most B·H."""
-        batch, heads = (1, 1) if self.mask is None else self.mask.planes()
+        batch, heads = (1, 1) if self.mask is None else self.mask.leading_shape()
         if self.bias is not None:
-            own = self.bias.planes()
-            batch, heads = max(batch, own[0]), max(heads, own[1])
+            bias_shape = self.bias.leading_shape()
+            batch, heads = max(batch, bias_shape[0]), max(heads, bias_shape[1])
         return batch * heads
 
-    def may_be_empty(self, T: int, S: int) -> bool:
+    def may_have_empty_rows(self, T: int, S: int) -> bool:
         """Whether a row might see nothing: by its mask, or by a bias of −inf. A sink is always there to be seen."""
         if self.sink is not None:
             return False
-        masked = self.mask is not None and not self.mask.is_full(T, S) and self.mask.may_be_empty(T, S)
-        return masked or (self.bias is not None and self.bias.hides)
+        mask_may_be_empty = (
+            self.mask is not None and not self.mask.is_full(T, S) and self.mask.may_have_empty_rows(T, S)
+        )
+        return mask_may_be_empty or (self.bias is not None and self.bias.may_hide_keys)
 
-    def for_heads(self, heads: range, shared: range) -> "Terms":
-        """The same terms for a run of heads, whose key/value heads lie in `shared`."""
-        groups = self.groups[heads.start : heads.stop]
-        return self.pick(slice(heads.start, heads.stop), tuple(group - shared.start for group in groups))
+    def for_heads(self, heads: range, kv_range: range) -> "ScoreParams":
+        """The same params for a run of heads, whose key/value heads lie in `kv_range`."""
+        kv_of_head = self.kv_of_head[heads.start : heads.stop]
+        return self.select_heads(
+            slice(heads.start, heads.stop), tuple(kv_index - kv_range.start for kv_index in kv_of_head)
+        )
 
-    def pick(self, pick: slice | list[int], groups: tuple[int, ...]) -> "Terms":
-        """The same terms for some heads, that read these key/value heads."""
-        return Terms(
+    def select_heads(self, index: slice | list[int], kv_of_head: tuple[int, ...]) -> "ScoreParams":
+        """The same params for some heads, that read these key/value heads."""
+        return ScoreParams(
             self.scale,
-            groups,
-            mask=None if self.mask is None else self.mask.for_heads(pick),
-            bias=None if self.bias is None else self.bias.for_heads(pick),
+            kv_of_head,
+            mask=None if self.mask is None else self.mask.for_heads(index),
+            bias=None if self.bias is None else self.bias.for_heads(index),
             softcap=self.softcap,
-            sink=None if self.sink is None else self.sink[pick],
+            sink=None if self.sink is None else self.sink[index],
             dropout=self.dropout,
         )
 
@@ -71,47 +75,47 @@ class Terms:
         """The tensors in here that might be learned: the sink, and those of the bias."""
         return [*([] if self.sink is None else [self.sink]), *([] if self.bias is None else self.bias.tensors())]
 
-    def with_tensors(self, tensors: list[Tensor]) -> "Terms":
-        """The same terms with other tensors, in the order of `tensors()`."""
-        new = list(tensors)
-        sink = None if self.sink is None else new.pop(0)
-        return replace(self, sink=sink, bias=None if self.bias is None else self.bias.with_tensors(new))
+    def with_tensors(self, tensors: list[Tensor]) -> "ScoreParams":
+        """The same params with other tensors, in the order of `tensors()`."""
+        remaining = list(tensors)
+        sink = None if self.sink is None else remaining.pop(0)
+        return replace(self, sink=sink, bias=None if self.bias is None else self.bias.with_tensors(remaining))
 
 
-def raw_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+def raw_scores(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
     """Scaled, capped dot products, before bias and mask: (B, H, R, d), (B, H, C, d) → (B, H, R, C)."""
-    scores = (q * terms.scale) @ k.mT
-    return scores if terms.softcap is None else terms.softcap * torch.tanh(scores / terms.softcap)
+    scores = (q * params.scale) @ k.mT
+    return scores if params.softcap is None else params.softcap * torch.tanh(scores / params.softcap)
 
 
-def visible_scores(
-    scores: Tensor, terms: Terms, rows: range, cols: range, T: int, S: int, some: slice = slice(None)
+def masked_scores(
+    scores: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int, batch_slice: slice = slice(None)
 ) -> Tensor:
-    """Add the bias and put −inf where the mask forbids. (B, H, R, C), or of `some` of the batch."""
-    bias = terms.bias_block(rows, cols, T, S)
+    """Add the bias and put −inf where the mask forbids. (B, H, R, C), or of `batch_slice` of the batch."""
+    bias = params.bias_block(rows, cols, T, S)
     if bias is not None:
-        scores = scores + _of_some(bias, some).to(scores.dtype)
-    allowed = terms.mask_block(rows, cols, T, S, scores.device)
-    return scores if allowed is None else scores.masked_fill(~_of_some(allowed, some), -torch.inf)
+        scores = scores + _slice_batch(bias, batch_slice).to(scores.dtype)
+    allowed = params.mask_block(rows, cols, T, S, scores.device)
+    return scores if allowed is None else scores.masked_fill(~_slice_batch(allowed, batch_slice), -torch.inf)
 
 
-def _of_some(block: Tensor, some: slice) -> Tensor:
-    return block[some] if block.ndim == 4 and len(block) > 1 else block  # else all of the batch share it
+def _slice_batch(block: Tensor, batch_slice: slice) -> Tensor:
+    return block[batch_slice] if block.ndim == 4 and len(block) > 1 else block  # else all of the batch share it
 
 
-def weights(scores: Tensor, terms: Terms, may_be_empty: bool) -> Tensor:
+def softmax_weights(scores: Tensor, params: ScoreParams, may_have_empty_rows: bool) -> Tensor:
     """Softmax over keys. A row of −inf alone gives zeros, with zero gradients; a sink takes its share. (B, H, R, C)"""
-    if terms.sink is not None:
-        sink = terms.sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    if params.sink is not None:
+        sink = params.sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    if not may_be_empty:
+    if not may_have_empty_rows:
         return scores.softmax(-1)
     empty = (scores == -torch.inf).all(-1, keepdim=True)  # (B, H, R, 1)
     return scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
 
 
-def spread(x: Tensor, groups: tuple[int, ...]) -> Tensor:
+def repeat_kv(x: Tensor, kv_of_head: tuple[int, ...]) -> Tensor:
     """Give every head its own copy of its key/value head: (B, K, S, d) → (B, H, S, d)."""
-    if groups == tuple(range(x.shape[1])):
+    if kv_of_head == tuple(range(x.shape[1])):
         return x
-    return x.index_select(1, torch.tensor(groups, device=x.device, dtype=torch.long))
+    return x.index_select(1, torch.tensor(kv_of_head, device=x.device, dtype=torch.long))

@@ -5,93 +5,96 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.kernels.masks import Both, Mask
+from headwise.kernels.masks import AndMask, Mask
 
 
 @dataclass(frozen=True, eq=False)
-class Streaming(Mask):
+class SinkWindowMask(Mask):
     """Key j is visible to query i when j < first or i − j < last; the text of a row begins at its `starts`, (B,), or at 0."""
 
-    first: int
-    last: int
-    starts: Tensor | None = None
+    sink_tokens: int
+    window: int
+    row_starts: Tensor | None = None
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
         queries = torch.arange(rows.start + S - T, rows.stop + S - T, device=device)
         keys = torch.arange(cols.start, cols.stop, device=device)
-        near = (queries[:, None] - keys < self.last)[None, None]  # (1, 1, R, C)
-        begins = torch.zeros(1, dtype=torch.long, device=device) if self.starts is None else self.starts.to(device)
-        return near | (keys - begins[:, None] < self.first)[:, None, None]  # (1 or B, 1, R, C)
+        in_window = (queries[:, None] - keys < self.window)[None, None]  # (1, 1, R, C)
+        starts = (
+            torch.zeros(1, dtype=torch.long, device=device) if self.row_starts is None else self.row_starts.to(device)
+        )
+        return in_window | (keys - starts[:, None] < self.sink_tokens)[:, None, None]  # (1 or B, 1, R, C)
 
-    def keys(self, rows: range, T: int, S: int) -> range:
-        return range(0 if self.first else min(S, max(0, rows.start + S - T - self.last + 1)), S)
+    def key_range(self, rows: range, T: int, S: int) -> range:
+        return range(0 if self.sink_tokens else min(S, max(0, rows.start + S - T - self.window + 1)), S)
 
-    def planes(self) -> tuple[int, int]:
-        return 1 if self.starts is None else len(self.starts), 1
+    def leading_shape(self) -> tuple[int, int]:
+        return 1 if self.row_starts is None else len(self.row_starts), 1
 
     def is_full(self, T: int, S: int) -> bool:
-        return self.first + self.last >= S
+        return self.sink_tokens + self.window >= S
 
-    def sees_itself(self, T: int, S: int) -> bool:
+    def allows_self(self, T: int, S: int) -> bool:
         return T <= S
 
-    def may_be_empty(self, T: int, S: int) -> bool:
+    def may_have_empty_rows(self, T: int, S: int) -> bool:
         return T > S
 
 
 @dataclass(frozen=True, eq=False)
-class Held(Mask):
+class RingBufferMask(Mask):
     """Keys in any order, each with its place in the text: a query sees those up to its own that it has not forgotten.
 
-    `queries` is (1 or B, T), `held` (1 or B, S): places counted from where the text of a row begins; below 0 is nothing.
+    `query_positions` is (1 or B, T), `key_positions` (1 or B, S): places counted from where the text of a row
+    begins; below 0 is nothing.
     """
 
-    queries: Tensor
-    held: Tensor
-    first: int
-    last: int
+    query_positions: Tensor
+    key_positions: Tensor
+    sink_tokens: int
+    ring_size: int
     window: int | None = None  # of the layer: nothing is seen beyond it, not even the first tokens
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
-        at = self.held[:, None, None, cols.start : cols.stop]  # (1 or B, 1, 1, C)
-        behind = self.queries[:, None, rows.start : rows.stop, None] - at  # (1 or B, 1, R, C)
-        seen = (at >= 0) & (behind >= 0) & ((behind < self.last) | (at < self.first))
-        return seen if self.window is None else seen & (behind < self.window)
+        positions = self.key_positions[:, None, None, cols.start : cols.stop]  # (1 or B, 1, 1, C)
+        distance = self.query_positions[:, None, rows.start : rows.stop, None] - positions  # (1 or B, 1, R, C)
+        visible = (positions >= 0) & (distance >= 0) & ((distance < self.ring_size) | (positions < self.sink_tokens))
+        return visible if self.window is None else visible & (distance < self.window)
 
-    def planes(self) -> tuple[int, int]:
-        return max(len(self.queries), len(self.held)), 1
+    def leading_shape(self) -> tuple[int, int]:
+        return max(len(self.query_positions), len(self.key_positions)), 1
 
 
 @dataclass(frozen=True, eq=False)
-class MaskColumns(Mask):
-    """Some columns of a mask over `keys` keys, in any order: `places` is (1 or B, S); one below 0 stands for no key."""
+class ColumnSubsetMask(Mask):
+    """Some columns of a mask over `num_keys` keys, in any order: `columns` is (1 or B, S); one below 0 stands for no key."""
 
-    every: Mask
-    places: Tensor
-    keys_of: int
-    rows_of: range  # which of all `queries_of` queries these are
-    queries_of: int
+    mask: Mask
+    columns: Tensor
+    num_keys: int
+    query_range: range  # which of all `num_queries` queries these are
+    num_queries: int
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
-        asked = range(self.rows_of.start + rows.start, self.rows_of.start + rows.stop)
-        whole = self.every.block(asked, range(self.keys_of), self.queries_of, self.keys_of, device)
-        places = self.places[:, None, None, cols.start : cols.stop]  # (1 or B, 1, 1, C)
-        return take_columns(whole, places, self.keys_of) & (places >= 0)
+        query_rows = range(self.query_range.start + rows.start, self.query_range.start + rows.stop)
+        full = self.mask.block(query_rows, range(self.num_keys), self.num_queries, self.num_keys, device)
+        columns = self.columns[:, None, None, cols.start : cols.stop]  # (1 or B, 1, 1, C)
+        return gather_columns(full, columns, self.num_keys) & (columns >= 0)
 
-    def planes(self) -> tuple[int, int]:
-        batch, heads = self.every.planes()
-        return max(batch, len(self.places)), heads
+    def leading_shape(self) -> tuple[int, int]:
+        batch, heads = self.mask.leading_shape()
+        return max(batch, len(self.columns)), heads
 
 
-def take_columns(full: Tensor, places: Tensor, keys: int) -> Tensor:
+def gather_columns(full: Tensor, columns: Tensor, num_keys: int) -> Tensor:
     """Columns of a (1 or B, 1 or H, 1 or R, 1 or S) tensor, by places (1 or B, 1, 1, C); below 0: any."""
-    full = full.expand(max(len(full), len(places)), *full.shape[1:3], keys)
-    places = places.clamp(min=0).expand(len(full), *full.shape[1:3], places.shape[-1])
-    return full.gather(-1, places)
+    full = full.expand(max(len(full), len(columns)), *full.shape[1:3], num_keys)
+    columns = columns.clamp(min=0).expand(len(full), *full.shape[1:3], columns.shape[-1])
+    return full.gather(-1, columns)
 
 
-def all_parts(mask: Mask | None) -> tuple[Mask, ...]:
+def flatten_and_mask(mask: Mask | None) -> tuple[Mask, ...]:
     """The masks that must all allow it."""
-    if type(mask) is Both:
-        return (*all_parts(mask.one), *all_parts(mask.other))
+    if type(mask) is AndMask:
+        return (*flatten_and_mask(mask.left), *flatten_and_mask(mask.right))
     return () if mask is None else (mask,)

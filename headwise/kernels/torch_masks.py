@@ -55,7 +55,7 @@ def to_sdpa(mask: Mask, T: int, S: int, device: torch.device | str = "cpu") -> T
 
 def to_mha(mask: Mask, T: int, S: int, *, batch: int, heads: int, device: torch.device | str = "cpu") -> Tensor:
     """A bool tensor for `nn.MultiheadAttention`: (T, S), or (B·heads, T, S) where rows or heads differ; True = hidden."""
-    hidden = ~to_sdpa(mask, T, S, device)
-    if hidden.shape[:2] == (1, 1):
-        return hidden[0, 0]  # (T, S)
-    return hidden.expand(batch, heads, T, S).reshape(batch * heads, T, S)
+    blocked = ~to_sdpa(mask, T, S, device)
+    if blocked.shape[:2] == (1, 1):
+        return blocked[0, 0]  # (T, S)
+    return blocked.expand(batch, heads, T, S).reshape(batch * heads, T, S)

@@ -5,124 +5,132 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from headwise.heads import Cache, HeadCache, MultiHeadAttention
-from headwise.kernels import Angles, Mask, causal, padding_mask
+from headwise.heads import LayerCache, MultiHeadAttention, PerHeadCache
+from headwise.kernels import Mask, RotaryTable, causal, padding_mask
 from headwise.model.layers import MLP, make_norm
 from headwise.model.model_cache import ModelCache
-from headwise.spec import ModelSpec, SiteAddress
+from headwise.spec import LayerAddress, ModelSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Beside:
+class BlockContext:
     """What travels beside the stream through all blocks of a stack."""
 
     causal: bool = False
     mask: Mask | None = None  # the caller's own, on top
-    real: Tensor | None = None  # (B, S): which keys are real tokens
-    angles: Angles | None = None
-    gates: dict[SiteAddress, Tensor] = field(default_factory=dict)
+    attention_mask: Tensor | None = None  # (B, S): which keys are real tokens
+    rotary_table: RotaryTable | None = None
+    gates: dict[LayerAddress, Tensor] = field(default_factory=dict)
     cache: ModelCache | None = None
     memory: Tensor | None = None  # (B, S, D): the encoded source
-    memory_real: Tensor | None = None
+    source_attention_mask: Tensor | None = None
 
-    def mask_for(self, cache: Cache | None, T: int) -> Mask | None:
+    def mask_for(self, cache: LayerCache | None, T: int) -> Mask | None:
         """The mask of one self-attention layer; a sliding cache shows fewer keys than have been seen."""
         masks = [causal()] if self.causal else []
-        if self.real is not None:
-            masks.append(self.padded if cache is None else padding_mask(self.real[:, -cache.visible(T) :]))
+        if self.attention_mask is not None:
+            masks.append(
+                self.padding_only_mask
+                if cache is None
+                else padding_mask(self.attention_mask[:, -cache.visible_keys(T) :])
+            )
         if self.mask is not None:
             masks.append(self.mask)
-        return _all(masks)
+        return _and_all(masks)
 
     @cached_property
-    def starts(self) -> Tensor | None:
+    def row_starts(self) -> Tensor | None:
         """Where the text of each row begins, (B,), behind its padding; None where there is no padding."""
-        return None if self.real is None else (self.real.cumsum(1) == 0).sum(1)
+        return None if self.attention_mask is None else (self.attention_mask.cumsum(1) == 0).sum(1)
 
     @cached_property
-    def padded(self) -> Mask:
+    def padding_only_mask(self) -> Mask:
         """Real tokens only: one mask for all layers, so that what is worked out for it serves them all."""
-        assert self.real is not None
-        return padding_mask(self.real)
+        assert self.attention_mask is not None
+        return padding_mask(self.attention_mask)
 
 
 class Block(nn.Module):
-    """One layer of a stack. `form` says where the norms stand.
+    """One layer of a stack. `norm_placement` says where the norms stand.
 
     pre:       x + f(norm(x)), each sub-layer in turn        (https://arxiv.org/abs/2002.04745)
     post:      norm(x + f(x)), each sub-layer in turn        (https://arxiv.org/abs/1706.03762)
     parallel:  x + attention(norm(x)) + mlp(norm(x)), at once  (GPT-J, Wang and Komatsuzaki 2021)
     """
 
-    def __init__(self, spec: ModelSpec, address: SiteAddress, backend: str = "auto", storage: str = "qkv") -> None:
+    def __init__(self, spec: ModelSpec, address: LayerAddress, backend: str = "auto", storage: str = "qkv") -> None:
         super().__init__()
-        self.form = spec.form
+        self.norm_placement = spec.norm_placement
         self.attention = MultiHeadAttention(
             spec.attention_at(address), backend=backend, storage=storage, address=address
         )
         self.norm_attention = make_norm(spec)
         self.cross: MultiHeadAttention | None = None
         if address.stack == "dec":
-            across = SiteAddress("cross", address.layer)
-            self.cross = MultiHeadAttention(spec.attention_at(across), backend=backend, storage=storage, address=across)
+            cross_address = LayerAddress("cross", address.layer)
+            self.cross = MultiHeadAttention(
+                spec.attention_at(cross_address), backend=backend, storage=storage, address=cross_address
+            )
             self.norm_cross = make_norm(spec)
         self.mlp = MLP(spec)
-        self.norm_mlp = make_norm(spec) if spec.form != "parallel" else None
+        self.norm_mlp = make_norm(spec) if spec.norm_placement != "parallel" else None
         self.dropout = nn.Dropout(spec.dropout)
 
-    def forward(self, x: Tensor, beside: Beside) -> Tensor:
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """(B, T, D) → (B, T, D)"""
-        read = self.reads(x)
-        return self.finish(x, read, self.attend(read, beside), beside)
+        normed = self.attention_input(x)
+        return self.finish(x, normed, self.attend(normed, context), context)
 
-    def reads(self, x: Tensor) -> Tensor:
+    def attention_input(self, x: Tensor) -> Tensor:
         """What attention reads of the stream: (B, T, D) → (B, T, D)"""
-        return x if self.form == "post" else self.norm_attention(x)
+        return x if self.norm_placement == "post" else self.norm_attention(x)
 
-    def attend(self, read: Tensor, beside: Beside) -> Tensor:
+    def attend(self, normed: Tensor, context: BlockContext) -> Tensor:
         """What attention writes: (B, T, D) → (B, T, D)"""
-        here = self.attention.site.address
-        cache = None if beside.cache is None else beside.cache.layers.get(here)
-        mask = beside.mask_for(cache, read.shape[1])
-        starts = beside.starts if isinstance(cache, HeadCache) or self.attention.spec.cache else None
-        gate = beside.gates.get(here)
-        out = self.attention(read, mask=mask, positions=beside.angles, gate=gate, cache=cache, starts=starts)
-        return self._dropped(out)
+        layer_address = self.attention.hook_point.address
+        cache = None if context.cache is None else context.cache.layers.get(layer_address)
+        mask = context.mask_for(cache, normed.shape[1])
+        row_starts = context.row_starts if isinstance(cache, PerHeadCache) or self.attention.spec.cache else None
+        gate = context.gates.get(layer_address)
+        out = self.attention(
+            normed, mask=mask, positions=context.rotary_table, gate=gate, cache=cache, row_starts=row_starts
+        )
+        return self._drop(out)
 
-    def finish(self, x: Tensor, read: Tensor, wrote: Tensor, beside: Beside) -> Tensor:
+    def finish(self, x: Tensor, normed: Tensor, attention_output: Tensor, context: BlockContext) -> Tensor:
         """The rest of the block, row by row, so that any rows can be asked for alone: (B, T, D) three times → (B, T, D)"""
-        if self.form == "pre":
-            x = x + wrote
+        if self.norm_placement == "pre":
+            x = x + attention_output
             if self.cross is not None:
-                x = x + self._look_across(self.norm_cross(x), beside)
+                x = x + self._cross_attend(self.norm_cross(x), context)
             return x + self._mlp(self.norm_mlp(x))  # pyright: ignore[reportOptionalCall]
-        if self.form == "post":
-            x = self.norm_attention(x + wrote)
+        if self.norm_placement == "post":
+            x = self.norm_attention(x + attention_output)
             if self.cross is not None:
-                x = self.norm_cross(x + self._look_across(x, beside))
+                x = self.norm_cross(x + self._cross_attend(x, context))
             return self.norm_mlp(x + self._mlp(x))  # pyright: ignore[reportOptionalCall]
-        out = x + wrote + self._mlp(read)
-        return out if self.cross is None else out + self._look_across(self.norm_cross(x), beside)
+        out = x + attention_output + self._mlp(normed)
+        return out if self.cross is None else out + self._cross_attend(self.norm_cross(x), context)
 
-    def _look_across(self, x: Tensor, beside: Beside) -> Tensor:
+    def _cross_attend(self, x: Tensor, context: BlockContext) -> Tensor:
         assert self.cross is not None
-        here = self.cross.site.address
-        cache = None if beside.cache is None else beside.cache.layers.get(here)
-        mask = None if beside.memory_real is None else padding_mask(beside.memory_real)
-        out = self.cross(x, beside.memory, mask=mask, gate=beside.gates.get(here), cache=cache)
-        return self._dropped(out)
+        layer_address = self.cross.hook_point.address
+        cache = None if context.cache is None else context.cache.layers.get(layer_address)
+        mask = None if context.source_attention_mask is None else padding_mask(context.source_attention_mask)
+        out = self.cross(x, context.memory, mask=mask, gate=context.gates.get(layer_address), cache=cache)
+        return self._drop(out)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return self._dropped(self.mlp(x))
+        return self._drop(self.mlp(x))
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x) if self.dropout.training else x  # a call that does nothing is time too
 
 
-def _all(masks: list[Mask]) -> Mask | None:
+def _and_all(masks: list[Mask]) -> Mask | None:
     if not masks:
         return None
-    together = masks[0]
+    combined = masks[0]
     for mask in masks[1:]:
-        together = together & mask
-    return together
+        combined = combined & mask
+    return combined

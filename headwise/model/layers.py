@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads.quantized_weights import PackedLinear, PackedTable, PackedTied
+from headwise.heads.quantized_weights import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
 from headwise.kernels import sinusoidal
 from headwise.kernels.autotuned_linear import Linear, linear
-from headwise.kernels.collectives import Together
-from headwise.model.loss import IGNORE, linear_cross_entropy, split_cross_entropy
+from headwise.kernels.collectives import ProcessGroupOps
+from headwise.model.loss import IGNORE_INDEX, linear_cross_entropy, vocab_parallel_cross_entropy
 from headwise.spec import ModelSpec
-from headwise.spec.weight_bits import FULL
+from headwise.spec.weight_bits import FULL_PRECISION
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -30,18 +30,18 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     return kind(spec.width, eps=spec.norm_eps)
 
 
-class VocabularyRows:
+class VocabShard:
     """Which rows of the vocabulary this process has, where others hold the rest."""
 
-    def __init__(self, together: Together, borders: Sequence[tuple[int, int]]) -> None:
-        self.together, self.sizes = together, [stop - start for start, stop in borders]
-        self.start, self.stop = borders[together.rank]
+    def __init__(self, collectives: ProcessGroupOps, ranges: Sequence[tuple[int, int]]) -> None:
+        self.collectives, self.sizes = collectives, [stop - start for start, stop in ranges]
+        self.start, self.stop = ranges[collectives.rank]
         self.vocab = sum(self.sizes)
 
-    def here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def localize_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Which of some ids are rows of this process, and where; 0 for the others."""
-        mine = (ids >= self.start) & (ids < self.stop)
-        return mine, torch.where(mine, ids - self.start, 0)
+        is_local = (ids >= self.start) & (ids < self.stop)
+        return is_local, torch.where(is_local, ids - self.start, 0)
 
 
 class MLP(nn.Module):
@@ -50,65 +50,69 @@ class MLP(nn.Module):
     Where several processes hold a part of the channels each, what they write is added up, and the bias once.
     """
 
-    together: Together | None = None
+    collectives: ProcessGroupOps | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.bend = ACTIVATIONS[spec.activation]
-        self.gate = _linear(spec, spec.width, spec.hidden) if spec.activation == "swiglu" else None
-        self.up = _linear(spec, spec.width, spec.hidden)
-        self.down = _linear(spec, spec.hidden, spec.width)
-        self.down.writes_to_stream = True  # pyright: ignore[reportArgumentType]  # read by initialise
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gate = _linear(spec, spec.width, spec.mlp_width) if spec.activation == "swiglu" else None
+        self.up = _linear(spec, spec.width, spec.mlp_width)
+        self.down = _linear(spec, spec.mlp_width, spec.width)
+        self.down.writes_to_residual = True  # pyright: ignore[reportArgumentType]  # read by initialize
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)"""
-        if self.together is None:
-            return self.down(self._bent(x))
-        written = self.together.sum(linear(self._bent(self.together.copy(x)), self.down.weight))
-        return written if self.down.bias is None else written + self.down.bias
+        if self.collectives is None:
+            return self.down(self._activate(x))
+        summed = self.collectives.sum(linear(self._activate(self.collectives.copy_to_group(x)), self.down.weight))
+        return summed if self.down.bias is None else summed + self.down.bias
 
-    def _bent(self, x: Tensor) -> Tensor:
+    def _activate(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.bend(self.up(x))
-        return self.bend(self.gate(x)) * self.up(x)
+            return self.activation(self.up(x))
+        return self.activation(self.gate(x)) * self.up(x)
 
 
-def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | PackedLinear:
-    bits, group = spec.bits_of("mlp")
-    if bits == FULL:
+def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | QuantizedLinear:
+    bits, group_size = spec.bits_of("mlp")
+    if bits == FULL_PRECISION:
         return Linear(inputs, outputs, spec.mlp_bias)
-    return PackedLinear(inputs, outputs, spec.mlp_bias, bits, group, spec.activations)
+    return QuantizedLinear(inputs, outputs, spec.mlp_bias, bits, group_size, spec.activation_bits)
 
 
 class Embedding(nn.Module):
     """Tokens, positions and token types become one vector."""
 
-    rows: VocabularyRows | None = None  # of the vocabulary, where others hold the rest
+    vocab_shard: VocabShard | None = None  # of the vocabulary, where others hold the rest
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        bits, group = spec.bits_of("vocabulary")
-        packed = bits != FULL
-        self.tokens = PackedTable(spec.vocab, spec.width, bits, group) if packed else _table(spec.vocab, spec.width)
+        bits, group_size = spec.bits_of("vocabulary")
+        is_quantized = bits != FULL_PRECISION
+        self.tokens = (
+            QuantizedEmbedding(spec.vocab, spec.width, bits, group_size)
+            if is_quantized
+            else _table(spec.vocab, spec.width)
+        )
         self.positions = _table(spec.context, spec.width) if spec.positions == "learned" else None
         self.types = _table(spec.token_types, spec.width) if spec.token_types else None
         self.norm = make_norm(spec) if spec.embed_norm else None
         self.dropout = nn.Dropout(spec.dropout)
 
     @property
-    def like(self) -> Tensor:
+    def reference_tensor(self) -> Tensor:
         """No numbers, but the dtype and the device of all others."""
         tokens = self.tokens
         return (
             torch.empty(0, dtype=tokens.dtype, device=tokens.device)
-            if isinstance(tokens, PackedTable)
+            if isinstance(tokens, QuantizedEmbedding)
             else tokens.weight
         )
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """(B, T), (1 or B, T) → (B, T, D)"""
-        x = self.of_tokens(ids)  # (B, T, D)
+        x = self.embed_tokens(ids)  # (B, T, D)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         if self.types is not None:
@@ -123,15 +127,15 @@ class Embedding(nn.Module):
             x = self.norm(x)
         return self.dropout(x)
 
-    def of_tokens(self, ids: Tensor) -> Tensor:
+    def embed_tokens(self, ids: Tensor) -> Tensor:
         """(…) → (…, D)"""
-        rows = self.rows
-        if rows is None:
+        vocab_shard = self.vocab_shard
+        if vocab_shard is None:
             return self.tokens(ids)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows.vocab:
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_shard.vocab:
             raise IndexError("there is no such token")
-        mine, places = rows.here(ids)
-        return rows.together.sum(self.tokens(places).masked_fill(~mine[..., None], 0))
+        is_local, local_ids = vocab_shard.localize_ids(ids)
+        return vocab_shard.collectives.sum(self.tokens(local_ids).masked_fill(~is_local[..., None], 0))
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
@@ -139,54 +143,60 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
-class Output(nn.Module):
+class LMHead(nn.Module):
     """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
 
-    rows: VocabularyRows | None = None  # of the vocabulary, where others hold the rest
+    vocab_shard: VocabShard | None = None  # of the vocabulary, where others hold the rest
 
-    def __init__(self, spec: ModelSpec, tokens: nn.Embedding | PackedTable) -> None:
+    def __init__(self, spec: ModelSpec, tokens: nn.Embedding | QuantizedEmbedding) -> None:
         super().__init__()
         masked, self.tied = spec.output == "mlm", spec.tied
-        self.bend = ACTIVATIONS[spec.activation]
+        self.activation = ACTIVATIONS[spec.activation]
         self.transform = Linear(spec.width, spec.width) if masked else None
         self.norm = make_norm(spec) if masked else None
-        bits, group = spec.bits_of("vocabulary")
-        if bits == FULL:
+        bits, group_size = spec.bits_of("vocabulary")
+        if bits == FULL_PRECISION:
             self.vocabulary = Linear(spec.width, spec.vocab, bias=masked)
-            self.tie(tokens)
-        elif spec.tied and isinstance(tokens, PackedTable):
-            self.vocabulary = PackedTied(tokens, masked, spec.activations)
+            self.tie_weight(tokens)
+        elif spec.tied and isinstance(tokens, QuantizedEmbedding):
+            self.vocabulary = TiedQuantizedLinear(tokens, masked, spec.activation_bits)
         else:
-            self.vocabulary = PackedLinear(spec.width, spec.vocab, masked, bits, group, spec.activations)
+            self.vocabulary = QuantizedLinear(spec.width, spec.vocab, masked, bits, group_size, spec.activation_bits)
 
-    def tie(self, tokens: nn.Module) -> None:
+    def tie_weight(self, tokens: nn.Module) -> None:
         """Make the vocabulary's weight that of the embedding, where they are to be one; packed, they always are."""
         if self.tied and isinstance(tokens, nn.Embedding) and isinstance(self.vocabulary, Linear):
             self.vocabulary.weight = tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, V)"""
-        if self.rows is None:
-            return self.vocabulary(self.prepare(x))
-        together = self.rows.together
-        return together.gather(self.vocabulary(together.copy(self.prepare(x))), -1, self.rows.sizes)
+        if self.vocab_shard is None:
+            return self.vocabulary(self.pre_vocab_transform(x))
+        collectives = self.vocab_shard.collectives
+        return collectives.gather(
+            self.vocabulary(collectives.copy_to_group(self.pre_vocab_transform(x))), -1, self.vocab_shard.sizes
+        )
 
-    def prepare(self, x: Tensor) -> Tensor:
+    def pre_vocab_transform(self, x: Tensor) -> Tensor:
         """What comes before the vocabulary: (…, D) → (…, D)"""
         if self.transform is not None and self.norm is not None:
-            x = self.norm(self.bend(self.transform(x)))
+            x = self.norm(self.activation(self.transform(x)))
         return x
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
         """Final states (N, D) and targets (N,) → the mean cross-entropy, or the sum divided by `total`; see model/loss."""
         if self.transform is not None:  # masked: few of many are asked for
-            asked = targets != IGNORE
-            hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
-        if self.rows is not None:
-            return split_cross_entropy(self._here, self.rows, self.prepare(hidden), targets, total)
-        return linear_cross_entropy(self.prepare(hidden), self.vocabulary.weight, self.vocabulary.bias, targets, total)
+            is_target = targets != IGNORE_INDEX
+            hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
+        if self.vocab_shard is not None:
+            return vocab_parallel_cross_entropy(
+                self._local_logits, self.vocab_shard, self.pre_vocab_transform(hidden), targets, total
+            )
+        return linear_cross_entropy(
+            self.pre_vocab_transform(hidden), self.vocabulary.weight, self.vocabulary.bias, targets, total
+        )
 
-    def _here(self, x: Tensor) -> Tensor:
+    def _local_logits(self, x: Tensor) -> Tensor:
         """The logits of the rows that are here."""
         return self.vocabulary(x)
 

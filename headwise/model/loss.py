@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
-from headwise.kernels.precision import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32
 
 if TYPE_CHECKING:
-    from headwise.model.layers import VocabularyRows
+    from headwise.model.layers import VocabShard
 
-IGNORE = -100  # a target that is not asked for
-WHOLE = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
+IGNORE_INDEX = -100  # a target that is not asked for
+MAX_LOGITS = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
 
 
 def linear_cross_entropy(
@@ -27,23 +27,23 @@ def linear_cross_entropy(
     """
     if weight.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(hidden.device.type):
         return chunked_cross_entropy(lambda states: F.linear(states, weight, bias), len(weight), hidden, targets, total)
-    chunks = None
-    if len(targets) * len(weight) > WHOLE:
+    options = None
+    if len(targets) * len(weight) > MAX_LOGITS:
         # torch's own choice of a chunk, by the shape of the weights, is 4 tokens for SmolLM2: six times as slow.
-        size = max(1, WHOLE // len(weight))
-        chunks = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling(), batch_chunk_size=size)
+        size = max(1, MAX_LOGITS // len(weight))
+        options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling(), batch_chunk_size=size)
         if torch.is_autocast_enabled(hidden.device.type):  # the chunked form is outside autocast's reach
             hidden = hidden.to(weight.dtype)
-    summed = F.linear_cross_entropy(
+    loss = F.linear_cross_entropy(
         hidden,
         weight,
         targets,
         linear_bias=bias,
-        ignore_index=IGNORE,
+        ignore_index=IGNORE_INDEX,
         reduction="mean" if total is None else "sum",
-        options=chunks,
+        options=options,
     )
-    return summed if total is None else summed / total
+    return loss if total is None else loss / total
 
 
 def chunked_cross_entropy(
@@ -51,15 +51,15 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """The same where what makes logits is not ours: those of a chunk at a time, made again in the backward pass."""
 
-    def surprise(states: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(at_least_float32(output(states)), wanted, reduction="sum")
+    def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
+        return F.cross_entropy(at_least_float32(output(states)), chunk_targets, reduction="sum")
 
-    return _in_chunks(surprise, vocab, hidden, targets, total)
+    return _sum_over_chunks(nll, vocab, hidden, targets, total)
 
 
-def split_cross_entropy(
+def vocab_parallel_cross_entropy(
     output: Callable[[Tensor], Tensor],
-    rows: "VocabularyRows",
+    vocab_shard: "VocabShard",
     hidden: Tensor,
     targets: Tensor,
     total: int | None = None,
@@ -70,29 +70,31 @@ def split_cross_entropy(
     is exchanged, never the logits.
     """
 
-    def surprise(states: Tensor, wanted: Tensor) -> Tensor:
-        together = rows.together
-        logits = output(together.copy(states))  # (n, v)
+    def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
+        collectives = vocab_shard.collectives
+        logits = output(collectives.copy_to_group(states))  # (n, v)
         logits = at_least_float32(logits)
-        top = together.largest(logits.amax(1))  # (n,)
-        mine, places = rows.here(wanted)
-        asked_for = logits.gather(1, places[:, None])[:, 0].masked_fill(~mine, 0)
-        exponentials, asked_for = together.sum(torch.stack(((logits - top[:, None]).exp().sum(1), asked_for)))
-        return (exponentials.log() + top - asked_for).sum()
+        max_logits = collectives.all_reduce_max(logits.amax(1))  # (n,)
+        is_local, local_ids = vocab_shard.localize_ids(chunk_targets)
+        target_logits = logits.gather(1, local_ids[:, None])[:, 0].masked_fill(~is_local, 0)
+        exp_sums, target_logits = collectives.sum(
+            torch.stack(((logits - max_logits[:, None]).exp().sum(1), target_logits))
+        )
+        return (exp_sums.log() + max_logits - target_logits).sum()
 
-    return _in_chunks(surprise, max(rows.sizes), hidden, targets, total)
+    return _sum_over_chunks(nll, max(vocab_shard.sizes), hidden, targets, total)
 
 
-def _in_chunks(
-    surprise: Callable[[Tensor, Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None
+def _sum_over_chunks(
+    nll: Callable[[Tensor, Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None
 ) -> Tensor:
     """The sum of a surprise over chunks, none of which has too many logits; made again in the backward pass."""
-    asked = targets != IGNORE
-    hidden, targets = hidden[asked], targets[asked]  # (n, D), (n,)
-    step = max(1, WHOLE // max(1, vocab))
-    parts = list(zip(hidden.split(step), targets.split(step), strict=True))
-    if len(parts) > 1:
-        summed = torch.stack([checkpoint(surprise, *part, use_reentrant=False) for part in parts]).sum()  # pyright: ignore
+    is_target = targets != IGNORE_INDEX
+    hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
+    chunk_size = max(1, MAX_LOGITS // max(1, vocab))
+    chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
+    if len(chunks) > 1:
+        total_nll = torch.stack([checkpoint(nll, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # pyright: ignore
     else:
-        summed = surprise(hidden, targets)
-    return summed / (len(targets) if total is None else total)
+        total_nll = nll(hidden, targets)
+    return total_nll / (len(targets) if total is None else total)

@@ -1,7 +1,7 @@
 """Whose model it is does not matter: what everything that looks at heads, or changes them, asks of a model.
 
 Our `Transformer` and an attached model implement all of it; nobody asks which of the two they have. What one of them cannot
-do it refuses itself, with the reason. A copy is `copy.deepcopy(model)`, with heads and sites of its own.
+do it refuses itself, with the reason. A copy is `copy.deepcopy(model)`, with heads and hook points of its own.
 """
 
 import threading
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads import Heads, Site
-from headwise.heads.head import Gates, Pattern
-from headwise.spec import ModelSpec, SiteAddress
-from headwise.spec.cache_policy import Treatments
-from headwise.spec.patch_grid import Grid
+from headwise.heads import Heads, HookPoint
+from headwise.heads.head import Gates, HeadPattern
+from headwise.spec import LayerAddress, ModelSpec
+from headwise.spec.cache_policy import CachePolicies
+from headwise.spec.patch_grid import PatchGrid
 
 if TYPE_CHECKING:
-    from headwise.model.residual_stream import Wiring
-    from headwise.model.resumable_forward import Pick, Walk
+    from headwise.model.residual_stream import ResidualStream
+    from headwise.model.resumable_forward import ResumableForward, RowSelector
 
 Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: the norm before q, and before k and v
 
 
-class AnyOutput(Protocol):
+class LMHeadProtocol(Protocol):
     """From final hidden states to a vocabulary."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -40,22 +40,22 @@ class AnyOutput(Protocol):
         ...
 
 
-class AnyPictures(Protocol):
+class ImageInputProtocol(Protocol):
     """How a model reads pictures."""
 
-    how: Any  # how pixels become what it reads, if that is known
+    preprocessor: Any  # how pixels become what it reads, if that is known
 
     @property
-    def grid(self) -> Grid:
+    def patch_grid(self) -> PatchGrid:
         """Which token is which patch; refused where tokens are no patches."""
         ...
 
-    def read(self, given: Any) -> Tensor:
+    def read_image(self, image: Any) -> Tensor:
         """A path, a Pillow image, or a tensor that is ready, as (C, height, width)."""
         ...
 
 
-class AnyModel(Protocol):
+class ModelProtocol(Protocol):
     """A model with heads: our `Transformer`, or an attached one."""
 
     tokenizer: Any
@@ -79,17 +79,17 @@ class AnyModel(Protocol):
         ...
 
     @property
-    def output(self) -> AnyOutput | None:
+    def output(self) -> LMHeadProtocol | None:
         """From final hidden states to logits; None where it gives none."""
         ...
 
     @property
-    def pictures(self) -> AnyPictures | None:
+    def image_input(self) -> ImageInputProtocol | None:
         """How it reads pictures; None where it reads something else."""
         ...
 
     @property
-    def start(self) -> int:
+    def decoder_start_token(self) -> int:
         """The token before what an encoder-decoder writes."""
         ...
 
@@ -104,17 +104,22 @@ class AnyModel(Protocol):
     # Calls.
 
     def __call__(self, ids: Tensor, **options: Any) -> Tensor:
-        """Logits (B, T, V), or hidden states (B, T, D); `padding`, `source`, `source_padding`, `gates`, `hidden`."""
+        """Logits (B, T, V), or hidden states (B, T, D).
+
+        Options: `attention_mask`, `source`, `source_attention_mask`, `gates`, `hidden`.
+        """
         ...
 
-    def generate(self, prompt: Any, tokens: int = 64, *, gates: Gates | None = None, seed: int | None = None) -> Any:
+    def generate(
+        self, prompt: Any, max_new_tokens: int = 64, *, gates: Gates | None = None, seed: int | None = None
+    ) -> Any:
         """What is given and what follows, in its own kind: a text, a list of ids, a tensor (B, T). Nothing is dropped out."""
         ...
 
     def stream(
         self,
         prompt: Any,
-        tokens: int = 64,
+        max_new_tokens: int = 64,
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -133,68 +138,71 @@ class AnyModel(Protocol):
         ...
 
     @property
-    def is_shared(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether several processes hold its heads: then all of them read the same texts and make the same calls."""
         ...
 
-    def sites(self) -> list[Site]:
+    def hook_points(self) -> list[HookPoint]:
         """Every place where attention happens, in the order data walks through them; heads of this process alone."""
         ...
 
-    def all_sites(self) -> list[Site]:
+    def gathered_hook_points(self) -> list[HookPoint]:
         """The same with all heads, whichever process holds them; where it is shared, all must listen and edit alike."""
         ...
 
     def attention_layers(self) -> Iterable[Any]:
-        """The layers that have those sites: `.site`, `.spec`, `.b_O`, and hooks on what they read and what they write."""
+        """The layers of those hook points: `.hook_point`, `.spec`, `.b_O`, and hooks on what they read and write."""
         ...
 
-    def norms(self) -> Norms | None:
+    def input_norms(self) -> Norms | None:
         """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
         ...
 
-    def wiring(self) -> "Wiring":
+    def residual_stream(self) -> "ResidualStream":
         """What adds to the stream of a decoder and what reads it at the end; refused, with the reason, where it is no sum."""
         ...
 
-    def walk(
+    def resumable_forward(
         self,
         ids: Tensor,
-        wanted: Collection[SiteAddress],
-        pick: "Pick",
+        layer_addresses: Collection[LayerAddress],
+        select_rows: "RowSelector",
         *,
-        padding: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         source: Tensor | None = None,
-        source_padding: Tensor | None = None,
-    ) -> "Walk":
+        source_attention_mask: Tensor | None = None,
+    ) -> "ResumableForward":
         """A clean pass that stops at the layers wanted, from where it can go on with another z for copies of the batch."""
         ...
 
-    def whole_passes(self) -> str:
+    def why_not_resumable(self) -> str:
         """Why such copies cost whole passes; empty where the stream up to a layer is computed once."""
         ...
 
     # Others like it.
 
-    def in_memory(self) -> Self:
+    def to_memory(self) -> Self:
         """This model, or, if weights are offloaded, a copy with all weights in memory."""
         ...
 
-    def untrained(self, seed: int = 0) -> "AnyModel":
+    def untrained(self, seed: int = 0) -> "ModelProtocol":
         """A model of the same shape that has learned nothing."""
         ...
 
     def without(
-        self, heads: Pattern, folded: Mapping[SiteAddress, Tensor] | None = None, cache: Treatments | None = None
+        self,
+        heads: HeadPattern,
+        folded_biases: Mapping[LayerAddress, Tensor] | None = None,
+        cache: CachePolicies | None = None,
     ) -> Self:
         """A smaller model without these heads, sharing no memory with this one, which stays as it is.
 
-        `folded` is added to output biases; `cache` says what key heads keep (None: what they kept).
+        `folded_biases` are added to output biases; `cache` says what key heads keep (None: what they kept).
         """
         ...
 
-    def check_own(self, what: str) -> None:
-        """Refuse what only models of our own can do, as said in `what`; one that is not says what it is."""
+    def check_native(self, operation: str) -> None:
+        """Refuse what only models of our own can do, as said in `operation`; one that is not says what it is."""
         ...
 
     # Weights and folders.
@@ -236,7 +244,7 @@ class AnyModel(Protocol):
         ...
 
     @checkpointing.setter
-    def checkpointing(self, on: bool) -> None: ...
+    def checkpointing(self, enabled: bool) -> None: ...
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, or not."""
@@ -247,10 +255,10 @@ class AnyModel(Protocol):
         ...
 
 
-def is_model(model: object) -> TypeGuard[AnyModel]:
+def is_model(model: object) -> TypeGuard[ModelProtocol]:
     """Whether something can be asked all of that."""
-    asked = [name for name, member in vars(AnyModel).items() if isfunction(member) and not name.startswith("_")]
-    return all(callable(getattr(type(model), name, None)) for name in asked)
+    methods = [name for name, member in vars(ModelProtocol).items() if isfunction(member) and not name.startswith("_")]
+    return all(callable(getattr(type(model), name, None)) for name in methods)
 
 
 def check_model(model: object) -> None:
@@ -266,42 +274,42 @@ def check_model(model: object) -> None:
         )
 
 
-# Parts that were in training mode before `quiet`, and how many callers, of all threads, keep them out of it now.
-_quiet_users: dict[nn.Module, int] = {}
-_quiet_lock = threading.Lock()
+# Parts that were in training mode before `eval_mode`, and how many callers, of all threads, keep them out of it now.
+_eval_users: dict[nn.Module, int] = {}
+_eval_lock = threading.Lock()
 
 
 @contextmanager
-def quiet(model: AnyModel | nn.Module, parts: Iterable[nn.Module] | None = None) -> Iterator[None]:
+def eval_mode(model: ModelProtocol | nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """While open nothing is dropped out; afterwards every part trains, or does not, as before, also after an error.
 
-    Part by part: whoever trains one block and keeps the others frozen finds them so again. `parts` are the model's modules,
+    Part by part: whoever trains one block and keeps the others frozen finds them so again. `modules` are the model's modules,
     where they are known already. If several threads are inside, the modes come back when the last one leaves.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-    >>> with quiet(model):
+    >>> with eval_mode(model):
     ...     [part.training for part in model]
     [False, False]
     >>> [part.training for part in model]
     [True, False]
     """
-    parts = tuple(model.modules()) if parts is None else parts
-    with _quiet_lock:
-        trained = [part for part in parts if part.training or part in _quiet_users]
-        frozen = set(parts).difference(trained) if trained else parts
-        for part in trained:
-            _quiet_users[part] = _quiet_users.get(part, 0) + 1
-        if any(part.training for part in trained):
+    modules = tuple(model.modules()) if modules is None else modules
+    with _eval_lock:
+        trained = [module for module in modules if module.training or module in _eval_users]
+        frozen = set(modules).difference(trained) if trained else modules
+        for module in trained:
+            _eval_users[module] = _eval_users.get(module, 0) + 1
+        if any(module.training for module in trained):
             model.eval()
     try:
         yield
     finally:
-        with _quiet_lock:
-            for part in trained:
-                _quiet_users[part] -= 1
-                if not _quiet_users[part]:
-                    del _quiet_users[part]
-                    part.training = True
-            for part in frozen:
-                if part.training:
-                    part.training = False
+        with _eval_lock:
+            for module in trained:
+                _eval_users[module] -= 1
+                if not _eval_users[module]:
+                    del _eval_users[module]
+                    module.training = True
+            for module in frozen:
+                if module.training:
+                    module.training = False

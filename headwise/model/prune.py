@@ -9,90 +9,98 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
-from headwise.heads.head import Pattern
-from headwise.heads.projections import cut_packed
-from headwise.heads.quantized_weights import is_held
-from headwise.spec import Address, AttentionSpec, ModelSpec, SiteAddress, select
-from headwise.spec.cache_policy import Treatments, cache_rules
+from headwise.heads.head import HeadPattern
+from headwise.heads.projections import prune_quantized_state
+from headwise.heads.quantized_weights import is_quantized_key
+from headwise.spec import Address, AttentionSpec, LayerAddress, ModelSpec, select
+from headwise.spec.cache_policy import CachePolicies, rules_from_policies
 
 if TYPE_CHECKING:
     from headwise.model.transformer import Transformer
 
-Biases = Mapping[SiteAddress, Tensor]  # (D,) each
+Biases = Mapping[LayerAddress, Tensor]  # (D,) each
 
 
 @torch.no_grad()
 def without(
-    model: "Transformer", heads: Pattern, folded: Biases | None = None, cache: Treatments | None = None
+    model: "Transformer", heads: HeadPattern, folded_biases: Biases | None = None, cache: CachePolicies | None = None
 ) -> "Transformer":
     """A smaller model without these heads, sharing no memory with this one, which stays as it is.
 
-    `folded` is added to the output biases of layers; a model that had none gets them. `cache` says what key heads keep;
-    None: what they kept.
+    `folded_biases` are added to the output biases of layers; a model that had none gets them. `cache` says what key heads
+    keep; None: what they kept.
     """
-    spec = model.spec if cache is None else replace(model.spec, cache=cache_rules(cache, model.spec.key_heads))
-    spec = _smaller(spec, heads_to_cut(model.spec, heads), bool(folded))
+    spec = (
+        model.spec
+        if cache is None
+        else replace(model.spec, cache=rules_from_policies(cache, model.spec.kv_head_addresses))
+    )
+    spec = _pruned_spec(spec, heads_to_prune(model.spec, heads), bool(folded_biases))
     state = dict(model.state_dict())  # split, with a head axis
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):
-            after = spec.attention_at(layer.site.address)
-            _cut_layer(state, f"{name}.", layer.spec, after)
-            cut_packed(state, f"{name}.", layer, after)
+            pruned_layer = spec.attention_at(layer.hook_point.address)
+            _prune_layer(state, f"{name}.", layer.spec, pruned_layer)
+            prune_quantized_state(state, f"{name}.", layer, pruned_layer)
             if spec.attention.out_bias:
-                none = model.embed.like.new_zeros(spec.width)  # (D,)
-                _add(state, f"{name}.write.", none, (folded or {}).get(layer.site.address))
-    return built(spec, state, model)
+                zero_bias = model.embed.reference_tensor.new_zeros(spec.width)  # (D,)
+                _add_to_bias(
+                    state, f"{name}.output_projection.", zero_bias, (folded_biases or {}).get(layer.hook_point.address)
+                )
+    return rebuild_like(spec, state, model)
 
 
-def heads_to_cut(spec: ModelSpec, heads: Pattern) -> tuple[Address, ...]:
+def heads_to_prune(spec: ModelSpec, heads: HeadPattern) -> tuple[Address, ...]:
     """The heads a pattern names; not all that there are."""
-    gone = select(heads, spec.addresses)
-    if gone and len(gone) == len(spec.addresses):
-        raise HeadwiseError(f"that would cut all {len(gone)} heads of the model; keep at least one.")
-    return gone
+    pruned = select(heads, spec.head_addresses)
+    if pruned and len(pruned) == len(spec.head_addresses):
+        raise HeadwiseError(f"that would cut all {len(pruned)} heads of the model; keep at least one.")
+    return pruned
 
 
-def _smaller(spec: ModelSpec, gone: tuple[Address, ...], folded: bool) -> ModelSpec:
-    spec = spec.without(gone)
-    return replace(spec, attention=replace(spec.attention, out_bias=True)) if folded else spec
+def _pruned_spec(spec: ModelSpec, pruned: tuple[Address, ...], add_out_bias: bool) -> ModelSpec:
+    spec = spec.without(pruned)
+    return replace(spec, attention=replace(spec.attention, out_bias=True)) if add_out_bias else spec
 
 
-def _cut_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, after: AttentionSpec) -> None:
+def _prune_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, after: AttentionSpec) -> None:
     """Keep the slices of the heads that stay; W_O has its heads on the second axis, all others on the first."""
-    heads = [before.head_ids.index(number) for number in after.head_ids]
-    keys = [before.kv_ids.index(number) for number in after.kv_ids]
-    by_head = dict.fromkeys(("read.q", "write.weight", "sink", "gate", "position"), heads)
-    rows = by_head | {"read.k": keys, "read.v": keys}
-    for part, chosen in rows.items():
-        for name in [name for name in state if name.startswith(prefix + part) and not is_held(name)]:
-            index = torch.tensor(chosen, dtype=torch.long, device=state[name].device)
-            state[name] = state[name].index_select(1 if part == "write.weight" else 0, index)
+    head_indices = [before.head_ids.index(number) for number in after.head_ids]
+    kv_indices = [before.kv_head_ids.index(number) for number in after.kv_head_ids]
+    indices_by_name = dict.fromkeys(
+        ("qkv.q", "output_projection.weight", "sink", "gate", "position_bias"), head_indices
+    )
+    indices_by_part = indices_by_name | {"qkv.k": kv_indices, "qkv.v": kv_indices}
+    for part, kept_indices in indices_by_part.items():
+        for name in [name for name in state if name.startswith(prefix + part) and not is_quantized_key(name)]:
+            index = torch.tensor(kept_indices, dtype=torch.long, device=state[name].device)
+            state[name] = state[name].index_select(1 if part == "output_projection.weight" else 0, index)
 
 
-def _add(state: dict[str, Tensor], prefix: str, none: Tensor, more: Tensor | None) -> None:
+def _add_to_bias(state: dict[str, Tensor], prefix: str, zero_bias: Tensor, shift: Tensor | None) -> None:
     """Add to a layer's output bias, in float64; where there was none it begins at 0."""
-    bias = state.get(f"{prefix}bias", none)
-    state[f"{prefix}bias"] = bias if more is None else (bias.double() + more.to(bias.device).double()).to(bias.dtype)
+    bias = state.get(f"{prefix}bias", zero_bias)
+    state[f"{prefix}bias"] = bias if shift is None else (bias.double() + shift.to(bias.device).double()).to(bias.dtype)
 
 
-def built(spec: ModelSpec, state: dict[str, Tensor], like: "Transformer") -> "Transformer":
+def rebuild_like(spec: ModelSpec, state: dict[str, Tensor], like: "Transformer") -> "Transformer":
     """A model of these tensors, copied; all else is as it was in the one it came from."""
-    if like.is_shared:
+    if like.is_sharded:
         raise HeadwiseError("this process holds a part of the model; change the whole one, then use hw.shard.")
-    storage = next((layer.read.storage for layer in like.attention_layers()), "qkv")
-    small = type(like)(spec, storage=storage, device="meta")
+    storage = next((layer.qkv.storage for layer in like.attention_layers()), "qkv")
+    model = type(like)(spec, storage=storage, device="meta")
     if spec.tied:
         state.pop("output.vocabulary.weight", None)
-    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    if spec.tied and small.output is not None and "embed.tokens.weight" in own:
-        own["output.vocabulary.weight"] = own["embed.tokens.weight"]
-    small.load_state_dict(own, assign=True)
-    small.to(like.embed.like.dtype)
-    for new, old in zip(small.attention_layers(), like.attention_layers(), strict=True):
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    if spec.tied and model.output is not None and "embed.tokens.weight" in tensors:
+        tensors["output.vocabulary.weight"] = tensors["embed.tokens.weight"]
+    model.load_state_dict(tensors, assign=True)
+    model.to(like.embed.reference_tensor.dtype)
+    for new, old in zip(model.attention_layers(), like.attention_layers(), strict=True):
         new.backend = old.backend
-    small.tokenizer, small.family, small.checkpointing = like.tokenizer, like.family, like.checkpointing
-    small.plans = like.plans
-    modes = {name: part.training for name, part in like.named_modules()}
-    for name, part in small.named_modules():
-        part.training = modes.get(name, like.training)
-    return small
+    model.tokenizer, model.family, model.checkpointing = like.tokenizer, like.family, like.checkpointing
+    model.plans = like.plans
+    modes = {name: module.training for name, module in like.named_modules()}
+    for name, module in model.named_modules():
+        module.training = modes.get(name, like.training)
+    return model

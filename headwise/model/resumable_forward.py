@@ -15,223 +15,252 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import Seen, Site
-from headwise.model.block import Beside, Block
-from headwise.spec import SiteAddress
+from headwise.heads.hook_point import AttentionCall, HookPoint
+from headwise.model.block import Block, BlockContext
+from headwise.spec import LayerAddress
 
 if TYPE_CHECKING:
     from headwise.model.transformer import Transformer
 
-Pick = Callable[[Tensor, int], Tensor]  # the rows wanted, of so many copies of the batch: (n·B, T, D) → (n·B, R, D)
+# the rows wanted, of so many copies of the batch: (n·B, T, D) → (n·B, R, D)
+RowSelector = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Stop:
+class LayerCheckpoint:
     """The walk at one layer: z as it enters W_O, (B, H, T, e), and the pass from there on with another z."""
 
-    site: Site
+    hook_point: HookPoint
     z: Tensor
-    onward: Callable[[Tensor], Tensor]  # z of so many copies of the batch, (n·B, H, T, e) → final states (n·B, R, D)
+    resume: Callable[[Tensor], Tensor]  # z of so many copies of the batch, (n·B, H, T, e) → final states (n·B, R, D)
 
 
-class Walk(Protocol):
-    """A clean pass: iterate over its stops; then `states` are the final states of the rows wanted, (B, R, D)."""
+class ResumableForward(Protocol):
+    """A clean pass: iterate over its stops; then `hidden_states` are the final states of the rows wanted, (B, R, D)."""
 
     @property
-    def states(self) -> Tensor:
+    def hidden_states(self) -> Tensor:
         """(B, R, D), once the walk has come to its end."""
         ...
 
-    def __iter__(self) -> Iterator[Stop]: ...
+    def __iter__(self) -> Iterator[LayerCheckpoint]: ...
 
 
-def walk(
+def resumable_forward(
     model: "Transformer",
     ids: Tensor,
-    wanted: Collection[SiteAddress],
-    pick: Pick,
+    layer_addresses: Collection[LayerAddress],
+    select_rows: RowSelector,
     *,
-    padding: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     source: Tensor | None = None,
-    source_padding: Tensor | None = None,
-) -> Walk:
+    source_attention_mask: Tensor | None = None,
+) -> ResumableForward:
     """A clean pass over ids (B, T) that stops at the layers wanted; of the last block no more is finished than is picked."""
     if model.spec.kind != "encoder-decoder":
-        return BlockWalk(model, ids, padding, wanted, pick)
-    return Replay(
-        partial(run_copies, model, ids, padding, source, source_padding),
+        return BlockResumableForward(model, ids, attention_mask, layer_addresses, select_rows)
+    return ReplayForward(
+        partial(forward_copies, model, ids, attention_mask, source, source_attention_mask),
         len(ids),
-        {site: block for site, block in two_stacks(model) if site.address in wanted},
+        {
+            hook_point: block
+            for hook_point, block in encoder_decoder_hook_points(model)
+            if hook_point.address in layer_addresses
+        },
         [*model.encoder_blocks, *model.blocks],
-        pick,
+        select_rows,
     )
 
 
-def two_stacks(model: "Transformer") -> Iterator[tuple[Site, nn.Module]]:
-    """Every site of an encoder-decoder, with its block."""
+def encoder_decoder_hook_points(model: "Transformer") -> Iterator[tuple[HookPoint, nn.Module]]:
+    """Every hook point of an encoder-decoder, with its block."""
     for block in (*model.encoder_blocks, *model.blocks):
         assert isinstance(block, Block)
         for layer in (block.attention, block.cross):
             if layer is not None:
-                yield layer.everywhere.site, block
+                yield layer.gathered_layer.hook_point, block
 
 
-class BlockWalk:
+class BlockResumableForward:
     """A walk through the blocks of one stack of ours. Copies begin behind the kernel of the layer that is changed."""
 
     def __init__(
-        self, model: "Transformer", ids: Tensor, padding: Tensor | None, wanted: Collection[SiteAddress], pick: Pick
+        self,
+        model: "Transformer",
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        layer_addresses: Collection[LayerAddress],
+        select_rows: RowSelector,
     ) -> None:
-        self.model, self.ids, self.padding, self.wanted, self.pick = model, ids, padding, wanted, pick
-        self.states = ids.new_zeros(0)
+        self.model, self.ids, self.attention_mask, self.layer_addresses, self.select_rows = (
+            model,
+            ids,
+            attention_mask,
+            layer_addresses,
+            select_rows,
+        )
+        self.hidden_states = ids.new_zeros(0)
 
-    def __iter__(self) -> Iterator[Stop]:
-        x, beside = self.model.begin(self.ids, padding=self.padding)
+    def __iter__(self) -> Iterator[LayerCheckpoint]:
+        x, context = self.model.begin_forward(self.ids, attention_mask=self.attention_mask)
         blocks = [block for block in self.model.blocks if isinstance(block, Block)]
         for layer, block in enumerate(blocks):
-            site, read, calls = block.attention.everywhere.site, block.reads(x), list[Seen]()
-            with site.listen(calls.append):
-                wrote = block.attend(read, beside)  # (B, T, D)
-            if site.address in self.wanted:
-                yield Stop(site, calls[0].z, partial(self._onward, blocks[layer:], x, read, beside))
-            x = block.finish(x, read, wrote, beside)
-        self.states = self._normed(self.pick(x, 1))
+            hook_point, normed, calls = (
+                block.attention.gathered_layer.hook_point,
+                block.attention_input(x),
+                list[AttentionCall](),
+            )
+            with hook_point.listen(calls.append):
+                attention_output = block.attend(normed, context)  # (B, T, D)
+            if hook_point.address in self.layer_addresses:
+                yield LayerCheckpoint(hook_point, calls[0].z, partial(self._resume, blocks[layer:], x, normed, context))
+            x = block.finish(x, normed, attention_output, context)
+        self.hidden_states = self._final_norm(self.select_rows(x, 1))
 
-    def _onward(self, blocks: list[Block], x: Tensor, read: Tensor, beside: Beside, z: Tensor) -> Tensor:
-        n, (block, *behind) = len(z) // len(x), blocks
-        beside = _copied(beside, n)
-        x, read = x.repeat(n, 1, 1), read.repeat(n, 1, 1)  # (n·B, T, D)
-        wrote = block.attention.write(block.attention.everywhere.site.here(z))  # (n·B, T, D)
-        for following in behind:
-            x = block.finish(x, read, wrote, beside)
-            block, read = following, following.reads(x)
-            wrote = block.attend(read, beside)
-        pick = self.pick
-        return self._normed(block.finish(pick(x, n), pick(read, n), pick(wrote, n), beside))
+    def _resume(self, blocks: list[Block], x: Tensor, normed: Tensor, context: BlockContext, z: Tensor) -> Tensor:
+        copies, (block, *later_blocks) = len(z) // len(x), blocks
+        context = _repeat_context(context, copies)
+        x, normed = x.repeat(copies, 1, 1), normed.repeat(copies, 1, 1)  # (n·B, T, D)
+        attention_output = block.attention.output_projection(
+            block.attention.gathered_layer.hook_point.local_z(z)
+        )  # (n·B, T, D)
+        for next_block in later_blocks:
+            x = block.finish(x, normed, attention_output, context)
+            block, normed = next_block, next_block.attention_input(x)
+            attention_output = block.attend(normed, context)
+        select_rows = self.select_rows
+        return self._final_norm(
+            block.finish(
+                select_rows(x, copies), select_rows(normed, copies), select_rows(attention_output, copies), context
+            )
+        )
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _final_norm(self, x: Tensor) -> Tensor:
         return x if self.model.norm is None else self.model.norm(x)
 
 
-def _copied(beside: Beside, copies: int) -> Beside:
+def _repeat_context(context: BlockContext, copies: int) -> BlockContext:
     """What travels beside so many copies of the batch."""
-    real, angles = beside.real, beside.angles
-    if real is not None:
-        real = real.repeat(copies, 1)
-    if angles is not None and len(angles.cos) > 1:
-        angles = replace(angles, cos=angles.cos.repeat(copies, 1, 1, 1), sin=angles.sin.repeat(copies, 1, 1, 1))
-    return replace(beside, real=real, angles=angles)
+    attention_mask, rotary_table = context.attention_mask, context.rotary_table
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat(copies, 1)
+    if rotary_table is not None and len(rotary_table.cos) > 1:
+        rotary_table = replace(
+            rotary_table, cos=rotary_table.cos.repeat(copies, 1, 1, 1), sin=rotary_table.sin.repeat(copies, 1, 1, 1)
+        )
+    return replace(context, attention_mask=attention_mask, rotary_table=rotary_table)
 
 
-class Replay:
+class ReplayForward:
     """A walk through anybody's blocks: one whole pass in which they are kept in mind, then passes that begin at a block.
 
-    `run(n)` is the pass over n copies of the batch; `sites` gives the block of each site wanted, `blocks` are all that may be
-    left out. Without any every pass is a whole one.
+    `forward(n)` is the pass over n copies of the batch; `block_of_hook_point` gives the block of each hook point wanted,
+    `blocks` are all that may be left out. Without any every pass is a whole one.
     """
 
     def __init__(
         self,
-        run: Callable[[int], Tensor],
+        forward: Callable[[int], Tensor],
         batch: int,
-        sites: Mapping[Site, nn.Module],
+        block_of_hook_point: Mapping[HookPoint, nn.Module],
         blocks: Sequence[nn.Module],
-        pick: Pick,
+        select_rows: RowSelector,
     ) -> None:
-        self.run, self.sites, self.pick = run, sites, pick
-        self.memory = Memory(blocks, batch)
-        self.states = torch.zeros(0)
+        self.forward, self.block_of_hook_point, self.select_rows = forward, block_of_hook_point, select_rows
+        self.output_cache = BlockOutputCache(blocks, batch)
+        self.hidden_states = torch.zeros(0)
 
-    def __iter__(self) -> Iterator[Stop]:
-        z: dict[Site, Tensor] = {}
+    def __iter__(self) -> Iterator[LayerCheckpoint]:
+        z: dict[HookPoint, Tensor] = {}
         with ExitStack() as stack:
-            for site in self.sites:
-                stack.enter_context(site.listen(lambda seen: z.update({seen.site: seen.z})))
-            stack.enter_context(self.memory.kept())
-            states = self.run(1)  # (B, T, D)
-        for site, block in self.sites.items():
-            if site not in z:
+            for hook_point in self.block_of_hook_point:
+                stack.enter_context(hook_point.listen(lambda call: z.update({call.hook_point: call.z})))
+            stack.enter_context(self.output_cache.recording())
+            hidden_states = self.forward(1)  # (B, T, D)
+        for hook_point, block in self.block_of_hook_point.items():
+            if hook_point not in z:
                 raise HeadwiseError(
-                    f"layer {site.address} was not called in this pass, so its heads cannot be ablated."
+                    f"layer {hook_point.address} was not called in this pass, so its heads cannot be ablated."
                 )
-            yield Stop(site, z[site], partial(self._onward, site, block))
-        self.states = self.pick(states, 1)
+            yield LayerCheckpoint(hook_point, z[hook_point], partial(self._resume, hook_point, block))
+        self.hidden_states = self.select_rows(hidden_states, 1)
 
-    def _onward(self, site: Site, block: nn.Module, z: Tensor) -> Tensor:
-        n = len(z) // self.memory.batch
-        with site.replaced(lambda _: z), self.memory.before(block, n):
-            return self.pick(self.run(n), n)
+    def _resume(self, hook_point: HookPoint, block: nn.Module, z: Tensor) -> Tensor:
+        copies = len(z) // self.output_cache.batch
+        with hook_point.replaced(lambda _: z), self.output_cache.skip_blocks_before(block, copies):
+            return self.select_rows(self.forward(copies), copies)
 
 
-class Memory:
+class BlockOutputCache:
     """What blocks gave in one pass, to stand in for them in others."""
 
     def __init__(self, blocks: Sequence[nn.Module], batch: int) -> None:
         self.blocks, self.batch = dict.fromkeys(blocks), batch
-        self.gave: dict[nn.Module, Any] = {}  # in the order in which they were called
-        self.again: list[nn.Module] = []  # called more than once
+        self.outputs: dict[nn.Module, Any] = {}  # in the order in which they were called
+        self.called_again: list[nn.Module] = []  # called more than once
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """While open, what blocks give is kept: before hooks of others, which are called on what stands in for it too."""
-        self.gave, self.again = {}, []
+        self.outputs, self.called_again = {}, []
         with ExitStack() as stack:
             for block in self.blocks:
-                stack.callback(block.register_forward_hook(self._keep, prepend=True).remove)
+                stack.callback(block.register_forward_hook(self._record, prepend=True).remove)
             yield
 
-    def _keep(self, block: nn.Module, given: Any, made: Any) -> None:
-        if block in self.gave:
-            self.again.append(block)
-        self.gave[block] = made
+    def _record(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        if block in self.outputs:
+            self.called_again.append(block)
+        self.outputs[block] = output
 
     @contextmanager
-    def before(self, block: nn.Module, copies: int) -> Iterator[None]:
+    def skip_blocks_before(self, block: nn.Module, copies: int) -> Iterator[None]:
         """While open, the blocks called before this one do not run: they give what they gave, for so many copies."""
-        order = list(self.gave)
+        order = list(self.outputs)
         with ExitStack() as stack:
-            for earlier in order[: order.index(block)] if block in self.gave else ():
-                stack.enter_context(_giving(earlier, copied(self.gave[earlier], self.batch, copies)))
+            for earlier in order[: order.index(block)] if block in self.outputs else ():
+                stack.enter_context(_returning(earlier, repeat_batch(self.outputs[earlier], self.batch, copies)))
             yield
 
 
 @contextmanager
-def _giving(block: nn.Module, made: Any) -> Iterator[None]:
+def _returning(block: nn.Module, output: Any) -> Iterator[None]:
     """While open, a module gives this and does not run; a forward of its own, as others may have put there, comes back."""
-    own = block.__dict__.get("forward")
-    block.__dict__["forward"] = lambda *arguments, **named: made
+    own_forward = block.__dict__.get("forward")
+    block.__dict__["forward"] = lambda *args, **kwargs: output
     try:
         yield
     finally:
         block.__dict__.pop("forward")
-        if own is not None:
-            block.__dict__["forward"] = own
+        if own_forward is not None:
+            block.__dict__["forward"] = own_forward
 
 
-def copied(made: Any, batch: int, copies: int) -> Any:
+def repeat_batch(output: Any, batch: int, copies: int) -> Any:
     """What a module gave, as it gives it for so many copies of the batch: tensors with a batch axis are repeated.
 
-    >>> [part if part is None else tuple(part.shape) for part in copied((torch.zeros(2, 3), None, torch.zeros(1, 3)), 2, 3)]
+    >>> repeated = repeat_batch((torch.zeros(2, 3), None, torch.zeros(1, 3)), 2, 3)
+    >>> [part if part is None else tuple(part.shape) for part in repeated]
     [(6, 3), None, (1, 3)]
     """
-    if isinstance(made, Tensor):
-        return made.repeat(copies, *[1] * (made.ndim - 1)) if made.ndim and len(made) == batch else made
-    if isinstance(made, dict):
-        return type(made)(**{name: copied(value, batch, copies) for name, value in made.items()})
-    if isinstance(made, tuple | list):
-        return type(made)(copied(value, batch, copies) for value in made)
-    return made
+    if isinstance(output, Tensor):
+        return output.repeat(copies, *[1] * (output.ndim - 1)) if output.ndim and len(output) == batch else output
+    if isinstance(output, dict):
+        return type(output)(**{name: repeat_batch(value, batch, copies) for name, value in output.items()})
+    if isinstance(output, tuple | list):
+        return type(output)(repeat_batch(value, batch, copies) for value in output)
+    return output
 
 
-def run_copies(
+def forward_copies(
     model: Any,
     ids: Tensor,
-    padding: Tensor | None,
+    attention_mask: Tensor | None,
     source: Tensor | None,
-    source_padding: Tensor | None,
+    source_attention_mask: Tensor | None,
     copies: int,
 ) -> Tensor:
     """Final states of so many copies of a batch: (n·B, T, D)."""
-    given = {"padding": padding, "source": source, "source_padding": source_padding}
-    given = {name: None if value is None else value.repeat(copies, 1) for name, value in given.items()}
-    return model(ids.repeat(copies, 1), **given, hidden=True)
+    inputs = {"attention_mask": attention_mask, "source": source, "source_attention_mask": source_attention_mask}
+    inputs = {name: None if value is None else value.repeat(copies, 1) for name, value in inputs.items()}
+    return model(ids.repeat(copies, 1), **inputs, hidden=True)

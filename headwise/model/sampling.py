@@ -42,11 +42,11 @@ class Sampling:
         """What `pick` draws from: (B, V), rows sum to 1."""
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k, -1).values[:, -1:]  # (B, 1)
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            threshold = logits.topk(self.top_k, -1).values[:, -1:]  # (B, 1)
+            logits = logits.masked_fill(logits < threshold, -torch.inf)
         if self.top_p is not None:
             ordered, index = logits.sort(-1, descending=True)
-            share = ordered.softmax(-1)
-            beyond = share.cumsum(-1) - share >= self.top_p  # the tokens before it already hold enough
-            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+            probs = ordered.softmax(-1)
+            excluded = probs.cumsum(-1) - probs >= self.top_p  # the tokens before it already hold enough
+            logits = logits.masked_fill(torch.zeros_like(excluded).scatter(-1, index, excluded), -torch.inf)
         return logits.softmax(-1)

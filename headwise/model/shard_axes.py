@@ -11,153 +11,176 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.projections import bits_here
-from headwise.kernels.collectives import Together
-from headwise.spec import AttentionSpec, ModelSpec, SiteAddress
-from headwise.spec.partition import Share
-from headwise.spec.weight_bits import FULL
+from headwise.heads.projections import bits_of_present_heads
+from headwise.kernels.collectives import ProcessGroupOps
+from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
+from headwise.spec.rank_partition import RankPartition
+from headwise.spec.weight_bits import FULL_PRECISION
 
-LAYER = re.compile(r"(encoder_blocks|blocks)\.(\d+)\.(attention|cross)\.(.+)")
-HELD = re.compile(r"(codes|scales|rows)(\d+)")
+LAYER_KEY = re.compile(r"(encoder_blocks|blocks)\.(\d+)\.(attention|cross)\.(.+)")
+QUANTIZED_KEY = re.compile(r"(codes|scales|rows)(\d+)")
 
 
 @dataclass(frozen=True)
-class Axis:
+class ShardAxis:
     """One axis of a tensor, and for each process the places of its entries there."""
 
     dim: int
-    places: tuple[Sequence[int], ...]
+    indices: tuple[Sequence[int], ...]
 
-    def cut(self, tensor: Tensor, process: int) -> Tensor:
+    def slice_for(self, tensor: Tensor, rank: int) -> Tensor:
         """What one process has: a view where its entries are neighbours."""
-        mine = self.places[process]
-        if isinstance(mine, range) or list(mine) == list(range(mine[0], mine[-1] + 1) if mine else ()):
-            return tensor.narrow(self.dim, mine[0] if mine else 0, len(mine))
-        return tensor.index_select(self.dim, torch.tensor(mine, dtype=torch.long, device=tensor.device))
+        own_indices = self.indices[rank]
+        if isinstance(own_indices, range) or list(own_indices) == list(
+            range(own_indices[0], own_indices[-1] + 1) if own_indices else ()
+        ):
+            return tensor.narrow(self.dim, own_indices[0] if own_indices else 0, len(own_indices))
+        return tensor.index_select(self.dim, torch.tensor(own_indices, dtype=torch.long, device=tensor.device))
 
-    def whole(self, piece: Tensor, together: Together) -> Tensor:
+    def gather(self, piece: Tensor, collectives: ProcessGroupOps) -> Tensor:
         """The whole tensor from everybody's pieces; of entries that several have, the first."""
-        pieces = together.pieces(piece, self.dim, [len(some) for some in self.places])
+        pieces = collectives.all_gather(piece, self.dim, [len(entries) for entries in self.indices])
         shape = list(piece.shape)
-        shape[self.dim] = len({place for some in self.places for place in some})
-        made = piece.new_zeros(shape)
-        for there, some in reversed(list(zip(self.places, pieces, strict=True))):
-            made.index_copy_(self.dim, torch.tensor(list(there), dtype=torch.long, device=piece.device), some)
-        return made
+        shape[self.dim] = len({index for entries in self.indices for index in entries})
+        full = piece.new_zeros(shape)
+        for piece_indices, entries in reversed(list(zip(self.indices, pieces, strict=True))):
+            full.index_copy_(
+                self.dim, torch.tensor(list(piece_indices), dtype=torch.long, device=piece.device), entries
+            )
+        return full
 
 
-def axis_of(name: str, spec: ModelSpec, shares: Sequence[Share]) -> Axis | None:
+def shard_axis_of(name: str, spec: ModelSpec, partitions: Sequence[RankPartition]) -> ShardAxis | None:
     """The axis along which a tensor of a whole model is shared out; None where every process has all of it."""
-    found = LAYER.fullmatch(name)
-    if found is not None:
-        stack, layer, kind, rest = found.groups()
-        site = site_at(spec, stack, int(layer), kind)
-        return _in_layer(rest, spec.attention_at(site), [share.by_layer[str(site)] for share in shares])
-    if (part := re.fullmatch(r".*\.mlp\.(up|gate|down)\.(.+)", name)) is not None:
-        return _in_mlp(part[1], part[2], spec, [range(*share.hidden) for share in shares])
-    if (part := re.fullmatch(r"(embed\.tokens|output\.vocabulary)\.(.+)", name)) is not None:
-        return Axis(1 if HELD.fullmatch(part[2]) else 0, tuple(range(*share.vocab) for share in shares))
+    match = LAYER_KEY.fullmatch(name)
+    if match is not None:
+        stack, layer, kind, rest = match.groups()
+        layer_address = layer_address_at(spec, stack, int(layer), kind)
+        return _attention_axis(
+            rest,
+            spec.attention_at(layer_address),
+            [partition.heads_by_layer[str(layer_address)] for partition in partitions],
+        )
+    if (part_match := re.fullmatch(r".*\.mlp\.(up|gate|down)\.(.+)", name)) is not None:
+        return _mlp_axis(part_match[1], part_match[2], spec, [range(*partition.mlp_range) for partition in partitions])
+    if (part_match := re.fullmatch(r"(embed\.tokens|output\.vocabulary)\.(.+)", name)) is not None:
+        return ShardAxis(
+            1 if QUANTIZED_KEY.fullmatch(part_match[2]) else 0,
+            tuple(range(*partition.vocab_range) for partition in partitions),
+        )
     return None
 
 
-def site_at(spec: ModelSpec, stack: str, layer: int, kind: str) -> SiteAddress:
+def layer_address_at(spec: ModelSpec, stack: str, layer: int, kind: str) -> LayerAddress:
     """The address of a layer by its place among the modules."""
     if spec.kind != "encoder-decoder":
-        return SiteAddress("", layer)
-    return SiteAddress("enc" if stack == "encoder_blocks" else "dec" if kind == "attention" else "cross", layer)
+        return LayerAddress("", layer)
+    return LayerAddress("enc" if stack == "encoder_blocks" else "dec" if kind == "attention" else "cross", layer)
 
 
-def _in_layer(rest: str, whole: AttentionSpec, heads: list[tuple[int, ...]]) -> Axis | None:
-    head_places = tuple([whole.head_ids.index(number) for number in some] for some in heads)
-    keys = [whole.keep(some).kv_ids for some in heads]
-    key_places = tuple([whole.kv_ids.index(number) for number in some] for some in keys)
-    if rest == "write.bias":
+def _attention_axis(rest: str, full_layer: AttentionSpec, heads_by_rank: list[tuple[int, ...]]) -> ShardAxis | None:
+    head_indices = tuple([full_layer.head_ids.index(number) for number in ids] for ids in heads_by_rank)
+    kv_ids_by_rank = [full_layer.keep_heads(ids).kv_head_ids for ids in heads_by_rank]
+    kv_indices = tuple([full_layer.kv_head_ids.index(number) for number in ids] for ids in kv_ids_by_rank)
+    if rest == "output_projection.bias":
         return None
-    if rest == "write.weight":
-        return Axis(1, head_places)
-    letter = "o" if rest.startswith("write.") else rest.removeprefix("read.")[0] if rest.startswith("read.") else "q"
-    places = key_places if letter in "kv" else head_places
-    held = HELD.fullmatch(rest.rsplit(".", 1)[-1])
-    if held is None:
-        return Axis(0, places)
-    alike = [unit for unit, bits in enumerate(bits_here(whole, letter)) if bits == int(held[2])]
-    return Axis(0, tuple([alike.index(place) for place in some if place in alike] for some in places))
+    if rest == "output_projection.weight":
+        return ShardAxis(1, head_indices)
+    projection = (
+        "o"
+        if rest.startswith("output_projection.")
+        else rest.removeprefix("qkv.")[0]
+        if rest.startswith("qkv.")
+        else "q"
+    )
+    indices = kv_indices if projection in "kv" else head_indices
+    quantized_match = QUANTIZED_KEY.fullmatch(rest.rsplit(".", 1)[-1])
+    if quantized_match is None:
+        return ShardAxis(0, indices)
+    same_bits = [
+        matrix
+        for matrix, bits in enumerate(bits_of_present_heads(full_layer, projection))
+        if bits == int(quantized_match[2])
+    ]
+    return ShardAxis(0, tuple([same_bits.index(index) for index in ids if index in same_bits] for ids in indices))
 
 
-def _in_mlp(part: str, rest: str, spec: ModelSpec, hidden: list[range]) -> Axis | None:
-    held = HELD.fullmatch(rest)
+def _mlp_axis(part: str, rest: str, spec: ModelSpec, channels_by_rank: list[range]) -> ShardAxis | None:
+    quantized_match = QUANTIZED_KEY.fullmatch(rest)
     if part != "down":
-        return Axis(1 if held else 0, tuple(hidden))
+        return ShardAxis(1 if quantized_match else 0, tuple(channels_by_rank))
     if rest == "bias":
         return None
-    if held is None:
-        return Axis(1, tuple(hidden))
-    bits, group = spec.bits_of("mlp")
-    group = min(group, spec.hidden)
-    borders = [(-(-some.start // group), -(-some.stop // group)) for some in hidden]
-    if held[1] == "rows":
-        borders = [(some.start, some.stop) for some in hidden]
-    elif held[1] == "codes":
-        borders = [(some.start * bits // 8, -(-some.stop * bits // 8)) for some in hidden]
-    return Axis(2, tuple(range(*some) for some in borders))
+    if quantized_match is None:
+        return ShardAxis(1, tuple(channels_by_rank))
+    bits, group_size = spec.bits_of("mlp")
+    group_size = min(group_size, spec.mlp_width)
+    ranges = [(-(-channels.start // group_size), -(-channels.stop // group_size)) for channels in channels_by_rank]
+    if quantized_match[1] == "rows":
+        ranges = [(channels.start, channels.stop) for channels in channels_by_rank]
+    elif quantized_match[1] == "codes":
+        ranges = [(channels.start * bits // 8, -(-channels.stop * bits // 8)) for channels in channels_by_rank]
+    return ShardAxis(2, tuple(range(*channels) for channels in ranges))
 
 
-def cut(name: str, tensor: Tensor, spec: ModelSpec, shares: Sequence[Share], process: int) -> dict[str, Tensor]:
+def slice_for_rank(
+    name: str, tensor: Tensor, spec: ModelSpec, partitions: Sequence[RankPartition], rank: int
+) -> dict[str, Tensor]:
     """What one process has of a tensor, by name; views where that can be, nothing where it has none of its kind.
 
     A tensor may come under its name in a state dict, or under that of a parameter: q, k and v fused, W_O without head axis.
     """
-    made: dict[str, Tensor] = {}
+    slices: dict[str, Tensor] = {}
     for split, piece in _split(name, tensor, spec):
-        axis = axis_of(split, spec, shares)
-        mine = piece if axis is None else axis.cut(piece, process)
-        held = HELD.fullmatch(split.rsplit(".", 1)[-1])
-        if held is None or mine.shape[0]:
-            made[split] = mine
-    return made
+        axis = shard_axis_of(split, spec, partitions)
+        own_slice = piece if axis is None else axis.slice_for(piece, rank)
+        quantized_match = QUANTIZED_KEY.fullmatch(split.rsplit(".", 1)[-1])
+        if quantized_match is None or own_slice.shape[0]:
+            slices[split] = own_slice
+    return slices
 
 
 def _split(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    found = LAYER.fullmatch(name)
-    if found is None:
+    match = LAYER_KEY.fullmatch(name)
+    if match is None:
         yield name, tensor
         return
-    stack, number, kind, rest = found.groups()
-    layer = spec.attention_at(site_at(spec, stack, int(number), kind))
-    fused = re.fullmatch(r"read\.(qkv|kv|q|k|v)_(weight|bias)", rest)
-    if rest == "write.weight" and tensor.ndim == 2:
+    stack, number, kind, rest = match.groups()
+    layer = spec.attention_at(layer_address_at(spec, stack, int(number), kind))
+    fused = re.fullmatch(r"qkv\.(qkv|kv|q|k|v)_(weight|bias)", rest)
+    if rest == "output_projection.weight" and tensor.ndim == 2:
         yield name, tensor.unflatten(1, (len(layer.head_ids), layer.value_dim))
     elif fused is None:
         yield name, tensor
     else:
         sizes = {
             "q": (len(layer.head_ids), layer.head_dim),
-            "k": (len(layer.kv_ids), layer.head_dim),
-            "v": (len(layer.kv_ids), layer.value_dim),
+            "k": (len(layer.kv_head_ids), layer.head_dim),
+            "v": (len(layer.kv_head_ids), layer.value_dim),
         }
-        pieces = tensor.split([sizes[letter][0] * sizes[letter][1] for letter in fused[1]])
-        for letter, piece in zip(fused[1], pieces, strict=True):
+        pieces = tensor.split([sizes[projection][0] * sizes[projection][1] for projection in fused[1]])
+        for projection, piece in zip(fused[1], pieces, strict=True):
             before = name.removesuffix(rest)
-            yield f"{before}read.{letter}.{fused[2]}", piece.unflatten(0, sizes[letter])
+            yield f"{before}qkv.{projection}.{fused[2]}", piece.unflatten(0, sizes[projection])
 
 
-def unpacked_names(state: dict[str, Tensor], local: ModelSpec) -> dict[str, Tensor]:
+def rename_unquantized(state: dict[str, Tensor], local_spec: ModelSpec) -> dict[str, Tensor]:
     """A state in which letters of which no head here is packed are plain weights, as the smaller model has them."""
-    made = dict(state)
+    renamed = dict(state)
     for name in state:
-        found = LAYER.fullmatch(name)
-        if found is None or not found[4].endswith(".rows32"):
+        match = LAYER_KEY.fullmatch(name)
+        if match is None or not match[4].endswith(".rows32"):
             continue
-        layer = local.attention_at(site_at(local, found[1], int(found[2]), found[3]))
-        letter = "o" if found[4].startswith("write.") else found[4].removeprefix("read.")[0]
-        if all(bits == FULL for bits in bits_here(layer, letter)):
-            plain = name.replace(".packed.rows32", ".weight").replace(".rows32", ".weight")
-            rows = made.pop(name)
-            made[plain] = rows.transpose(0, 1) if letter == "o" else rows
-    return made
+        layer = local_spec.attention_at(layer_address_at(local_spec, match[1], int(match[2]), match[3]))
+        projection = "o" if match[4].startswith("output_projection.") else match[4].removeprefix("qkv.")[0]
+        if all(bits == FULL_PRECISION for bits in bits_of_present_heads(layer, projection)):
+            weight_name = name.replace(".quantized.rows32", ".weight").replace(".rows32", ".weight")
+            rows = renamed.pop(name)
+            renamed[weight_name] = rows.transpose(0, 1) if projection == "o" else rows
+    return renamed
 
 
-def check_whole(spec: ModelSpec, what: str) -> None:
+def check_not_quantized(spec: ModelSpec, operation: str) -> None:
     """Refuse what is not done with weights at few bits in parts."""
-    if spec.weights:
-        raise HeadwiseError(f"weights at few bits cannot be {what} in parts; use the whole model.")
+    if spec.weight_rules:
+        raise HeadwiseError(f"weights at few bits cannot be {operation} in parts; use the whole model.")

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
-from headwise.heads import HeadCache, Heads, MultiHeadAttention, Site, SlidingCache, initialise
-from headwise.heads.head import Gates, HasHeads, resolve_gates
-from headwise.heads.hook_point import HOOKS, repeated
-from headwise.kernels import Angles, Mask
-from headwise.model.block import Beside, Block
-from headwise.model.foreign_kwargs import other_call
+from headwise.heads import Heads, HookPoint, MultiHeadAttention, PerHeadCache, SlidingWindowCache, initialize
+from headwise.heads.head import AttentionLayerProtocol, Gates, resolve_gates
+from headwise.heads.hook_point import HOOKS, replaying
+from headwise.kernels import Mask, RotaryTable
+from headwise.model.block import Block, BlockContext
 from headwise.model.generate import generate, stream
-from headwise.model.layers import Embedding, Output, Pooler, make_norm
-from headwise.model.model_cache import ModelCache, SaysCache
+from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
+from headwise.model.model_cache import CachePlanProtocol, ModelCache
 from headwise.model.prune import without
-from headwise.model.residual_stream import norms, wiring
-from headwise.model.resumable_forward import walk
-from headwise.spec import ModelSpec, SiteAddress
+from headwise.model.residual_stream import input_norms, residual_stream
+from headwise.model.resumable_forward import resumable_forward
+from headwise.model.unsupported_kwargs import foreign_kwargs_error
+from headwise.spec import LayerAddress, ModelSpec
 
 
-class Tokenizes(Protocol):
+class TokenizerProtocol(Protocol):
     """What a model asks of a tokenizer."""
 
     special: dict[str, int | None]
@@ -55,8 +55,8 @@ class Transformer(nn.Module):
     ...     quieter = model(torch.tensor([[72, 105, 33]]))
     """
 
-    pictures = None  # it reads tokens
-    is_shared = False  # whether other processes hold heads of it
+    image_input = None  # it reads tokens
+    is_sharded = False  # whether other processes hold heads of it
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         if not isinstance(spec, ModelSpec):
             raise HeadwiseError(f'a Transformer is built from a ModelSpec, e.g. hw.preset("nano"); got {spec!r}.')
         self.spec = spec
-        self._tokenizer: Tokenizes | Callable[[], Tokenizes] | None = None
+        self._tokenizer: TokenizerProtocol | Callable[[], TokenizerProtocol] | None = None
         self.family: str | None = None  # whose weights these are, if they came from a file
         self.plans: tuple[Any, ...] = ()  # by which heads were cut, if by plans
         self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
@@ -79,27 +79,27 @@ class Transformer(nn.Module):
             self.embed = Embedding(spec)
             stack = "dec" if two_stacks else ""
             self.blocks = nn.ModuleList(
-                Block(spec, SiteAddress(stack, layer), backend, storage) for layer in range(spec.layers)
+                Block(spec, LayerAddress(stack, layer), backend, storage) for layer in range(spec.layers)
             )
-            self.norm = make_norm(spec) if spec.final_norms else None
+            self.norm = make_norm(spec) if spec.num_final_norms else None
             self.encoder_blocks = nn.ModuleList(
-                Block(spec, SiteAddress("enc", layer), backend, storage) for layer in range(spec.encoder_layers)
+                Block(spec, LayerAddress("enc", layer), backend, storage) for layer in range(spec.encoder_layers)
             )
-            self.encoder_norm = make_norm(spec) if spec.final_norms and two_stacks else None
+            self.encoder_norm = make_norm(spec) if spec.num_final_norms and two_stacks else None
             self.pooler = Pooler(spec) if spec.pooler else None
-            self.output = Output(spec, self.embed.tokens) if spec.output != "none" else None
-            initialise(self, writes=max(1, len(spec.sites) + spec.layers + spec.encoder_layers))
+            self.output = LMHead(spec, self.embed.tokens) if spec.output != "none" else None
+            initialize(self, residual_writes=max(1, len(spec.layer_addresses) + spec.layers + spec.encoder_layers))
         self.register_load_state_dict_post_hook(_tie_again)
 
     def forward(
         self,
         ids: Tensor | None = None,
         *,
-        padding: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         mask: Mask | None = None,
         token_types: Tensor | None = None,
         source: Tensor | None = None,
-        source_padding: Tensor | None = None,
+        source_attention_mask: Tensor | None = None,
         memory: Tensor | None = None,
         cache: ModelCache | None = None,
         gates: Gates | None = None,
@@ -108,46 +108,48 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Token ids (B, T) → logits (B, T, V); hidden states (B, T, D) if `hidden`, or where there is no output layer.
 
-        `padding` (B, T) is True at real tokens, left or right. `mask` comes on top of the model's own. `gates` scales
+        `attention_mask` (B, T) is True at real tokens, left or right. `mask` comes on top of the model's own. `gates` scales
         heads for this call alone: {"5.1": 0.0, "6.*": 0.5}, a number each or one per example (B,). In an encoder-decoder
         `source` (B, S) is what is read; `memory` is the same, encoded already.
         """
         if unknown:
-            raise other_call(self.forward, "model(ids, padding=…)", unknown)
-        ids = self._checked_ids(ids, padding)
-        gate_at = resolve_gates(self.whole_layers(), gates)
+            raise foreign_kwargs_error(self.forward, "model(ids, attention_mask=…)", unknown)
+        ids = self._validate_ids(ids, attention_mask)
+        layer_gates = resolve_gates(self.gathered_layers(), gates)
         self._check_cache(cache)
-        with nullcontext() if cache is None else cache.all_or_nothing(self, ids.numel()):
-            start, real = (0, padding) if cache is None else cache.note(ids, padding)
-            self._check_sides(cache, real)
-            memory = self._memory(source, source_padding, memory, cache, gate_at)
+        with nullcontext() if cache is None else cache.atomic_step(self, ids.numel()):
+            start, full_attention_mask = (
+                (0, attention_mask) if cache is None else cache.extend_attention_mask(ids, attention_mask)
+            )
+            self._check_padding_side(cache, full_attention_mask)
+            memory = self._memory(source, source_attention_mask, memory, cache, layer_gates)
             if cache is not None:
-                source_padding = cache.remember_source(memory, source_padding)
-            positions = self._positions(ids, start, real)  # (1 or B, T)
-            beside = Beside(
+                source_attention_mask = cache.store_source(memory, source_attention_mask)
+            positions = self._positions(ids, start, full_attention_mask)  # (1 or B, T)
+            context = BlockContext(
                 causal=self.spec.kind != "encoder",
                 mask=mask,
-                real=None if real is None else real.bool(),
-                angles=self._angles(positions),
-                gates=gate_at,
+                attention_mask=None if full_attention_mask is None else full_attention_mask.bool(),
+                rotary_table=self._rotary_table(positions),
+                gates=layer_gates,
                 cache=cache,
                 memory=memory,
-                memory_real=None if source_padding is None else source_padding.bool(),
+                source_attention_mask=None if source_attention_mask is None else source_attention_mask.bool(),
             )
             x = self._embed(ids, positions, token_types)  # (B, T, D)
-            x = self._through(self.blocks, x, beside)
+            x = self._run_blocks(self.blocks, x, context)
             x = x if self.norm is None else self.norm(x)
             return x if hidden or self.output is None else self.output(x)  # (B, T, V)
 
     generate, stream = generate, stream
-    norms, wiring, walk = norms, wiring, walk
+    input_norms, residual_stream, resumable_forward = input_norms, residual_stream, resumable_forward
     without = without
 
-    def whole_passes(self) -> str:
+    def why_not_resumable(self) -> str:
         """Why ablated copies cost whole passes: here they never do."""
         return ""
 
-    def in_memory(self) -> Self:
+    def to_memory(self) -> Self:
         """This model: its weights are always in memory."""
         return self
 
@@ -155,11 +157,11 @@ class Transformer(nn.Module):
         """A model of the same spec, drawn anew."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            twin = Transformer(self.spec).to(self.device)
-        twin.tokenizer = self.tokenizer
-        return twin
+            model = Transformer(self.spec).to(self.device)
+        model.tokenizer = self.tokenizer
+        return model
 
-    def check_own(self, what: str) -> None:
+    def check_native(self, operation: str) -> None:
         """Refuse what only models of our own can do: this is one."""
 
     def restore(self, state: Mapping[str, Tensor]) -> list[str]:
@@ -177,90 +179,92 @@ class Transformer(nn.Module):
     @classmethod
     def reopen(cls, folder: str | Path) -> Self:
         """What `save` wrote."""
-        from headwise.weights.load import load_own
+        from headwise.weights.load import load_native
 
-        return load_own(cls, folder)
+        return load_native(cls, folder)
 
     def export(self, folder: str | Path, family: str | None = None) -> Path:
         """Write the model for transformers, as the family it came from, the one named, or the first that can hold it."""
-        from headwise.weights.export import export_own
+        from headwise.weights.export import export_native
 
-        return export_own(self, folder, family)
+        return export_native(self, folder, family)
 
-    def encode(self, source: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> Tensor:
+    def encode(self, source: Tensor, *, attention_mask: Tensor | None = None, gates: Gates | None = None) -> Tensor:
         """Read a source with the encoder of an encoder-decoder: (B, S) → (B, S, D)."""
         if self.spec.kind != "encoder-decoder":
             raise HeadwiseError(
                 f"this model is of kind {self.spec.kind}; encode is for an encoder-decoder. Call model(ids)."
             )
-        x, beside = self.begin(source, padding=padding, gates=gates)
-        x = self._through(self.encoder_blocks, x, beside)
+        x, context = self.begin_forward(source, attention_mask=attention_mask, gates=gates)
+        x = self._run_blocks(self.encoder_blocks, x, context)
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
-    def begin(self, ids: Tensor, *, padding: Tensor | None = None, gates: Gates | None = None) -> tuple[Tensor, Beside]:
+    def begin_forward(
+        self, ids: Tensor, *, attention_mask: Tensor | None = None, gates: Gates | None = None
+    ) -> tuple[Tensor, BlockContext]:
         """The stream before the first block, (B, T, D), and what travels beside it: to walk through the blocks by hand.
 
         In an encoder-decoder these are the encoder's blocks.
         """
-        ids = self._checked_ids(ids, padding)
-        positions = self._positions(ids, 0, padding)
-        beside = Beside(
+        ids = self._validate_ids(ids, attention_mask)
+        positions = self._positions(ids, 0, attention_mask)
+        context = BlockContext(
             causal=self.spec.kind == "decoder",
-            real=None if padding is None else padding.bool(),
-            angles=self._angles(positions),
-            gates=resolve_gates(self.whole_layers(), gates),
+            attention_mask=None if attention_mask is None else attention_mask.bool(),
+            rotary_table=self._rotary_table(positions),
+            gates=resolve_gates(self.gathered_layers(), gates),
         )
-        return self._embed(ids, positions, None), beside
+        return self._embed(ids, positions, None), context
 
-    def pooled(self, ids: Tensor, *, padding: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+    def pooled(self, ids: Tensor, *, attention_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """An encoder's summary of each text: (B, T) → (B, D)."""
         if self.pooler is None:
             raise HeadwiseError("this model has no pooler; take the mean of model(ids, hidden=True) over real tokens.")
-        return self.pooler(self(ids, padding=padding, token_types=token_types, hidden=True))
+        return self.pooler(self(ids, attention_mask=attention_mask, token_types=token_types, hidden=True))
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed.like.device
+        return self.embed.reference_tensor.device
 
     @property
-    def tokenizer(self) -> Tokenizes | None:
+    def tokenizer(self) -> TokenizerProtocol | None:
         """The model's tokenizer, if whoever loaded or trained it gave one; a function that makes it is called when asked."""
         if callable(self._tokenizer):
             self._tokenizer = self._tokenizer()
         return self._tokenizer
 
     @tokenizer.setter
-    def tokenizer(self, given: "Tokenizes | Callable[[], Tokenizes] | None") -> None:
-        self._tokenizer = given
+    def tokenizer(self, value: "TokenizerProtocol | Callable[[], TokenizerProtocol] | None") -> None:
+        self._tokenizer = value
 
     @property
-    def start(self) -> int:
+    def decoder_start_token(self) -> int:
         """The token before what an encoder-decoder writes: the end token, as it stands between any two texts."""
         special = {} if self.tokenizer is None else self.tokenizer.special
-        found = special.get("eos") if special.get("eos") is not None else special.get("sep")
-        if found is None:
+        token = special.get("eos") if special.get("eos") is not None else special.get("sep")
+        if token is None:
             raise HeadwiseError("writing starts from the end token, and the model's tokenizer has none.")
-        return found
+        return token
 
     # Heads.
 
-    def sites(self) -> list[Site]:
+    def hook_points(self) -> list[HookPoint]:
         """Every place where attention happens, in the order data walks through them."""
-        return [layer.site for layer in self.attention_layers()]
+        return [layer.hook_point for layer in self.attention_layers()]
 
-    def all_sites(self) -> list[Site]:
+    def gathered_hook_points(self) -> list[HookPoint]:
         """The same with all heads, also where processes share them: there, listen and edit in every process alike."""
-        return [layer.site for layer in self.whole_layers()]
+        return [layer.hook_point for layer in self.gathered_layers()]
 
     @property
     def heads(self) -> Heads:
         """Every head, by address: model.heads["5.1"], model.heads["0-3.*"]."""
-        return Heads(self.whole_layers())
+        return Heads(self.gathered_layers())
 
-    def whole_layers(self) -> Iterator[HasHeads]:
+    def gathered_layers(self) -> Iterator[AttentionLayerProtocol]:
         """The attention layers with all their heads, whichever process holds them."""
-        return (layer.everywhere for layer in self.attention_layers())
+        return (layer.gathered_layer for layer in self.attention_layers())
 
     def attention_layers(self) -> Iterator[MultiHeadAttention]:
         """The attention layers, encoder first, a block's self-attention before its cross-attention."""
@@ -272,41 +276,41 @@ class Transformer(nn.Module):
 
     # Caching.
 
-    def cache(self, kind: "str | SaysCache" = "growing", size: int | None = None) -> ModelCache:
-        """An empty cache for this model: growing, fixed (size, default the context) or sliding (size); or as a plan says."""
+    def cache(self, kind: "str | CachePlanProtocol" = "dynamic", size: int | None = None) -> ModelCache:
+        """An empty cache for this model: dynamic, static (size, default the context) or sliding (size); or as a plan says."""
         if self.spec.kind == "encoder":
             raise HeadwiseError("an encoder sees all tokens at once and keeps no cache.")
         if isinstance(kind, str):
             return self._make_cache(self.spec, kind, size)
-        if not isinstance(kind, SaysCache):
-            raise HeadwiseError(f"a cache is 'growing', 'fixed', 'sliding' or what a Plan says; got {kind!r}.")
-        return self._make_cache(kind.cache_spec(self), "growing" if size is None else "fixed", size)
+        if not isinstance(kind, CachePlanProtocol):
+            raise HeadwiseError(f"a cache is 'dynamic', 'static', 'sliding' or what a Plan says; got {kind!r}.")
+        return self._make_cache(kind.spec_with_cache(self), "dynamic" if size is None else "static", size)
 
     def _make_cache(self, spec: ModelSpec, kind: str, size: int | None) -> ModelCache:
         return ModelCache(spec, kind, size)
 
     # The small print.
 
-    def _through(self, blocks: nn.ModuleList, x: Tensor, beside: Beside) -> Tensor:
+    def _run_blocks(self, blocks: nn.ModuleList, x: Tensor, context: BlockContext) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
             for block in blocks:
-                x = block(x, beside)
+                x = block(x, context)
             return x
-        again = partial(checkpoint, use_reentrant=False)
+        run_checkpointed = partial(checkpoint, use_reentrant=False)
         if not torch.compiler.is_compiling():  # which repeats the operations that it traced, edits among them
             hooks = HOOKS.now
-            again = partial(again, context_fn=lambda: (nullcontext(), repeated(hooks)))
+            run_checkpointed = partial(run_checkpointed, context_fn=lambda: (nullcontext(), replaying(hooks)))
         for block in blocks:
-            x = again(block, x, beside)
+            x = run_checkpointed(block, x, context)
         return x
 
     def _memory(
         self,
         source: Tensor | None,
-        source_padding: Tensor | None,
+        source_attention_mask: Tensor | None,
         memory: Tensor | None,
         cache: ModelCache | None,
-        gates: dict[SiteAddress, Tensor],
+        gates: dict[LayerAddress, Tensor],
     ) -> Tensor | None:
         if self.spec.kind != "encoder-decoder":
             if source is not None or memory is not None:
@@ -319,14 +323,14 @@ class Transformer(nn.Module):
         if memory is None and source is None:
             raise HeadwiseError("an encoder-decoder needs what it reads: model(ids, source=source_ids).")
         if memory is None and source is not None:
-            memory = self.encode(source, padding=source_padding, gates=gates)
+            memory = self.encode(source, attention_mask=source_attention_mask, gates=gates)
         return memory
 
-    def _positions(self, ids: Tensor, start: int, real: Tensor | None) -> Tensor:
+    def _positions(self, ids: Tensor, start: int, attention_mask: Tensor | None) -> Tensor:
         """Where each token stands, padding not counted: (1 or B, T)."""
         T = ids.shape[1]
-        if real is not None:
-            positions = (real.long().cumsum(1) - 1).clamp(min=0)[:, start : start + T]
+        if attention_mask is not None:
+            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, start : start + T]
         else:
             positions = torch.arange(start, start + T, device=ids.device)[None]
         if (
@@ -340,11 +344,11 @@ class Transformer(nn.Module):
             )
         return positions
 
-    def _angles(self, positions: Tensor) -> Angles | None:
+    def _rotary_table(self, positions: Tensor) -> RotaryTable | None:
         attention = self.spec.attention
         if attention.rotary is None:
             return None
-        return Angles.at(positions, attention.rotary, attention.head_dim, self.embed.like.dtype)
+        return RotaryTable.at(positions, attention.rotary, attention.head_dim, self.embed.reference_tensor.dtype)
 
     def _embed(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         try:
@@ -356,13 +360,13 @@ class Transformer(nn.Module):
                 f"got ids {low}-{high}."
             ) from None
 
-    def _checked_ids(self, ids: Tensor | None, padding: Tensor | None) -> Tensor:
+    def _validate_ids(self, ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
             got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")
-        if padding is not None and padding.shape != ids.shape:
+        if attention_mask is not None and attention_mask.shape != ids.shape:
             raise HeadwiseError(
-                f"padding is {tuple(padding.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
+                f"attention_mask is {tuple(attention_mask.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
             )
         return ids.long()
 
@@ -372,13 +376,15 @@ class Transformer(nn.Module):
         if cache is not None and self.checkpointing and torch.is_grad_enabled():
             raise HeadwiseError("a cache holds numbers, not graphs; use torch.no_grad(), or turn checkpointing off.")
 
-    def _check_sides(self, cache: ModelCache | None, real: Tensor | None) -> None:
+    def _check_padding_side(self, cache: ModelCache | None, attention_mask: Tensor | None) -> None:
         """Windows and biases by distance count places, padding among them: with a cache, padding must all lie on the left."""
-        if cache is None or real is None:
+        if cache is None or attention_mask is None:
             return
-        counting = any(isinstance(one, SlidingCache | HeadCache) for one in cache.layers.values())
-        counts_places = self.spec.attention.position_bias is not None or counting
-        if counts_places and (real[:, :-1] & ~real[:, 1:]).any():
+        has_bounded_cache = any(
+            isinstance(layer_cache, SlidingWindowCache | PerHeadCache) for layer_cache in cache.layers.values()
+        )
+        uses_distances = self.spec.attention.position_bias_field is not None or has_bounded_cache
+        if uses_distances and (attention_mask[:, :-1] & ~attention_mask[:, 1:]).any():
             raise HeadwiseError(
                 "with windows, biases by distance or caches by head texts are padded on the left; padding follows a token "
                 "here."
@@ -388,4 +394,4 @@ class Transformer(nn.Module):
 def _tie_again(model: Any, incompatible: object) -> None:
     """Loading with assign=True puts new tensors in place of old ones; what was tied stays tied."""
     if model.output is not None:
-        model.output.tie(model.embed.tokens)
+        model.output.tie_weight(model.embed.tokens)

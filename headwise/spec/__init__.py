@@ -1,8 +1,8 @@
 """What a model is. Frozen data, no torch."""
 
-from headwise.spec.address import Address, SiteAddress, select
+from headwise.spec.address import Address, LayerAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
-from headwise.spec.cache_policy import CacheRule, Keeps
+from headwise.spec.cache_policy import CachePolicy, CacheRule
 from headwise.spec.model import ModelSpec
 from headwise.spec.parallel_cost import layout
 from headwise.spec.presets import preset, presets
@@ -11,13 +11,13 @@ from headwise.spec.weight_bits import LayerBits, WeightRule
 __all__ = [
     "Address",
     "AttentionSpec",
+    "CachePolicy",
     "CacheRule",
-    "Keeps",
+    "LayerAddress",
     "LayerBits",
     "ModelSpec",
     "Rotary",
     "RotaryScaling",
-    "SiteAddress",
     "WeightRule",
     "layout",
     "preset",

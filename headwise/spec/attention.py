@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Literal
 
 from headwise.errors import HeadwiseError
-from headwise.spec.cache_policy import ALL, Keeps
-from headwise.spec.json_spec import Wire
+from headwise.spec.cache_policy import KEEP_ALL, CachePolicy
+from headwise.spec.json_spec import JSONSpec
 from headwise.spec.weight_bits import LayerBits
 
 
@@ -54,10 +54,10 @@ class Rotary:
             raise HeadwiseError(f"rotary dims must be an even number of at least 2, got {self.dims}.")
 
 
-MOST_HEADS = 2**16
+MAX_HEADS = 2**16
 
 
-def check_whole(spec: object, *names: str) -> None:
+def check_non_negative_int(spec: object, *names: str) -> None:
     """Sizes are whole numbers, 0 or more."""
     for name in names:
         value = getattr(spec, name)
@@ -65,40 +65,42 @@ def check_whole(spec: object, *names: str) -> None:
             raise HeadwiseError(f"{name} must be a whole number, 0 or more; got {value!r}.")
 
 
-def check_most(spec: object, most: int, *names: str) -> None:
+def check_at_most(spec: object, maximum: int, *names: str) -> None:
     """Far more layers or heads than anybody has come from a damaged file; counting them would take for ever."""
     for name in names:
-        if getattr(spec, name) > most:
+        if getattr(spec, name) > maximum:
             raise HeadwiseError(
-                f"{name} is {getattr(spec, name)}, and at most {most} are counted; is the file damaged?"
+                f"{name} is {getattr(spec, name)}, and at most {maximum} are counted; is the file damaged?"
             )
 
 
-def check_kind(spec: object, kind: type, *names: str) -> None:
+def check_type(spec: object, expected_type: type, *names: str) -> None:
     """Switches are True or False, measures are numbers."""
     for name in names:
         value = getattr(spec, name)
-        if not isinstance(value, kind | int if kind is float else kind) or (kind is float and isinstance(value, bool)):
-            raise HeadwiseError(f"{name} must be a {kind.__name__}, got {value!r}.")
+        if not isinstance(value, expected_type | int if expected_type is float else expected_type) or (
+            expected_type is float and isinstance(value, bool)
+        ):
+            raise HeadwiseError(f"{name} must be a {expected_type.__name__}, got {value!r}.")
 
 
 # What scores gain by distance: the field that asks for it, and how many numbers each head learns for it.
 POSITION_BIASES: dict[str, Callable[["AttentionSpec"], int]] = {
     "alibi": lambda spec: 0,
-    "buckets": lambda spec: spec.buckets,
+    "t5_buckets": lambda spec: spec.t5_buckets,
 }
 
 
 @dataclass(frozen=True)
-class AttentionSpec(Wire):
+class AttentionSpec(JSONSpec):
     """One multi-head attention layer.
 
-    `heads` and `kv_heads` count the heads the layer was born with; `kept` lists those still there by their original
+    `heads` and `kv_heads` count the heads the layer was born with; `kept_heads` lists those still there by their original
     numbers (None: all of them). So a pruned layer is just a spec, and its query groups may be uneven or empty.
 
     >>> AttentionSpec(width=512, heads=8).head_dim
     64
-    >>> AttentionSpec(width=64, heads=8, kv_heads=2, kept=(0, 1, 2, 7)).kv_of_head
+    >>> AttentionSpec(width=64, heads=8, kv_heads=2, kept_heads=(0, 1, 2, 7)).kv_of_head
     (0, 0, 0, 1)
     """
 
@@ -108,52 +110,53 @@ class AttentionSpec(Wire):
     value_dim: int = 0  # 0: head_dim
     kv_heads: int = 0  # 0: heads; 1 is multi-query, in between is grouped-query
     kv_width: int = 0  # 0: width; the width of the source in cross-attention
-    kept: tuple[int, ...] | None = None
-    cache: tuple[Keeps, ...] = ()  # what each key head it was born with keeps; (): all keep everything
-    weights: LayerBits | None = None  # at how many bits its weights are stored; None: as the layer computes
+    kept_heads: tuple[int, ...] | None = None
+    cache: tuple[CachePolicy, ...] = ()  # what each key head it was born with keeps; (): all keep everything
+    weight_bits: LayerBits | None = None  # at how many bits its weights are stored; None: as the layer computes
     bias: bool = False  # on q, k and v
     out_bias: bool = False
     scale: float | None = None  # None: 1/√head_dim
     rotary: Rotary | None = None
     alibi: bool = False  # scores lose a head's slope times the distance
-    buckets: int = 0  # T5's: a learned number for each head and so many buckets of distances; 0: none
+    t5_buckets: int = 0  # T5's: a learned number for each head and so many buckets of distances; 0: none
     window: int | None = None  # a query sees keys fewer than `window` positions away
     softcap: float | None = None  # scores become softcap·tanh(score/softcap)
     softmax: Literal["plain", "off_by_one", "sink"] = "plain"
-    input: Literal["full", "slice"] = "full"
+    head_input: Literal["full", "slice"] = "full"
     gated: bool = False  # a learnable scalar per head, on what it writes
     dropout: float = 0.0  # on attention weights
     head_dropout: float = 0.0  # on whole heads
     head_dropout_schedule: Literal["constant", "ramp", "v"] = "constant"
 
     def __post_init__(self) -> None:
-        check_whole(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width", "buckets")
-        check_most(self, MOST_HEADS, "heads", "kv_heads")
-        check_kind(self, bool, "bias", "out_bias", "alibi", "gated")
+        check_non_negative_int(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width", "t5_buckets")
+        check_at_most(self, MAX_HEADS, "heads", "kv_heads")
+        check_type(self, bool, "bias", "out_bias", "alibi", "gated")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
             raise HeadwiseError(f"rotary must be a Rotary(theta=…), got {self.rotary!r}.")
         if self.width < 1:
             raise HeadwiseError(f"width must be at least 1, got {self.width}.")
-        self._fill("head_dim", self.head_dim or self._default_head_dim())
-        self._fill("value_dim", self.value_dim or self.head_dim)
-        self._fill("kv_heads", self.kv_heads or self.heads)
-        self._fill("kv_width", self.kv_width or self.width)
-        if self.kept is not None:
-            kept = tuple(sorted(set(self.kept)))
-            self._fill("kept", None if kept == tuple(range(self.heads)) else kept)
-        self._fill("cache", () if all(keeps == ALL for keeps in self.cache) else tuple(self.cache))
+        self._set_field("head_dim", self.head_dim or self._default_head_dim())
+        self._set_field("value_dim", self.value_dim or self.head_dim)
+        self._set_field("kv_heads", self.kv_heads or self.heads)
+        self._set_field("kv_width", self.kv_width or self.width)
+        if self.kept_heads is not None:
+            kept_heads = tuple(sorted(set(self.kept_heads)))
+            self._set_field("kept_heads", None if kept_heads == tuple(range(self.heads)) else kept_heads)
+        self._set_field("cache", () if all(policy == KEEP_ALL for policy in self.cache) else tuple(self.cache))
         self._check()
 
-    def _fill(self, field: str, value: object) -> None:
+    def _set_field(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
     def _default_head_dim(self) -> int:
         if self.heads == 0:
             return self.width  # no head will use it
         if self.width % self.heads:
-            near = max(1, round(self.width / self.heads))
+            nearest = max(1, round(self.width / self.heads))
             raise HeadwiseError(
-                f"width {self.width} is not divisible by heads {self.heads}; give head_dim explicitly, e.g. head_dim={near}."
+                f"width {self.width} is not divisible by heads {self.heads}; give head_dim explicitly, e.g. "
+                f"head_dim={nearest}."
             )
         return self.width // self.heads
 
@@ -162,8 +165,8 @@ class AttentionSpec(Wire):
             raise HeadwiseError(
                 f"heads {self.heads} cannot be shared out over kv_heads {self.kv_heads}; kv_heads must divide heads."
             )
-        if self.kept and (self.kept[0] < 0 or self.kept[-1] >= self.heads):
-            raise HeadwiseError(f"kept heads must lie in 0-{self.heads - 1}, got {list(self.kept)}.")
+        if self.kept_heads and (self.kept_heads[0] < 0 or self.kept_heads[-1] >= self.heads):
+            raise HeadwiseError(f"kept_heads must lie in 0-{self.heads - 1}, got {list(self.kept_heads)}.")
         if self.softmax not in ("plain", "off_by_one", "sink"):
             raise HeadwiseError(f"softmax {self.softmax!r} is unknown; use plain, off_by_one or sink.")
         if self.softcap is not None and self.softcap <= 0:
@@ -178,42 +181,44 @@ class AttentionSpec(Wire):
             )
         if self.cache and len(self.cache) != self.kv_heads:
             raise HeadwiseError(f"cache tells what each of {self.kv_heads} key heads keeps; got {len(self.cache)}.")
-        if self.weights is not None:
-            sizes = [len(getattr(self.weights, letter)) for letter in "qkvo"]
+        if self.weight_bits is not None:
+            sizes = [len(getattr(self.weight_bits, projection)) for projection in "qkvo"]
             if sizes != [self.heads, self.kv_heads, self.kv_heads, self.heads]:
-                raise HeadwiseError(f"weights tell the bits of every head, q k v o; got {sizes} of them.")
+                raise HeadwiseError(f"weight_bits tell the bits of every head, q k v o; got {sizes} of them.")
         for name, rate in (("dropout", self.dropout), ("head_dropout", self.head_dropout)):
             if not 0 <= rate < 1:
                 raise HeadwiseError(f"{name} must be at least 0 and below 1, got {rate}.")
-        asked = [name for name in POSITION_BIASES if getattr(self, name)]
-        if len(asked) > 1:
-            raise HeadwiseError(f"scores have one bias by distance; {' and '.join(asked)} are two.")
-        if 0 < self.buckets < 4:
-            raise HeadwiseError(f"buckets are for both directions, near and far: 0 or at least 4, got {self.buckets}.")
+        enabled_biases = [name for name in POSITION_BIASES if getattr(self, name)]
+        if len(enabled_biases) > 1:
+            raise HeadwiseError(f"scores have one bias by distance; {' and '.join(enabled_biases)} are two.")
+        if 0 < self.t5_buckets < 4:
+            raise HeadwiseError(
+                f"t5_buckets are for both directions, near and far: 0 or at least 4, got {self.t5_buckets}."
+            )
         self._check_rotary()
         self._check_input()
 
     def _check_rotary(self) -> None:
         if self.rotary is None:
             return
-        turning = self.rotary.dims or self.head_dim
-        if turning % 2 or turning > self.head_dim:
+        rotary_dims = self.rotary.dims or self.head_dim
+        if rotary_dims % 2 or rotary_dims > self.head_dim:
             raise HeadwiseError(
-                f"rotary positions turn channels in pairs, so {turning} channels of head_dim {self.head_dim} will not do; "
-                f"give an even head_dim, or Rotary(dims=...) within it."
+                f"rotary positions turn channels in pairs, so {rotary_dims} channels of head_dim {self.head_dim} will not "
+                f"do; give an even head_dim, or Rotary(dims=...) within it."
             )
 
     def _check_input(self) -> None:
-        if self.input not in ("full", "slice"):
-            raise HeadwiseError(f"input {self.input!r} is unknown; use full or slice.")
-        if self.input == "slice" and (self.heads == 0 or self.width % self.heads or self.kv_width % self.heads):
+        if self.head_input not in ("full", "slice"):
+            raise HeadwiseError(f"head_input {self.head_input!r} is unknown; use full or slice.")
+        if self.head_input == "slice" and (self.heads == 0 or self.width % self.heads or self.kv_width % self.heads):
             raise HeadwiseError(
-                f"input='slice' gives each head its own slice of the embedding: width {self.width} and kv_width "
+                f"head_input='slice' gives each head its own slice of the embedding: width {self.width} and kv_width "
                 f"{self.kv_width} must be divisible by heads {self.heads}."
             )
-        if self.input == "slice" and self.kv_heads != self.heads:
+        if self.head_input == "slice" and self.kv_heads != self.heads:
             raise HeadwiseError(
-                f"input='slice' needs kv_heads equal to heads, got {self.kv_heads} and {self.heads}; a shared key head "
+                f"head_input='slice' needs kv_heads equal to heads, got {self.kv_heads} and {self.heads}; a shared key head "
                 f"has no slice of its own."
             )
 
@@ -222,59 +227,59 @@ class AttentionSpec(Wire):
     @cached_property
     def head_ids(self) -> tuple[int, ...]:
         """The heads that are there, by their original numbers."""
-        return tuple(range(self.heads)) if self.kept is None else self.kept
+        return tuple(range(self.heads)) if self.kept_heads is None else self.kept_heads
 
     @cached_property
-    def kv_ids(self) -> tuple[int, ...]:
+    def kv_head_ids(self) -> tuple[int, ...]:
         """The key/value heads some present head still reads from, by their original numbers."""
         return tuple(sorted({self._kv_of(head) for head in self.head_ids}))
 
     @cached_property
     def kv_of_head(self) -> tuple[int, ...]:
         """For each present head, the index of its key/value head among those present."""
-        index = {number: i for i, number in enumerate(self.kv_ids)}
+        index = {kv_id: i for i, kv_id in enumerate(self.kv_head_ids)}
         return tuple(index[self._kv_of(head)] for head in self.head_ids)
 
     @cached_property
-    def keeps(self) -> tuple[Keeps, ...]:
+    def cache_policies(self) -> tuple[CachePolicy, ...]:
         """What each present key head keeps."""
-        return tuple(self.cache[number] if self.cache else ALL for number in self.kv_ids)
+        return tuple(self.cache[kv_id] if self.cache else KEEP_ALL for kv_id in self.kv_head_ids)
 
     @cached_property
-    def position_bias(self) -> str | None:
+    def position_bias_field(self) -> str | None:
         """The field that asks for a bias by distance, if one does."""
         return next((name for name in POSITION_BIASES if getattr(self, name)), None)
 
     @cached_property
-    def is_plain(self) -> bool:
+    def has_plain_scores(self) -> bool:
         """Whether scores are q·k and the caller's mask alone: no window, no bias by distance, no sink."""
-        return self.window is None and self.position_bias is None and self.softmax == "plain"
+        return self.window is None and self.position_bias_field is None and self.softmax == "plain"
 
     @property
-    def position_numbers(self) -> int:
+    def position_params_per_head(self) -> int:
         """How many numbers each head learns for it."""
-        return 0 if self.position_bias is None else POSITION_BIASES[self.position_bias](self)
+        return 0 if self.position_bias_field is None else POSITION_BIASES[self.position_bias_field](self)
 
     def without_positions(self) -> "AttentionSpec":
         """The same layer where distances mean nothing: keys come from another sequence."""
-        none = {name: type(getattr(self, name))() for name in POSITION_BIASES}  # False, 0
-        return replace(self, window=None, rotary=None, **none)
+        disabled = {name: type(getattr(self, name))() for name in POSITION_BIASES}  # False, 0
+        return replace(self, window=None, rotary=None, **disabled)
 
     def _kv_of(self, head: int) -> int:
         return head * self.kv_heads // self.heads
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """How many parameters the layer holds."""
-        heads, kv_heads = len(self.head_ids), len(self.kv_ids)
-        share = self.heads if self.input == "slice" else 1
+        heads, kv_heads = len(self.head_ids), len(self.kv_head_ids)
+        input_slices = self.heads if self.head_input == "slice" else 1
         queries = heads * self.head_dim
         keys_values = kv_heads * (self.head_dim + self.value_dim)
-        total = queries * self.width // share + keys_values * self.kv_width // share
+        total = queries * self.width // input_slices + keys_values * self.kv_width // input_slices
         total += heads * self.value_dim * self.width
         total += (queries + keys_values) * self.bias + self.width * self.out_bias
-        return total + heads * (self.gated + (self.softmax == "sink") + self.position_numbers)
+        return total + heads * (self.gated + (self.softmax == "sink") + self.position_params_per_head)
 
-    def keep(self, heads: tuple[int, ...]) -> "AttentionSpec":
+    def keep_heads(self, heads: tuple[int, ...]) -> "AttentionSpec":
         """The same layer with only these heads, by their original numbers."""
-        return replace(self, kept=tuple(heads))
+        return replace(self, kept_heads=tuple(heads))

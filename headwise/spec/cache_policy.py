@@ -5,51 +5,52 @@ from dataclasses import dataclass
 
 from headwise.errors import HeadwiseError
 from headwise.spec.address import Address, select
-from headwise.spec.weight_bits import GROUP, row_bytes
+from headwise.spec.weight_bits import GROUP_SIZE, row_bytes
 
-BITS = (32, 16, 8, 4)  # 32: numbers as the model computes them
+CACHE_BITS = (32, 16, 8, 4)  # 32: numbers as the model computes them
 
 
 @dataclass(frozen=True)
-class Keeps:
-    """What one key head remembers. With `last`, it streams: the `first` tokens of the text and the `last` ones, itself among
-    them, are all a query sees (https://arxiv.org/abs/2309.17453). Fewer bits: keys and values are rounded as they come in.
+class CachePolicy:
+    """What one key head remembers. With `window`, it streams: the first `sink_tokens` of the text and the last `window`,
+    itself among them, are all a query sees (https://arxiv.org/abs/2309.17453). Fewer bits: keys and values are
+    rounded as they come in.
 
-    >>> str(Keeps(first=4, last=128)), str(Keeps(bits=8)), str(Keeps())
+    >>> str(CachePolicy(sink_tokens=4, window=128)), str(CachePolicy(bits=8)), str(CachePolicy())
     ('streaming 4 + 128', '8 bits', 'everything')
     """
 
     bits: int = 32
-    first: int = 0
-    last: int | None = None  # None: every token
+    sink_tokens: int = 0
+    window: int | None = None  # None: every token
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in BITS:
-            raise HeadwiseError(f"a cache holds numbers at {', '.join(map(str, BITS))} bits; got {self.bits!r}.")
-        for name, value, least in (("first", self.first, 0), ("last", self.last, 1)):
-            if value is not None and (type(value) is not int or value < least):
-                raise HeadwiseError(f"{name} counts tokens, {least} or more; got {value!r}.")
-        if self.last is None and self.first:
+        if type(self.bits) is not int or self.bits not in CACHE_BITS:
+            raise HeadwiseError(f"a cache holds numbers at {', '.join(map(str, CACHE_BITS))} bits; got {self.bits!r}.")
+        for name, value, minimum in (("sink_tokens", self.sink_tokens, 0), ("window", self.window, 1)):
+            if value is not None and (type(value) is not int or value < minimum):
+                raise HeadwiseError(f"{name} counts tokens, {minimum} or more; got {value!r}.")
+        if self.window is None and self.sink_tokens:
             raise HeadwiseError(
-                f"a head that keeps its first {self.first} tokens also needs last=…, how many it ends with."
+                f"a head that keeps its first {self.sink_tokens} tokens also needs window=…, how many it ends with."
             )
 
     @property
-    def streams(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether tokens are forgotten."""
-        return self.last is not None
+        return self.window is not None
 
-    def tokens(self, length: int) -> int:
+    def cached_tokens(self, length: int) -> int:
         """How many of so many tokens are held."""
-        return length if self.last is None else min(length, self.first + self.last)
+        return length if self.window is None else min(length, self.sink_tokens + self.window)
 
     def __str__(self) -> str:
-        told = [f"streaming {self.first} + {self.last}"] if self.streams else []
-        told += [f"{self.bits} bits"] if self.bits != 32 else []
-        return ", ".join(told) or "everything"
+        labels = [f"streaming {self.sink_tokens} + {self.window}"] if self.is_streaming else []
+        labels += [f"{self.bits} bits"] if self.bits != 32 else []
+        return ", ".join(labels) or "everything"
 
 
-ALL = Keeps()
+KEEP_ALL = CachePolicy()
 
 
 @dataclass(frozen=True)
@@ -57,39 +58,41 @@ class CacheRule:
     """Key heads that keep alike, by address."""
 
     heads: tuple[str, ...]
-    keeps: Keeps
+    policy: CachePolicy
 
 
-Treatments = Mapping[str, Keeps | int] | Iterable[CacheRule]
+CachePolicies = Mapping[str, CachePolicy | int] | Iterable[CacheRule]
 
 
-def cache_rules(given: Treatments, key_heads: tuple[Address, ...]) -> tuple[CacheRule, ...]:
+def rules_from_policies(cache: CachePolicies, kv_heads: tuple[Address, ...]) -> tuple[CacheRule, ...]:
     """One rule for each way of keeping, heads in their order; those that keep everything are not told.
 
-    A mapping names key heads by pattern, {"5.*": Keeps(first=4, last=128), "0.1": 8}, a number being bits; of two patterns
-    that name the same head the later one counts.
+    A mapping names key heads by pattern, {"5.*": CachePolicy(sink_tokens=4, window=128), "0.1": 8}, a number being bits; of
+    two patterns that name the same head the later one counts.
     """
-    if isinstance(given, Mapping):
-        told: list[tuple[str, Keeps | int]] = list(given.items())  # pyright: ignore[reportAssignmentType]
+    if isinstance(cache, Mapping):
+        entries: list[tuple[str, CachePolicy | int]] = list(cache.items())  # pyright: ignore[reportAssignmentType]
     else:
-        rules = tuple(given)
+        rules = tuple(cache)
         if not all(isinstance(rule, CacheRule) for rule in rules):
-            raise HeadwiseError(f"a cache is told as {{'5.1': Keeps(first=4, last=128)}}; got {rules!r}.")
-        told = [(",".join(rule.heads), rule.keeps) for rule in rules if rule.heads]
-    chosen: dict[Address, Keeps] = {}
-    for pattern, keeps in told:
-        keeps = Keeps(bits=keeps) if isinstance(keeps, int) else keeps
-        if not isinstance(keeps, Keeps):
-            raise HeadwiseError(f"a key head keeps Keeps(first=4, last=128), or a number of bits; got {keeps!r}.")
-        chosen |= dict.fromkeys(select(pattern, key_heads), keeps)
-    by_keeps: dict[Keeps, list[str]] = {}
-    for head in key_heads:
-        if chosen.get(head, ALL) != ALL:
-            by_keeps.setdefault(chosen[head], []).append(str(head))
-    return tuple(CacheRule(tuple(heads), keeps) for keeps, heads in by_keeps.items())
+            raise HeadwiseError(f"a cache is told as {{'5.1': CachePolicy(sink_tokens=4, window=128)}}; got {rules!r}.")
+        entries = [(",".join(rule.heads), rule.policy) for rule in rules if rule.heads]
+    policy_of_head: dict[Address, CachePolicy] = {}
+    for pattern, policy in entries:
+        policy = CachePolicy(bits=policy) if isinstance(policy, int) else policy
+        if not isinstance(policy, CachePolicy):
+            raise HeadwiseError(
+                f"a key head takes CachePolicy(sink_tokens=4, window=128), or a number of bits; got {policy!r}."
+            )
+        policy_of_head |= dict.fromkeys(select(pattern, kv_heads), policy)
+    heads_by_policy: dict[CachePolicy, list[str]] = {}
+    for head in kv_heads:
+        if policy_of_head.get(head, KEEP_ALL) != KEEP_ALL:
+            heads_by_policy.setdefault(policy_of_head[head], []).append(str(head))
+    return tuple(CacheRule(tuple(heads), policy) for policy, heads in heads_by_policy.items())
 
 
-def bytes_of_a_row(d: int, bits: int, element: int = 4) -> int:
-    """What d channels take, their scales among it; at 32 bits they are kept as they are, `element` bytes each."""
-    scales = 4 * -(-d // min(GROUP, d)) if bits == 16 else 0  # those of weights have none at 16 bits
-    return row_bytes(d, bits, GROUP, element) + scales
+def kv_row_bytes(d: int, bits: int, element_bytes: int = 4) -> int:
+    """What d channels take, their scales among it; at 32 bits they are kept as they are, `element_bytes` each."""
+    scale_bytes = 4 * -(-d // min(GROUP_SIZE, d)) if bits == 16 else 0  # those of weights have none at 16 bits
+    return row_bytes(d, bits, GROUP_SIZE, element_bytes) + scale_bytes

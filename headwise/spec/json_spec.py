@@ -5,15 +5,15 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from headwise.errors import HeadwiseError, close_names
+from headwise.errors import HeadwiseError, suggest_names
 
 
-class Wire:
+class JSONSpec:
     """A spec that goes through JSON."""
 
     def to_json(self) -> str:
         """Write the spec as JSON, defaults left out."""
-        return json.dumps(_plain(self), indent=2)
+        return json.dumps(_to_json_value(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -25,34 +25,36 @@ class Wire:
         return _build(cls, data, cls.__name__)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        shown = {field.name: getattr(value, field.name) for field in fields(value)}
+        field_values = {field.name: getattr(value, field.name) for field in fields(value)}
         defaults = {field.name: field.default for field in fields(value)}
         return {
-            name: _plain(kept) for name, kept in shown.items() if defaults[name] is MISSING or kept != defaults[name]
+            name: _to_json_value(field_value)
+            for name, field_value in field_values.items()
+            if defaults[name] is MISSING or field_value != defaults[name]
         }
     if isinstance(value, tuple):
         pairs = value and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value)
-        return {key: list(items) for key, items in value} if pairs else [_plain(item) for item in value]
+        return {key: list(items) for key, items in value} if pairs else [_to_json_value(item) for item in value]
     return value
 
 
-def _build(kind: Any, data: Any, where: str) -> Any:
+def _build(spec_class: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
-        raise HeadwiseError(f"{where} must be a JSON object, got {type(data).__name__}.")
-    hints = get_type_hints(kind)
-    known = {field.name for field in fields(kind)}
+        raise HeadwiseError(f"{path} must be a JSON object, got {type(data).__name__}.")
+    hints = get_type_hints(spec_class)
+    field_names = {field.name for field in fields(spec_class)}
     for name in data:
-        if name not in known:
-            raise HeadwiseError(f"{where} has no field {name!r}; {close_names(name, known)}")
-    for field in fields(kind):
+        if name not in field_names:
+            raise HeadwiseError(f"{path} has no field {name!r}; {suggest_names(name, field_names)}")
+    for field in fields(spec_class):
         if field.name not in data and field.default is MISSING:
-            raise HeadwiseError(f"{where} lacks the field {field.name!r}; add it.")
-    return kind(**{name: _converted(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+            raise HeadwiseError(f"{path} lacks the field {field.name!r}; add it.")
+    return spec_class(**{name: _convert(hints[name], value, f"{path}.{name}") for name, value in data.items()})
 
 
-def _converted(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, path: str) -> Any:
     """Turn one JSON value into what a field's type asks for."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in options:
@@ -60,11 +62,11 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
     for option in options:
         origin = get_origin(option)
         if is_dataclass(option):
-            return _build(option, value, where)
+            return _build(option, value, path)
         if origin is tuple and isinstance(value, list):
-            return tuple(_converted(get_args(option)[0], item, where) for item in value)
-        if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept
-            return {key: _converted(tuple[int, ...], items, f"{where}.{key}") for key, items in value.items()}
+            return tuple(_convert(get_args(option)[0], item, path) for item in value)
+        if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept_heads
+            return {key: _convert(tuple[int, ...], items, f"{path}.{key}") for key, items in value.items()}
         if origin is Literal and isinstance(value, str):
             return value  # the spec itself says which words it knows
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -72,4 +74,4 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
         if option in (int, bool, str) and type(value) is option:
             return value
     names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-    raise HeadwiseError(f"{where} must be {names}, got {value!r}.")
+    raise HeadwiseError(f"{path} must be {names}, got {value!r}.")

@@ -9,31 +9,30 @@ from dataclasses import dataclass
 
 from headwise.errors import HeadwiseError
 from headwise.spec.attention import AttentionSpec
-from headwise.spec.cache_policy import Keeps, bytes_of_a_row
+from headwise.spec.cache_policy import CachePolicy, kv_row_bytes
 from headwise.spec.model import ModelSpec
-from headwise.spec.partition import share_out
+from headwise.spec.rank_partition import partition_model
 
-SINGLE = 4  # bytes of a number while training: weights, gradients and AdamW's two moments
-STATES = 4  # as many such numbers for each parameter
-LOSS = 3  # numbers that processes exchange for each token, where the vocabulary is shared out
+FLOAT32_BYTES = 4  # bytes of a number while training: weights, gradients and AdamW's two moments
+STATES_PER_PARAMETER = 4  # as many such numbers for each parameter
+LOSS_VALUES_PER_TOKEN = 3  # numbers that processes exchange for each token, where the vocabulary is shared out
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One way to lay a model out over processes; bytes of the process that has most. `refused` says why it cannot be."""
+class ParallelCost:
+    """One way to lay a model out over processes; bytes of the process that has most. `error` says why it cannot be."""
 
     name: str
     processes: int
-    axes: str  # how many share texts, and how many share heads
-    weights: int = 0
-    cache: int = 0  # keys and values of the texts that it reads
-    training: int = 0  # weights, gradients and the optimiser's two moments, in float32
-    gathered: int = (
-        0  # whole weights that it holds for a while in training: of the largest block, and of what is in none
-    )
-    forward: int = 0  # bytes it sends while a batch is read, up to the last states
-    step: int = 0  # and in a step of training, in float32
-    refused: str = ""
+    mesh_shape: str  # how many share texts, and how many share heads
+    weight_bytes: int = 0
+    cache_bytes: int = 0  # keys and values of the texts that it reads
+    training_bytes: int = 0  # weights, gradients and the optimiser's two moments, in float32
+    # whole weights that it holds for a while in training: of the largest block, and of what is in none
+    gathered_bytes: int = 0
+    forward_traffic: int = 0  # bytes it sends while a batch is read, up to the last states
+    step_traffic: int = 0  # and in a step of training, in float32
+    error: str = ""
 
 
 def layout(
@@ -42,142 +41,178 @@ def layout(
     context: int | None = None,
     *,
     batch: int = 1,
-    element: int = 2,
+    element_bytes: int = 2,
     head_processes: int = 2,
-) -> tuple[Layout, ...]:
+) -> tuple[ParallelCost, ...]:
     """Memory and traffic of each process under each layout: `heads` (whole heads each), `fsdp` (a part of every weight, put
     together block by block), `ddp` (the whole model each), and `fsdp+heads` (a grid of both, `head_processes` wide).
 
     Texts have `context` tokens (None: the model's own), `batch` of them are read at once by whoever reads the same texts, and
-    a number has `element` bytes, but training is counted in float32. A source is as long as its target.
+    a number has `element_bytes`, but training is counted in float32. A source is as long as its target.
 
     >>> from headwise.spec.presets import preset
-    >>> for one in layout(preset("llama2-70b"), 8, 32768):
-    ...     print(one.name, one.axes, one.weights >> 30, one.cache >> 30, one.forward >> 30)
+    >>> for cost in layout(preset("llama2-70b"), 8, 32768):
+    ...     print(cost.name, cost.mesh_shape, *(n >> 30 for n in (cost.weight_bytes, cost.cache_bytes, cost.forward_traffic)))
     heads 1 × 8 16 1 140
     fsdp 8 × 1 16 10 112
     ddp 8 × 1 128 10 0
     fsdp+heads 4 × 2 16 5 128
     """
     context = spec.context if context is None else context
-    given = {"processes": processes, "context": context, "batch": batch, "element": element}
-    for name, number in {**given, "head_processes": head_processes}.items():
-        if type(number) is not int or number < 1:
-            raise HeadwiseError(f"{name} is a whole number of at least 1, got {number!r}.")
+    arguments = {"processes": processes, "context": context, "batch": batch, "element_bytes": element_bytes}
+    for name, value in {**arguments, "head_processes": head_processes}.items():
+        if type(value) is not int or value < 1:
+            raise HeadwiseError(f"{name} is a whole number of at least 1, got {value!r}.")
 
-    def grid() -> Layout:
+    def grid() -> ParallelCost:
         if processes % head_processes or head_processes in (1, processes):
             raise HeadwiseError(
                 f"{processes} processes are no grid of {head_processes} that share heads; use heads or fsdp alone."
             )
-        return _count("fsdp+heads", spec, processes // head_processes, head_processes, context, batch, element)
+        return _parallel_cost(
+            "fsdp+heads", spec, processes // head_processes, head_processes, context, batch, element_bytes
+        )
 
-    def row(name: str, texts: int, heads: int) -> Callable[[], Layout]:
-        return lambda: _count(name, spec, texts, heads, context, batch, element)
+    def cost_of(name: str, data_processes: int, heads: int) -> Callable[[], ParallelCost]:
+        return lambda: _parallel_cost(name, spec, data_processes, heads, context, batch, element_bytes)
 
-    ways = {"heads": row("heads", 1, processes), "fsdp": row("fsdp", processes, 1), "ddp": row("ddp", processes, 1)}
-    return tuple(_in_words(name, processes, count) for name, count in {**ways, "fsdp+heads": grid}.items())
+    strategies = {
+        "heads": cost_of("heads", 1, processes),
+        "fsdp": cost_of("fsdp", processes, 1),
+        "ddp": cost_of("ddp", processes, 1),
+    }
+    return tuple(_cost_or_error(name, processes, count) for name, count in {**strategies, "fsdp+heads": grid}.items())
 
 
-def forward_flops(spec: ModelSpec, context: int | None = None) -> int:
+def forward_flops_per_token(spec: ModelSpec, context: int | None = None) -> int:
     """Multiplications and additions for one token of a text, in the middle of it: two for each weight that is multiplied,
     and attention over half of the text (all of it in an encoder).
 
     >>> from headwise.spec.presets import preset
-    >>> round(forward_flops(preset("llama2-70b"), 4096) / 1e9)
+    >>> round(forward_flops_per_token(preset("llama2-70b"), 4096) / 1e9)
     143
     """
     tables = spec.vocab * spec.width * (1 if spec.tied or spec.output == "none" else 2)
     tables += spec.context * spec.width * (spec.positions == "learned")
-    seen = (spec.context if context is None else context) // (1 if spec.kind == "encoder" else 2)
-    attended = 0
-    for site in spec.sites:
-        layer = spec.attention_at(site)
-        keys = seen if layer.window is None else min(seen, layer.window)
-        attended += len(layer.head_ids) * (layer.head_dim + layer.value_dim) * keys
-    return 2 * (spec.parameters - tables + spec.vocab * spec.width * (spec.output != "none") + attended)
+    visible_tokens = (spec.context if context is None else context) // (1 if spec.kind == "encoder" else 2)
+    attention_macs = 0
+    for layer_address in spec.layer_addresses:
+        layer = spec.attention_at(layer_address)
+        keys = visible_tokens if layer.window is None else min(visible_tokens, layer.window)
+        attention_macs += len(layer.head_ids) * (layer.head_dim + layer.value_dim) * keys
+    return 2 * (spec.num_parameters - tables + spec.vocab * spec.width * (spec.output != "none") + attention_macs)
 
 
-def cache_bytes(spec: ModelSpec, length: int, bytes_per_number: int = 4) -> int:
+def cache_bytes(spec: ModelSpec, length: int, element_bytes: int = 4) -> int:
     """What a cache of a text takes: each key head's own tokens, at its bits; cross-attention's source is not counted.
 
     >>> from headwise.spec import preset
-    >>> cache_bytes(preset("smollm2-135m"), 1000), cache_bytes(preset("smollm2-135m").caching({"*": 8}), 1000)
+    >>> cache_bytes(preset("smollm2-135m"), 1000), cache_bytes(preset("smollm2-135m").with_cache({"*": 8}), 1000)
     (46080000, 12960000)
     """
-    sites = [site for site in spec.sites if site.stack in ("", "dec") and spec.kind != "encoder"]
-    layers = [spec.attention_at(site) for site in sites]
-    return sum(held_bytes(layer, keeps, length, bytes_per_number) for layer in layers for keeps in layer.keeps)
+    cached_layers = [
+        layer_address
+        for layer_address in spec.layer_addresses
+        if layer_address.stack in ("", "dec") and spec.kind != "encoder"
+    ]
+    layers = [spec.attention_at(layer_address) for layer_address in cached_layers]
+    return sum(
+        kv_head_cache_bytes(layer, policy, length, element_bytes) for layer in layers for policy in layer.cache_policies
+    )
 
 
-def held_bytes(layer: AttentionSpec, keeps: Keeps, length: int, bytes_per_number: int = 4) -> int:
+def kv_head_cache_bytes(layer: AttentionSpec, policy: CachePolicy, length: int, element_bytes: int = 4) -> int:
     """Bytes that one key head holds of a text: what it keeps, and no more than its window will see again."""
-    sizes, tokens = (layer.head_dim, layer.value_dim), keeps.tokens(length)
-    if layer.window is not None and keeps.tokens(layer.window) == layer.window:
+    sizes, tokens = (layer.head_dim, layer.value_dim), policy.cached_tokens(length)
+    if layer.window is not None and policy.cached_tokens(layer.window) == layer.window:
         tokens = min(length, layer.window - (not layer.cache))  # a cache by head has room for the newest token too
-    return tokens * sum(bytes_of_a_row(size, keeps.bits, bytes_per_number) for size in sizes)
+    return tokens * sum(kv_row_bytes(size, policy.bits, element_bytes) for size in sizes)
 
 
-def _in_words(name: str, processes: int, count: Callable[[], Layout]) -> Layout:
+def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], ParallelCost]) -> ParallelCost:
     try:
-        return count()
+        return compute_cost()
     except HeadwiseError as error:
-        return Layout(name, processes, "", refused=str(error))
+        return ParallelCost(name, processes, "", error=str(error))
 
 
-def _count(name: str, spec: ModelSpec, texts: int, heads: int, context: int, batch: int, element: int) -> Layout:
+def _parallel_cost(
+    name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch: int, element_bytes: int
+) -> ParallelCost:
     """The largest of what a process has."""
-    parts = [share.of(spec) for share in share_out(spec, heads)]
-    part, weights = max(parts, key=lambda one: one.parameters), max(one.weight_bytes(element) for one in parts)
-    shared = texts if name.startswith("fsdp") else 1
-    trained, blocks = SINGLE * part.parameters, [SINGLE * size for size in _blocks(part)]
-    rest = trained - sum(blocks)  # in no block: put together at the start of a step, and kept until its end
-    read, back = _sums(spec, parts, context * batch)
+    local_specs = [partition.local_spec(spec) for partition in partition_model(spec, head_processes)]
+    largest_spec, weights = (
+        max(local_specs, key=lambda local_spec: local_spec.num_parameters),
+        max(local_spec.weight_bytes(element_bytes) for local_spec in local_specs),
+    )
+    weight_shards = data_processes if name.startswith("fsdp") else 1
+    training_weights, blocks = (
+        FLOAT32_BYTES * largest_spec.num_parameters,
+        [FLOAT32_BYTES * size for size in _block_parameters(largest_spec)],
+    )
+    # in no block: put together at the start of a step, and kept until its end
+    unblocked_weights = training_weights - sum(blocks)
+    forward_values, backward_values = _reduced_values(spec, local_specs, context * batch)
     if name == "ddp":
-        forward, step = 0, _summed(trained, texts)
+        forward, step = 0, _all_reduce_bytes(training_weights, data_processes)
     else:
-        forward = _summed(element * read, heads) + _summed(weights, shared) // 2
-        step = _summed(SINGLE * (read + back), heads) + _summed(3 * trained - rest, shared) // 2
-    return Layout(
-        name, texts * heads, f"{texts} × {heads}", -(-weights // shared),
-        batch * max(_cache(one, context, element) for one in parts), STATES * -(-trained // shared),
-        rest + max(blocks, default=0) if shared > 1 else 0, forward, step,
+        forward = (
+            _all_reduce_bytes(element_bytes * forward_values, head_processes)
+            + _all_reduce_bytes(weights, weight_shards) // 2
+        )
+        step = (
+            _all_reduce_bytes(FLOAT32_BYTES * (forward_values + backward_values), head_processes)
+            + _all_reduce_bytes(3 * training_weights - unblocked_weights, weight_shards) // 2
+        )
+    return ParallelCost(
+        name, data_processes * head_processes, f"{data_processes} × {head_processes}", -(-weights // weight_shards),
+        batch * max(_text_cache_bytes(local_spec, context, element_bytes) for local_spec in local_specs),
+        STATES_PER_PARAMETER * -(-training_weights // weight_shards),
+        unblocked_weights + max(blocks, default=0) if weight_shards > 1 else 0, forward, step,
     )  # fmt: skip
 
 
-def _summed(size: int, processes: int) -> int:
-    return 2 * (processes - 1) * size // processes
+def _all_reduce_bytes(nbytes: int, processes: int) -> int:
+    return 2 * (processes - 1) * nbytes // processes
 
 
-def _sums(spec: ModelSpec, parts: list[ModelSpec], tokens: int) -> tuple[int, int]:
+def _reduced_values(spec: ModelSpec, local_specs: list[ModelSpec], tokens: int) -> tuple[int, int]:
     """Numbers that are summed over those who share heads: while texts are read, and on the way back."""
-    stream, stacks = tokens * spec.width, 1 + (spec.kind == "encoder-decoder")
-    written = len(spec.sites) + spec.layers + spec.encoder_layers  # by attention and MLPs
-    crossing = sum(site.stack == "cross" for site in spec.sites)  # what was read of the source comes back as well
-    asked = spec.output != "none"
-    back = stream * (written + crossing + asked) + LOSS * tokens * asked
-    for site in spec.sites:
-        whole, held = spec.attention_at(site), sum(len(part.attention_at(site).kv_ids) for part in parts)
-        if held > len(whole.kv_ids):  # keys that several hold learn alike
-            inputs = whole.kv_width // (whole.heads if whole.input == "slice" else 1) + whole.bias
-            back += len(whole.kv_ids) * (whole.head_dim + whole.value_dim) * inputs
-    return stream * (written + stacks), back
+    residual_values, stack_count = tokens * spec.width, 1 + (spec.kind == "encoder-decoder")
+    residual_writes = len(spec.layer_addresses) + spec.layers + spec.encoder_layers  # by attention and MLPs
+    # what was read of the source comes back as well
+    cross_layers = sum(layer_address.stack == "cross" for layer_address in spec.layer_addresses)
+    has_logits = spec.output != "none"
+    backward_values = (
+        residual_values * (residual_writes + cross_layers + has_logits) + LOSS_VALUES_PER_TOKEN * tokens * has_logits
+    )
+    for layer_address in spec.layer_addresses:
+        full_spec, held_kv_heads = (
+            spec.attention_at(layer_address),
+            sum(len(local_spec.attention_at(layer_address).kv_head_ids) for local_spec in local_specs),
+        )
+        if held_kv_heads > len(full_spec.kv_head_ids):  # keys that several hold learn alike
+            inputs = full_spec.kv_width // (full_spec.heads if full_spec.head_input == "slice" else 1) + full_spec.bias
+            backward_values += len(full_spec.kv_head_ids) * (full_spec.head_dim + full_spec.value_dim) * inputs
+    return residual_values * (residual_writes + stack_count), backward_values
 
 
-def _blocks(spec: ModelSpec) -> list[int]:
+def _block_parameters(spec: ModelSpec) -> list[int]:
     """Parameters of each block."""
     norm = spec.width * (2 if spec.norm == "layer" else 1)
-    up, down = spec.hidden * (spec.width + spec.mlp_bias), spec.width * (spec.hidden + spec.mlp_bias)
-    mlp = up * (2 if spec.activation == "swiglu" else 1) + down + norm * (spec.form != "parallel")
+    up, down = spec.mlp_width * (spec.width + spec.mlp_bias), spec.width * (spec.mlp_width + spec.mlp_bias)
+    mlp = up * (2 if spec.activation == "swiglu" else 1) + down + norm * (spec.norm_placement != "parallel")
     sizes: dict[tuple[bool, int], int] = {}
-    for site in spec.sites:
-        key = (site.stack == "enc", site.layer)
-        sizes[key] = sizes.get(key, mlp) + spec.attention_at(site).parameters + norm
+    for layer_address in spec.layer_addresses:
+        key = (layer_address.stack == "enc", layer_address.layer)
+        sizes[key] = sizes.get(key, mlp) + spec.attention_at(layer_address).num_parameters + norm
     return list(sizes.values())
 
 
-def _cache(spec: ModelSpec, context: int, element: int) -> int:
+def _text_cache_bytes(spec: ModelSpec, context: int, element_bytes: int) -> int:
     """Keys and values of one text, and of its source."""
-    source = [spec.attention_at(site) for site in spec.sites if site.stack == "cross"]
-    keys = sum(len(layer.kv_ids) * (layer.head_dim + layer.value_dim) for layer in source)
-    return cache_bytes(spec, context, element) + keys * context * element
+    cross_layers = [
+        spec.attention_at(layer_address) for layer_address in spec.layer_addresses if layer_address.stack == "cross"
+    ]
+    kv_channels = sum(len(layer.kv_head_ids) * (layer.head_dim + layer.value_dim) for layer in cross_layers)
+    return cache_bytes(spec, context, element_bytes) + kv_channels * context * element_bytes

@@ -1,6 +1,6 @@
 """Well-known configurations as rows of data. `preset(name)` turns a row into a spec."""
 
-from headwise.errors import HeadwiseError, close_names
+from headwise.errors import HeadwiseError, suggest_names
 from headwise.spec.attention import AttentionSpec, Rotary
 from headwise.spec.model import ModelSpec
 
@@ -8,26 +8,26 @@ from headwise.spec.model import ModelSpec
 GPT2 = {"vocab": 50257, "context": 1024, "activation": "gelu_tanh"}
 GPT2_HEADS = {"bias": True, "out_bias": True}
 BERT = {
-    "vocab": 30522, "context": 512, "kind": "encoder", "form": "post", "norm_eps": 1e-12, "embed_norm": True,
+    "vocab": 30522, "context": 512, "kind": "encoder", "norm_placement": "post", "norm_eps": 1e-12, "embed_norm": True,
     "token_types": 2, "pooler": True, "output": "none",
 }  # fmt: skip
 LLAMA = {"norm": "rms", "activation": "swiglu", "mlp_bias": False, "positions": "none", "tied": False}
 
 # name: (what the model is, what its attention is, where the figures come from)
-ROWS: dict[str, tuple[dict, dict, str]] = {
+PRESETS: dict[str, tuple[dict, dict, str]] = {
     "nano": (
         {"vocab": 256, "context": 256, "layers": 6},
         {"width": 384, "heads": 6},
         "a small decoder over bytes, the size of nanoGPT's Shakespeare run",
     ),
-    "little": (
+    "synthetic": (
         {"vocab": 280, "context": 128, "layers": 4, "norm": "rms", "positions": "none", "mlp_bias": False},
         {"width": 128, "heads": 8, "rotary": Rotary()},
-        "a small decoder for the little language, the default of headwise train",
+        "a small decoder for the synthetic language, the default of headwise train",
     ),
     "transformer-base": (
-        {"vocab": 37000, "context": 512, "layers": 6, "kind": "encoder-decoder", "form": "post", "activation": "relu",
-         "positions": "sinusoidal", "embed_scale": 512**0.5, "dropout": 0.1},
+        {"vocab": 37000, "context": 512, "layers": 6, "kind": "encoder-decoder", "norm_placement": "post",
+         "activation": "relu", "positions": "sinusoidal", "embed_scale": 512**0.5, "dropout": 0.1},
         {"width": 512, "heads": 8},
         "Vaswani et al. 2017, https://arxiv.org/abs/1706.03762",
     ),
@@ -60,17 +60,17 @@ ROWS: dict[str, tuple[dict, dict, str]] = {
         "Brown et al. 2020, https://arxiv.org/abs/2005.14165 (its sparse layers taken as dense)",
     ),
     "llama2-7b": (
-        {**LLAMA, "vocab": 32000, "context": 4096, "layers": 32, "hidden": 11008},
+        {**LLAMA, "vocab": 32000, "context": 4096, "layers": 32, "mlp_width": 11008},
         {"width": 4096, "heads": 32, "rotary": Rotary()},
         "Touvron et al. 2023, https://arxiv.org/abs/2307.09288",
     ),
     "llama2-70b": (
-        {**LLAMA, "vocab": 32000, "context": 4096, "layers": 80, "hidden": 28672},
+        {**LLAMA, "vocab": 32000, "context": 4096, "layers": 80, "mlp_width": 28672},
         {"width": 8192, "heads": 64, "kv_heads": 8, "rotary": Rotary()},
         "as llama2-7b",
     ),
     "smollm2-135m": (
-        {**LLAMA, "vocab": 49152, "context": 8192, "layers": 30, "hidden": 1536, "tied": True},
+        {**LLAMA, "vocab": 49152, "context": 8192, "layers": 30, "mlp_width": 1536, "tied": True},
         {"width": 576, "heads": 9, "kv_heads": 3, "rotary": Rotary(theta=100000.0)},
         "Ben Allal et al. 2025, https://arxiv.org/abs/2502.02737",
     ),
@@ -83,17 +83,17 @@ def presets() -> tuple[str, ...]:
     >>> "gpt2" in presets()
     True
     """
-    return tuple(ROWS)
+    return tuple(PRESETS)
 
 
 def preset(name: str) -> ModelSpec:
     """The spec of a well-known model.
 
     >>> spec = preset("llama2-70b")
-    >>> spec.layers, spec.attention.heads, spec.attention.kv_heads, spec.parameters
+    >>> spec.layers, spec.attention.heads, spec.attention.kv_heads, spec.num_parameters
     (80, 64, 8, 68976648192)
     """
-    if name not in ROWS:
-        raise HeadwiseError(f"there is no preset {name!r}; {close_names(name, ROWS)}")
-    model, attention, _ = ROWS[name]
-    return ModelSpec(attention=AttentionSpec(**attention), **model)
+    if name not in PRESETS:
+        raise HeadwiseError(f"there is no preset {name!r}; {suggest_names(name, PRESETS)}")
+    model_fields, attention_fields, _ = PRESETS[name]
+    return ModelSpec(attention=AttentionSpec(**attention_fields), **model_fields)

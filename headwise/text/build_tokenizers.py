@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as Backend
 from headwise.errors import HeadwiseError
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic.vocabulary import VOCABULARY
-from headwise.text.tokenizer import Tokenizer, check_texts
+from headwise.text.tokenizer import Tokenizer, check_lone_surrogates
 
-END, UNKNOWN, MASK = "<end>", "<unknown>", "<mask>"
+END_TOKEN, UNKNOWN_TOKEN, MASK_TOKEN = "<end>", "<unknown>", "<mask>"
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -24,7 +24,7 @@ def byte_tokenizer() -> Tokenizer:
     backend = Backend(models.BPE(vocab, []))  # pyright: ignore[reportCallIssue]
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
     backend.decoder = decoders.ByteLevel()  # pyright: ignore
-    backend.add_special_tokens([END])
+    backend.add_special_tokens([END_TOKEN])
     return Tokenizer(backend, {"eos": 256, "bos": 256})
 
 
@@ -37,7 +37,7 @@ def character_tokenizer(text: str) -> Tokenizer:
     if not text:
         raise HeadwiseError("the text is empty; a character tokenizer is made from the characters that occur in it.")
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
-    return _of_units(vocab, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
+    return _word_level_tokenizer(vocab, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
 
 
 def word_tokenizer(words: Sequence[str]) -> Tokenizer:
@@ -50,25 +50,29 @@ def word_tokenizer(words: Sequence[str]) -> Tokenizer:
     if len(set(words)) != len(words) or not words:
         raise HeadwiseError("a word tokenizer takes a list of words, each once, and at least one.")
     vocab = {word: i for i, word in enumerate(words)}
-    return _of_units(vocab, pre_tokenizers.WhitespaceSplit(), None)
+    return _word_level_tokenizer(vocab, pre_tokenizers.WhitespaceSplit(), None)
 
 
-def bpe_tokenizer(texts: Iterable[str], size: int = 4096) -> Tokenizer:
-    """Byte-level BPE (https://arxiv.org/abs/1508.07909) trained on texts, `size` tokens in all.
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
+    """Byte-level BPE (https://arxiv.org/abs/1508.07909) trained on texts, `vocab_size` tokens in all.
 
-    >>> t = bpe_tokenizer(["low lower lowest"] * 10, size=262)
+    >>> t = bpe_tokenizer(["low lower lowest"] * 10, vocab_size=262)
     >>> t.decode(t.encode("slower")), len(t)
     ('slower', 262)
     """
-    if size < 257:
+    if vocab_size < 257:
         raise HeadwiseError(
-            f"byte-level BPE has 256 bytes and an end token to begin with, so size must be 257 or more; got {size}."
+            f"byte-level BPE has 256 bytes and an end token to begin with, so vocab_size must be 257 or more; "
+            f"got {vocab_size}."
         )
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     backend.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
-        vocab_size=size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator(_checked(texts), trainer)
     return Tokenizer(backend, {"eos": 0, "bos": 0})
@@ -76,7 +80,7 @@ def bpe_tokenizer(texts: Iterable[str], size: int = 4096) -> Tokenizer:
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        check_texts([text])
+        check_lone_surrogates([text])
         yield text
 
 
@@ -93,65 +97,69 @@ def make_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
         return byte_tokenizer()
     if kind == "word":
         return word_tokenizer(VOCABULARY)
-    texts = (piece.text for piece in corpus.pieces())
+    texts = (chunk.text for chunk in corpus.chunks())
     if kind == "bpe":
         return bpe_tokenizer(texts, int(size or 4096))
     return character_tokenizer("".join(set().union(*texts)))
 
 
-def add_mask(tokenizer: Tokenizer) -> Tokenizer:
+def add_mask_token(tokenizer: Tokenizer) -> Tokenizer:
     """The same tokenizer with a token that hides others, for the masked objective; as it is, if it has one.
 
-    >>> t = add_mask(byte_tokenizer())
+    >>> t = add_mask_token(byte_tokenizer())
     >>> t.mask, len(t)
     (257, 258)
     """
     if tokenizer.mask is not None:
         return tokenizer
     backend = Backend.from_str(tokenizer.backend.to_str())
-    backend.add_special_tokens([MASK])
-    return Tokenizer(backend, {**tokenizer.special, "mask": backend.token_to_id(MASK)})
+    backend.add_special_tokens([MASK_TOKEN])
+    return Tokenizer(backend, {**tokenizer.special, "mask": backend.token_to_id(MASK_TOKEN)})
 
 
-def add_frame(tokenizer: Tokenizer, behind: bool = False) -> Tokenizer:
-    """The same tokenizer, which puts the end token before every text, as it stands between any two; `behind` a text, too.
+def add_bos_eos(tokenizer: Tokenizer, add_eos: bool = False) -> Tokenizer:
+    """The same tokenizer, which puts the end token before every text, as it stands between any two; with `add_eos` behind a
+    text, too.
 
     Where something is put already, nothing is added. It is saved with the tokenizer, so whoever reads a text reads it so.
 
-    >>> add_frame(word_tokenizer(["the", "cat"])).encode("the cat"), add_frame(byte_tokenizer()).around
+    >>> add_bos_eos(word_tokenizer(["the", "cat"])).encode("the cat"), add_bos_eos(byte_tokenizer()).template_ids
     ([3, 0, 1], ((256,), ()))
     """
-    before, after = tokenizer.around
-    if before and (after or not behind):
+    prefix, suffix = tokenizer.template_ids
+    if prefix and (suffix or not add_eos):
         return tokenizer
-    if tokenizer.end is None:
+    if tokenizer.end_id is None:
         raise HeadwiseError("the tokenizer has no end token to put before a text; use another tokenizer.")
-    sides = before or (tokenizer.end,), after or (tokenizer.end,) * behind
-    named = [{"id": f"t{id}", "ids": [id], "tokens": [tokenizer.token(id)]} for id in {*sides[0], *sides[1]}]
-    pieces = [*(f"t{id}" for id in sides[0]), "$A", *(f"t{id}" for id in sides[1])]
-    frame = processors.TemplateProcessing(pieces, None, named)  # pyright: ignore
+    template = prefix or (tokenizer.end_id,), suffix or (tokenizer.end_id,) * add_eos
+    special_tokens = [
+        {"id": f"t{id}", "ids": [id], "tokens": [tokenizer.token(id)]} for id in {*template[0], *template[1]}
+    ]
+    template_parts = [*(f"t{id}" for id in template[0]), "$A", *(f"t{id}" for id in template[1])]
+    template_processor = processors.TemplateProcessing(template_parts, None, special_tokens)  # pyright: ignore
     backend = Backend.from_str(tokenizer.backend.to_str())
-    own = (
-        None if before or after else backend.post_processor
-    )  # of two templates in a sequence only the first would work
-    backend.post_processor = frame if own is None else processors.Sequence([own, frame])  # pyright: ignore
+    # of two templates in a sequence only the first would work
+    existing = None if prefix or suffix else backend.post_processor
+    backend.post_processor = (
+        template_processor if existing is None else processors.Sequence([existing, template_processor])
+    )  # pyright: ignore
     return Tokenizer(backend, tokenizer.special)
 
 
-def _of_units(vocab: dict[str, int], cut: object, join: object | None) -> Tokenizer:
+def _word_level_tokenizer(vocab: dict[str, int], pre_tokenizer: object, decoder: object | None) -> Tokenizer:
     """Whole units, unknown ones told as such; `<unknown>` and `<end>` come last."""
-    units = {**vocab, UNKNOWN: len(vocab), END: len(vocab) + 1}
-    check_texts(units)
-    backend = Backend(models.WordLevel(units, unk_token=UNKNOWN))  # pyright: ignore[reportCallIssue]
-    backend.pre_tokenizer = cut  # pyright: ignore
-    if join is not None:
-        backend.decoder = join  # pyright: ignore
-    backend.add_special_tokens([UNKNOWN, END])
+    full_vocab = {**vocab, UNKNOWN_TOKEN: len(vocab), END_TOKEN: len(vocab) + 1}
+    check_lone_surrogates(full_vocab)
+    backend = Backend(models.WordLevel(full_vocab, unk_token=UNKNOWN_TOKEN))  # pyright: ignore[reportCallIssue]
+    backend.pre_tokenizer = pre_tokenizer  # pyright: ignore
+    if decoder is not None:
+        backend.decoder = decoder  # pyright: ignore
+    backend.add_special_tokens([UNKNOWN_TOKEN, END_TOKEN])
     return Tokenizer(backend, {"unk": len(vocab), "eos": len(vocab) + 1, "bos": len(vocab) + 1})
 
 
 def _byte_characters() -> list[str]:
     """The printable character by which byte-level tokenizers write each byte: itself, or the next one from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    replacements = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(replacements)) for byte in range(256)]

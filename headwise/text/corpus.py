@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from headwise.errors import HeadwiseError
-from headwise.text.documents import Document
-from headwise.text.file_formats import Piece, in_folders, kind_of, known_kinds, read_stored, read_text, text_of
+from headwise.text.annotated_document import Document
+from headwise.text.file_formats import (
+    TextChunk,
+    describe_file_kinds,
+    file_kind,
+    is_corpus_file,
+    read_corpus_file,
+    read_text_chunks,
+    row_text,
+)
 
 
-class Pair(NamedTuple):
+class TextPair(NamedTuple):
     """What an encoder-decoder reads, and what it is asked to write."""
 
     source: str
@@ -22,7 +30,7 @@ class Pair(NamedTuple):
 
 
 @runtime_checkable
-class HasCorpus(Protocol):
+class SupportsCorpus(Protocol):
     """What is made of a corpus, as a reading is: it stands for it."""
 
     corpus: "Corpus"
@@ -33,40 +41,40 @@ class Corpus:
     """Texts, one after the other, as often as asked. `fingerprint` changes when they do.
 
     >>> corpus = Corpus.of(["One text.", "Another."])
-    >>> [piece.text for piece in corpus.pieces()]
+    >>> [piece.text for piece in corpus.chunks()]
     ['One text.', 'Another.']
-    >>> Corpus.little(documents=2).name
-    'the little language (train, 2 documents, seed 0)'
+    >>> Corpus.synthetic(documents=2).name
+    'the synthetic language (train, 2 documents, seed 0)'
     >>> list(Corpus.of([("Guten Tag.", "Good day.")]).items())
-    [Pair(source='Guten Tag.', text='Good day.')]
+    [TextPair(source='Guten Tag.', text='Good day.')]
     """
 
     name: str
     fingerprint: str
-    _read: Callable[[], Iterator[Piece | Document | Pair]] = field(repr=False)
+    _iterate: Callable[[], Iterator[TextChunk | Document | TextPair]] = field(repr=False)
     paired: bool = False  # whether its items are pairs
     files: tuple[Path, ...] = ()  # where they lie, in order, if they do in files and nowhere else
 
-    def items(self) -> Iterator[Piece | Document | Pair]:
+    def items(self) -> Iterator[TextChunk | Document | TextPair]:
         """What is read: documents where there are relations, pairs for an encoder-decoder, else pieces of text."""
         empty = True
-        for item in self._read():
+        for item in self._iterate():
             empty = empty and not item.text
             yield item
         if empty:
             raise HeadwiseError(f"{self.name} is empty; give some text.")
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[TextChunk]:
         """The texts, long ones in pieces cut where lines end; of a pair first the source, then the text."""
         for item in self.items():
-            if isinstance(item, Piece):
+            if isinstance(item, TextChunk):
                 yield item
                 continue
-            if isinstance(item, Pair):
-                yield Piece(item.source, True)
-            yield Piece(item.text, True)
+            if isinstance(item, TextPair):
+                yield TextChunk(item.source, True)
+            yield TextChunk(item.text, True)
 
-    def suits(self, kind: str) -> None:
+    def check_model_kind(self, kind: str) -> None:
         """Refuse a corpus that a model of this kind cannot be trained on, or asked about."""
         if self.paired and kind != "encoder-decoder":
             raise HeadwiseError(
@@ -79,88 +87,88 @@ class Corpus:
             )
 
     @staticmethod
-    def of(given: Any) -> "Corpus":
+    def of(data: Any) -> "Corpus":
         """A text, a list of texts, documents or pairs, a path or several, a corpus, or a dataset of Hugging Face's
         `datasets`, streaming or not; None is the embedded probe set.
 
         A string that names a file or a folder is a path, any other is a text.
         """
-        if given is None:
-            return Corpus.probe()
-        if isinstance(given, Corpus):
-            return given
-        if isinstance(given, HasCorpus):
-            return given.corpus
-        if type(given).__module__.partition(".")[0] == "datasets":
-            return Corpus._of_rows(given)
-        if isinstance(given, Path) or (isinstance(given, str) and _is_path(given)):
-            return Corpus._of_path(Path(given))
-        if not isinstance(given, str | Iterable):
-            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")
-        items = [given] if isinstance(given, str) else list(given)
+        if data is None:
+            return Corpus.probe_set()
+        if isinstance(data, Corpus):
+            return data
+        if isinstance(data, SupportsCorpus):
+            return data.corpus
+        if type(data).__module__.partition(".")[0] == "datasets":
+            return Corpus._from_dataset(data)
+        if isinstance(data, Path) or (isinstance(data, str) and _is_path(data)):
+            return Corpus._from_path(Path(data))
+        if not isinstance(data, str | Iterable):
+            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {data!r}.")
+        items = [data] if isinstance(data, str) else list(data)
         paths = [item for item in items if isinstance(item, Path)]
         if paths and len(paths) == len(items):
-            return Corpus._joined([Corpus._of_path(path) for path in paths])
+            return Corpus._concatenate([Corpus._from_path(path) for path in paths])
         documents = [item for item in items if isinstance(item, Document)]
         if documents and len(documents) == len(items):
             name = f"a list of {len(documents)} documents"
-            return Corpus(name, _digest(*map(repr, documents)), lambda: iter(documents))
+            return Corpus(name, _texts_digest(*map(repr, documents)), lambda: iter(documents))
         if items and all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
             return Corpus.pairs(*map(list, zip(*items, strict=True)))
         texts = [item for item in items if isinstance(item, str)]
         if len(texts) < len(items):
-            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {given!r}.")
-        name = "the text" if isinstance(given, str) else f"a list of {len(texts)} texts"
-        return Corpus(name, _digest(*texts), lambda: (Piece(text, True) for text in texts))
+            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {data!r}.")
+        name = "the text" if isinstance(data, str) else f"a list of {len(texts)} texts"
+        return Corpus(name, _texts_digest(*texts), lambda: (TextChunk(text, True) for text in texts))
 
     @staticmethod
-    def little(split: str = "train", *, documents: int = 20_000, seed: int = 0) -> "Corpus":
-        """So many documents of the little language."""
-        from headwise.text.synthetic import LittleLanguage
-        from headwise.text.synthetic.splits import check_split
+    def synthetic(split: str = "train", *, documents: int = 20_000, seed: int = 0) -> "Corpus":
+        """So many documents of the synthetic language."""
+        from headwise.text.synthetic import SyntheticLanguage
+        from headwise.text.synthetic.word_pair_splits import check_split
 
         check_split(split)
         if documents < 1:
             raise HeadwiseError(f"the number of documents must be at least 1, got {documents}.")
-        name = f"the little language ({split}, {documents} documents, seed {seed})"
-        return Corpus(name, _digest(name), lambda: islice(LittleLanguage(seed, split), documents))
+        name = f"the synthetic language ({split}, {documents} documents, seed {seed})"
+        return Corpus(name, _texts_digest(name), lambda: islice(SyntheticLanguage(seed, split), documents))
 
     @staticmethod
-    def probe() -> "Corpus":
+    def probe_set() -> "Corpus":
         """The embedded probe set: hand-written English sentences with gold relations."""
         from headwise.text.probe import probe_set
 
         documents = probe_set()
-        return Corpus("the probe set", _digest(*(d.text for d in documents)), lambda: iter(documents))
+        return Corpus("the probe set", _texts_digest(*(d.text for d in documents)), lambda: iter(documents))
 
     @staticmethod
     def pairs(sources: str | Path | Sequence[str], texts: str | Path | Sequence[str]) -> "Corpus":
         """What an encoder-decoder reads and what it is asked to write: two files, line by line, or two lists."""
-        sources, texts = (given if isinstance(given, str | Path) else list(given) for given in (sources, texts))
-        counts = [sum(1 for _ in _lines(given)) for given in (sources, texts)]
+        sources, texts = (side if isinstance(side, str | Path) else list(side) for side in (sources, texts))
+        counts = [sum(1 for _ in _iter_lines(side)) for side in (sources, texts)]
         if counts[0] != counts[1]:
             raise HeadwiseError(
                 f"there are {counts[0]} sources and {counts[1]} texts; each source needs its text, line by line."
             )
 
-        def read() -> Iterator[Pair]:
-            for number, pair in enumerate(zip(_lines(sources), _lines(texts), strict=True), 1):
+        def read() -> Iterator[TextPair]:
+            for index, pair in enumerate(zip(_iter_lines(sources), _iter_lines(texts), strict=True), 1):
                 if not all(isinstance(text, str) and text.strip() for text in pair):
                     raise HeadwiseError(
-                        f"pair {number} lacks a text: {pair!r}; leave it out on both sides, or give two files, "
+                        f"pair {index} lacks a text: {pair!r}; leave it out on both sides, or give two files, "
                         f"Corpus.pairs(sources, texts)."
                     )
-                yield Pair(*pair)
+                yield TextPair(*pair)
 
-        name = " and ".join(str(given) for given in (sources, texts) if isinstance(given, str | Path))
-        sides = (
-            _digest_of([Path(given)]) if isinstance(given, str | Path) else _digest(*map(str, given))
-            for given in (sources, texts)
+        name = " and ".join(str(side) for side in (sources, texts) if isinstance(side, str | Path))
+        digests = (
+            _files_digest([Path(side)]) if isinstance(side, str | Path) else _texts_digest(*map(str, side))
+            for side in (sources, texts)
         )
-        return Corpus(name or f"a list of {counts[0]} pairs", _digest(*sides), read, paired=True)
+        return Corpus(name or f"a list of {counts[0]} pairs", _texts_digest(*digests), read, paired=True)
 
     @staticmethod
-    def named(texts: Sequence[str | Path] | None, source: Path | None = None) -> "Corpus":
+    def from_cli_arguments(texts: Sequence[str | Path] | None, source: Path | None = None) -> "Corpus":
         """What is named on a command line: nothing, a text, or files; with a source, the pairs it makes with one file."""
         if source is not None:
             if not texts or len(texts) > 1:
@@ -171,89 +179,93 @@ class Corpus:
         return Corpus.of(texts[0] if texts and len(texts) == 1 else [Path(text) for text in texts] if texts else None)
 
     @staticmethod
-    def _joined(parts: "list[Corpus]") -> "Corpus":
-        name = ", ".join(part.name for part in parts)
-        files = tuple(file for part in parts for file in part.files)
-        made = _digest(*(part.fingerprint for part in parts))
-        return Corpus(name, made, lambda: (i for p in parts for i in p._read()), files=files)
+    def _concatenate(corpora: "list[Corpus]") -> "Corpus":
+        name = ", ".join(corpus.name for corpus in corpora)
+        files = tuple(file for corpus in corpora for file in corpus.files)
+        fingerprint = _texts_digest(*(corpus.fingerprint for corpus in corpora))
+        return Corpus(
+            name, fingerprint, lambda: (item for corpus_part in corpora for item in corpus_part._iterate()), files=files
+        )
 
     @staticmethod
-    def _of_path(path: Path) -> "Corpus":
+    def _from_path(path: Path) -> "Corpus":
         if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.is_file() and in_folders(f))
+            files = sorted(f for f in path.rglob("*") if f.is_file() and is_corpus_file(f))
             if not files:
-                raise HeadwiseError(f"there is no text in the folder {path}; known kinds of files: {known_kinds()}.")
+                raise HeadwiseError(
+                    f"there is no text in the folder {path}; known kinds of files: {describe_file_kinds()}."
+                )
         elif path.is_file():
             files = [path]
         else:
             raise HeadwiseError(f"there is no file or folder {path}.")
         for file in files:
-            if kind_of(file) is None:
+            if file_kind(file) is None:
                 raise HeadwiseError(
-                    f"{file} is not a kind of file that is read here; known: {known_kinds()}; as one of two files of pairs, "
-                    f"any."
+                    f"{file} is not a kind of file that is read here; known: {describe_file_kinds()}; as one of two files "
+                    f"of pairs, any."
                 )
             if file.stat().st_size == 0:
                 raise HeadwiseError(f"{file} is empty; give a file with some text.")
-        read = partial(map, read_stored, files)
-        return Corpus(str(path), _digest_of(files), lambda: chain.from_iterable(read()), files=tuple(files))
+        iterate_files = partial(map, read_corpus_file, files)
+        return Corpus(str(path), _files_digest(files), lambda: chain.from_iterable(iterate_files()), files=tuple(files))
 
     @staticmethod
-    def _of_rows(given: Iterable[Any]) -> "Corpus":
+    def _from_dataset(dataset: Iterable[Any]) -> "Corpus":
         """A dataset: rows with a text each, read again whenever asked."""
 
-        def read() -> Iterator[Piece]:
-            for number, row in enumerate(given, 1):
+        def read() -> Iterator[TextChunk]:
+            for index, row in enumerate(dataset, 1):
                 if not isinstance(row, Mapping):
                     raise HeadwiseError(
                         f"a dataset has rows with a text each; got {row!r}. Of several splits choose one: dataset['train']."
                     )
-                yield Piece(text_of(row, f"the dataset, row {number}"), True)
+                yield TextChunk(row_text(row, f"the dataset, row {index}"), True)
 
-        made = hashlib.sha256()
-        for piece in read():
-            made.update(f"{len(piece.text)}:{piece.text}".encode("utf-8", "surrogatepass"))
-        name = getattr(getattr(given, "info", None), "dataset_name", None)
-        return Corpus(f"the dataset {name}" if name else "the dataset", made.hexdigest(), read)
+        hasher = hashlib.sha256()
+        for chunk in read():
+            hasher.update(f"{len(chunk.text)}:{chunk.text}".encode("utf-8", "surrogatepass"))
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)
+        return Corpus(f"the dataset {name}" if name else "the dataset", hasher.hexdigest(), read)
 
 
-def _lines(given: str | Path | Sequence[str]) -> Iterator[str]:
+def _iter_lines(source: str | Path | Sequence[str]) -> Iterator[str]:
     """The lines of a file, or those given."""
-    if not isinstance(given, str | Path):
-        yield from given
+    if not isinstance(source, str | Path):
+        yield from source
         return
-    if not Path(given).is_file():
-        raise HeadwiseError(f"there is no file {given}; pairs are two files, line by line, or two lists.")
-    waiting = ""
-    for piece in read_text(Path(given)):
-        *lines, waiting = (waiting + piece.text).split("\n")
+    if not Path(source).is_file():
+        raise HeadwiseError(f"there is no file {source}; pairs are two files, line by line, or two lists.")
+    pending = ""
+    for chunk in read_text_chunks(Path(source)):
+        *lines, pending = (pending + chunk.text).split("\n")
         yield from (line.removesuffix("\r") for line in lines)
-    if waiting:
-        yield waiting
+    if pending:
+        yield pending
 
 
-def _is_path(given: str) -> bool:
+def _is_path(text: str) -> bool:
     """Whether a string means a path: there is such a file, or it looks like nothing else."""
-    if not given or "\n" in given or "\0" in given:
+    if not text or "\n" in text or "\0" in text:
         return False
-    if os.path.exists(given):  # says no to a text too long for a name, where Path would complain
+    if os.path.exists(text):  # says no to a text too long for a name, where Path would complain
         return True
-    return not any(c.isspace() for c in given) and (bool(kind_of(Path(given))) or "/" in given)
+    return not any(c.isspace() for c in text) and (bool(file_kind(Path(text))) or "/" in text)
 
 
-def _digest(*texts: str) -> str:
-    made = hashlib.sha256()
+def _texts_digest(*texts: str) -> str:
+    hasher = hashlib.sha256()
     for text in texts:
-        made.update(f"{len(text)}:".encode())
-        made.update(text.encode("utf-8", "surrogatepass"))
-    return made.hexdigest()
+        hasher.update(f"{len(text)}:".encode())
+        hasher.update(text.encode("utf-8", "surrogatepass"))
+    return hasher.hexdigest()
 
 
-def _digest_of(files: list[Path]) -> str:
-    made = hashlib.sha256()
+def _files_digest(files: list[Path]) -> str:
+    hasher = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
-            made.update(
+            hasher.update(
                 f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}".encode("utf-8", "surrogateescape")
             )
-    return made.hexdigest()
+    return hasher.hexdigest()

@@ -10,32 +10,34 @@ from dataclasses import dataclass
 
 from headwise.errors import HeadwiseError
 
-_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _tiktoken(word: str = r"\p{L}+", number: str = r"\p{N}", mark: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*") -> str:
+def _tiktoken_pattern(
+    word: str = r"\p{L}+", number: str = r"\p{N}", punctuation: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+) -> str:
     """The pattern of tiktoken's cl100k and of all that follow it: short forms, words, numbers, marks, spaces."""
-    return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{word}|{number}|{mark}|{_ENDS}"
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{word}|{number}|{punctuation}|{_WHITESPACE}"
 
 
-def _cased(behind: str, number: str) -> str:
-    """Words that begin anew where a capital follows a small letter; `behind` is what may follow them."""
+def _cased_pattern(suffix: str, number: str) -> str:
+    """Words that begin anew where a capital follows a small letter; `suffix` is what may follow them."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    front = r"[^\r\n\p{L}\p{N}]?"
-    words = rf"{front}{upper}*{lower}+{behind}|{front}{upper}+{lower}*{behind}"
-    return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+    prefix = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{prefix}{upper}*{lower}+{suffix}|{prefix}{upper}+{lower}*{suffix}"
+    return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}"
 
 
-_LLAMA3 = _tiktoken(number=r"\p{N}{1,3}")
-_QWEN2 = _tiktoken()
-_GPT4O = _cased(rf"{_SHORT}?", r"\p{N}{1,3}")
+_LLAMA3 = _tiktoken_pattern(number=r"\p{N}{1,3}")
+_QWEN2 = _tiktoken_pattern()
+_GPT4O = _cased_pattern(rf"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    + _ENDS,
+    + _WHITESPACE,
 )
 _DEEPSEEK = (
     r"[\r\n]",
@@ -50,41 +52,45 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 @dataclass(frozen=True)
-class Cut:
+class PreTokenizer:
     """One way to cut: its patterns, whether a piece that is in the vocabulary is taken as it is, whatever the merges say,
     and whether a start token stands in front unless the file says otherwise."""
 
     patterns: tuple[str, ...]
-    whole_first: bool = False
-    start: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
 
 
-_FAMILIES: dict[str, Cut] = {
-    "default": Cut((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": Cut((_GPT2,)),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": Cut((r"\p{N}", _GPT2)),
-    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": Cut((_LLAMA3,), whole_first=True, start=True),
-    "dbrx smaug-bpe": Cut((_LLAMA3,)),
-    "minicpm5": Cut((r"\p{N}{1,3}", _tiktoken(number=r"\p{N}+")), whole_first=True),
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Cut((_QWEN2,)),
-    "qwen35": Cut((_tiktoken(word=r"[\p{L}\p{M}]+", mark=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)),
-    "laguna": Cut((r"[^\n]+|[\n]+", _QWEN2)),
-    "ufakzeka": Cut((_QWEN2.removeprefix(f"{_SHORT}|"),)),
-    "seed-coder": Cut((_tiktoken(mark=r" ?[^\s\p{L}\p{N}\r\n]+"),)),
-    "deepseek-llm": Cut(_DEEPSEEK),
-    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Cut(_DEEPSEEK3),
-    "tekken": Cut((_cased("", r"\p{N}"),), whole_first=True, start=True),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": Cut((_GPT4O,)),
-    "poro-chat bloom gpt3-finnish": Cut((_BLOOM,)),
-    "viking": Cut((_BLOOM, r"\p{N}")),
+_PRE_TOKENIZER_FAMILIES: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": PreTokenizer((_GPT2,)),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreTokenizer(
+        (_LLAMA3,), ignore_merges=True, add_bos=True
+    ),
+    "dbrx smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _tiktoken_pattern(number=r"\p{N}+")), ignore_merges=True),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
+    "qwen35": PreTokenizer((_tiktoken_pattern(word=r"[\p{L}\p{M}]+", punctuation=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _QWEN2)),
+    "ufakzeka": PreTokenizer((_QWEN2.removeprefix(f"{_CONTRACTIONS}|"),)),
+    "seed-coder": PreTokenizer((_tiktoken_pattern(punctuation=r" ?[^\s\p{L}\p{N}\r\n]+"),)),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(_DEEPSEEK3),
+    "tekken": PreTokenizer((_cased_pattern("", r"\p{N}"),), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
+    "poro-chat bloom gpt3-finnish": PreTokenizer((_BLOOM,)),
+    "viking": PreTokenizer((_BLOOM, r"\p{N}")),
 }
-CUTS = {name: cut for names, cut in _FAMILIES.items() for name in names.split()}
+PRE_TOKENIZERS = {
+    name: pre_tokenizer for names, pre_tokenizer in _PRE_TOKENIZER_FAMILIES.items() for name in names.split()
+}
 
 # What llama.cpp knows and is not read here: patterns it has code of its own for, text that is not turned into bytes,
 # encoders, which are not read from GGUF, and names whose meaning changed between its releases (glm4).
-UNREAD = frozenset(
+UNSUPPORTED = frozenset(
     [
         "glm4",
         "chatglm-bpe",
@@ -119,22 +125,22 @@ UNREAD = frozenset(
 )
 
 
-def cut_named(name: str | None) -> Cut:
+def pretokenizer_for(name: str | None) -> PreTokenizer:
     """The cut a GGUF file names. One that is not known is never guessed: the ids would be wrong in silence.
 
-    >>> cut_named("llama-bpe").start
+    >>> pretokenizer_for("llama-bpe").add_bos
     True
     """
-    todo = "use the model's folder with its tokenizer.json"
+    hint = "use the model's folder with its tokenizer.json"
     if name is None:
         raise HeadwiseError(
             f"the GGUF file does not say how its tokenizer cuts text (tokenizer.ggml.pre); convert it again with a llama.cpp "
-            f"of today, or {todo}."
+            f"of today, or {hint}."
         )
-    if name in CUTS:
-        return CUTS[name]
-    why = "llama.cpp knows, but Headwise does not read" if name in UNREAD else "is not known"
+    if name in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[name]
+    reason = "llama.cpp knows, but Headwise does not read" if name in UNSUPPORTED else "is not known"
     raise HeadwiseError(
-        f"the GGUF tokenizer cuts text the {name!r} way (tokenizer.ggml.pre), which {why}; {todo}. "
-        f"Read are {', '.join(CUTS)}."
+        f"the GGUF tokenizer cuts text the {name!r} way (tokenizer.ggml.pre), which {reason}; {hint}. "
+        f"Read are {', '.join(PRE_TOKENIZERS)}."
     )

@@ -11,10 +11,10 @@ from tokenizers import Encoding, decoders, models, normalizers, pre_tokenizers, 
 from tokenizers import Tokenizer as Backend
 
 from headwise.errors import HeadwiseError
-from headwise.text.align import Alignment
+from headwise.text.token_alignment import Alignment
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-ROLES = ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
+SPECIAL_TOKEN_NAMES = ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
 
 
 class Tokenizer:
@@ -29,49 +29,51 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, special: Mapping[str, int | None]) -> None:
         self.backend = backend
-        self.special = {role: special.get(role) for role in ROLES}
+        self.special = {name: special.get(name) for name in SPECIAL_TOKEN_NAMES}
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size()
 
     def __getattr__(self, name: str) -> int | None:
-        if name in ROLES:
+        if name in SPECIAL_TOKEN_NAMES:
             return self.__dict__["special"][name]
         raise AttributeError(f"a tokenizer has no {name!r}")
 
     @property
-    def end(self) -> int | None:
+    def end_id(self) -> int | None:
         """What stands behind a text: the end token, or what parts two texts."""
         return self.special["eos"] if self.special["eos"] is not None else self.special["sep"]
 
     @cached_property
-    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def template_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What is put before and behind a text: ([CLS],) and ([SEP],) for BERT."""
-        bare, dressed = self.encode("a", special=False), self.encode("a")
-        for start in range(len(dressed) - len(bare) + 1):
-            if dressed[start : start + len(bare)] == bare:
-                return tuple(dressed[:start]), tuple(dressed[start + len(bare) :])
+        plain_ids, wrapped_ids = self.encode("a", add_special_tokens=False), self.encode("a")
+        for start in range(len(wrapped_ids) - len(plain_ids) + 1):
+            if wrapped_ids[start : start + len(plain_ids)] == plain_ids:
+                return tuple(wrapped_ids[:start]), tuple(wrapped_ids[start + len(plain_ids) :])
         return (), ()
 
     @property
-    def closing(self) -> tuple[int, ...]:
+    def closing_ids(self) -> tuple[int, ...]:
         """What closes a text that is to be written: what is put behind it, and the end token last."""
-        behind = self.around[1]
-        return behind if self.end is None or behind[-1:] == (self.end,) else (*behind, self.end)
+        suffix = self.template_ids[1]
+        return suffix if self.end_id is None or suffix[-1:] == (self.end_id,) else (*suffix, self.end_id)
 
-    def pair(self, source: Sequence[int], text: Sequence[int], start: int) -> tuple[list[int], list[int]]:
+    def wrap_pair(
+        self, source: Sequence[int], text: Sequence[int], decoder_start_token: int
+    ) -> tuple[list[int], list[int]]:
         """A pair, its ids without what is put around them, as an encoder-decoder reads it: the source, and the text behind
         the token a decoder starts from. Both end with the end token, whether the tokenizer puts it there or not."""
-        before, behind = self.around[0], self.closing
-        return [*before, *source, *behind], [start, *before, *text, *behind]
+        prefix, suffix = self.template_ids[0], self.closing_ids
+        return [*prefix, *source, *suffix], [decoder_start_token, *prefix, *text, *suffix]
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text; `special` adds what the model expects around it ([CLS] … [SEP], a start token)."""
-        return self.encoding(text, special).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; `add_special_tokens` adds what the model expects around it ([CLS] … [SEP], a start token)."""
+        return self.encoding(text, add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+    def decode(self, ids: Sequence[int], keep_special_tokens: bool = False) -> str:
         """The text of ids; special tokens are left out unless asked for."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special_tokens)
 
     def token(self, id: int) -> str:
         """How one id is written in the vocabulary."""
@@ -80,80 +82,82 @@ class Tokenizer:
             raise HeadwiseError(f"there is no token {id}; the vocabulary has {len(self)}.")
         return token
 
-    def align(self, text: str, words: Sequence[str] | None = None, special: bool = True) -> Alignment:
+    def align(self, text: str, words: Sequence[str] | None = None, add_special_tokens: bool = True) -> Alignment:
         """Tokens, words and characters of a text; `words` are those given, in order, or found by spaces and marks."""
-        made = self.encoding(text, special)
-        spans = [trim(text, span) for span in made.offsets]
-        return Alignment.of(text, made.ids, made.tokens, spans, words)
+        encoding = self.encoding(text, add_special_tokens)
+        spans = [trim_leading_space(text, span) for span in encoding.offsets]
+        return Alignment.of(text, encoding.ids, encoding.tokens, spans, words)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, without special tokens."""
-        check_texts(texts)
+        check_lone_surrogates(texts)
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encoding(self, text: str, special: bool = True) -> Encoding:
+    def encoding(self, text: str, add_special_tokens: bool = True) -> Encoding:
         """Ids, tokens and character offsets of a text, as the `tokenizers` library gives them."""
-        check_texts([text])
-        return self.backend.encode(text, add_special_tokens=special)
+        check_lone_surrogates([text])
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json, and tokenizer_config.json with the special tokens: what transformers reads, too."""
         folder = Path(folder)
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        named = {f"{role}_token": self.token(id) for role, id in self.special.items() if id is not None}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
+        token_texts = {f"{name}_token": self.token(id) for name, id in self.special.items() if id is not None}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **token_texts}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     @staticmethod
     def load(path: Path | str) -> "Tokenizer":
         """Read a folder with tokenizer.json or vocab.txt, or one of those files."""
-        return Tokenizer.prepare(path)()
+        return Tokenizer.deferred_load(path)()
 
     @staticmethod
-    def prepare(path: Path | str) -> "Callable[[], Tokenizer]":
+    def deferred_load(path: Path | str) -> "Callable[[], Tokenizer]":
         """Read the files now and make the tokenizer when called: reading is quick, making is not."""
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.is_dir():
-            found = [path / name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
-            if not found:
+            candidates = [path / name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
+            if not candidates:
                 raise HeadwiseError(f"there is no tokenizer in {path}; it needs tokenizer.json or vocab.txt.")
-            path = found[0]
+            path = candidates[0]
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         text = _read_text(path)
         if path.suffix == ".txt":
-            pieces = text.removesuffix("\n").split("\n")  # only there: a piece may be any other line end of Unicode's
-            return partial(Tokenizer.from_wordpiece, pieces, bool(config.get("do_lower_case", True)))
+            vocab = text.removesuffix("\n").split("\n")  # only there: a piece may be any other line end of Unicode's
+            return partial(Tokenizer.from_wordpiece, vocab, bool(config.get("do_lower_case", True)))
         return partial(_from_json, text, config, path)
 
     @staticmethod
-    def from_wordpiece(vocab: Sequence[str], lower: bool = True) -> "Tokenizer":
+    def from_wordpiece(vocab: Sequence[str], lowercase: bool = True) -> "Tokenizer":
         """BERT's: a list of pieces, those inside a word marked with ##."""
-        pieces = {piece: i for i, piece in enumerate(vocab)}
-        missing = [name for name in ("[UNK]", "[CLS]", "[SEP]") if name not in pieces]
+        piece_ids = {piece: i for i, piece in enumerate(vocab)}
+        missing = [name for name in ("[UNK]", "[CLS]", "[SEP]") if name not in piece_ids]
         if missing:
             raise HeadwiseError(
                 f"the WordPiece vocabulary lacks {', '.join(missing)}; is it a vocab.txt of BERT's kind?"
             )
-        backend = Backend(models.WordPiece(pieces, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
-        backend.normalizer = normalizers.BertNormalizer(lowercase=lower)  # pyright: ignore
+        backend = Backend(models.WordPiece(piece_ids, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
+        backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)  # pyright: ignore
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore
         backend.decoder = decoders.WordPiece()  # pyright: ignore
-        cls, sep = pieces["[CLS]"], pieces["[SEP]"]
+        cls, sep = piece_ids["[CLS]"], piece_ids["[SEP]"]
         backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", cls), ("[SEP]", sep)]
         )
-        backend.add_special_tokens([name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in pieces])
+        backend.add_special_tokens(
+            [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in piece_ids]
+        )
         names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-        return Tokenizer(backend, {role: pieces.get(name) for role, name in names.items()})
+        return Tokenizer(backend, {key: piece_ids.get(name) for key, name in names.items()})
 
 
-def check_texts(texts: Iterable[str]) -> None:
+def check_lone_surrogates(texts: Iterable[str]) -> None:
     """Raise if a text has a lone surrogate, half of a character, which no tokenizer reads.
 
-    >>> check_texts(["caf\\ud800"])
+    >>> check_lone_surrogates([f"caf{chr(0xD800)}"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    headwise.errors.HeadwiseError: a text has the lone surrogate U+D800 at character 3, which is not valid Unicode. ...
+    headwise.errors.HeadwiseError: a text has the lone surrogate U+D800 at character 3, which is not valid ...
     """
     for text in texts:
         if not text.isascii() and (match := SURROGATE.search(text)):
@@ -163,7 +167,7 @@ def check_texts(texts: Iterable[str]) -> None:
             )
 
 
-def trim(text: str, span: tuple[int, int]) -> tuple[int, int]:
+def trim_leading_space(text: str, span: tuple[int, int]) -> tuple[int, int]:
     """A byte-level token's span takes in the space before it; the word it belongs to begins behind."""
     start, end = span
     while start < end and text[start].isspace():
@@ -180,10 +184,10 @@ def _from_json(text: str, config: Mapping[str, Any], path: Path) -> Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     ids = {}
-    for role in ROLES:
-        token = config.get(f"{role}_token")
+    for name in SPECIAL_TOKEN_NAMES:
+        token = config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        ids[role] = backend.token_to_id(token) if isinstance(token, str) else None
+        ids[name] = backend.token_to_id(token) if isinstance(token, str) else None
     return Tokenizer(backend, ids)
 
 

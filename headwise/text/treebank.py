@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError
-from headwise.text.align import find_words, split_words
-from headwise.text.documents import Document, Relation
+from headwise.text.annotated_document import Document, Relation
+from headwise.text.token_alignment import find_word_spans, split_word_spans
 
 
 def read_documents(path: Path | str) -> Iterator[Document]:
     """The documents of a file, one after the other: .conllu, or GAP's .tsv (relation `coref`)."""
     path = Path(path)
-    readers = {".conllu": read_conllu, ".tsv": _gap_documents}
+    readers = {".conllu": read_conllu, ".tsv": _read_gap_documents}
     if path.suffix not in readers:
         raise HeadwiseError(f"{path} is not a file of relations; known: {', '.join(readers)}.")
     return readers[path.suffix](path)
@@ -31,90 +31,89 @@ def read_conllu(path: Path | str) -> Iterator[Document]:
         from conllu.exceptions import ParseException
     except ImportError:
         raise HeadwiseError("reading a treebank needs the conllu package: pip install 'headwise[treebank]'.") from None
-    for first, lines in _blocks(Path(path)):
-        for number, line in enumerate(lines, first):
+    for first_line, lines in _sentence_blocks(Path(path)):
+        for line_number, line in enumerate(lines, first_line):
             if not line.startswith("#") and line.count("\t") != 9:
                 raise HeadwiseError(
-                    f"{path}, line {number}: a CoNLL-U line has 10 columns, this has {line.count(chr(9)) + 1}."
+                    f"{path}, line {line_number}: a CoNLL-U line has 10 columns, this has {line.count(chr(9)) + 1}."
                 )
         try:
             sentence = conllu.parse("\n".join(lines) + "\n\n")[0]
-            yield _sentence(sentence)
+            yield _parse_sentence(sentence)
         except (ParseException, HeadwiseError, KeyError, TypeError, IndexError) as error:
-            raise HeadwiseError(f"{path}, sentence at line {first}: {error}") from None
+            raise HeadwiseError(f"{path}, sentence at line {first_line}: {error}") from None
 
 
-def _sentence(sentence: Any) -> Document:
-    tokens = [
-        token for token in sentence if isinstance(token["id"], int)
-    ]  # not 1-2 (written as one) nor 8.1 (left out)
-    place = {token["id"]: i for i, token in enumerate(tokens)}
+def _parse_sentence(sentence: Any) -> Document:
+    # not 1-2 (written as one) nor 8.1 (left out)
+    tokens = [token for token in sentence if isinstance(token["id"], int)]
+    index_of = {token["id"]: i for i, token in enumerate(tokens)}
     words = [token["form"] for token in tokens]
     relations, children = [], {i: [] for i in range(len(tokens))}
     for i, token in enumerate(tokens):
         head = token["head"]
-        if head is None or (head != 0 and head not in place):
+        if head is None or (head != 0 and head not in index_of):
             raise HeadwiseError(
                 f"word {token['id']} ({token['form']}) has the head {head}, which is not in the sentence."
             )
         if head != 0:
-            relations.append(Relation(token["deprel"], i, place[head]))
-            children[place[head]].append(i)
+            relations.append(Relation(token["deprel"], i, index_of[head]))
+            children[index_of[head]].append(i)
     text = sentence.metadata.get("text") or " ".join(words)
     try:
-        find_words(text, words)
+        find_word_spans(text, words)
     except HeadwiseError:  # a word that is written otherwise than it is analysed: du, from de and le
         text = " ".join(words)
     classes = tuple(token["upos"] or "_" for token in tokens)
-    return Document(text, tuple(words), tuple(relations), classes, _phrases(children))
+    return Document(text, tuple(words), tuple(relations), classes, _phrase_spans(children))
 
 
-def _phrases(children: dict[int, list[int]]) -> tuple[tuple[int, int], ...]:
+def _phrase_spans(children: dict[int, list[int]]) -> tuple[tuple[int, int], ...]:
     """The span of every word's subtree that is more than the word and has no gap."""
     spans = set()
     for word in children:
-        inside, todo = {word}, list(children[word])
-        while todo:
-            child = todo.pop()
-            if child not in inside:  # a circle in a broken tree ends here
-                inside.add(child)
-                todo += children[child]
-        first, end = min(inside), max(inside) + 1
-        if end - first == len(inside) > 1:
+        subtree, pending = {word}, list(children[word])
+        while pending:
+            child = pending.pop()
+            if child not in subtree:  # a circle in a broken tree ends here
+                subtree.add(child)
+                pending += children[child]
+        first, end = min(subtree), max(subtree) + 1
+        if end - first == len(subtree) > 1:
             spans.add((first, end))
     return tuple(sorted(spans))
 
 
-def _blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _sentence_blocks(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Sentences as lines, with the number of their first line."""
     block: list[str] = []
-    number = 0
-    for number, line in _lines(path):
+    line_number = 0
+    for line_number, line in _numbered_lines(path):
         if line.strip():
             block.append(line)
         elif block:
-            yield number - len(block), block
+            yield line_number - len(block), block
             block = []
     if block:
-        yield number - len(block) + 1, block
-    if number == 0:
+        yield line_number - len(block) + 1, block
+    if line_number == 0:
         raise HeadwiseError(f"{path} is empty; it needs at least one sentence.")
 
 
 # JSON Lines: {"words": […], "relations": [["coref", 7, 1], …], "classes": […], "text": "…"}; the last two may be left out.
 
 
-def document_of(row: Any, where: str) -> Document:
+def parse_json_document(row: Any, location: str) -> Document:
     """The document of one line."""
     try:
         words = tuple(row["words"])
         relations = tuple(Relation(str(name), int(source), int(target)) for name, source, target in row["relations"])
         return Document(row.get("text") or " ".join(words), words, relations, tuple(row.get("classes", ())))
     except HeadwiseError as error:
-        raise HeadwiseError(f"{where}: {error}") from None
+        raise HeadwiseError(f"{location}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise HeadwiseError(
-            f'{where}: expected {{"words": […], "relations": [["name", from, to], …]}}, got {json.dumps(row)[:60]}.'
+            f'{location}: expected {{"words": […], "relations": [["name", from, to], …]}}, got {json.dumps(row)[:60]}.'
         ) from None
 
 
@@ -122,7 +121,7 @@ def document_of(row: Any, where: str) -> Document:
 
 
 @dataclass(frozen=True)
-class Pronoun:
+class GAPExample:
     """A case of GAP: places of the pronoun and of the words of both names; `answer` is "A", "B" or None."""
 
     document: Document
@@ -132,15 +131,16 @@ class Pronoun:
     answer: str | None
 
     @property
-    def nearer(self) -> str:
+    def nearest_name(self) -> str:
         """The baseline: the name that stands nearer to the pronoun."""
-        near = {
-            name: min(abs(self.pronoun - place) for place in places) for name, places in (("A", self.a), ("B", self.b))
+        distance = {
+            name: min(abs(self.pronoun - index) for index in indices)
+            for name, indices in (("A", self.a), ("B", self.b))
         }
-        return min(near, key=lambda name: near[name])
+        return min(distance, key=lambda name: distance[name])
 
 
-def read_gap(path: Path | str) -> Iterator[Pronoun]:
+def read_gap(path: Path | str) -> Iterator[GAPExample]:
     """The cases of a GAP file."""
     columns = ("Text", "Pronoun", "Pronoun-offset", "A", "A-offset", "A-coref", "B", "B-offset", "B-coref")
     with open(path, encoding="utf-8", newline="") as file:
@@ -148,40 +148,40 @@ def read_gap(path: Path | str) -> Iterator[Pronoun]:
         missing = [name for name in columns if name not in (rows.fieldnames or ())]
         if missing:
             raise HeadwiseError(f"{path}, line 1: the columns {', '.join(missing)} are missing; is it a GAP file?")
-        for number, row in enumerate(rows, 2):
+        for line_number, row in enumerate(rows, 2):
             try:
-                yield _pronoun(row)
+                yield _parse_gap_row(row)
             except (ValueError, TypeError) as error:
-                raise HeadwiseError(f"{path}, line {number}: {error}") from None
+                raise HeadwiseError(f"{path}, line {line_number}: {error}") from None
 
 
-def _pronoun(row: dict[str, str]) -> Pronoun:
+def _parse_gap_row(row: dict[str, str]) -> GAPExample:
     text = row["Text"]
-    spans = split_words(text)
+    spans = split_word_spans(text)
 
-    def words_of(name: str) -> tuple[int, ...]:
+    def word_indices(name: str) -> tuple[int, ...]:
         start = int(row[f"{name}-offset"])
         end = start + len(row[name])
         if text[start:end] != row[name]:
             raise HeadwiseError(f"{row[name]!r} does not stand at character {start} of the text.")
         return tuple(i for i, (first, last) in enumerate(spans) if first < end and last > start)
 
-    pronoun, a, b = words_of("Pronoun")[0], words_of("A"), words_of("B")
+    pronoun, a, b = word_indices("Pronoun")[0], word_indices("A"), word_indices("B")
     answer = "A" if row["A-coref"].upper() == "TRUE" else "B" if row["B-coref"].upper() == "TRUE" else None
-    meant = {"A": a, "B": b}.get(answer or "", ())
-    relations = (Relation("coref", pronoun, meant[-1]),) if meant else ()  # a name's last word stands for it
-    return Pronoun(Document(text, tuple(text[i:j] for i, j in spans), relations), pronoun, a, b, answer)
+    antecedent = {"A": a, "B": b}.get(answer or "", ())
+    relations = (Relation("coref", pronoun, antecedent[-1]),) if antecedent else ()  # a name's last word stands for it
+    return GAPExample(Document(text, tuple(text[i:j] for i, j in spans), relations), pronoun, a, b, answer)
 
 
-def _gap_documents(path: Path) -> Iterator[Document]:
-    return (case.document for case in read_gap(path))
+def _read_gap_documents(path: Path) -> Iterator[Document]:
+    return (example.document for example in read_gap(path))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines with their numbers; bytes that are no UTF-8 are told with theirs."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             try:
-                yield number, line.decode("utf-8").rstrip("\r\n")
+                yield line_number, line.decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError:
-                raise HeadwiseError(f"{path}, line {number}: not UTF-8; convert the file first.") from None
+                raise HeadwiseError(f"{path}, line {line_number}: not UTF-8; convert the file first.") from None

@@ -1,21 +1,7 @@
-"""Weights change. A recipe, an order of reading, a loop, and checkpoints that survive anything."""
+"""Training: recipes, the training loop, checkpoints that resume exactly."""
 
-import sys
-from types import ModuleType
-from typing import Any
-
-from headwise.training.loop import Trained, resume, start, train
+from headwise.training.loop import TrainResult, resume, run_request, train
 from headwise.training.recipe import Recipe
-from headwise.training.request import TrainRequest
+from headwise.training.train_request import TrainRequest
 
-__all__ = ["Recipe", "TrainRequest", "Trained", "resume", "start", "train"]
-
-
-class _Room(ModuleType):
-    """Python binds `headwise.training` to this module once any file of it is imported; calling it must still train."""
-
-    def __call__(self, *arguments: Any, **named: Any) -> Trained:
-        return train(*arguments, **named)
-
-
-sys.modules[__name__].__class__ = _Room
+__all__ = ["Recipe", "TrainRequest", "TrainResult", "resume", "run_request", "train"]

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
 from headwise.io.aligned_safetensors import read_tensors, write_tensors
-from headwise.io.atomic_write import whole_folder
-from headwise.training.loss import Loss
+from headwise.io.atomic_write import atomic_folder
+from headwise.training.language_loss import TrainLoss
 from headwise.training.optimizer import optimizer_state, restore_optimizer
 
-CHECKSUMS = "checksums.json"
+CHECKSUMS_FILE = "checksums.json"
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The checkpoints of a run, one folder per step."""
 
-    together = False  # whether all processes write them, or one for all
+    is_collective = False  # whether all processes write them, or one for all
 
-    def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
-        self.folder, self.keep, self.say = folder, keep, say
+    def __init__(self, folder: Path, keep_newest: int, log: Callable[[str], None]) -> None:
+        self.folder, self.keep_newest, self.log = folder, keep_newest, log
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
@@ -41,46 +41,51 @@ class Checkpoints:
         """Steps that have a checkpoint, oldest first."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-" + "[0-9]" * 8))
 
-    def save(self, loss: Loss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best: int) -> None:
+    def save(
+        self, loss: TrainLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
+    ) -> None:
         """Write one, then drop those that are neither among the newest nor the best."""
-        with whole_folder(self.path(step), ("training.json", CHECKSUMS)) as new:
-            loss.model.save(new)  # pyright: ignore[reportAttributeAccessIssue]
-            learning = loss.learning()
-            write_tensors(optimizer_state(learning, optimizer), new / "optimizer.safetensors")
-            if own := _own(learning):
-                write_tensors(own, new / "loss.safetensors")
-            (new / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-            (new / CHECKSUMS).write_text(json.dumps(sums_of(new), indent=2), encoding="utf-8")
-        self.drop_old(best)
+        with atomic_folder(self.path(step), ("training.json", CHECKSUMS_FILE)) as new_folder:
+            loss.model.save(new_folder)  # pyright: ignore[reportAttributeAccessIssue]
+            parameters = loss.trainable_parameters()
+            write_tensors(optimizer_state(parameters, optimizer), new_folder / "optimizer.safetensors")
+            if loss_parameters := _loss_parameters(parameters):
+                write_tensors(loss_parameters, new_folder / "loss.safetensors")
+            (new_folder / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+            (new_folder / CHECKSUMS_FILE).write_text(
+                json.dumps(folder_checksums(new_folder), indent=2), encoding="utf-8"
+            )
+        self.drop_old(best_step)
 
-    def drop_old(self, best: int) -> None:
+    def drop_old(self, best_step: int) -> None:
         """Keep the newest, and the best."""
-        for old in self.steps()[: -self.keep]:
-            if old != best:
-                _remove(self.path(old))
+        for old_step in self.steps()[: -self.keep_newest]:
+            if old_step != best_step:
+                _remove(self.path(old_step))
 
-    def newest(self) -> int | None:
+    def newest_valid_step(self) -> int | None:
         """The newest step whose checkpoint is whole; damaged ones are put aside, aloud. None: there is none yet."""
         for stray in self.folder.glob(".*"):  # what a killed run was writing or removing
             shutil.rmtree(stray, ignore_errors=True)
         steps = self.steps()
         for step in reversed(steps):
-            wrong = check(self.path(step))
-            if wrong is None:
+            problem = checkpoint_problem(self.path(step))
+            if problem is None:
                 return step
-            aside = self.folder / f"damaged-{self.path(step).name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            self.path(step).rename(aside)
-            self.say(
-                f"the checkpoint of step {step} is damaged ({wrong}); it is now {aside.name}, and the one before is used."
+            damaged_folder = self.folder / f"damaged-{self.path(step).name}"
+            shutil.rmtree(damaged_folder, ignore_errors=True)
+            self.path(step).rename(damaged_folder)
+            self.log(
+                f"the checkpoint of step {step} is damaged ({problem}); it is now {damaged_folder.name}, and the one before "
+                f"is used."
             )
         if steps:
             raise HeadwiseError(f"every checkpoint in {self.folder} is damaged; begin anew in another folder.")
         return None
 
-    def restore(self, step: int, loss: Loss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def restore(self, step: int, loss: TrainLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Put a model, its loss and its optimizer back to where they were; returns what the loop knew."""
-        folder, model, learning = self.path(step), loss.model, loss.learning()
+        folder, model, parameters = self.path(step), loss.model, loss.trainable_parameters()
         if not (folder / "model.safetensors").is_file():
             raise HeadwiseError(f"the checkpoint {folder} is of another layout; go on with the recipe it was made by.")
         unknown = model.restore(load_file(folder / "model.safetensors"))
@@ -89,34 +94,36 @@ class Checkpoints:
                 f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."
             )
         if optimizer is not None:
-            restore_optimizer(learning, optimizer, read_tensors(folder / "optimizer.safetensors"))
-        own = _own(learning)
-        kept = read_tensors(folder / "loss.safetensors") if (folder / "loss.safetensors").is_file() else {}
-        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in kept.items()}:
+            restore_optimizer(parameters, optimizer, read_tensors(folder / "optimizer.safetensors"))
+        loss_parameters = _loss_parameters(parameters)
+        saved = read_tensors(folder / "loss.safetensors") if (folder / "loss.safetensors").is_file() else {}
+        if {name: value.shape for name, value in loss_parameters.items()} != {
+            name: value.shape for name, value in saved.items()
+        }:
             raise HeadwiseError(f"the checkpoint {folder} is of another loss; give the one this run began with.")
-        for name, value in kept.items():
-            own[name].copy_(value)
+        for name, value in saved.items():
+            loss_parameters[name].copy_(value)
         return json.loads((folder / "training.json").read_text(encoding="utf-8"))
 
 
-def _own(learning: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _loss_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """What learns and belongs to the loss, not to the model."""
-    return {name: value.detach() for name, value in learning.items() if name.startswith("loss.")}
+    return {name: value.detach() for name, value in parameters.items() if name.startswith("loss.")}
 
 
-def check(folder: Path) -> str | None:
+def checkpoint_problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        for name, digest in sums.items():
+        checksums = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        for name, digest in checksums.items():
             if _digest(folder / name) != digest:
                 return f"{name} does not match its checksum"
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
-    return None if "training.json" in sums else f"{CHECKSUMS} is not complete"
+    return None if "training.json" in checksums else f"{CHECKSUMS_FILE} is not complete"
 
 
-def sums_of(folder: Path) -> dict[str, str]:
+def folder_checksums(folder: Path) -> dict[str, str]:
     """The checksum of every file of a folder."""
     return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -128,6 +135,6 @@ def _digest(path: Path) -> str:
 
 def _remove(folder: Path) -> None:
     """Take a folder out of sight in one step, then delete it: a kill half-way leaves no half checkpoint."""
-    hidden = folder.with_name(f".{folder.name}")
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    hidden_folder = folder.with_name(f".{folder.name}")
+    folder.rename(hidden_folder)
+    shutil.rmtree(hidden_folder, ignore_errors=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headwise.distributed.process_group import Team
-from headwise.model import Transformer, quiet
-from headwise.training.batches import Hide, make_rows, stack
-from headwise.training.loss import LanguageLoss
+from headwise.distributed.process_group import ProcessGroup
+from headwise.model import Transformer, eval_mode
+from headwise.training.batch_samplers import MaskTokens, make_train_batch, pad_rows
+from headwise.training.language_loss import LanguageLoss
 
 
 @torch.no_grad()
@@ -16,26 +16,32 @@ def evaluate(
     model: Transformer,
     texts: Sequence[np.ndarray],
     sources: Sequence[np.ndarray],
-    batch: int,
-    hide: Hide | None,
-    team: Team,
-    in_step: bool = False,
+    batch_size: int,
+    mask_tokens: MaskTokens | None,
+    process_group: ProcessGroup,
+    equal_batch_counts: bool = False,
 ) -> float:
     """Mean loss per token in nats, over texts with one token more than is read; shared out over the team.
 
-    `sources` are what an encoder-decoder reads, one for each text, or none. `in_step`: processes hold parts of the model, so
-    all of them must run as many batches; one that has none left reads the first once more, for nothing.
+    `sources` are what an encoder-decoder reads, one for each text, or none. `equal_batch_counts`: processes hold parts of the
+    model, so all of them must run as many batches; one that has none left reads the first once more, for nothing.
     """
-    loss, total, asked = LanguageLoss(model), 0.0, 0
-    with quiet(model):
-        batches = -(-len(texts) // batch)
-        for number in range(team.rank, -(-batches // team.size) * team.size if in_step else batches, team.size):
-            first = number * batch if number < batches else 0
-            some = slice(first, first + batch)
-            rows = make_rows(stack(texts[some]), stack(sources[some]) if sources else None, hide, first)
-            found = float(loss(*rows.part(slice(None), team.device)))
-            if number < batches:
-                total += found * rows.target_count
-                asked += rows.target_count
-    total, asked = team.total(total, asked)
-    return total / asked
+    loss, total, num_targets = LanguageLoss(model), 0.0, 0
+    with eval_mode(model):
+        num_batches = -(-len(texts) // batch_size)
+        for index in range(
+            process_group.rank,
+            -(-num_batches // process_group.size) * process_group.size if equal_batch_counts else num_batches,
+            process_group.size,
+        ):
+            first = index * batch_size if index < num_batches else 0
+            batch_slice = slice(first, first + batch_size)
+            train_batch = make_train_batch(
+                pad_rows(texts[batch_slice]), pad_rows(sources[batch_slice]) if sources else None, mask_tokens, first
+            )
+            batch_loss = float(loss(*train_batch.select_rows(slice(None), process_group.device)))
+            if index < num_batches:
+                total += batch_loss * train_batch.num_targets
+                num_targets += train_batch.num_targets
+    total, num_targets = process_group.all_reduce_values(total, num_targets)
+    return total / num_targets

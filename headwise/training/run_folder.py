@@ -16,83 +16,93 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 
-RUN, METRICS = "run.json", "metrics.jsonl"
-LITTER = (".run.json-", ".metrics.jsonl-", ".tokens-", ".model-", ".heads.npz-")
+RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+RUN_FORMAT = 2  # of the run folder: run.json, tokens and checkpoints
+TEMP_PREFIXES = (".run.json-", ".metrics.jsonl-", ".tokens-", ".model-", ".heads.npz-")
 
 
-def is_same(folder: Path, request: dict[str, Any]) -> bool:
+def check_run_folder(folder: Path, run_record: dict[str, Any]) -> bool:
     """Whether a folder holds this very run. One that holds another, or something else, is refused; litter is swept up."""
-    noted = folder / RUN
+    run_file = folder / RUN_FILE
     if folder.is_file():
         raise HeadwiseError(f"{folder} is a file, something else than a run; choose another folder.")
-    for stray in folder.glob(".*"):  # what a killed run was writing
-        if stray.name.startswith(LITTER):
-            shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
-    if not noted.is_file():
+    for leftover in folder.glob(".*"):  # what a killed run was writing
+        if leftover.name.startswith(TEMP_PREFIXES):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    if not run_file.is_file():
         if folder.is_dir() and {path.name for path in folder.iterdir()} - {"tokens"}:
             raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
         return False  # new, or never got as far as a first step
-    before = earlier_request(folder)
-    differing = [key for key in request if before.get(key) != request[key]]
+    previous = read_run_json(folder)
+    differing = [key for key in run_record if previous.get(key) != run_record[key]]
     if differing:
-        told = "; ".join(f"{key} was {_short(before.get(key), request[key])}" for key in differing)
-        raise HeadwiseError(f"{folder} holds another run ({told}); choose another folder, or ask for the same.")
+        differences = "; ".join(
+            f"{key} was {_describe_difference(previous.get(key), run_record[key])}" for key in differing
+        )
+        raise HeadwiseError(f"{folder} holds another run ({differences}); choose another folder, or ask for the same.")
     return True
 
 
-def earlier_request(folder: Path) -> dict[str, Any]:
+def read_run_json(folder: Path) -> dict[str, Any]:
     """What a folder's run was asked for."""
-    noted = folder / RUN
-    if not noted.is_file():
-        raise HeadwiseError(f"there is no run in {folder}: it has no {RUN}. Give the folder headwise train wrote into.")
+    run_file = folder / RUN_FILE
+    if not run_file.is_file():
+        raise HeadwiseError(
+            f"there is no run in {folder}: it has no {RUN_FILE}. Give the folder headwise train wrote into."
+        )
     try:
-        asked = json.loads(noted.read_text(encoding="utf-8"))
-        return {**asked, **{key: asked[key] for key in ("spec", "recipe", "weights")}}
+        run_record = json.loads(run_file.read_text(encoding="utf-8"))
+        run_record = {**run_record, **{key: run_record[key] for key in ("spec", "recipe", "weights")}}
     except (ValueError, KeyError, TypeError):
-        raise HeadwiseError(f"{noted} is damaged; choose another folder.") from None
+        raise HeadwiseError(f"{run_file} is damaged; choose another folder.") from None
+    if run_record.get("format") != RUN_FORMAT:
+        raise HeadwiseError(
+            f"{folder}: this run folder has format {run_record.get('format', 1)}, this version of Headwise reads format "
+            f"{RUN_FORMAT}. Start the run again in a new folder."
+        )
+    return run_record
 
 
-def note(folder: Path, request: dict[str, Any]) -> None:
+def write_run_json(folder: Path, run_record: dict[str, Any]) -> None:
     """Make a folder the home of this run."""
-    if not (folder / RUN).is_file():
+    if not (folder / RUN_FILE).is_file():
         try:
-            _write(folder / RUN, json.dumps(request, indent=2))
+            _write_atomic(folder / RUN_FILE, json.dumps(run_record, indent=2))
         except OSError as error:
             raise HeadwiseError(f"{folder} could not be written ({error}).") from None
 
 
-def _short(before: Any, now: Any) -> str:
+def _describe_difference(previous: Any, current: Any) -> str:
     """What differs between two records, as few words as will do."""
-    before, now = _record(before), _record(now)
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        return ", ".join(f"{key} {before.get(key)!r}, now {now.get(key)!r}" for key in keys[:3])
-    return f"{before!r}, now {now!r}"
+    previous, current = _parse_record(previous), _parse_record(current)
+    if isinstance(previous, dict) and isinstance(current, dict):
+        keys = [key for key in {**previous, **current} if previous.get(key) != current.get(key)]
+        return ", ".join(f"{key} {previous.get(key)!r}, now {current.get(key)!r}" for key in keys[:3])
+    return f"{previous!r}, now {current!r}"
 
 
-def _record(stored: Any) -> Any:
+def _parse_record(stored: Any) -> Any:
     """What decides a loss is told as a line of JSON."""
     return json.loads(stored) if isinstance(stored, str) and stored.startswith("{") else stored
 
 
-class Metrics:
+class MetricsLog:
     """Rows of numbers, kept in memory and, if there is a folder, in a JSON Lines file."""
 
-    def __init__(self, folder: Path | None, upto: int) -> None:
-        self.path = None if folder is None else folder / METRICS
+    def __init__(self, folder: Path | None, last_step: int) -> None:
+        self.path = None if folder is None else folder / METRICS_FILE
         self.rows: list[dict[str, float]] = []
         if self.path is not None and self.path.is_file():
-            self.rows = [
-                row for row in _read(self.path) if (row["step"] or 0) <= upto
-            ]  # what comes after is done again
-            self._guard(lambda path: _write(path, "".join(json.dumps(row) + "\n" for row in self.rows)))
+            # what comes after is done again
+            self.rows = [row for row in _read_rows(self.path) if (row["step"] or 0) <= last_step]
+            self._checked_write(lambda path: _write_atomic(path, "".join(json.dumps(row) + "\n" for row in self.rows)))
 
     def add(self, row: dict[str, float]) -> None:
         """One more row, on the disk at once."""
         self.rows.append(row)
-        self._guard(lambda path: _append(path, json.dumps(row) + "\n"))
+        self._checked_write(lambda path: _append(path, json.dumps(row) + "\n"))
 
-    def _guard(self, write: Any) -> None:
+    def _checked_write(self, write: Any) -> None:
         try:
             if self.path is not None:
                 write(self.path)
@@ -105,7 +115,7 @@ def _append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _read(path: Path) -> list[dict[str, float]]:
+def _read_rows(path: Path) -> list[dict[str, float]]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -115,7 +125,7 @@ def _read(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def _write(path: Path, text: str) -> None:
+def _write_atomic(path: Path, text: str) -> None:
     """A small file, whole or not at all."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

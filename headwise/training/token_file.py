@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from headwise.errors import HeadwiseError
-from headwise.io.atomic_write import whole_folder
+from headwise.io.atomic_write import atomic_folder
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 
-INDEX = "tokens.json"
+INDEX_FILE = "tokens.json"
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenFiles:
     """What is trained on and what is held out: two rows of ids."""
 
     train: np.ndarray
@@ -25,77 +25,81 @@ class Tokens:
     fingerprint: str
 
 
-def write_tokens(folder: Path, train: Corpus, valid: Corpus | None, tokenizer: Tokenizer, holdout: float) -> Tokens:
+def write_tokens(folder: Path, train: Corpus, valid: Corpus | None, tokenizer: Tokenizer, holdout: float) -> TokenFiles:
     """Tokenize into a folder, whole or not at all; without `valid`, the end of the text is held out."""
     dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
-    with whole_folder(folder, (INDEX,)) as new:
+    with atomic_folder(folder, (INDEX_FILE,)) as new_folder:
         index: dict[str, object] = {"dtype": dtype.str, "holdout": holdout if valid is None else 0.0}
         if train.paired:
-            index["pairs end"] = tokenizer.end
+            index["pair_end_id"] = tokenizer.end_id
         for name, corpus in (("train", train), ("valid", valid)):
             if corpus is not None:
-                count, digest = _write(new / f"{name}.bin", corpus, tokenizer, dtype)
+                count, digest = _write_ids(new_folder / f"{name}.bin", corpus, tokenizer, dtype)
                 index[name] = {"tokens": count, "sha256": digest}
-        tokenizer.save(new)
-        (new / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        tokenizer.save(new_folder)
+        (new_folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return read_tokens(folder)
 
 
-def read_tokens(folder: Path) -> Tokens:
+def read_tokens(folder: Path) -> TokenFiles:
     """Map a folder written before; a file that changed since is refused."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype(index["dtype"])
-        rows = {name: _map(folder / f"{name}.bin", dtype, index[name]) for name in ("train", "valid") if name in index}
+        arrays = {
+            name: _memory_map(folder / f"{name}.bin", dtype, index[name])
+            for name in ("train", "valid")
+            if name in index
+        }
         fingerprint = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-        held = int(len(rows["train"]) * index["holdout"])
+        num_held_out = int(len(arrays["train"]) * index["holdout"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, HeadwiseError):
             raise
         raise HeadwiseError(
             f"the tokens in {folder} cannot be read ({error}); delete that folder to make them anew."
         ) from None
-    if "valid" in rows:
-        return Tokens(rows["train"], rows["valid"], fingerprint)
-    cut = len(rows["train"]) - held
-    if index.get("pairs end") is not None:  # no pair is torn apart
-        ends = np.flatnonzero(rows["train"] == index["pairs end"])[1::2] + 1
-        last = len(ends) - (2 if held and len(ends) > 1 else 1)  # where any are held out, one pair is
-        cut = int(ends[min(int(np.searchsorted(ends, cut)), last)])
-    return Tokens(rows["train"][:cut], rows["train"][cut:], fingerprint)
+    if "valid" in arrays:
+        return TokenFiles(arrays["train"], arrays["valid"], fingerprint)
+    split_at = len(arrays["train"]) - num_held_out
+    if index.get("pair_end_id") is not None:  # no pair is torn apart
+        ends = np.flatnonzero(arrays["train"] == index["pair_end_id"])[1::2] + 1
+        last = len(ends) - (2 if num_held_out and len(ends) > 1 else 1)  # where any are held out, one pair is
+        split_at = int(ends[min(int(np.searchsorted(ends, split_at)), last)])
+    return TokenFiles(arrays["train"][:split_at], arrays["train"][split_at:], fingerprint)
 
 
-def encode(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
+def encode_corpus(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The ids of a corpus, piece by piece, an end token behind each text where the tokenizer has one."""
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    for some in _batched(corpus.pieces(), 256):
-        encoded = tokenizer.encode_texts([piece.text for piece in some])
-        for piece, ids in zip(some, encoded, strict=True):
-            if corpus.paired and tokenizer.end in ids:
+    end = [] if tokenizer.end_id is None else [tokenizer.end_id]
+    for batch in _batch_chunks(corpus.chunks(), 256):
+        encoded = tokenizer.encode_texts([chunk.text for chunk in batch])
+        for chunk, ids in zip(batch, encoded, strict=True):
+            if corpus.paired and tokenizer.end_id in ids:
                 raise HeadwiseError(
-                    f"a text of a pair holds the end token itself, so pairs cannot be told apart: {piece.text[:60]!r}…; "
+                    f"a text of a pair holds the end token itself, so pairs cannot be told apart: {chunk.text[:60]!r}…; "
                     f"take it out."
                 )
-            yield [*ids, *end] if piece.ends else ids
+            yield [*ids, *end] if chunk.ends_text else ids
 
 
-def _batched(pieces: Iterable, most: int) -> Iterator[list]:
+def _batch_chunks(chunks: Iterable, max_chunks: int) -> Iterator[list]:
     """Short texts many at a time, which is quicker; long ones soon."""
-    some, size = [], 0
-    for piece in pieces:
-        some.append(piece)
-        size += len(piece.text)
-        if len(some) >= most or size >= 1 << 20:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+    batch, size = [], 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
+        if len(batch) >= max_chunks or size >= 1 << 20:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def _write(path: Path, corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype) -> tuple[int, str]:
+def _write_ids(path: Path, corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype) -> tuple[int, str]:
     count, digest = 0, hashlib.sha256()
     with open(path, "wb") as file:
-        for ids in encode(corpus, tokenizer):
+        for ids in encode_corpus(corpus, tokenizer):
             data = np.asarray(ids, dtype=dtype).tobytes()
             file.write(data)
             digest.update(data)
@@ -103,12 +107,12 @@ def _write(path: Path, corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype) ->
     return count, digest.hexdigest()
 
 
-def _map(path: Path, dtype: np.dtype, noted: dict) -> np.ndarray:
+def _memory_map(path: Path, dtype: np.dtype, entry: dict) -> np.ndarray:
     with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != noted["sha256"]:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
             raise HeadwiseError(
                 f"{path} is damaged: its checksum is not the one noted; delete its folder to make it anew."
             )
-    if noted["tokens"] == 0:
+    if entry["tokens"] == 0:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r")

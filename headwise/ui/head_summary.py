@@ -1,5 +1,6 @@
-"""One head's story in plain sentences: what it does, how sure that is and against what, where it rests, what it writes, what
-the model loses without it, what it could cost less, and which heads it works with. Each sentence says which word of `words`
+"""One head's summary in plain sentences: what it does, how sure that is and against what, where it rests, what it writes,
+what the model loses without it, what it could cost less,
+and which heads it works with. Each sentence says which entry of `GLOSSARY`
 tells how its numbers are made."""
 
 import math
@@ -7,217 +8,264 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from headwise.analysis.ablation.sensitivity import Cost
-from headwise.analysis.attribution.direct_effect import DirectEffect
+from headwise.analysis.ablation.sensitivity import QuantizationCost
+from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect
 from headwise.analysis.metrics.batch_context import SPECIAL
-from headwise.analysis.metrics.long_offsets import BEYOND, KEEPS
-from headwise.analysis.metrics.row_shape import RELATIVE, RESTING, SHARE
-from headwise.analysis.roles.effects import Effect
+from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.metrics.row_shape import FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
+from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import HeadProfile, Profile
-from headwise.analysis.roles.prompt_roles import STREAMS, could_stream
-from headwise.analysis.roles.roles import HELD, LEAD, Support
+from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streamable_heads
+from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
 from headwise.compression.streaming_cost import BOUND
-from headwise.model import AnyModel
-from headwise.ui.glossary import WORDS, how
-from headwise.ui.head_facts import LENGTH, Facts, Kin, Less, Missed, Wrote, ask
+from headwise.model import ModelProtocol
+from headwise.progress import Progress
+from headwise.ui.glossary import GLOSSARY, docs_anchor
+from headwise.ui.head_facts import (
+    CACHE_TOKENS,
+    AblationSummary,
+    ComposedHead,
+    CompressionCostSummary,
+    HeadFacts,
+    OVSummary,
+    gather_facts,
+)
 from headwise.ui.role_descriptions import describe_role
 
 # idle pattern: its name, the metric it is read off, and a sentence about the value of the metric
 IDLE_PATTERNS = {
-    "sink": ("attention sink", RESTING.name, "on average {} of its weight lies on the first token"),
+    "sink": ("attention sink", FIRST_TOKEN.name, "on average {} of its weight lies on the first token"),
     "special token": ("special-token sink", SPECIAL, "on average {} of its weight lies on special tokens"),
-    "broad": ("diffuse", RELATIVE.name, "its entropy is {} of the largest possible"),
-    "idle": ("inactive", SHARE.name, "it writes {} of what its layer writes"),
+    "broad": ("diffuse", RELATIVE_ENTROPY.name, "its entropy is {} of the largest possible"),
+    "idle": ("inactive", OUTPUT_SHARE.name, "it writes {} of what its layer writes"),
 }
-SURE = {
-    "selective": "Whether it changes what the head writes was not shown (selective).",
-    "effective": "It stands as well when each look counts by the length of what it fetches; whether answers hang on it "
-    "was not shown (effective).",
+LEVEL_SENTENCES = {
+    "attention": "Whether it changes what the head writes was not shown (attention).",
+    "value-weighted": "It stands as well when each look counts by the length of what it fetches; whether answers hang on it "
+    "was not shown (value-weighted).",
     "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
 }
 ONE_SET = "It stands as well when each look counts by the length of what it fetches."
 LED = "And the lead of the name due over the other name hangs on it (causal)."
-PARTS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
+PART_LABELS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
 COSINE = "1 − cosine"  # of a model without output
-MORE = 2  # roles told in full beside the first
+MAX_FURTHER_ROLES = 2  # roles told in full beside the first
 
 
-class Sentence(NamedTuple):
+class SummaryLine(NamedTuple):
     """One sentence, and the word that says how its numbers are made."""
 
-    about: str
+    term: str
     text: str
 
 
 @dataclass(frozen=True)
-class Story:
+class HeadSummary:
     """All that is told of one head: as text, or in a notebook with a pointer behind each sentence."""
 
-    lines: tuple[Sentence, ...]
+    lines: tuple[SummaryLine, ...]
 
     def __str__(self) -> str:
         return "\n".join(line.text for line in self.lines)
 
     def _repr_html_(self) -> str:
-        told = (
-            f'<li>{escape(line.text)} <small title="{escape(WORDS[line.about].meaning)}">'
-            f"<code>{escape(how(line.about))}</code></small></li>"
+        items = (
+            f'<li>{escape(line.text)} <small title="{escape(GLOSSARY[line.term].meaning)}">'
+            f"<code>{escape(docs_anchor(line.term))}</code></small></li>"
             for line in self.lines
         )
-        return f"<ul>{''.join(told)}</ul>"
+        return f"<ul>{''.join(items)}</ul>"
 
 
-def tell_story(profile: Profile, head: HeadProfile, model: AnyModel | None = None) -> Story:
-    """The story of a head; with its model all that can be asked of it in a minute or so."""
-    return Story(tuple(story(profile, head, None if model is None else ask(model, head))))
+def describe(
+    model: ModelProtocol,
+    head: str,
+    corpus: Any = None,
+    *,
+    prompts: bool = False,
+    progress: Progress | None = None,
+) -> HeadSummary:
+    """Describe one head in sentences: its roles with their evidence, its output, its importance and its costs.
+
+    Args:
+        model: The model.
+        head: Address of the head, such as `"5.1"`.
+        corpus: A text, a list of texts, a path or a `Corpus`. None is the embedded probe set.
+        prompts: Test the roles that need prompts of their own as well.
+        progress: Called with stage, done and total.
+    """
+    model.heads[head]  # an unknown address raises before the work begins
+    full_profile = profile(model, corpus, prompts=prompts, progress=progress)
+    head_profile = full_profile[head]
+    return HeadSummary(
+        tuple(summary_lines(full_profile, head_profile, gather_facts(model, head_profile, corpus, progress)))
+    )
 
 
-def story(profile: Profile, head: HeadProfile, known: Facts | None = None) -> list[Sentence]:
+def summarize_head(profile: Profile, head: HeadProfile, model: ModelProtocol | None = None) -> HeadSummary:
+    """The summary of a head; with its model all that can be asked of it in a minute or so."""
+    return HeadSummary(tuple(summary_lines(profile, head, None if model is None else gather_facts(model, head))))
+
+
+def summary_lines(profile: Profile, head: HeadProfile, facts: HeadFacts | None = None) -> list[SummaryLine]:
     """The sentences, in the order of the questions people ask."""
-    known = known or Facts()
+    facts = facts or HeadFacts()
     return [
-        *_does(profile, head),
-        _rests(head),
-        *_beyond(head),
-        *_writes(known.wrote),
-        *_without(known.loss),
-        *_less(known),
-        *_streams(profile, head, known.less),
-        *_with(known),
+        *_role_lines(profile, head),
+        _idle_line(head),
+        *_streaming_lines(head),
+        *_output_lines(facts.ov_summary),
+        *_ablation_lines(facts.ablation),
+        *_cost_lines(facts),
+        *_streams(profile, head, facts.cost),
+        *_partner_lines(facts),
     ]
 
 
-def _does(profile: Profile, head: HeadProfile) -> Iterator[Sentence]:
-    pictures = bool(profile.about.get("pictures"))
+def _role_lines(profile: Profile, head: HeadProfile) -> Iterator[SummaryLine]:
+    on_images = bool(profile.metadata.get("image_grid"))
     if not head.roles:
-        yield Sentence(
+        yield SummaryLine(
             "unclear",
-            f"Head {head.address}: nothing found. On {profile.about['texts']:,} {'pictures' if pictures else 'texts'} no "
+            f"Head {head.address}: nothing found. On {profile.metadata['texts']:,} {'pictures' if on_images else 'texts'} no "
             "role of it stood above its baseline by the margin of the role, with p < 0.05; "
-            f"{profile.family:,} tests were made over all heads and roles. Models with random weights throughout give this "
+            f"{profile.family_size:,} tests were made over all heads and roles. Models with random weights "
+            f"throughout give this "
             "answer for all heads; a trained model with random attention need not, because tests are over texts and not over "
             "draws of weights.",
         )
         return
-    yield Sentence("role", f"Head {head.address} {describe_role(head.roles[0], pictures=pictures)}.")
-    yield Sentence(
-        "evidence", f"{_sure(head.roles[0], profile.family)} {_level(head.roles[0])}{_effects(head.roles[0])}"
+    yield SummaryLine("role", f"Head {head.address} {describe_role(head.roles[0], pictures=on_images)}.")
+    yield SummaryLine(
+        "evidence",
+        f"{_describe_test(head.roles[0], profile.family_size)} {_level(head.roles[0])}{_effects(head.roles[0])}",
     )
-    for one in head.roles[1 : 1 + MORE]:
-        described = describe_role(one, pictures=pictures)
-        yield Sentence(
-            "role", f"It also {described} ({one.evidence_level}; {_ends(one)}; baseline {_share(one.null)})."
+    for item in head.roles[1 : 1 + MAX_FURTHER_ROLES]:
+        described = describe_role(item, pictures=on_images)
+        yield SummaryLine(
+            "role",
+            f"It also {described} ({item.evidence_label}; {_format_interval(item)}; baseline {_percent(item.baseline)}).",
         )
-    yield from _further_roles(head.roles[: 1 + MORE], head.roles[1 + MORE :])
-    if head.evidence:
-        hits = sum(one.hit for one in head.evidence)
-        first = next((one for one in head.evidence if one.hit), head.evidence[0])
-        yield Sentence(
+    yield from _further_roles(head.roles[: 1 + MAX_FURTHER_ROLES], head.roles[1 + MAX_FURTHER_ROLES :])
+    if head.examples:
+        hits = sum(item.hit for item in head.examples)
+        example = next((item for item in head.examples if item.hit), head.examples[0])
+        yield SummaryLine(
             "hit",
-            f"For example ([x] looks, *y* is looked at hardest): {first.text} ({first.weight:.2f}). Of {len(head.evidence)} "
+            f"For example ([x] looks, *y* is looked at hardest): {example.text} ({example.weight:.2f}). Of "
+            f"{len(head.examples)} "
             f"held-out cases kept as examples {hits} {'is a hit' if hits == 1 else 'are hits'}.",
         )
 
 
-def _further_roles(described: Sequence[Support], further: Sequence[Support]) -> Iterator[Sentence]:
+def _further_roles(described: Sequence[RoleEvidence], further: Sequence[RoleEvidence]) -> Iterator[SummaryLine]:
     """One sentence per evidence level. Roles of one level passed the same tests and differ in how far they are above their
     baselines."""
-    for level, group in groupby(further, key=lambda one: one.rung):
+    for level, group in groupby(further, key=lambda evidence: evidence.evidence_level):
         roles = list(group)
-        same_level = [one.gain for one in described if one.rung == level]
-        p = f"p up to {max(one.p for one in roles):.2g}"
+        same_level = [evidence.gain for evidence in described if evidence.evidence_level == level]
+        p = f"p up to {max(evidence.p for evidence in roles):.2g}"
         where = f"at the same evidence level ({level}, {p})" if same_level else f"at the evidence level {level} ({p})"
-        if same_level and max(one.gain for one in roles) < min(same_level):
+        if same_level and max(evidence.gain for evidence in roles) < min(same_level):
             where += ", less far above their baselines"
-        labels = [f"{one.role} {one.detail}".rstrip() for one in roles]
-        scores = [f"{_share(one.score)} (baseline {_share(one.null)})" for one in roles]
+        labels = [f"{evidence.role} {evidence.detail}".rstrip() for evidence in roles]
+        scores = [f"{_percent(evidence.score)} (baseline {_percent(evidence.baseline)})" for evidence in roles]
         listed = ", ".join(f"{label} {score}" for label, score in zip(labels, scores, strict=True))
-        yield Sentence("role", f"Further roles {where}: {listed}.")
+        yield SummaryLine("role", f"Further roles {where}: {listed}.")
 
 
-def _sure(one: Support, family: int) -> str:
-    on = f" ({one.on})" if one.on else ""
+def _describe_test(evidence: RoleEvidence, family: int) -> str:
+    corpus_note = f" ({evidence.corpus_label})" if evidence.corpus_label else ""
     return (
-        f"Measured on {one.rows:,} held-out cases{on}: {_ends(one)}; its baseline has {_share(one.null)}; p = {one.p:.2g} "
-        f"after correction for {one.family or family:,} tests."
+        f"Measured on {evidence.rows:,} held-out cases{corpus_note}: {_format_interval(evidence)}; its baseline "
+        f"has {_percent(evidence.baseline)}; p = {evidence.p:.2g} "
+        f"after correction for {evidence.family_size or family:,} tests."
     )
 
 
-def _ends(one: Support) -> str:
-    return f"95 % CI {_share(one.interval[0])} to {_share(one.interval[1])}"
+def _format_interval(evidence: RoleEvidence) -> str:
+    return f"95 % CI {_percent(evidence.interval[0])} to {_percent(evidence.interval[1])}"
 
 
-def _level(one: Support) -> str:
+def _level(evidence: RoleEvidence) -> str:
     """Evidence level in a sentence; a causal level names the token sets or prompts of its test."""
-    if not one.causal_on:
-        return SURE[one.rung]
-    sets = " and ".join(one.causal_on)
-    if one.rung != "causal":
-        return f"{ONE_SET} Answers hang on it on {sets} alone ({one.evidence_level})."
-    return f"{LED if one.probe == LEAD else SURE[one.rung]} It was tested on {sets}."
+    if not evidence.causal_on:
+        return LEVEL_SENTENCES[evidence.evidence_level]
+    sets = " and ".join(evidence.causal_on)
+    if evidence.evidence_level != "causal":
+        return f"{ONE_SET} Answers hang on it on {sets} alone ({evidence.evidence_label})."
+    return f"{LED if evidence.probe == LEAD else LEVEL_SENTENCES[evidence.evidence_level]} It was tested on {sets}."
 
 
-def _effects(one: Support) -> str:
+def _effects(evidence: RoleEvidence) -> str:
     """Costs of ablating the head on each token set, so far as they were asked for."""
-    return "".join(_effect(one, effect) for effect in one.effects)
+    return "".join(_describe_effect(evidence, effect) for effect in evidence.effects)
 
 
-def _effect(one: Support, effect: Effect) -> str:
-    moves = {HELD: "what it holds back gains", LEAD: "the lead of the name due loses"}
-    told = (
-        f" On {effect.on}, without what it says of a case {moves.get(one.probe or '', 'the test of its role loses')} "
+def _describe_effect(evidence: RoleEvidence, effect: CausalEffect) -> str:
+    change = {SUPPRESSION_PROBE: "what it holds back gains", LEAD: "the lead of the name due loses"}
+    text = (
+        f" On {effect.corpus_label}, without what it says of a case "
+        f"{change.get(evidence.probe or '', 'the test of its role loses')} "
     )
-    told += f"{effect.cost:+.3f} nats an answer"
-    if effect.control is None:
-        return f"{told}; nowhere were the same answers found reached another way."
-    told += f", and {effect.control:+.3f} where the same answers are reached another way"
-    if effect.single is not None:
-        told += f" and {effect.single:+.3f} in sentences that name one person"
-    if effect.more is None or effect.interval is None:
-        return f"{told}."
-    low, high = effect.interval
-    return f"{told}; {effect.more:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
+    text += f"{effect.cost:+.3f} nats an answer"
+    if effect.control_cost is None:
+        return f"{text}; nowhere were the same answers found reached another way."
+    text += f", and {effect.control_cost:+.3f} where the same answers are reached another way"
+    if effect.single_name_cost is not None:
+        text += f" and {effect.single_name_cost:+.3f} in sentences that name one person"
+    if effect.effect is None or effect.effect_interval is None:
+        return f"{text}."
+    low, high = effect.effect_interval
+    return f"{text}; {effect.effect:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
 
 
-def _beyond(head: HeadProfile) -> Iterator[Sentence]:
-    value = head.measures.get(BEYOND.name, math.nan)
+def _streaming_lines(head: HeadProfile) -> Iterator[SummaryLine]:
+    value = head.metrics.get(OUTSIDE_WINDOW.name, math.nan)
     if math.isfinite(value):
-        yield Sentence(
-            "beyond",
-            f"{_small_share(value)} of its attention falls outside {KEEPS.first} sink tokens and a window of {KEEPS.last} "
-            f"tokens (on {BEYOND.on}).",
+        yield SummaryLine(
+            "outside window",
+            f"{_small_share(value)} of its attention falls outside {STREAMING_POLICY.sink_tokens} sink tokens "
+            f"and a window of {STREAMING_POLICY.window} "
+            f"tokens (on {OUTSIDE_WINDOW.corpus_label}).",
         )
 
 
-def _rests(head: HeadProfile) -> Sentence:
-    if not head.rest:
-        first = head.measures.get(RESTING.name, math.nan)
-        value = f"; {IDLE_PATTERNS['sink'][2].format(_share(first))}" if math.isfinite(first) else ""
-        return Sentence("rests", f"Idle pattern: none{value}.")
+def _idle_line(head: HeadProfile) -> SummaryLine:
+    if not head.idle_pattern:
+        first_token_weight = head.metrics.get(FIRST_TOKEN.name, math.nan)
+        value = (
+            f"; {IDLE_PATTERNS['sink'][2].format(_percent(first_token_weight))}"
+            if math.isfinite(first_token_weight)
+            else ""
+        )
+        return SummaryLine("idle pattern", f"Idle pattern: none{value}.")
     patterns = []
-    for name in head.rest:
+    for name in head.idle_pattern:
         pattern, metric, sentence = IDLE_PATTERNS[name]
-        value = head.measures.get(metric, math.nan)
-        patterns.append(f"{pattern}, {sentence.format(_share(value))}" if math.isfinite(value) else pattern)
-    return Sentence("rests", f"Idle pattern: {'; '.join(patterns)}.")
+        value = head.metrics.get(metric, math.nan)
+        patterns.append(f"{pattern}, {sentence.format(_percent(value))}" if math.isfinite(value) else pattern)
+    return SummaryLine("idle pattern", f"Idle pattern: {'; '.join(patterns)}.")
 
 
-def _writes(wrote: Wrote | None) -> Iterator[Sentence]:
-    if wrote is None:
+def _output_lines(ov_summary: OVSummary | None) -> Iterator[SummaryLine]:
+    if ov_summary is None:
         return
-    if wrote.effect is not None:
-        yield Sentence("direct effect", _attended_logit(wrote.effect))
-    if wrote.words:
-        one = wrote.words[0]
-        yield Sentence(
-            "writes",
-            f"Looking at {one.token!r} it makes {_words(one.promotes)} likelier, {_words(one.suppresses)} less likely.",
+    if ov_summary.effect is not None:
+        yield SummaryLine("direct effect", _attended_logit(ov_summary.effect))
+    if ov_summary.token_effects:
+        effect = ov_summary.token_effects[0]
+        yield SummaryLine(
+            "output",
+            f"Looking at {effect.token!r} it makes {_format_tokens(effect.promotes)} likelier, "
+            f"{_format_tokens(effect.suppresses)} less likely.",
         )
 
 
-def _attended_logit(effect: DirectEffect) -> str:
+def _attended_logit(effect: AttendedLogitEffect) -> str:
     """How a head changes the logit of the token it attends to most."""
     size = f"95% CI {effect.low:+.2f} to {effect.high:+.2f}"
     claim = (
@@ -233,93 +281,107 @@ def _attended_logit(effect: DirectEffect) -> str:
     )
 
 
-def _words(scored: list[tuple[str, float]]) -> str:
-    return ", ".join(repr(word) for word, _ in scored[:3])
+def _format_tokens(scored_tokens: list[tuple[str, float]]) -> str:
+    return ", ".join(repr(token) for token, _ in scored_tokens[:3])
 
 
-def _without(loss: Missed | None) -> Iterator[Sentence]:
-    if loss is None:
+def _ablation_lines(ablation: AblationSummary | None) -> Iterator[SummaryLine]:
+    if ablation is None:
         return
-    one, told = loss.worth, f"{loss.how} ablation" if loss.by == "ablation" else loss.by
-    nothing = ", not told apart from nothing" if one.low <= 0 <= one.high else ""
-    lost = f"the model loses {one.worth:.2g} {loss.unit}"
-    if loss.unit == COSINE:
-        lost = f"what the model gives of a text turns by {one.worth:.2g}, in {COSINE}"
-    text = f"Without it {lost} (95 % CI {one.low:.2g} to {one.high:.2g}{nothing})"
-    if math.isfinite(one.above_layer):
-        text += f", {one.above_layer:+.2g} beside an average other head of its layer"
-    yield Sentence("worth", f"{text}; {told} on {loss.texts:,} texts. Later heads may take over a part of its work.")
+    importance, method = (
+        ablation.importance,
+        f"{ablation.ablation} ablation" if ablation.ranking == "ablation" else ablation.ranking,
+    )
+    significance_note = ", not told apart from nothing" if importance.low <= 0 <= importance.high else ""
+    loss_text = f"the model loses {importance.importance:.2g} {ablation.unit}"
+    if ablation.unit == COSINE:
+        loss_text = f"what the model gives of a text turns by {importance.importance:.2g}, in {COSINE}"
+    text = f"Without it {loss_text} (95 % CI {importance.low:.2g} to {importance.high:.2g}{significance_note})"
+    if math.isfinite(importance.above_layer):
+        text += f", {importance.above_layer:+.2g} beside an average other head of its layer"
+    yield SummaryLine(
+        "importance", f"{text}; {method} on {ablation.texts:,} texts. Later heads may take over a part of its work."
+    )
 
 
-def _less(known: Facts) -> Iterator[Sentence]:
-    less = known.less
-    if less is None:
+def _cost_lines(facts: HeadFacts) -> Iterator[SummaryLine]:
+    cost = facts.cost
+    if cost is None:
         return
-    shared = f", with {_and(known.shares)}, which share its keys" if known.shares else ""
-    if less.costs:
-        told = ", ".join(f"{PARTS[one.part]} {_cost(one)}" for one in less.costs if one.bits == less.costs[0].bits)
-        yield Sentence(
+    sharing_note = f", with {_join_heads(facts.kv_siblings)}, which share its keys" if facts.kv_siblings else ""
+    if cost.costs:
+        changes = ", ".join(
+            f"{PART_LABELS[item.part]} {_format_cost(item)}" for item in cost.costs if item.bits == cost.costs[0].bits
+        )
+        yield SummaryLine(
             "bits",
-            f"Stored at {less.costs[0].bits} bits{shared}, the loss changes by: {told} ({less.unit}, {less.texts:,} texts).",
+            f"Stored at {cost.costs[0].bits} bits{sharing_note}, the loss changes by: {changes} ({cost.unit}, "
+            f"{cost.texts:,} texts).",
         )
-    if less.cache:
-        yield Sentence(
+    if cost.cache_bytes:
+        yield SummaryLine(
             "cache",
-            f"Its key head {less.key} keeps {less.cache / 1e6:.1f} MB of keys and values at {LENGTH:,} tokens{shared}.",
+            f"Its key head {cost.kv_head} keeps {cost.cache_bytes / 1e6:.1f} MB of keys and values at "
+            f"{CACHE_TOKENS:,} tokens{sharing_note}.",
         )
 
 
-def _streams(profile: Profile, head: HeadProfile, less: Less | None) -> Iterator[Sentence]:
+def _streams(profile: Profile, head: HeadProfile, cost_summary: CompressionCostSummary | None) -> Iterator[SummaryLine]:
     """Measured loss with the KV head streaming; a recommendation only if attention and every kind of text allow it."""
-    if less is None or less.streamed is None or not less.streamed.costs:
+    if cost_summary is None or cost_summary.streaming_cost is None or not cost_summary.streaming_cost.costs:
         return
-    test, local = less.streamed, could_stream(profile.tally)
+    test, local = cost_summary.streaming_cost, streamable_heads(profile.accumulator)
     costs = "; ".join(
-        f"{cost.kind} {cost.full:.2f} {cost.more.mean:+.2g} (95% CI {cost.more.low:+.2g} to {cost.more.high:+.2g}; "
+        f"{cost.kind} {cost.full_loss:.2f} {cost.loss_increase.mean:+.2g} "
+        f"(95% CI {cost.loss_increase.low:+.2g} to {cost.loss_increase.high:+.2g}; "
         f"{cost.texts:,} texts)"
         for cost in test.costs
     )
     text = (
-        f"Loss in nats per token, and its increase with KV head {less.key} at {test.policy.first} sink tokens and a window "
-        f"of {test.policy.last}: {costs}."
+        f"Loss in nats per token, and its increase with KV head {cost_summary.kv_head} at "
+        f"{test.policy.sink_tokens} sink tokens and a window "
+        f"of {test.policy.window}: {costs}."
     )
     if test.passed and local is not None and local[profile.addresses.index(head.address)]:
         text += (
-            f" KV head {less.key} can stream: every increase is below {BOUND:g} (upper end of the CI), and less than "
-            f"{STREAMS:.0%} of the head's attention falls outside."
+            f" KV head {cost_summary.kv_head} can stream: every increase is below {BOUND:g} (upper end of the "
+            f"CI), and less than "
+            f"{STREAMING_THRESHOLD:.0%} of the head's attention falls outside."
         )
-    yield Sentence("streaming", text)
+    yield SummaryLine("streaming", text)
 
 
-def _cost(one: Cost) -> str:
-    return f"{one.more:+.2g} (95 % CI {one.low:+.2g} to {one.high:+.2g})"
+def _format_cost(cost: QuantizationCost) -> str:
+    return f"{cost.loss_increase:+.2g} (95 % CI {cost.low:+.2g} to {cost.high:+.2g})"
 
 
-def _with(known: Facts) -> Iterator[Sentence]:
-    told = []
-    if known.shares:
-        told.append(f"It shares keys and values with {_and(known.shares)}.")
-    if known.before is not None:
-        told.append(f"Of what earlier heads write it reads {_partner(known.before)} most.")
-    if known.behind is not None:
-        told.append(f"Of later heads {_partner(known.behind)} reads it most.")
-    if known.alike:
-        told.append(f"It looks most like {known.alike[0][0]} ({known.alike[0][1]:.2g} nats apart).")
-    if told:
-        yield Sentence("partners", " ".join(told))
+def _partner_lines(facts: HeadFacts) -> Iterator[SummaryLine]:
+    sentences = []
+    if facts.kv_siblings:
+        sentences.append(f"It shares keys and values with {_join_heads(facts.kv_siblings)}.")
+    if facts.reads_from is not None:
+        sentences.append(f"Of what earlier heads write it reads {_format_partner(facts.reads_from)} most.")
+    if facts.read_by is not None:
+        sentences.append(f"Of later heads {_format_partner(facts.read_by)} reads it most.")
+    if facts.similar_heads:
+        sentences.append(
+            f"It looks most like {facts.similar_heads[0][0]} ({facts.similar_heads[0][1]:.2g} nats apart)."
+        )
+    if sentences:
+        yield SummaryLine("partners", " ".join(sentences))
 
 
-def _partner(one: Kin) -> str:
-    return f"{one.head} (V-composition {one.score:.2f}, random weights {one.chance:.2f})"
+def _format_partner(partner: ComposedHead) -> str:
+    return f"{partner.head} (V-composition {partner.score:.2f}, random weights {partner.random_score:.2f})"
 
 
-def _share(part: float) -> str:
-    return f"{100 * part:.0f} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
 
 
 def _small_share(value: float) -> str:
     return "Less than 0.01%" if 0 < value < 1e-4 else f"{100 * value:.2g}%"
 
 
-def _and(heads: tuple[str, ...]) -> str:
+def _join_heads(heads: tuple[str, ...]) -> str:
     return heads[0] if len(heads) == 1 else f"{', '.join(heads[:-1])} and {heads[-1]}"

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from headwise.progress import Progress
-from headwise.training.progress import Now
+from headwise.training.train_progress_display import BackoffTimer
 
 
 @contextmanager
@@ -21,21 +21,21 @@ def show_progress() -> Iterator[Progress]:
     )  # fmt: skip
     console = Console(stderr=True)
     with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks, now = {}, Now()
+        tasks, timer = {}, BackoffTimer()
 
-        def progress(what: str, done: int, of: int | None) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=of)
-            bars.update(tasks[what], completed=done, total=of)
-            if bars.disable and now.due():
-                told = f"{done:,}" if of is None else f"{done:,} of {of:,}"
-                print(f"{what}: {told}", file=sys.stderr, flush=True)
+        def progress(task: str, done: int, total: int | None) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total)
+            bars.update(tasks[task], completed=done, total=total)
+            if bars.disable and timer.is_due():
+                amount = f"{done:,}" if total is None else f"{done:,} of {total:,}"
+                print(f"{task}: {amount}", file=sys.stderr, flush=True)
 
         yield progress
 
 
 @contextmanager
-def going_on() -> Iterator[None]:
+def resume_hint_on_interrupt() -> Iterator[None]:
     """Ctrl-C in work that can be gone on with: one line that says so, and the end that a shell expects."""
     try:
         yield

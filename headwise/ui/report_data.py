@@ -1,4 +1,4 @@
-"""The book: everything the page shows, as plain data. The live server and the one-file report read the same one."""
+"""The report data: everything the page shows, as plain data. The live server and the one-file report read the same one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -7,81 +7,96 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.sensitivity import Cost, Sensitivity
-from headwise.analysis.metrics.offsets import OFFSET
-from headwise.analysis.metrics.relation_metrics import HITS, Question
-from headwise.analysis.metrics.role_examples import Example
-from headwise.analysis.metrics.top_contexts import Context
-from headwise.analysis.recording.text_buckets import REPORTING
-from headwise.analysis.roles.best_heads import Best, best_heads
+from headwise.analysis.ablation.sensitivity import QuantizationCost, Sensitivity
+from headwise.analysis.metrics.directed_relations import HITS, DirectedRelation
+from headwise.analysis.metrics.offsets import OFFSET_SPECS
+from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.metrics.top_contexts import AttentionContext
+from headwise.analysis.recording.text_hash_split import REPORTING
+from headwise.analysis.roles.best_relation_heads import BestHead, best_relation_heads
 from headwise.analysis.roles.profile_result import HeadProfile, Profile
-from headwise.analysis.roles.roles import Support
+from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression.plan import Plan
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel
-from headwise.ui.claims_view import VERSION, tell
-from headwise.ui.cost_view import tell_prices
-from headwise.ui.glossary import WORDS
-from headwise.ui.head_facts import Facts, Less, Missed, Wrote, cached, nearest, partners, shares, short, wrote
-from headwise.ui.head_summary import story
-from headwise.ui.role_badges import sign
+from headwise.model import ModelProtocol
+from headwise.ui.claims_page_data import REPORT_VERSION, claim_dicts
+from headwise.ui.cost_page_data import head_cost_data
+from headwise.ui.glossary import GLOSSARY
+from headwise.ui.head_facts import (
+    AblationSummary,
+    CompressionCostSummary,
+    HeadFacts,
+    OVSummary,
+    cache_bytes_of,
+    composition_partners,
+    kv_siblings,
+    nearest_heads,
+    ov_summaries,
+    round6,
+)
+from headwise.ui.head_summary import summary_lines
+from headwise.ui.role_badges import role_badge
 from headwise.ui.role_descriptions import role_meaning
-from headwise.ui.sentence_view import make_sentence
+from headwise.ui.sentence_page_data import make_sentence_data
 
-__all__ = ["make_book", "make_sentence", "page_files"]
+__all__ = ["make_report_data", "make_sentence_data", "page_files"]
 
-BACK = 32  # offsets shown, each way
-CONTEXTS = 5  # of each head
-FEWEST = 20  # arcs on the half for reporting, below which a relation is not told
+MAX_OFFSET = 32  # offsets shown, each way
+CONTEXTS_PER_HEAD = 5  # of each head
+MIN_ARCS = 20  # arcs on the half for reporting, below which a relation is not told
 
 
-def make_book(
-    profile: Profile, model: AnyModel | None = None, *, name: str = "", sentences: Iterable[Any] = (),
+def make_report_data(
+    profile: Profile, model: ModelProtocol | None = None, *, name: str = "", sentences: Iterable[Any] = (),
     importance: Any = None, history: Any = None, curve: Any = None, claims: Iterable[Any] = (),
     sensitivity: Sensitivity | None = None, plan: Plan | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything the page shows of a profile, ready for JSON.
 
     With the model itself: its sizes, what its heads write, which look alike. `sentences` are texts, for which the model is
-    run, or what `make_sentence` gave. `importance`, `history` and `curve` are what the functions of these names give;
+    run, or what `make_sentence_data` gave. `importance`, `history` and `curve` are what the functions of these names give;
     `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high]. `claims` are results of
-    `headwise.experiments.run.claims`, or what `headwise.ui.claims_view.tell` gave. `sensitivity` tells what few bits cost each head, a
+    `headwise.experiments.run_claims.claims`,
+    or what `headwise.ui.claims_page_data.claim_dicts` gave. `sensitivity` tells what few bits cost each head, a
     `plan` for this model what is to be done to them.
     """
-    worth = {} if importance is None else {one["head"]: one for one in importance.to_dict()["heads"]}
-    lives = {} if history is None else _lives(history)
-    prices, planned = tell_prices(profile.addresses, None if model is None else model.spec, sensitivity, plan)
-    known = _known(model, profile, importance, sensitivity)
+    importance_by_head = {} if importance is None else {item["head"]: item for item in importance.to_dict()["heads"]}
+    histories = {} if history is None else _metric_histories(history)
+    costs, plan_data = head_cost_data(profile.addresses, None if model is None else model.spec, sensitivity, plan)
+    facts = _collect_facts(model, profile, importance, sensitivity)
     heads = [
         {
-            **_head(profile, head),
-            **_beside(profile, head, known.get(str(head.address))),
-            "importance": worth.get(str(head.address)),
-            "history": lives.get(str(head.address)),
-            "price": prices.get(str(head.address)),
+            **_head_data(profile, head),
+            **_summary_and_facts(profile, head, facts.get(str(head.address))),
+            "importance": importance_by_head.get(str(head.address)),
+            "history": histories.get(str(head.address)),
+            "cost": costs.get(str(head.address)),
         }
         for head in profile
     ]
-    made = {
-        "version": VERSION,
-        "model": _model(profile, model, name),
-        "about": {**profile.about, "family": profile.family},
-        "measures": _labels(profile),
-        "words": {name: list(one) for name, one in WORDS.items()},
-        "signs": {
-            role: [*sign(role), role_meaning(role, relation=relation, pictures=bool(profile.about.get("pictures")))]
-            for role, relation in sorted({(one.role, one.relation) for head in profile for one in head.roles})
+    data = {
+        "version": REPORT_VERSION,
+        "model": _model_data(profile, model, name),
+        "metadata": {**profile.metadata, "family_size": profile.family_size},
+        "metrics": _metric_labels(profile),
+        "glossary": {name: list(item) for name, item in GLOSSARY.items()},
+        "role_badges": {
+            role: [
+                *role_badge(role),
+                role_meaning(role, relation=relation, pictures=bool(profile.metadata.get("image_grid"))),
+            ]
+            for role, relation in sorted({(item.role, item.is_relation) for head in profile for item in head.roles})
         },
         "heads": heads,
-        "relations": _relations(profile),
+        "relations": _relations_data(profile),
         "importance": None if importance is None else {k: v for k, v in importance.to_dict().items() if k != "heads"},
-        "history": None if history is None else {"steps": list(history.steps), "measures": list(history.names)},
-        "curves": _curves(curve),
-        "plan": planned,
-        "claims": [dict(one) if isinstance(one, Mapping) else tell([one])[0] for one in claims],
-        "sentences": [_sentence(model, one) for one in sentences],
+        "history": None if history is None else {"steps": list(history.steps), "metrics": list(history.metric_names)},
+        "curves": _curve_data(curve),
+        "plan": plan_data,
+        "claims": [dict(item) if isinstance(item, Mapping) else claim_dicts([item])[0] for item in claims],
+        "sentences": [_sentence_data(model, item) for item in sentences],
     }
-    return _plain(made)
+    return _to_json_value(data)
 
 
 def page_files() -> dict[str, bytes]:
@@ -91,192 +106,238 @@ def page_files() -> dict[str, bytes]:
     ['index.html', 'style.css']
     """
     folder = files("headwise.ui") / "page"
-    return {one.name: one.read_bytes() for one in folder.iterdir() if one.name.endswith((".html", ".css", ".js"))}
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".html", ".css", ".js"))}
 
 
-def _model(profile: Profile, model: AnyModel | None, name: str) -> dict[str, Any]:
+def _model_data(profile: Profile, model: ModelProtocol | None, name: str) -> dict[str, Any]:
     layers = [
-        {"address": layer, "heads": [str(a) for a in profile.addresses if str(a.site) == layer]}
-        for layer in profile.about["layers"]
+        {"address": layer, "heads": [str(a) for a in profile.addresses if str(a.layer_address) == layer]}
+        for layer in profile.metadata["layers"]
     ]
-    told: dict[str, Any] = {"name": name, "layers": layers, "heads": len(profile)}
+    data: dict[str, Any] = {"name": name, "layers": layers, "heads": len(profile)}
     if model is None:
-        return told
+        return data
     spec = model.spec
     return {
-        **told, "kind": spec.kind, "width": spec.width, "heads_per_layer": spec.attention.heads,
+        **data, "kind": spec.kind, "width": spec.width, "heads_per_layer": spec.attention.heads,
         "kv_heads": spec.attention.kv_heads, "head_dim": spec.attention.head_dim, "vocab": spec.vocab,
-        "context": spec.context, "output": spec.output, "parameters": spec.parameters,
+        "context": spec.context, "output": spec.output, "parameters": spec.num_parameters,
     }  # fmt: skip
 
 
-def _head(profile: Profile, head: HeadProfile) -> dict[str, Any]:
-    measures = head.measures
+def _head_data(profile: Profile, head: HeadProfile) -> dict[str, Any]:
+    metrics = head.metrics
     # what belongs to a series has a picture or a table of its own; powers of two are few enough to be listed
-    listed = [name for name in measures if profile.numbers[name].series in ("", "distance")]
-    shown = [name for name in listed if np.isfinite(measures[name])]
-    ahead = any(measures.get(OFFSET[-o].name, 0.0) > 0 for o in range(1, BACK))
-    offsets = [o for o in range(BACK - 1, -BACK if ahead else -1, -1) if OFFSET[o].name in measures]
+    listed = [name for name in metrics if profile.metric_specs[name].series in ("", "distance")]
+    finite_names = [name for name in listed if np.isfinite(metrics[name])]
+    looks_ahead = any(metrics.get(OFFSET_SPECS[-o].name, 0.0) > 0 for o in range(1, MAX_OFFSET))
+    offsets = [
+        o for o in range(MAX_OFFSET - 1, -MAX_OFFSET if looks_ahead else -1, -1) if OFFSET_SPECS[o].name in metrics
+    ]
     return {
-        "address": str(head.address), "layer": str(head.address.site), "head": head.address.head,
-        "role": head.role, "detail": head.detail, "rung": head.rung, "score": head.score, "null": head.null,
-        "interval": head.interval, "effect": head.effect, "rest": list(head.rest),
-        "supports": [_support(one) for one in head.roles],
-        "measures": {name: short(measures[name]) for name in shown},
-        "offsets": [[offset, short(measures[OFFSET[offset].name])] for offset in offsets],
-        "on": head.on, "roles": [one.role for one in head.roles],
-        "cases": [_cases(one, head.cases[one.role]) for one in head.roles],
-        "hardest": [_context(one) for one in head.hardest[:CONTEXTS]],
+        "address": str(head.address), "layer": str(head.address.layer_address), "head": head.address.head,
+        "role": head.role, "detail": head.detail, "evidence_level": head.evidence_level, "score": head.score,
+        "baseline": head.baseline,
+        "interval": head.interval, "effect": head.effect, "idle_patterns": list(head.idle_pattern),
+        "evidence": [_evidence_data(item) for item in head.roles],
+        "metrics": {name: round6(metrics[name]) for name in finite_names},
+        "offsets": [[offset, round6(metrics[OFFSET_SPECS[offset].name])] for offset in offsets],
+        "corpus_label": head.corpus_label, "roles": [item.role for item in head.roles],
+        "examples": [_role_examples(item, head.examples_by_role[item.role]) for item in head.roles],
+        "top_contexts": [_context_data(item) for item in head.top_contexts[:CONTEXTS_PER_HEAD]],
     }  # fmt: skip
 
 
-def _beside(profile: Profile, head: HeadProfile, known: Facts | None) -> dict[str, Any]:
-    """Its story, and what only the model could tell."""
-    made = {"story": [list(line) for line in story(profile, head, known)]}
-    if known is None:
-        return {**made, "writes": None, "nearest": [], "partners": None}
-    ways = {"reads": known.before, "read by": known.behind}
-    others = {way: [one.head, short(one.score), short(one.chance)] for way, one in ways.items() if one is not None}
+def _summary_and_facts(profile: Profile, head: HeadProfile, facts: HeadFacts | None) -> dict[str, Any]:
+    """Its summary, and what only the model could tell."""
+    data = {"summary": [list(line) for line in summary_lines(profile, head, facts)]}
+    if facts is None:
+        return {**data, "ov": None, "similar_heads": [], "partners": None}
+    directions = {"reads_from": facts.reads_from, "read_by": facts.read_by}
+    partner_data = {
+        direction: [partner.head, round6(partner.score), round6(partner.random_score)]
+        for direction, partner in directions.items()
+        if partner is not None
+    }
     return {
-        **made,
-        "writes": _wrote(known.wrote),
-        "nearest": known.alike,
-        "partners": {**others, "shares": known.shares},
+        **data,
+        "ov": _ov_data(facts.ov_summary),
+        "similar_heads": facts.similar_heads,
+        "partners": {**partner_data, "kv_siblings": facts.kv_siblings},
     }
 
 
-def _labels(profile: Profile) -> dict[str, dict[str, str]]:
-    """How each measure is told: a few words, its unit, what more of it means."""
-    listed = {name: one for name, one in profile.numbers.items() if one.shown and one.series in ("", "distance")}
-    return {name: {"label": one.label, "unit": one.unit, "more": one.more} for name, one in listed.items()}
-
-
-def _cases(role: Support, cases: Sequence[Example]) -> dict[str, Any]:
-    names = ("hit", "weight", "attended", "most", "parts")
-    examples = [{name: getattr(one, name) for name in names} for one in cases]
-    return {"role": role.role, "detail": role.detail, "on": role.on, "examples": examples}
-
-
-def _support(one: Support) -> dict[str, Any]:
-    names = (
-        "role", "detail", "on", "rung", "score", "null", "interval", "p", "rows", "coverage", "probe", "effect", "cost",
-        "bar", "control", "family", "causal_on",
-    )  # fmt: skip
-    return {name: getattr(one, name) for name in names}
-
-
-def _context(one: Context) -> dict[str, Any]:
-    """A place where a head looked hardest; the text in parts, the one who looks and the one looked at marked."""
-    looks, seen = (
-        (one.row, "token", f"[{one.token}]", one.token),
-        (one.column, "attended", f"*{one.attended}*", one.attended),
-    )
-    parts, rest = [], one.text
-    for _, kind, mark, shown in sorted((looks, seen)):
-        before, found, behind = rest.partition(mark)
-        if found:
-            parts += [["", before], [kind, shown]]
-            rest = behind
-    parts.append(["", rest])
+def _metric_labels(profile: Profile) -> dict[str, dict[str, str]]:
+    """How each metric is described: a few words, its unit, what more of it means."""
+    listed = {
+        name: metric_spec
+        for name, metric_spec in profile.metric_specs.items()
+        if metric_spec.displayed and metric_spec.series in ("", "distance")
+    }
     return {
-        "token": one.token, "attended": one.attended, "weight": one.weight, "unit": one.unit,
-        "parts": [part for part in parts if part[1]],
+        name: {"label": metric_spec.label, "unit": metric_spec.unit, "more": metric_spec.high_means}
+        for name, metric_spec in listed.items()
+    }
+
+
+def _role_examples(evidence: RoleEvidence, role_examples: Sequence[RoleExample]) -> dict[str, Any]:
+    names = ("hit", "weight", "attended", "max_weight", "segments")
+    examples = [{name: getattr(example, name) for name in names} for example in role_examples]
+    return {
+        "role": evidence.role,
+        "detail": evidence.detail,
+        "corpus_label": evidence.corpus_label,
+        "examples": examples,
+    }
+
+
+def _evidence_data(evidence: RoleEvidence) -> dict[str, Any]:
+    names = (
+        "role", "detail", "corpus_label", "evidence_level", "score", "baseline", "interval", "p", "rows", "coverage",
+        "probe", "effect", "cost",
+        "cost_threshold", "control_cost", "family_size", "causal_on",
+    )  # fmt: skip
+    return {name: getattr(evidence, name) for name in names}
+
+
+def _context_data(context: AttentionContext) -> dict[str, Any]:
+    """A place where a head looked hardest; the text in parts, the one who looks and the one looked at marked."""
+    query_mark, key_mark = (
+        (context.row, "token", f"[{context.token}]", context.token),
+        (context.column, "attended", f"*{context.attended}*", context.attended),
+    )
+    segments, remaining = [], context.text
+    for _, kind, marker, token in sorted((query_mark, key_mark)):
+        before, matched, after = remaining.partition(marker)
+        if matched:
+            segments += [["", before], [kind, token]]
+            remaining = after
+    segments.append(["", remaining])
+    return {
+        "token": context.token, "attended": context.attended, "weight": context.weight, "sample": context.sample,
+        "segments": [segment for segment in segments if segment[1]],
     }  # fmt: skip
 
 
-def _wrote(one: Wrote | None) -> dict[str, Any] | None:
-    if one is None:
+def _ov_data(summary: OVSummary | None) -> dict[str, Any] | None:
+    if summary is None:
         return None
     return {
-        "copying": one.copying, "spread": one.spread, "words": [word._asdict() for word in one.words],
-        "effect": None if one.effect is None else asdict(one.effect),
+        "copying": summary.copying, "random_std": summary.random_std,
+        "token_effects": [effect._asdict() for effect in summary.token_effects],
+        "effect": None if summary.effect is None else asdict(summary.effect),
     }  # fmt: skip
 
 
-def _known(
-    model: AnyModel | None, profile: Profile, importance: Any, sensitivity: Sensitivity | None
-) -> dict[str, Facts]:
+def _collect_facts(
+    model: ModelProtocol | None, profile: Profile, importance: Any, sensitivity: Sensitivity | None
+) -> dict[str, HeadFacts]:
     """What is known of each head beside its profile, by its address."""
     if model is None:
         return {}
-    texts = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
-    costs: dict[str, list[Cost]] = {}
+    text_info = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
+    costs: dict[str, list[QuantizationCost]] = {}
     for cost in sensitivity or ():
         for head in cost.heads.split():
             costs.setdefault(head, []).append(cost)
     unit = "nats a token" if model.output is not None else "1 − cosine"
-    writes, alike, others, made = wrote(model, profile), nearest(model), partners(model), {}
-    told = set() if importance is None else {str(address) for address in importance.addresses}
+    ov_by_head, similar, partners_by_head, facts_by_head = (
+        ov_summaries(model, profile),
+        nearest_heads(model),
+        composition_partners(model),
+        {},
+    )
+    ablated_heads = set() if importance is None else {str(address) for address in importance.addresses}
     for address in profile.addresses:
-        head, loss = str(address), None
-        if importance is not None and head in told:
-            loss = Missed(importance[head], importance.by, importance.how, unit, importance.texts)
-        before, behind = others.get(head, (None, None))
-        held, key = cached(model.spec, address)
-        less = Less(tuple(costs.get(head, ())), cache=held, key=key, **texts)
-        made[head] = Facts(
-            writes.get(head), loss, less, shares(model.spec, address), before, behind,
-            tuple((other, far) for other, far in alike.get(head, []) if far is not None),
+        head, ablation = str(address), None
+        if importance is not None and head in ablated_heads:
+            ablation = AblationSummary(
+                importance[head], importance.ranking, importance.ablation, unit, importance.texts
+            )
+        reads_from, read_by = partners_by_head.get(head, (None, None))
+        nbytes, kv_head = cache_bytes_of(model.spec, address)
+        cost_summary = CompressionCostSummary(
+            tuple(costs.get(head, ())), cache_bytes=nbytes, kv_head=kv_head, **text_info
+        )
+        facts_by_head[head] = HeadFacts(
+            ov_by_head.get(head), ablation, cost_summary, kv_siblings(model.spec, address), reads_from, read_by,
+            tuple((other, distance) for other, distance in similar.get(head, []) if distance is not None),
         )  # fmt: skip
-    return made
+    return facts_by_head
 
 
-def _relations(profile: Profile) -> dict[str, Any] | None:
+def _relations_data(profile: Profile) -> dict[str, Any] | None:
     """For each relation its best head beside the best fixed offset, and every head's accuracy in that direction."""
-    if profile.relations is None:
+    if profile.relation_metric is None:
         return None
-    best = best_heads(profile, FEWEST)
+    best = best_relation_heads(profile, MIN_ARCS)
     return (
-        {"heads": [str(a) for a in profile.addresses], "rows": [_relation(profile, one) for one in best]}
+        {"heads": [str(a) for a in profile.addresses], "rows": [_relation_row(profile, row) for row in best]}
         if best
         else None
     )
 
 
-def _relation(profile: Profile, best: Best) -> dict[str, Any]:
-    scores = profile.tally.mean(Question(best.relation, best.way).numbers[HITS].name, REPORTING)  # (heads,)
-    return {**best._asdict(), "scores": [short(score) for score in scores]}
+def _relation_row(profile: Profile, best: BestHead) -> dict[str, Any]:
+    scores = profile.accumulator.mean(
+        DirectedRelation(best.relation, best.direction).metric_specs[HITS].name, REPORTING
+    )  # (heads,)
+    return {**best._asdict(), "scores": [round6(score) for score in scores]}
 
 
-def _lives(history: Any) -> dict[str, list[list[float | None]]]:
-    """Of each head, for each measure, a number for each step."""
-    values = np.asarray(history.values, dtype=float)  # (steps, heads, measures)
+def _metric_histories(history: Any) -> dict[str, list[list[float | None]]]:
+    """Of each head, for each metric, a number for each step."""
+    values = np.asarray(history.values, dtype=float)  # (steps, heads, metrics)
     return {
-        head: [[short(x) for x in values[:, place, m]] for m in range(values.shape[2])]
-        for place, head in enumerate(history.addresses)
+        head: [[round6(x) for x in values[:, index, m]] for m in range(values.shape[2])]
+        for index, head in enumerate(history.addresses)
     }
 
 
-def _curves(curve: Any) -> list[dict[str, Any]]:
+def _curve_data(curve: Any) -> list[dict[str, Any]]:
     if curve is None:
         return []
     if isinstance(curve, Mapping):
         return [dict(curve)]
     if isinstance(curve, Sequence):
-        return [dict(one) for one in curve]
-    bys = dict.fromkeys(point.by for point in curve.points)
+        return [dict(item) for item in curve]
+    rankings = dict.fromkeys(point.ranking for point in curve.points)
     series = [
-        {"name": by, "points": [[p.kept, p.loss.mean, p.loss.low, p.loss.high] for p in curve.of(by)]} for by in bys
+        {
+            "name": ranking,
+            "points": [
+                [p.kept_fraction, p.loss.mean, p.loss.low, p.loss.high] for p in curve.points_by_ranking(ranking)
+            ],
+        }
+        for ranking in rankings
     ]
     return [
-        {"title": "Pruning", "x": "share of heads kept", "y": curve.metric, "base": curve.full.mean, "series": series}
+        {
+            "title": "Pruning",
+            "x": "share of heads kept",
+            "y": curve.metric,
+            "base": curve.full_loss.mean,
+            "series": series,
+        }
     ]
 
 
-def _sentence(model: AnyModel | None, given: Any) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return dict(given)
+def _sentence_data(model: ModelProtocol | None, sentence: Any) -> dict[str, Any]:
+    if isinstance(sentence, Mapping):
+        return dict(sentence)
     if model is None:
-        raise HeadwiseError(f"to show the sentence {given!r} its model is needed; give make_book(profile, model, …).")
-    return make_sentence(model, given)
+        raise HeadwiseError(
+            f"to show the sentence {sentence!r} its model is needed; give make_report_data(profile, model, …)."
+        )
+    return make_sentence_data(model, sentence)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """The same as lists, dicts and numbers that JSON has; what is not a number is None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_json_value(item) for item in value]
     if isinstance(value, float | np.floating):
         return float(value) if np.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value

@@ -7,66 +7,66 @@ colour and its letters together, and no two roles share both.
 
 from colorsys import hls_to_rgb
 
-COLOURS = ("#4b8796", "#f09600", "#8700d2", "#78b4c3", "#961e00", "#d24b0f", "#005a69", "#b469ff")
-DARK, LIGHT = "#000000", "#ffffff"  # the ink of letters
+ROLE_COLORS = ("#4b8796", "#f09600", "#8700d2", "#78b4c3", "#961e00", "#d24b0f", "#005a69", "#b469ff")
+DARK_TEXT, LIGHT_TEXT = "#000000", "#ffffff"  # the ink of letters
 
 # role: its letters, and which colour it has; roles that heads are often mistaken for each other in have different ones
-SIGNS = {
+ROLE_BADGES = {
     "previous token": ("pr", 0), "next token": ("nx", 3), "fixed offset": ("of", 6), "self": ("se", 1), "local": ("lo", 5),
     "induction": ("in", 2), "duplicate token": ("du", 7), "copy": ("co", 4),
-    "delimiter": ("de", 1), "capitalised": ("ca", 5), "digit": ("di", 4), "sentence end": ("st", 3),
+    "delimiter": ("de", 1), "capitalized": ("ca", 5), "digit": ("di", 4), "sentence end": ("st", 3),
     "long range": ("lr", 6), "same phrase": ("ph", 0), "part of speech": ("ps", 3), "semantic": ("sm", 6),
     "coreference": ("cf", 7), "possessive": ("po", 2), "bracket": ("br", 4), "quote": ("qu", 5),
     "if-then": ("if", 1), "cause-effect": ("ce", 5), "question-answer": ("qa", 0), "subject-verb": ("sv", 7),
     "verb-object": ("vo", 4), "adjective-noun": ("an", 0), "determiner-noun": ("dn", 3),
     "successor": ("su", 3), "name mover": ("nm", 5), "name suppression": ("ns", 3), "copy suppression": ("cs", 1),
     "query focus": ("qf", 6),
-    "far offset": ("fo", 2), "fixed place": ("fp", 7), "retrieval": ("re", 0),
+    "far offset": ("fo", 2), "fixed position": ("fp", 7), "retrieval": ("re", 0),
 }  # fmt: skip
 
 
-def sign(role: str) -> tuple[str, str]:
+def role_badge(role: str) -> tuple[str, str]:
     """Two letters and a colour. A role that is not in the table takes its first two letters and a colour from its name.
 
-    >>> sign("induction"), sign("nsubj")
+    >>> role_badge("induction"), role_badge("nsubj")
     (('in', '#8700d2'), ('ns', '#d24b0f'))
     """
-    named = 7
+    name_hash = 7
     for letter in role:
-        named = (named * 31 + ord(letter)) % 997
-    letters, place = SIGNS.get(role, (role[:2], named % len(COLOURS)))
-    return letters, COLOURS[place]
+        name_hash = (name_hash * 31 + ord(letter)) % 997
+    letters, color_index = ROLE_BADGES.get(role, (role[:2], name_hash % len(ROLE_COLORS)))
+    return letters, ROLE_COLORS[color_index]
 
 
-def letter_ink(colour: str) -> str:
+def text_color(color: str) -> str:
     """Dark or light, whichever is read better on a colour.
 
-    >>> letter_ink("#f09600"), letter_ink("#8700d2")
+    >>> text_color("#f09600"), text_color("#8700d2")
     ('#000000', '#ffffff')
     """
-    here = luminance(colour)
-    return max((DARK, LIGHT), key=lambda ink: abs(_contrast(here, luminance(ink))))
+    background_luminance = luminance(color)
+    return max((DARK_TEXT, LIGHT_TEXT), key=lambda ink: abs(_contrast(background_luminance, luminance(ink))))
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """How bright a colour is, as WCAG counts it.
 
     >>> luminance("#ffffff")
     1.0
     """
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _contrast(one: float, other: float) -> float:
-    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
+def _contrast(first: float, second: float) -> float:
+    return (max(first, second) + 0.05) / (min(first, second) + 0.05)
 
 
-def coloured(hue: int) -> str:
+def hue_to_hex(hue: int) -> str:
     """A colour dark enough for paper, by its hue in degrees.
 
-    >>> coloured(305)
+    >>> hue_to_hex(305)
     '#ae29a2'
     """
     red, green, blue = hls_to_rgb(hue / 360, 0.42, 0.62)

@@ -5,7 +5,7 @@ second, `<` is attention from the second to the first. docs/gold-sets.md lists t
 """
 
 from headwise.analysis.metrics.batch_context import WINDOW
-from headwise.analysis.roles.roles import Support
+from headwise.analysis.roles.roles import RoleEvidence
 
 FIRST_TO_SECOND, SECOND_TO_FIRST = ">", "<"
 
@@ -74,7 +74,7 @@ TOKEN_ROLES = {
     "local": "attends to tokens at most 3 away, the token itself left out",
     "fixed offset": "attends to the token at a fixed offset",
     "delimiter": "attends to punctuation marks and line breaks",
-    "capitalised": "attends to tokens that begin with a capital letter",
+    "capitalized": "attends to tokens that begin with a capital letter",
     "digit": "attends to tokens made of digits",
     "long range": f"attends to tokens {WINDOW} or more away, the first token and repeated tokens left out",
     "induction": "attends from the second copy of a random token to the token after the first copy",
@@ -86,7 +86,7 @@ TOKEN_ROLES = {
     "query focus": "attends from the tokens of a question to the document the question is about",
     "retrieval": "attends to the token that is being copied, inside a longer text",
     "far offset": f"attends to the token at a fixed offset of {WINDOW} or more",
-    "fixed place": f"attends to one position, the same in every text, from {WINDOW} tokens away or more",
+    "fixed position": f"attends to one position, the same in every text, from {WINDOW} tokens away or more",
 }
 PATCH_ROLES = {
     "local": "attends to the eight patches around its own",
@@ -102,10 +102,10 @@ WRITING_ROLES = ("successor",)  # the score is the share of cases in which the h
 WRITE_CONDITIONED_ROLES = ("name mover", "name suppression", "copy suppression")
 
 
-def describe_role(support: Support, *, pictures: bool = False) -> str:
+def describe_role(support: RoleEvidence, *, pictures: bool = False) -> str:
     """Describe what the score of a role measures, with its value on held-out texts."""
     label = f"{support.role} {support.detail}".rstrip()
-    if not support.relation and support.role not in (PATCH_ROLES if pictures else TOKEN_ROLES):
+    if not support.is_relation and support.role not in (PATCH_ROLES if pictures else TOKEN_ROLES):
         return f"has the role {label}: {_score(support, 'its score is {}')}"
     return f"{_pattern(support, pictures)} ({label}): {_score(support)}"
 
@@ -128,8 +128,8 @@ def role_meaning(role: str, *, relation: bool = False, pictures: bool = False) -
     return f"{FIRST_TO_SECOND} {forward}; {SECOND_TO_FIRST} {backward}"
 
 
-def _pattern(support: Support, pictures: bool) -> str:
-    if not support.relation:
+def _pattern(support: RoleEvidence, pictures: bool) -> str:
+    if not support.is_relation:
         return role_meaning(support.role, pictures=pictures)
     patterns = RELATION_ROLES.get(support.role) or _arc_patterns(support.role)
     return patterns[support.detail == SECOND_TO_FIRST]
@@ -143,9 +143,9 @@ def _arc_patterns(relation: str) -> tuple[str, str]:
     )
 
 
-def _score(support: Support, weight: str = "in the cases measured {} of its weight goes there") -> str:
+def _score(support: RoleEvidence, weight: str = "in the cases measured {} of its weight goes there") -> str:
     share = f"{100 * support.score:.0f} %"
-    if support.hits and support.relation:
+    if support.hits and support.is_relation:
         return f"in {share} of the cases the right word gets the largest weight of all words"
     if support.hits:
         return f"in {share} of the cases its largest weight is on the right token"

@@ -22,30 +22,30 @@ function shape(parent, name, attributes, text = "") {
 
 function showProfile(el, data) {
   const table = make(el, "table", "", "border-collapse:collapse");
-  const story = make(el, "div", "Press on a head.", "font:13px sans-serif;margin-top:8px");
+  const summary = make(el, "div", "Press on a head.", "font:13px sans-serif;margin-top:8px");
   for (const layer of data.layers) {
     const row = make(table, "tr");
     make(row, "th", layer, "font:11px sans-serif;color:#9aa1a9");
     for (const head of data.heads.filter((one) => one.layer === layer)) {
       const cell = make(row, "td", "", "padding:1px");
       const button = make(cell, "button", head.letters, "width:26px;height:22px;border:0;border-radius:3px;cursor:pointer;font:11px sans-serif");
-      button.style.background = head.colour + Math.round(255 * head.strength).toString(16).padStart(2, "0");
+      button.style.background = head.color + Math.round(255 * head.strength).toString(16).padStart(2, "0");
       button.style.color = head.strength > 0.5 && head.letters ? "#fff" : "#22262b";
-      button.title = `${head.head}: ${head.role} (${head.rung})`;
+      button.title = `${head.head}: ${head.role} (${head.evidence_level})`;
       button.setAttribute("aria-label", button.title);
-      button.onclick = () => tell(story, head);
+      button.onclick = () => tell(summary, head);
     }
   }
 }
 
-function tell(story, head) {
-  story.replaceChildren();
-  make(story, "b", `head ${head.head}: ${head.role} (${head.rung})`);
-  for (const line of head.story) make(story, "div", line);
-  for (const [weight, text] of head.evidence) make(story, "div", `${weight.toFixed(2)}  ${text}`);
+function tell(summary, head) {
+  summary.replaceChildren();
+  make(summary, "b", `head ${head.head}: ${head.role} (${head.evidence_level})`);
+  for (const line of head.summary) make(summary, "div", line);
+  for (const [weight, text] of head.examples) make(summary, "div", `${weight.toFixed(2)}  ${text}`);
 }
 
-function showAttended(el, data) {
+function showAttention(el, data) {
   const choice = make(el, "select");
   choice.setAttribute("aria-label", "head");
   for (const head of Object.keys(data.maps)) make(choice, "option", head);
@@ -58,9 +58,9 @@ function showAttended(el, data) {
 
 function drawLines(place, map) {
   place.replaceChildren();
-  const left = 8 * Math.max(...map.looking.map((word) => word.length)) + 10;
-  const right = 8 * Math.max(...map.seen.map((word) => word.length)) + 10;
-  const tall = LINE * Math.max(map.looking.length, map.seen.length) + 12;
+  const left = 8 * Math.max(...map.queries.map((word) => word.length)) + 10;
+  const right = 8 * Math.max(...map.keys.map((word) => word.length)) + 10;
+  const tall = LINE * Math.max(map.queries.length, map.keys.length) + 12;
   const svg = shape(place, "svg", { width: left + COLUMN + right, height: tall, style: "font:13px sans-serif" });
   const y = (at) => 14 + LINE * at;
   const lines = [];
@@ -71,17 +71,17 @@ function drawLines(place, map) {
     lines.push([i, line]);
   }));
   const only = (word) => lines.forEach(([i, line]) => { line.style.display = word === null || word === i ? "" : "none"; });
-  map.looking.forEach((word, i) => {
+  map.queries.forEach((word, i) => {
     const text = shape(svg, "text", { x: left, y: y(i) + 4, "text-anchor": "end", style: "cursor:default" }, word);
     text.onmouseenter = () => only(i);
     text.onmouseleave = () => only(null);
   });
-  map.seen.forEach((word, j) => shape(svg, "text", { x: left + COLUMN, y: y(j) + 4 }, word));
+  map.keys.forEach((word, j) => shape(svg, "text", { x: left + COLUMN, y: y(j) + 4 }, word));
 }
 
 function render({ model, el }) {
   const data = model.get("data");
-  (data.kind === "profile" ? showProfile : showAttended)(el, data);
+  (data.kind === "profile" ? showProfile : showAttention)(el, data);
 }
 
 export default { render };

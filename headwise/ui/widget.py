@@ -6,55 +6,58 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.recording.attention_maps import Attended
+from headwise.analysis.recording.attention_maps import AttentionView
 from headwise.analysis.roles.profile_result import Profile
-from headwise.ui.head_summary import story
-from headwise.ui.notebook import look_of
+from headwise.ui.head_summary import summary_lines
+from headwise.ui.notebook import head_style
 
 
-def widget_bundle(shown: Profile | Attended) -> dict[str, Any]:
+def widget_mime_bundle(content: Profile | AttentionView) -> dict[str, Any]:
     """What a notebook needs to show a widget, by kind of content; empty where there can be none."""
-    if not can_widget():
+    if not is_widget_available():
         return {}
-    data = profile_data(shown) if isinstance(shown, Profile) else attended_data(shown)
-    made = _kind()(data=data)._repr_mimebundle_()
-    return dict(made[0] if isinstance(made, tuple) else made or {})
+    data = profile_widget_data(content) if isinstance(content, Profile) else attention_widget_data(content)
+    bundle = _widget_class()(data=data)._repr_mimebundle_()
+    return dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
 
 
-def can_widget() -> bool:
+def is_widget_available() -> bool:
     """Whether somebody could press on it: a kernel runs, and anywidget is installed."""
     return "ipykernel" in sys.modules and find_spec("anywidget") is not None
 
 
-def profile_data(profile: Profile) -> dict[str, Any]:
-    """The grid, and behind every head its story."""
+def profile_widget_data(profile: Profile) -> dict[str, Any]:
+    """The grid, and for every head its summary."""
     heads = []
     for head in profile:
-        letters, colour, strength = look_of(head)
+        letters, color, strength = head_style(head)
         heads.append(
             {
-                "head": str(head.address), "layer": str(head.address.site), "letters": letters, "colour": colour,
-                "strength": strength, "role": head.role_label, "rung": head.rung, "score": head.score,
-                "null": head.null, "rest": list(head.rest), "story": [line.text for line in story(profile, head)],
-                "evidence": [[round(seen.weight, 2), seen.text] for seen in (head.evidence or head.hardest)[:4]],
+                "head": str(head.address), "layer": str(head.address.layer_address), "letters": letters, "color": color,
+                "strength": strength, "role": head.role_label, "evidence_level": head.evidence_level, "score": head.score,
+                "baseline": head.baseline, "idle_patterns": list(head.idle_pattern),
+                "summary": [line.text for line in summary_lines(profile, head)],
+                "examples": [
+                    [round(context.weight, 2), context.text] for context in (head.examples or head.top_contexts)[:4]
+                ],
             }
         )  # fmt: skip
-    return {"kind": "profile", "layers": list(profile.about["layers"]), "heads": heads}
+    return {"kind": "profile", "layers": list(profile.metadata["layers"]), "heads": heads}
 
 
-def attended_data(attended: Attended) -> dict[str, Any]:
+def attention_widget_data(view: AttentionView) -> dict[str, Any]:
     """Words and every head's map, three digits each."""
     maps = {}
-    for head in attended.heads:
-        looking, seen = attended.sides(head)
-        weights = [[round(weight, 3) for weight in row] for row in attended.map(head).tolist()]
-        maps[head] = {"looking": list(looking.labels), "seen": list(seen.labels), "weights": weights}
-    first = attended.strongest(1)
-    return {"kind": "attended", "maps": maps, "first": first[0].head if first else attended.heads[0]}
+    for head in view.heads:
+        query_groups, key_groups = view.query_key_groups(head)
+        weights = [[round(weight, 3) for weight in row] for row in view.map(head).tolist()]
+        maps[head] = {"queries": list(query_groups.labels), "keys": list(key_groups.labels), "weights": weights}
+    top_edge = view.top_edges(1)
+    return {"kind": "attention", "maps": maps, "first": top_edge[0].head if top_edge else view.heads[0]}
 
 
 @cache
-def _kind() -> Any:
+def _widget_class() -> Any:
     """The widget's class: made when first asked for, since anywidget may not be there."""
     import anywidget
     import traitlets

@@ -10,68 +10,68 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.io.readers import Reader
+from headwise.io.weight_readers import WeightReader
 from headwise.spec import ModelSpec
 
-When = Callable[[ModelSpec], bool]
+SpecCondition = Callable[[ModelSpec], bool]
 
 
 @dataclass(frozen=True)
-class Line:
+class TensorMapping:
     """theirs → ours. `transposed`: they keep (in, out) where we keep (out, in)."""
 
-    theirs: str
-    ours: str
+    external_name: str
+    native_name: str
     transposed: bool = False
-    when: When = lambda spec: True
-    rotated: bool = False  # rows of q or k, whose order depends on the rotary layout
+    when: SpecCondition = lambda spec: True
+    is_rotary: bool = False  # rows of q or k, whose order depends on the rotary layout
 
-    def turn(self, tensor: Tensor) -> Tensor:
+    def convert(self, tensor: Tensor) -> Tensor:
         """Their tensor for ours, or ours for theirs: a view either way."""
         return tensor.mT if self.transposed else tensor
 
 
 @dataclass(frozen=True)
-class Found:
+class MappedTensor:
     """One tensor of a model: where it is there, where it goes here."""
 
-    theirs: str
-    ours: str
-    line: Line
+    external_name: str
+    native_name: str
+    mapping: TensorMapping
 
 
-def lines_for(spec: ModelSpec, lines: Iterable[Line]) -> Iterator[Found]:
+def expand_mappings(spec: ModelSpec, mappings: Iterable[TensorMapping]) -> Iterator[MappedTensor]:
     """The map written out for a model: every layer, nothing the model does not have."""
-    for line in lines:
-        if line.when(spec):
-            for i in range(spec.layers) if "{i}" in line.ours else (0,):
-                yield Found(line.theirs.format(i=i), line.ours.format(i=i), line)
+    for mapping in mappings:
+        if mapping.when(spec):
+            for i in range(spec.layers) if "{i}" in mapping.native_name else (0,):
+                yield MappedTensor(mapping.external_name.format(i=i), mapping.native_name.format(i=i), mapping)
 
 
-def find_prefix(reader: Reader, known: Iterable[str], prefixes: Iterable[str]) -> str:
+def find_prefix(reader: WeightReader, external_names: Iterable[str], prefixes: Iterable[str]) -> str:
     """Which of a family's usual prefixes this file's names carry: the one under which most of them are known."""
-    known = set(known)
-    return max(prefixes, key=lambda prefix: sum(prefix + name in reader.shapes for name in known))
+    external_names = set(external_names)
+    return max(prefixes, key=lambda prefix: sum(prefix + name in reader.shapes for name in external_names))
 
 
-def check_names(
-    reader: Reader,
-    wanted: dict[str, tuple[int, ...]],
+def check_names_and_shapes(
+    reader: WeightReader,
+    expected_shapes: dict[str, tuple[int, ...]],
     source: object,
-    ignored: Callable[[str], bool] = lambda name: False,
+    is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Refuse a file that lacks tensors, has others, or has them in another shape; the error lists them."""
-    missing = [name for name in wanted if name not in reader.shapes]
-    extra = [name for name in reader.shapes if name not in wanted and not ignored(name)]
-    shapes = [
+    missing = [name for name in expected_shapes if name not in reader.shapes]
+    extra = [name for name in reader.shapes if name not in expected_shapes and not is_ignored(name)]
+    wrong_shapes = [
         f"{name} is {list(reader.shapes[name])}, expected {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected_shapes.items()
         if name in reader.shapes and reader.shapes[name] != shape
     ]
-    told = [
-        f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for what, names in (("missing", missing), ("not expected", extra), ("misshapen", shapes))
+    problems = [
+        f"{problem}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        for problem, names in (("missing", missing), ("not expected", extra), ("misshapen", wrong_shapes))
         if names
     ]
-    if told:
-        raise HeadwiseError(f"{source} does not hold the model its configuration describes. {'; '.join(told)}.")
+    if problems:
+        raise HeadwiseError(f"{source} does not hold the model its configuration describes. {'; '.join(problems)}.")

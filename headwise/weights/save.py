@@ -11,37 +11,38 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.io.aligned_safetensors import write_tensors
-from headwise.io.atomic_write import whole_folder
-from headwise.model.shard import Shard
+from headwise.io.atomic_write import atomic_folder
+from headwise.model.shard import ShardedTransformer
+from headwise.weights.migration import FORMAT, NATIVE_FORMAT
 
 if TYPE_CHECKING:
     from headwise.model import Transformer
 
-PLANS = "plans.json"  # by which heads were cut
+PLANS_FILE = "plans.json"  # by which heads were cut
 
 
 def save(model: "Transformer", folder: str | Path) -> Path:
     """Write a model, pruned or not; `load(folder)` brings it back bit by bit. A model that was there is replaced."""
-    if isinstance(model, Shard):
-        return _save_parts(model, Path(folder))
-    with whole_folder(folder, ("spec.json",)) as new:
-        write_model(model, new)
+    if isinstance(model, ShardedTransformer):
+        return _save_shard(model, Path(folder))
+    with atomic_folder(folder, ("spec.json",)) as temp_folder:
+        write_model(model, temp_folder)
     return Path(folder)
 
 
-def _save_parts(model: Shard, folder: Path) -> Path:
+def _save_shard(model: ShardedTransformer, folder: Path) -> Path:
     """A model that is spread over processes: the first of them is sent all parts and writes; all must call this."""
-    first, wrong = model.together.rank == 0, None
-    state = {name: tensor for name, tensor in model.gathered() if first}
+    is_first, write_error = model.collectives.rank == 0, None
+    state = {name: tensor for name, tensor in model.gathered_tensors() if is_first}
     try:
-        if first:
-            with whole_folder(folder, ("spec.json",)) as new:
-                write_model(model, new, state)
+        if is_first:
+            with atomic_folder(folder, ("spec.json",)) as temp_folder:
+                write_model(model, temp_folder, state)
     except HeadwiseError as error:
-        wrong = error
-    failed = int(model.together.largest(torch.tensor([int(wrong is not None)])))
+        write_error = error
+    failed = int(model.collectives.all_reduce_max(torch.tensor([int(write_error is not None)])))
     if failed:
-        raise wrong or HeadwiseError(f"{folder} could not be written by the first process; it says why.")
+        raise write_error or HeadwiseError(f"{folder} could not be written by the first process; it says why.")
     return folder
 
 
@@ -50,16 +51,17 @@ def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | N
     state = model.state_dict() if state is None else state
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
-    storage = next((layer.read.storage for layer in model.attention_layers()), "qkv")
-    write_tensors(state, folder / "model.safetensors", {"format": "headwise-1", "storage": storage})
-    write_about(model, folder)
+    storage = next((layer.qkv.storage for layer in model.attention_layers()), "qkv")
+    write_tensors(state, folder / "model.safetensors", {"format": NATIVE_FORMAT, "storage": storage})
+    write_metadata(model, folder)
 
 
-def write_about(model: "Transformer", folder: Path) -> None:
+def write_metadata(model: "Transformer", folder: Path) -> None:
     """All that is known of a model besides its weights."""
-    (folder / "spec.json").write_text(model.spec.to_json(), encoding="utf-8")
+    spec = {"format": FORMAT, **json.loads(model.spec.to_json())}
+    (folder / "spec.json").write_text(json.dumps(spec, indent=2), encoding="utf-8")
     if model.plans:
-        told = {"plans": [json.loads(plan.to_json()) for plan in model.plans]}
-        (folder / PLANS).write_text(json.dumps(told, indent=2), encoding="utf-8")
+        plan_data = {"plans": [json.loads(plan.to_json()) for plan in model.plans]}
+        (folder / PLANS_FILE).write_text(json.dumps(plan_data, indent=2), encoding="utf-8")
     if model.tokenizer is not None:
         model.tokenizer.save(folder)

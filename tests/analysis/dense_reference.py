@@ -10,26 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.default_metrics import usual_measures
-from headwise.analysis.metrics.runner import Runner
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.token_classes import CLASSES
-from headwise.analysis.metrics.top_contexts import Evidence
-from headwise.analysis.recording.batching import Batch, Unit, make_batch, run
-from headwise.heads import Site
-from headwise.heads.hook_point import Seen
-from headwise.kernels import Mask, Terms, causal, maps
+from headwise.analysis.metrics.top_contexts import TopContexts
+from headwise.analysis.recording.batching import TextSample, TokenBatch, forward_batch, make_batch
+from headwise.heads import HookPoint
+from headwise.heads.hook_point import AttentionCall
+from headwise.kernels import Mask, ScoreParams, attention_weights, causal
 from headwise.model import Transformer
-from headwise.spec import SiteAddress
-from headwise.text.align import Alignment
+from headwise.spec import LayerAddress
+from headwise.text.token_alignment import Alignment
 
-FAR = 32  # where long range begins
-Rows = dict[str, tuple[np.ndarray, np.ndarray]]  # a measure: sums and counts, (units, heads)
+LONG_RANGE = 32  # where long range begins
+SumsAndCounts = dict[str, tuple[np.ndarray, np.ndarray]]  # a measure: sums and counts, (units, heads)
 
 
-def by_scores(
+def call_from_scores(
     scores: Tensor, mask: Mask | None = None, sink: Tensor | None = None, norms: Tensor | None = None
-) -> Seen:
+) -> AttentionCall:
     """A call whose scores are these, (B, H, T, S): queries are the scores, keys the unit vectors.
 
     `norms` (S,) are the lengths of what each key writes; 1 if left out.
@@ -37,158 +37,177 @@ def by_scores(
     B, H, _, S = scores.shape
     eye = torch.eye(S, dtype=scores.dtype).expand(B, H, S, S)
     v = (torch.ones(S) if norms is None else norms).to(scores)[None, None, :, None].expand(B, H, S, 1)
-    output: Any = SimpleNamespace(slices=torch.eye(3, dtype=scores.dtype)[None, :1].expand(H, 1, 3))
-    terms = Terms(scale=1.0, groups=tuple(range(H)), mask=mask, sink=sink)
-    z = maps(scores, eye, terms) @ v
-    return Seen(Site(SiteAddress("", 0), tuple(range(H)), output), scores, eye, v, terms, z)
+    output: Any = SimpleNamespace(head_weights=torch.eye(3, dtype=scores.dtype)[None, :1].expand(H, 1, 3))
+    params = ScoreParams(scale=1.0, kv_of_head=tuple(range(H)), mask=mask, sink=sink)
+    z = attention_weights(scores, eye, params) @ v
+    return AttentionCall(HookPoint(LayerAddress("", 0), tuple(range(H)), output), scores, eye, v, params, z)
 
 
-def unit(number: int, ids: Sequence[int]) -> Unit:
+def make_sample(index: int, ids: Sequence[int]) -> TextSample:
     """A unit of ids alone; its text is the ids."""
     words = [str(i) for i in ids]
     starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
     spans = [(start, start + len(word)) for start, word in zip(starts, words, strict=False)]
-    return Unit(number, number, tuple(ids), None, partial(Alignment.of, " ".join(words), tuple(ids), words, spans))
+    return TextSample(index, index, tuple(ids), None, partial(Alignment.of, " ".join(words), tuple(ids), words, spans))
 
 
-def distinct(n: int, batch: int = 1) -> Batch:
+def batch_without_repeats(n: int, batch: int = 1) -> TokenBatch:
     """A batch without padding and without a repeated token."""
-    return make_batch([unit(number, range(n)) for number in range(batch)])
+    return make_batch([make_sample(index, range(n)) for index in range(batch)])
 
 
-def measured(seen: Seen, batch: Batch, flags: Tensor | None = None, **options: Any) -> Tally:
+def accumulate_call(call: AttentionCall, batch: TokenBatch, flags: Tensor | None = None, **options: Any) -> Accumulator:
     """What the streaming measures make of one call."""
-    tally = Tally(seen.q.shape[1])
+    accumulator = Accumulator(call.q.shape[1])
     flags = torch.zeros(int(batch.ids.max()) + 1, len(CLASSES)) if flags is None else flags
-    evidence = [one for one in (options.pop("evidence", None),) if one is not None]
-    Runner(tally, [*evidence, *usual_measures(flags)], **options).see(seen, batch, 0)
-    return tally
+    evidence = [metric for metric in (options.pop("evidence", None),) if metric is not None]
+    MetricRunner(accumulator, [*evidence, *default_metrics(flags)], **options).on_call(call, batch, 0)
+    return accumulator
 
 
-def head_of(scores: Tensor, n: int, **options: Any) -> Tally:
+def accumulate_causal_head(scores: Tensor, n: int, **options: Any) -> Accumulator:
     """One causal head with these scores, (n, n)."""
-    return measured(by_scores(scores.double()[None, None], causal(), **options), distinct(n))
+    return accumulate_call(call_from_scores(scores.double()[None, None], causal(), **options), batch_without_repeats(n))
 
 
-def watch(
-    model: Transformer, batches: list[Batch], flags: Tensor, evidence: bool = False, block: int = 0, **options: Any
-) -> tuple[Tally, Rows]:
-    """The streaming measures of a model and the dense ones, of the same passes; `block`: rows of a block, with `every`."""
-    heads = sum(len(site.head_ids) for site in model.sites())
-    tally = Tally(heads)
-    runner = Runner(tally, [*[Evidence(heads)] * evidence, *usual_measures(flags)], **options)
-    dense: Rows = {}
+def streaming_and_dense(
+    model: Transformer, batches: list[TokenBatch], flags: Tensor, evidence: bool = False, block: int = 0, **options: Any
+) -> tuple[Accumulator, SumsAndCounts]:
+    """The streaming measures of a model and the dense ones, of the same passes; `block`: rows of a block, with
+    `row_stride`."""
+    heads = sum(len(hook_point.head_ids) for hook_point in model.hook_points())
+    accumulator = Accumulator(heads)
+    runner = MetricRunner(accumulator, [*[TopContexts(heads)] * evidence, *default_metrics(flags)], **options)
+    dense: SumsAndCounts = {}
     for batch in batches:
         with ExitStack() as stack:
-            first = 0
-            for site in model.sites():
-                stack.enter_context(site.listen(partial(_both, runner, dense, batch, first, heads, flags, block)))
-                first += len(site.head_ids)
+            first_head = 0
+            for hook_point in model.hook_points():
+                stack.enter_context(
+                    hook_point.listen(partial(_accumulate_both, runner, dense, batch, first_head, heads, flags, block))
+                )
+                first_head += len(hook_point.head_ids)
             with torch.no_grad():
-                run(model, batch)
-    return tally, dense
+                forward_batch(model, batch)
+    return accumulator, dense
 
 
-def _both(
-    runner: Runner, dense: Rows, batch: Batch, first: int, heads: int, flags: Tensor, block: int, seen: Seen
+def _accumulate_both(
+    runner: MetricRunner,
+    dense: SumsAndCounts,
+    batch: TokenBatch,
+    first_head: int,
+    heads: int,
+    flags: Tensor,
+    block: int,
+    call: AttentionCall,
 ) -> None:
-    runner.see(seen, batch, first)
-    T, every = seen.q.shape[2], runner.every
-    rows = np.array([not block or i // block % every == _middle(i // block, every, -(-T // block)) for i in range(T)])
-    for name, (sums, counts) in dense_measures(seen, batch, flags, rows).items():
+    runner.on_call(call, batch, first_head)
+    T, row_stride = call.q.shape[2], runner.row_stride
+    rows = np.array(
+        [
+            not block or i // block % row_stride == _middle_block(i // block, row_stride, -(-T // block))
+            for i in range(T)
+        ]
+    )
+    for name, (sums, counts) in dense_metrics(call, batch, flags, rows).items():
         old = dense.setdefault(name, (np.zeros(heads), np.zeros(heads)))
-        here = slice(first, first + sums.shape[1])
-        old[0][here] += sums.sum(0)
-        old[1][here] += counts.sum(0)
+        head_slice = slice(first_head, first_head + sums.shape[1])
+        old[0][head_slice] += sums.sum(0)
+        old[1][head_slice] += counts.sum(0)
 
 
-def _middle(block: int, every: int, blocks: int) -> int:
+def _middle_block(block: int, row_stride: int, blocks: int) -> int:
     """Which block of its run is looked at: the one in the middle; the last run may be short."""
-    return min(every, blocks - block // every * every) // 2
+    return min(row_stride, blocks - block // row_stride * row_stride) // 2
 
 
-def dense_measures(seen: Seen, batch: Batch, flags: Tensor, rows: np.ndarray | None = None) -> Rows:
+def dense_metrics(
+    call: AttentionCall, batch: TokenBatch, flags: Tensor, rows: np.ndarray | None = None
+) -> SumsAndCounts:
     """Every surface measure by its definition, from the whole map: sums over rows and how many there were, (B, H). Of some
     rows alone, (T,), but for what is written, which costs nothing to know of all."""
-    p = maps(seen.q.double(), seen.k.double(), seen.terms).numpy()  # (B, H, T, S)
+    p = attention_weights(call.q.double(), call.k.double(), call.params).numpy()  # (B, H, T, S)
     B, H, T, _ = p.shape
-    mask = seen.terms.mask
-    sight = torch.ones(1, 1, T, T) if mask is None else mask.dense(T, T)
-    sight = sight.expand(B, H, T, T).bool().numpy()
-    real, ids = batch.real.numpy(), batch.ids.numpy()
-    first = batch.first.numpy()
-    wrote = torch.einsum("bhse,hed->bhsd", seen.v.double()[:, list(seen.terms.groups)], seen.site.W_O.double())
-    norms = wrote.norm(dim=-1).numpy()  # (B, H, S)
-    heavy = p * norms[:, :, None]
-    heavy = heavy / np.maximum(heavy.sum(-1, keepdims=True), 1e-30)
-    back = np.arange(T)[:, None] - np.arange(T)  # (T, S): how far back
-    pairs = (real[:, :, None] & real[:, None])[:, None]  # of tokens
+    mask = call.params.mask
+    visible_mask = torch.ones(1, 1, T, T) if mask is None else mask.dense(T, T)
+    visible_mask = visible_mask.expand(B, H, T, T).bool().numpy()
+    real_tokens, ids = batch.real_tokens.numpy(), batch.ids.numpy()
+    first = batch.first_token_positions.numpy()
+    value_outputs = torch.einsum(
+        "bhse,hed->bhsd", call.v.double()[:, list(call.params.kv_of_head)], call.hook_point.W_O.double()
+    )
+    norms = value_outputs.norm(dim=-1).numpy()  # (B, H, S)
+    value_weighted = p * norms[:, :, None]
+    value_weighted = value_weighted / np.maximum(value_weighted.sum(-1, keepdims=True), 1e-30)
+    offsets = np.arange(T)[:, None] - np.arange(T)  # (T, S): how far back
+    pairs = (real_tokens[:, :, None] & real_tokens[:, None])[:, None]  # of tokens
     start = (np.arange(T) == first[:, None])[:, None, None]  # (B, 1, 1, S)
-    visible = sight.sum(-1)
-    made: Rows = {}
+    visible = visible_mask.sum(-1)
+    totals: SumsAndCounts = {}
 
-    def keep(name: str, values: np.ndarray, counted: np.ndarray) -> None:
+    def store(name: str, values: np.ndarray, counted: np.ndarray) -> None:
         """Values (B, H, T) over the rows that count."""
-        some = True if rows is None or name.startswith("write") else rows
-        counted = np.broadcast_to(counted & some, values.shape)
-        made[name] = (np.where(counted, values, 0.0).sum(-1), counted.sum(-1))
+        selected = True if rows is None or name.startswith("output") else rows
+        counted = np.broadcast_to(counted & selected, values.shape)
+        totals[name] = (np.where(counted, values, 0.0).sum(-1), counted.sum(-1))
 
-    row = real[:, None]
+    row = real_tokens[:, None]
     entropy = -np.where(p > 0, p * np.log(np.maximum(p, 1e-300)), 0.0).sum(-1)
-    keep("entropy", entropy, row)
-    keep("relative entropy", entropy / np.log(np.maximum(visible, 2)), row & (visible > 1))
-    keep("participation", 1 / np.maximum((p**2).sum(-1), 1e-12), row)
-    ordinary = real & ~flags[batch.ids][..., CLASSES.index("special")].bool().numpy()  # (B, T)
-    sees = (sight & ordinary[:, None, None]).any(-1)  # (B, H, T): whether it sees an ordinary token
-    keep("confidence", (p * ordinary[:, None, None]).max(-1), ordinary[:, None] & sees)
-    keep("distance", (p * abs(back)).sum(-1), row)
-    keep("signed distance", (p * back).sum(-1), row)
-    keep("first", (p * start).sum(-1), row)
-    keep("abstention", 1 - p.sum(-1), row)
-    keep("uniform", 1 / np.maximum(visible, 1), row)
+    store("entropy", entropy, row)
+    store("relative entropy", entropy / np.log(np.maximum(visible, 2)), row & (visible > 1))
+    store("participation", 1 / np.maximum((p**2).sum(-1), 1e-12), row)
+    ordinary = real_tokens & ~flags[batch.ids][..., CLASSES.index("special")].bool().numpy()  # (B, T)
+    sees = (visible_mask & ordinary[:, None, None]).any(-1)  # (B, H, T): whether it sees an ordinary token
+    store("confidence", (p * ordinary[:, None, None]).max(-1), ordinary[:, None] & sees)
+    store("distance", (p * abs(offsets)).sum(-1), row)
+    store("signed distance", (p * offsets).sum(-1), row)
+    store("first", (p * start).sum(-1), row)
+    store("abstention", 1 - p.sum(-1), row)
+    store("uniform", 1 / np.maximum(visible, 1), row)
     for c, name in enumerate(CLASSES):
-        there = (flags[batch.ids][..., c].bool().numpy() & real)[:, None, None]
-        there = there if name == "special" else there & ~start  # a sink is no interest in a class
-        could = row if name == "special" else row & (sight & there).any(-1)  # rows that see the class
-        keep(name, (p * there).sum(-1), could)
-        keep(f"{name} null", (sight & there).sum(-1) / np.maximum(visible, 1), could)
-        keep(f"{name} valued", (heavy * there).sum(-1), could)
-    length = torch.einsum("bhte,hed->bhtd", seen.z.double(), seen.site.W_O.double()).norm(dim=-1).numpy()
-    keep("write", length, row)
-    keep("write share", length / np.maximum(length.sum(1, keepdims=True), 1e-30), row)
-    ahead = bool((sight & (back < 0) & pairs).any())  # only a head that can look ahead has offsets ahead
-    for offset in range(1 - FAR if ahead else 0, FAR):
-        here = (back == offset) & pairs  # (B, 1, T, S): one cell a row at most
-        aimed = here & ~start
-        at = {kind: (here * values).sum(-1) for kind, values in (("p", p), ("top", p == p.max(-1, keepdims=True)))}
-        keep(f"offset {offset}", at["p"], here.any(-1))
-        keep(f"argmax {offset}", at["top"], here.any(-1))
-        keep(f"aimed {offset}", at["p"], aimed.any(-1))
-        keep(f"aimed null {offset}", 1 / np.maximum(visible, 1), aimed.any(-1))
-        keep(f"aimed valued {offset}", (here * heavy).sum(-1), aimed.any(-1))
-    beside = (abs(back) <= 3) & (back != 0) & pairs & ~start & (ahead | (back > 0))
-    keep("local", (p * beside).sum(-1), beside.any(-1))
-    keep("local null", beside.sum(-1) / np.maximum(visible, 1), beside.any(-1))
-    keep("local valued", (heavy * beside).sum(-1), beside.any(-1))
-    for low in (FAR << i for i in range(11)):
-        inside = (abs(back) >= low) & (abs(back) < 2 * low) & pairs
-        reach = ((abs(back) >= low) & pairs & (ahead | (back > 0))).any(-1)
-        keep(f"distance {low}-{2 * low - 1}", (p * inside).sum(-1), reach)
-    follows = np.concatenate((np.full((B, 1), -2), np.where(real, ids, -1)[:, :-1]), 1)
+        in_class = (flags[batch.ids][..., c].bool().numpy() & real_tokens)[:, None, None]
+        in_class = in_class if name == "special" else in_class & ~start  # a sink is no interest in a class
+        eligible = row if name == "special" else row & (visible_mask & in_class).any(-1)  # rows that see the class
+        store(name, (p * in_class).sum(-1), eligible)
+        store(f"{name} baseline", (visible_mask & in_class).sum(-1) / np.maximum(visible, 1), eligible)
+        store(f"{name} value-weighted", (value_weighted * in_class).sum(-1), eligible)
+    length = torch.einsum("bhte,hed->bhtd", call.z.double(), call.hook_point.W_O.double()).norm(dim=-1).numpy()
+    store("output norm", length, row)
+    store("output share", length / np.maximum(length.sum(1, keepdims=True), 1e-30), row)
+    ahead = bool((visible_mask & (offsets < 0) & pairs).any())  # only a head that can look ahead has offsets ahead
+    for offset in range(1 - LONG_RANGE if ahead else 0, LONG_RANGE):
+        at_offset = (offsets == offset) & pairs  # (B, 1, T, S): one cell a row at most
+        target_cells = at_offset & ~start
+        at = {kind: (at_offset * values).sum(-1) for kind, values in (("p", p), ("top", p == p.max(-1, keepdims=True)))}
+        store(f"offset {offset}", at["p"], at_offset.any(-1))
+        store(f"argmax {offset}", at["top"], at_offset.any(-1))
+        store(f"aimed {offset}", at["p"], target_cells.any(-1))
+        store(f"aimed baseline {offset}", 1 / np.maximum(visible, 1), target_cells.any(-1))
+        store(f"aimed value-weighted {offset}", (at_offset * value_weighted).sum(-1), target_cells.any(-1))
+    nearby = (abs(offsets) <= 3) & (offsets != 0) & pairs & ~start & (ahead | (offsets > 0))
+    store("local", (p * nearby).sum(-1), nearby.any(-1))
+    store("local baseline", nearby.sum(-1) / np.maximum(visible, 1), nearby.any(-1))
+    store("local value-weighted", (value_weighted * nearby).sum(-1), nearby.any(-1))
+    for low in (LONG_RANGE << i for i in range(11)):
+        inside = (abs(offsets) >= low) & (abs(offsets) < 2 * low) & pairs
+        reach = ((abs(offsets) >= low) & pairs & (ahead | (offsets > 0))).any(-1)
+        store(f"distance {low}-{2 * low - 1}", (p * inside).sum(-1), reach)
+    follows = np.concatenate((np.full((B, 1), -2), np.where(real_tokens, ids, -1)[:, :-1]), 1)
     repeats = (ids[:, :, None] == ids[:, None]) | (ids[:, :, None] == follows[:, None])
-    far = (abs(back) >= FAR) & ~repeats[:, None] & ~start & pairs
-    could = (sight & far).any(-1)
-    keep("long range", (p * far).sum(-1), could)
-    keep("long range null", (sight & far).sum(-1) / np.maximum(visible, 1), could)
-    keep("long range valued", (heavy * far).sum(-1), could)
-    return made
+    far = (abs(offsets) >= LONG_RANGE) & ~repeats[:, None] & ~start & pairs
+    eligible = (visible_mask & far).any(-1)
+    store("long range", (p * far).sum(-1), eligible)
+    store("long range baseline", (visible_mask & far).sum(-1) / np.maximum(visible, 1), eligible)
+    store("long range value-weighted", (value_weighted * far).sum(-1), eligible)
+    return totals
 
 
-def assert_alike(tally: Tally, dense: Rows, names: Sequence[str] | None = None) -> None:
+def assert_matches_dense(accumulator: Accumulator, dense: SumsAndCounts, names: Sequence[str] | None = None) -> None:
     """Sums over counts agree to 1e-5, and what could not be measured was not."""
     for name in dense if names is None else names:
         sums, counts = dense[name]
-        mine, rows = (x.sum(0) for x in tally.per_bucket(name))
+        actual, rows = (x.sum(0) for x in accumulator.per_bucket(name))
         np.testing.assert_array_equal(rows, counts, err_msg=f"rows of {name}")
         with np.errstate(invalid="ignore", divide="ignore"):
-            np.testing.assert_allclose(mine / rows, sums / counts, rtol=1e-5, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(actual / rows, sums / counts, rtol=1e-5, atol=1e-5, err_msg=name)

@@ -24,112 +24,116 @@ PAIRS = [
     ("a mat", "the cat"),
     ("the mat", "that was a mat"),
 ]
-BOTH = MODELS["encoder-decoder"]
+ENCODER_DECODER = MODELS["encoder-decoder"]
 SPECS: dict[str, ModelSpec] = {
-    "plain": BOTH,
+    "plain": ENCODER_DECODER,
     "rotary, windows": replace(MODELS["decoder, rotary"], kind="encoder-decoder", encoder_layers=1, windows=(3, None)),
-    "learned, post": replace(BOTH, positions="learned", form="post", encoder_layers=3),
-    "cut": BOTH.without("enc.0.1,dec.1.*,cross.0.2,cross.1.0"),
+    "learned, post": replace(ENCODER_DECODER, positions="learned", norm_placement="post", encoder_layers=3),
+    "cut": ENCODER_DECODER.without("enc.0.1,dec.1.*,cross.0.2,cross.1.0"),
 }
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"the cat sat a mat it was that there at".split()]  # noqa: SIM905
+WORDPIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"the cat sat a mat it was that there at".split()]  # noqa: SIM905
 
 
-def reading(spec: ModelSpec, tokenizer: Tokenizer | None = None, seed: int = 0) -> Transformer:
+def pair_model(spec: ModelSpec, tokenizer: Tokenizer | None = None, seed: int = 0) -> Transformer:
     """A model of a variant, in double precision; it reads letters, or what the tokenizer given reads."""
     model = make_model(replace(spec, vocab=17, context=64), seed)
     model.tokenizer = tokenizer or character_tokenizer("".join(source + text for source, text in PAIRS))
     return model
 
 
-def words() -> Tokenizer:
+def wordpiece_tokenizer() -> Tokenizer:
     """Words with [CLS] before and [SEP] behind, as BERT reads them."""
-    return Tokenizer.from_wordpiece(PIECES)
+    return Tokenizer.from_wordpiece(WORDPIECES)
 
 
-def encoded(model: Transformer, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[Tensor, Tensor]]:
+def encode_pairs(model: Transformer, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[Tensor, Tensor]]:
     """Each pair by hand: the source with its end (1, S), and the text behind an end token, with its own (1, T)."""
     tokenizer = model.tokenizer
     assert tokenizer is not None
     end = tokenizer.special["eos"] if tokenizer.special["eos"] is not None else tokenizer.special["sep"]
     assert end is not None
 
-    def ended(text: str) -> list[int]:
+    def encode_with_end(text: str) -> list[int]:
         ids = tokenizer.encode(text)
         return ids if ids[-1] == end else [*ids, end]
 
-    return [(torch.tensor([ended(source)]), torch.tensor([[end, *ended(text)]])) for source, text in pairs]
+    return [
+        (torch.tensor([encode_with_end(source)]), torch.tensor([[end, *encode_with_end(text)]]))
+        for source, text in pairs
+    ]
 
 
-def surprises(model: Transformer, pairs: list[tuple[str, str]] = PAIRS, **options: object) -> list[Tensor]:
+def token_losses(model: Transformer, pairs: list[tuple[str, str]] = PAIRS, **options: object) -> list[Tensor]:
     """−log p of every token of each text, (T − 1,) each."""
-    made = []
-    for source, text in encoded(model, pairs):
+    losses = []
+    for source, text in encode_pairs(model, pairs):
         logits = model(text[:, :-1], source=source, **options)[0]  # (T − 1, V)
-        made.append(F.cross_entropy(logits, text[0, 1:], reduction="none"))
-    return made
+        losses.append(F.cross_entropy(logits, text[0, 1:], reduction="none"))
+    return losses
 
 
 def mean_loss(model: Transformer, pairs: list[tuple[str, str]] = PAIRS) -> float:
     """The mean over all tokens of all texts."""
     with torch.no_grad():
-        return float(torch.cat(surprises(model, pairs)).mean())
+        return float(torch.cat(token_losses(model, pairs)).mean())
 
 
 @torch.no_grad()
-def given(model: Transformer, head: Address, whole: bool = False) -> list[Tensor]:
+def head_outputs(model: Transformer, head: Address, full_text: bool = False) -> list[Tensor]:
     """z of a head in each pair, (T, e): a text without its last token, which nobody reads to guess, or the whole of it."""
-    made = []
-    for source, text in encoded(model):
-        with record(model, str(head), what="z") as recording:
-            model(text if whole else text[:, :-1], source=source)
-        made.append(recording[head].z[0])
-    return made
+    outputs = []
+    for source, text in encode_pairs(model):
+        with record(model, str(head), tensors="z") as recording:
+            model(text if full_text else text[:, :-1], source=source)
+        outputs.append(recording[head].z[0])
+    return outputs
 
 
-def losses_without(model: Transformer, head: Address, instead: list[Tensor] | None = None) -> list[Tensor]:
-    """`surprises` with a head's z replaced, in each pair by rows (T, e) of `instead`, or by nothing.
+def token_losses_without(model: Transformer, head: Address, replacements: list[Tensor] | None = None) -> list[Tensor]:
+    """`token_losses` with a head's z replaced, in each pair by rows (T, e) of `replacements`, or by nothing.
 
     The head's own share of W_O is emptied for the while, and what stands in for it is added behind the layer.
     """
-    layer = next(layer for layer in model.attention_layers() if layer.site.address == head.site)
+    layer = next(layer for layer in model.attention_layers() if layer.hook_point.address == head.layer_address)
     W_O: Tensor = model.heads[str(head)].W_O  # pyright: ignore
-    made = []
+    losses = []
     with torch.no_grad():
         before = W_O.clone()
-        for number, pair in enumerate(PAIRS):
-            added = before.new_zeros(()) if instead is None else instead[number] @ before  # (T, D)
+        for index, pair in enumerate(PAIRS):
+            added = before.new_zeros(()) if replacements is None else replacements[index] @ before  # (T, D)
             W_O.zero_()
-            with behind(layer, added):
-                made += surprises(model, [pair])
+            with output_offset(layer, added):
+                losses += token_losses(model, [pair])
             W_O.copy_(before)
-    return made
+    return losses
 
 
-def worths(
-    model: Transformer, instead: Callable[[Address], list[Tensor]] | None = None, last: bool = False
+def ablation_costs(
+    model: Transformer, replacement_of: Callable[[Address], list[Tensor]] | None = None, last_only: bool = False
 ) -> list[float]:
-    """What is lost without each head; `instead(head)` are the rows that stand in for it in each pair, none: nothing."""
-    made = []
+    """What is lost without each head; `replacement_of(head)` are the rows that stand in for it in each pair, none:
+    nothing."""
+    costs = []
     with torch.no_grad():
-        clean = surprises(model)
-    for head in model.spec.addresses:
-        lost = losses_without(model, head, None if instead is None else instead(head))
-        if last:
-            made.append(float(torch.stack([a[-1] - b[-1] for a, b in zip(lost, clean, strict=True)]).mean()))
+        clean = token_losses(model)
+    for head in model.spec.head_addresses:
+        lost = token_losses_without(model, head, None if replacement_of is None else replacement_of(head))
+        if last_only:
+            costs.append(float(torch.stack([a[-1] - b[-1] for a, b in zip(lost, clean, strict=True)]).mean()))
         else:
-            made.append(float((torch.cat(lost) - torch.cat(clean)).mean()))
-    return made
+            costs.append(float((torch.cat(lost) - torch.cat(clean)).mean()))
+    return costs
 
 
 @contextmanager
-def behind(layer: nn.Module, added: Tensor) -> Iterator[None]:
+def output_offset(layer: nn.Module, added: Tensor) -> Iterator[None]:
     """While open, this is added to what a layer writes, (T, D) or (D,)."""
-    hook = layer.register_forward_hook(partial(_add, added))
+    hook = layer.register_forward_hook(partial(_add_to_output, added))
     try:
         yield
     finally:
         hook.remove()
 
 
-def _add(added: Tensor, layer: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _add_to_output(added: Tensor, layer: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output + added

@@ -1,6 +1,6 @@
-"""What a fresh process runs: python -m tests.analysis.stream_script SMALL LARGE. Profiles SMALL, then LARGE under a real limit of
-memory, and prints what it read and by how much memory rose. Each is a file of words, a treebank, or a number: so many
-documents of the little language, with relations."""
+"""What a fresh process runs: python -m tests.analysis.stream_script SMALL LARGE. Profiles SMALL, then LARGE under a real
+limit of memory, and prints what it read and by how much memory rose. Each is a file of words, a treebank, or a number: so
+many documents of the synthetic language, with relations."""
 
 import resource
 import sys
@@ -13,72 +13,74 @@ import torch
 
 import headwise as hw
 from headwise.analysis.recording import tokenized_corpus
-from headwise.experiments.engine.memory import STATUS, rise
+from headwise.experiments.engine.peak_memory import STATUS_FILE, peak_memory
 from headwise.model import Transformer
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.synthetic import VOCABULARY
 
 WORDS = [f"w{number}" for number in range(200)]
-ARCS = ("nsubj", "obj", "det", "amod")
-ROOM = 64 << 20  # bytes a process may take beyond what it holds after the small file
+RELATIONS = ("nsubj", "obj", "det", "amod")
+MEMORY_MARGIN = 64 << 20  # bytes a process may take beyond what it holds after the small file
 
 
-def write(path: Path, tokens: int) -> Path:
+def write_words(path: Path, tokens: int) -> Path:
     """So many random words, 40 a line."""
     with open(path, "w") as file:
-        drawn = torch.Generator().manual_seed(tokens)
+        generator = torch.Generator().manual_seed(tokens)
         for start in range(0, tokens, 40):
-            line = torch.randint(len(WORDS), (min(40, tokens - start),), generator=drawn).tolist()
-            file.write(" ".join(WORDS[number] for number in line) + "\n")
+            line = torch.randint(len(WORDS), (min(40, tokens - start),), generator=generator).tolist()
+            file.write(" ".join(WORDS[word_id] for word_id in line) + "\n")
     return path
 
 
 def write_treebank(path: Path, sentences: int) -> Path:
     """So many sentences of 8 to 15 random words in CoNLL-U, each word a dependent of an earlier one."""
-    drawn = torch.Generator().manual_seed(sentences)
+    generator = torch.Generator().manual_seed(sentences)
     with open(path, "w") as file:
         for _ in range(sentences):
-            length = int(torch.randint(8, 16, (1,), generator=drawn))
-            words = torch.randint(len(WORDS), (length,), generator=drawn).tolist()
-            heads = (torch.rand(length, generator=drawn) * torch.arange(length)).long().tolist()
-            for place, (word, head) in enumerate(zip(words, heads, strict=True)):
-                arc = (str(head + 1), ARCS[word % len(ARCS)]) if place else ("0", "root")
-                file.write("\t".join((str(place + 1), WORDS[word], "_", "NOUN", "_", "_", *arc, "_", "_")) + "\n")
+            length = int(torch.randint(8, 16, (1,), generator=generator))
+            words = torch.randint(len(WORDS), (length,), generator=generator).tolist()
+            heads = (torch.rand(length, generator=generator) * torch.arange(length)).long().tolist()
+            for position, (word, head) in enumerate(zip(words, heads, strict=True)):
+                arc = (str(head + 1), RELATIONS[word % len(RELATIONS)]) if position else ("0", "root")
+                file.write("\t".join((str(position + 1), WORDS[word], "_", "NOUN", "_", "_", *arc, "_", "_")) + "\n")
             file.write("\n")
     return path
 
 
-def make(words: Sequence[str]) -> Transformer:
+def make_model(words: Sequence[str]) -> Transformer:
     """A decoder as small as can be that reads these words."""
     torch.manual_seed(0)
     attention = hw.AttentionSpec(width=8, heads=2)
     tokenizer = word_tokenizer(words)
-    model = Transformer(hw.ModelSpec(vocab=len(tokenizer), context=256, layers=1, hidden=8, attention=attention))
+    model = Transformer(hw.ModelSpec(vocab=len(tokenizer), context=256, layers=1, mlp_width=8, attention=attention))
     model.tokenizer = tokenizer
     return model
 
 
 def main(small: str, large: str) -> None:
     torch.set_num_threads(1)
-    tokens = 2048
+    batch_tokens = 2048
     if large.endswith(".conllu"):  # little at a time, so that a small treebank streams too
-        tokens, tokenized_corpus.KEPT = 256, 1 << 12
-    made: list[dict[str, Any]] = []
-    model = make(VOCABULARY if large.isdigit() else WORDS)
+        batch_tokens, tokenized_corpus.MAX_CACHED_TOKENS = 256, 1 << 12
+    summaries: list[dict[str, Any]] = []
+    model = make_model(VOCABULARY if large.isdigit() else WORDS)
 
-    def look(given: str) -> None:
-        corpus = hw.Corpus.little(documents=int(given)) if given.isdigit() else Path(given)
-        made.append(hw.profile(model, corpus, tokens=tokens).about)
+    def profile_corpus(argument: str) -> None:
+        corpus = hw.Corpus.synthetic(documents=int(argument)) if argument.isdigit() else Path(argument)
+        summaries.append(hw.profile(model, corpus, batch_tokens=batch_tokens).metadata)
 
-    def work() -> None:
-        if STATUS.is_file():
-            held = int(next(line for line in STATUS.read_text().splitlines() if line.startswith("VmData")).split()[1])
-            resource.setrlimit(resource.RLIMIT_DATA, ((held << 10) + ROOM, (held << 10) + ROOM))
-        look(large)
+    def profile_large() -> None:
+        if STATUS_FILE.is_file():
+            used_kb = int(
+                next(line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmData")).split()[1]
+            )
+            resource.setrlimit(resource.RLIMIT_DATA, ((used_kb << 10) + MEMORY_MARGIN, (used_kb << 10) + MEMORY_MARGIN))
+        profile_corpus(large)
 
     start = time.perf_counter()
-    rose = rise(work, lambda: look(small))
-    print(f"{made[-1]['tokens']} tokens: {rose:.1f} MB, {time.perf_counter() - start:.0f} s")
+    growth_mb = peak_memory(profile_large, lambda: profile_corpus(small))
+    print(f"{summaries[-1]['tokens']} tokens: {growth_mb:.1f} MB, {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

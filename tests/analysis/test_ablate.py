@@ -9,163 +9,163 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.ablation.ablate import ablated, mean_activations, mean_of, patched, record_z
+from headwise.analysis.ablation.ablate import ablated, mean_activations, mean_of_outputs, patched, record_z
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.spec import SiteAddress
+from headwise.spec import LayerAddress
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.text.corpus import Corpus
-from tests.analysis.models import TEXTS, encoded, reading
-from tests.contract.layers import MODELS, assert_equal, make_model, model_inputs, run, token_ids
+from tests.analysis.models import TEXTS, character_model, encode_texts
+from tests.contract.layers import MODELS, assert_equal, make_model, model_inputs, run_model, token_ids
 
 HEADS = dict.fromkeys(MODELS, "0.3") | {"encoder-decoder": "enc.1.2,dec.0.1,cross.1.3"}
 
 
-def listened(model: Transformer, *args: Any, **options: Any) -> dict[SiteAddress, Tensor]:
+def record_by_listening(model: Transformer, *args: Any, **options: Any) -> dict[LayerAddress, Tensor]:
     """z of every layer in one call, seen by plain listeners."""
-    seen: dict[SiteAddress, Tensor] = {}
+    z_by_address: dict[LayerAddress, Tensor] = {}
     with ExitStack() as stack, torch.no_grad():
-        for site in model.sites():
-            stack.enter_context(site.listen(lambda call: seen.update({call.site.address: call.z})))
+        for hook_point in model.hook_points():
+            stack.enter_context(hook_point.listen(lambda call: z_by_address.update({call.hook_point.address: call.z})))
         model(*args, **options)
-    return seen
+    return z_by_address
 
 
-def put(model: Transformer, address: str, value: Tensor, *args: Any, **options: Any) -> Tensor:
+def run_with_replaced_z(model: Transformer, address: str, value: Tensor, *args: Any, **options: Any) -> Tensor:
     """The output with one head's z replaced by hand: value (B, T, e)."""
     head = model.heads[address]
-    site = head.layer.site  # pyright: ignore
+    hook_point = head.layer.hook_point  # pyright: ignore
 
     def edit(z: Tensor) -> Tensor:
         return torch.stack([value.expand(z[:, h].shape) if h == head.index else z[:, h] for h in range(z.shape[1])], 1)  # pyright: ignore
 
-    with site.replaced(edit):
+    with hook_point.replaced(edit):
         return model(*args, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_zero_is_zeroing_the_rows_of_W_O(name: str) -> None:
+def test_ablated_zero_equals_zeroing_W_O_rows(name: str) -> None:
     model, same = make_model(MODELS[name]), make_model(MODELS[name])
-    before = run(model)
+    before = run_model(model)
     with ablated(model, HEADS[name], "zero"):
-        got = run(model)
+        got = run_model(model)
     with torch.no_grad():
         for head in same.heads.select(HEADS[name]):
             head.W_O.zero_()
-    assert_equal(got, run(same))
+    assert_equal(got, run_model(same))
     assert (got - before).abs().max() > 1e-3
-    assert torch.equal(run(model), before)  # and afterwards nothing is left of it
-    assert not any(site.is_open for site in model.sites())
+    assert torch.equal(run_model(model), before)  # and afterwards nothing is left of it
+    assert not any(hook_point.is_active for hook_point in model.hook_points())
 
 
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "encoder"])
-@pytest.mark.parametrize("by", ["global", "position"])
-def test_means_are_those_of_texts_read_one_by_one(name: str, by: Any) -> None:
-    model = reading(MODELS[name])
-    alone = [listened(model, ids) for ids in encoded(model)]
-    made = mean_activations(model, TEXTS, by, tokens=40)  # padded, in more than one batch
+@pytest.mark.parametrize("grouping", ["global", "position"])
+def test_mean_activations_batched_equal_single_texts(name: str, grouping: Any) -> None:
+    model = character_model(MODELS[name])
+    alone = [record_by_listening(model, ids) for ids in encode_texts(model)]
+    means = mean_activations(model, TEXTS, grouping, batch_tokens=40)  # padded, in more than one batch
     for head in model.heads:
-        rows = [z[head.address.site][0, head.index] for z in alone]  # (T, e) each
-        if by == "global":
-            assert_equal(made[head.address], torch.cat(rows).mean(0))
+        rows = [z[head.address.layer_address][0, head.index] for z in alone]  # (T, e) each
+        if grouping == "global":
+            assert_equal(means[head.address], torch.cat(rows).mean(0))
             continue
-        longest = max(map(len, rows))
-        want = [torch.stack([row[i] for row in rows if len(row) > i]).mean(0) for i in range(longest)]
-        assert_equal(made[str(head.address)], torch.stack(want))
+        max_length = max(map(len, rows))
+        want = [torch.stack([row[i] for row in rows if len(row) > i]).mean(0) for i in range(max_length)]
+        assert_equal(means[str(head.address)], torch.stack(want))
 
 
 @pytest.mark.parametrize("name", ["decoder, rotary", "decoder, cut", "encoder"])
-def test_mean_ablation_is_cutting_and_folding_the_mean_into_the_bias(name: str) -> None:
-    model = reading(MODELS[name], attention=replace(MODELS[name].attention, out_bias=True))
-    folded = reading(MODELS[name], attention=replace(MODELS[name].attention, out_bias=True))
+def test_ablated_mean_equals_folding_mean_into_bias(name: str) -> None:
+    model = character_model(MODELS[name], attention=replace(MODELS[name].attention, out_bias=True))
+    folded = character_model(MODELS[name], attention=replace(MODELS[name].attention, out_bias=True))
     means, ids = mean_activations(model, TEXTS), token_ids(3, 7)
     with ablated(model, "0.3", "mean", means=means):
         got = model(ids)
     with torch.no_grad():
         head = folded.heads["0.3"]
-        head.layer.write.bias += means["0.3"] @ head.W_O  # pyright: ignore
+        head.layer.output_projection.bias += means["0.3"] @ head.W_O  # pyright: ignore
         head.W_O.zero_()  # pyright: ignore
     assert_equal(got, folded(ids))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_means_by_position_follow_the_tokens_not_the_columns(side: str) -> None:
-    model = reading(MODELS["decoder, rotary"])
+def test_ablated_position_means_follow_tokens_under_padding(side: str) -> None:
+    model = character_model(MODELS["decoder, rotary"])
     means = mean_activations(model, TEXTS, "position")
-    ids, real = token_ids(2, 7), torch.ones(2, 7, dtype=torch.bool)
-    short = real[1]
+    ids, attention_mask = token_ids(2, 7), torch.ones(2, 7, dtype=torch.bool)
+    short = attention_mask[1]
     short[: 3 if side == "left" else 0] = False
     short[7 if side == "left" else 4 :] = False
-    with ablated(model, "1.2", means=means, padding=real):
-        got = model(ids, padding=real)
+    with ablated(model, "1.2", means=means, attention_mask=attention_mask):
+        got = model(ids, attention_mask=attention_mask)
     for row in range(2):
-        alone = ids[row : row + 1, real[row]]
-        want = put(model, "1.2", means["1.2"][: alone.shape[1]], alone)
-        assert_equal(got[row, real[row]], want[0])
+        alone = ids[row : row + 1, attention_mask[row]]
+        want = run_with_replaced_z(model, "1.2", means["1.2"][: alone.shape[1]], alone)
+        assert_equal(got[row, attention_mask[row]], want[0])
 
 
-def test_a_constant_head_is_worth_nothing_but_by_zero() -> None:
+def test_ablated_constant_head_changes_output_only_by_zero() -> None:
     model, ids = make_model(MODELS["decoder"]), token_ids(3, 6)
     head = model.heads["0.1"]
     with torch.no_grad():
         head.W_V.zero_()  # pyright: ignore
     clean = model(ids)
-    for how in ("mean", "resample"):
-        with ablated(model, "0.1", how, means=mean_of([record_z(model, ids)])):  # pyright: ignore
+    for method in ("mean", "resample"):
+        with ablated(model, "0.1", method, means=mean_of_outputs([record_z(model, ids)])):  # pyright: ignore
             assert_equal(model(ids), clean)
     with ablated(model, "0.1", "zero"):
         assert (model(ids) - clean).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["decoder, rotary", "decoder, parallel", "encoder"])
-def test_resampling_borrows_from_another_example_or_run(name: str) -> None:
+def test_ablated_resample_uses_another_example_or_run(name: str) -> None:
     model, ids = make_model(MODELS[name]), token_ids(3, 6)
     head, order = model.heads["0.2"], torch.tensor([2, 2, 0])
-    z = listened(model, ids)[head.address.site][:, head.index]  # pyright: ignore
+    z = record_by_listening(model, ids)[head.address.layer_address][:, head.index]  # pyright: ignore
     with ablated(model, "0.2", "resample", other=order):
-        assert_equal(model(ids), put(model, "0.2", z[order], ids))
+        assert_equal(model(ids), run_with_replaced_z(model, "0.2", z[order], ids))
     with ablated(model, "0.2", "resample"):
-        assert_equal(model(ids), put(model, "0.2", z[[2, 0, 1]], ids))
+        assert_equal(model(ids), run_with_replaced_z(model, "0.2", z[[2, 0, 1]], ids))
     other = token_ids(1, 4, seed=9)
-    there = listened(model, other)[head.address.site][:, head.index]  # pyright: ignore
+    other_z = record_by_listening(model, other)[head.address.layer_address][:, head.index]  # pyright: ignore
     with ablated(model, "0.2", "resample", other=record_z(model, other, "0.*")):
         assert_equal(
-            model(ids), put(model, "0.2", there[:, [0, 1, 2, 3, 0, 1]], ids)
+            model(ids), run_with_replaced_z(model, "0.2", other_z[:, [0, 1, 2, 3, 0, 1]], ids)
         )  # four tokens, then from the start
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_borrowing_never_takes_padding(side: str) -> None:
-    model, ids, real = make_model(MODELS["decoder"]), token_ids(2, 5), torch.ones(2, 5, dtype=torch.bool)
-    gone = slice(0, 2) if side == "left" else slice(3, 5)
-    real[1, gone] = False
-    short = ids[1:, real[1]]  # (1, 3)
-    z = [listened(model, one)[SiteAddress("", 1)][:, 3] for one in (ids[:1], short)]
-    with ablated(model, "1.3", "resample", padding=real):
-        got = model(ids, padding=real)
-    assert_equal(got[:1], put(model, "1.3", z[1][:, [0, 1, 2, 0, 1]], ids[:1]))
-    assert_equal(got[1, real[1]], put(model, "1.3", z[0][:, :3], short)[0])
+def test_ablated_resample_never_uses_padding(side: str) -> None:
+    model, ids, attention_mask = make_model(MODELS["decoder"]), token_ids(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    padded = slice(0, 2) if side == "left" else slice(3, 5)
+    attention_mask[1, padded] = False
+    short = ids[1:, attention_mask[1]]  # (1, 3)
+    z = [record_by_listening(model, text_ids)[LayerAddress("", 1)][:, 3] for text_ids in (ids[:1], short)]
+    with ablated(model, "1.3", "resample", attention_mask=attention_mask):
+        got = model(ids, attention_mask=attention_mask)
+    assert_equal(got[:1], run_with_replaced_z(model, "1.3", z[1][:, [0, 1, 2, 0, 1]], ids[:1]))
+    assert_equal(got[1, attention_mask[1]], run_with_replaced_z(model, "1.3", z[0][:, :3], short)[0])
 
 
 @pytest.mark.parametrize("name", ["decoder, rotary", "decoder, windows", "encoder", "encoder-decoder"])
-def test_patching_puts_in_what_heads_gave_elsewhere(name: str) -> None:
-    model, here = make_model(MODELS[name]), model_inputs(MODELS[name])
-    there = here | {"ids": token_ids(*here["ids"].shape, seed=8)}
+def test_patched_inserts_z_of_recorded_run(name: str) -> None:
+    model, inputs = make_model(MODELS[name]), model_inputs(MODELS[name])
+    other_inputs = inputs | {"ids": token_ids(*inputs["ids"].shape, seed=8)}
     address = "cross.1.2" if name == "encoder-decoder" else "1.2"
-    recorded = record_z(model, heads=address, **there)
-    head, before = model.heads[address], model(**here)
-    z = listened(model, **there)[head.address.site][:, head.index]  # pyright: ignore
+    recorded = record_z(model, heads=address, **other_inputs)
+    head, before = model.heads[address], model(**inputs)
+    z = record_by_listening(model, **other_inputs)[head.address.layer_address][:, head.index]  # pyright: ignore
     with patched(model, address, recorded):
-        assert_equal(model(**here), put(model, address, z, **here))
-        assert_equal(model(**there), model(**there))
-    mine = listened(model, **here)[head.address.site][:, head.index]  # pyright: ignore
-    mine[:, [1, -1]] = z[:, [1, -1]]
+        assert_equal(model(**inputs), run_with_replaced_z(model, address, z, **inputs))
+        assert_equal(model(**other_inputs), model(**other_inputs))
+    own_z = record_by_listening(model, **inputs)[head.address.layer_address][:, head.index]  # pyright: ignore
+    own_z[:, [1, -1]] = z[:, [1, -1]]
     with patched(model, address, recorded, positions=[1, -1]):
-        assert_equal(model(**here), put(model, address, mine, **here))
-    assert torch.equal(model(**here), before)
+        assert_equal(model(**inputs), run_with_replaced_z(model, address, own_z, **inputs))
+    assert torch.equal(model(**inputs), before)
 
 
-def test_patching_every_head_of_one_layer_model_moves_all_that_attention_says() -> None:
+def test_patched_all_heads_of_one_layer_gives_clean_logits() -> None:
     model = make_model(replace(MODELS["decoder"], layers=1))
     clean, corrupt = token_ids(1, 6), token_ids(1, 6, seed=5)
     corrupt[:, -1] = clean[:, -1]  # the stream of the last token is the same, so attention is all that differs
@@ -173,7 +173,7 @@ def test_patching_every_head_of_one_layer_model_moves_all_that_attention_says() 
         assert_equal(model(corrupt)[:, -1], model(clean)[:, -1])
 
 
-def test_contexts_nest_and_end_with_an_error() -> None:
+def test_ablated_nested_contexts_undo_after_error() -> None:
     model, ids = make_model(MODELS["decoder"]), token_ids(2, 5)
     before, recorded = model(ids), record_z(model, ids)
     with ablated(model, "0.*", "zero"), patched(model, "0.1", recorded), ablated(model, "1.2", "zero"):
@@ -185,72 +185,72 @@ def test_contexts_nest_and_end_with_an_error() -> None:
     assert torch.equal(model(ids), before)
 
 
-def test_gradients_pass_and_recording_leaves_the_mode_alone() -> None:
+def test_ablated_passes_gradients_and_record_z_keeps_mode() -> None:
     model, ids = make_model(MODELS["decoder"]).train(), token_ids(2, 5)
     record_z(model, ids)
     assert model.training
     with ablated(model, "1.1", "zero"):
         model(ids).square().mean().backward()
-    grad = model.blocks[1].attention.write.weight.grad.unflatten(1, (4, -1))  # pyright: ignore
+    grad = model.blocks[1].attention.output_projection.weight.grad.unflatten(1, (4, -1))  # pyright: ignore
     assert float(grad[:, 1].abs().max()) == 0
     assert float(grad[:, 2].abs().max()) > 0
 
 
-def test_the_plain_call_takes_means_over_the_embedded_texts() -> None:
+def test_ablated_default_uses_probe_set_means() -> None:
     model, ids = make_model(replace(MODELS["decoder"], vocab=257, context=512)), token_ids(2, 5)
     model.tokenizer = tokenizer = byte_tokenizer()
-    embedded = [item.text for item in Corpus.probe().items()]
-    site = model.sites()[0]
-    for on, texts in ((TEXTS, TEXTS), (None, embedded)):
+    embedded = [item.text for item in Corpus.probe_set().items()]
+    hook_point = model.hook_points()[0]
+    for corpus, texts in ((TEXTS, TEXTS), (None, embedded)):
         total, count = torch.zeros(6), 0
         for text in texts:
-            z = listened(model, torch.tensor([tokenizer.encode(text)]))[site.address][0, 1]  # (T, e)
+            z = record_by_listening(model, torch.tensor([tokenizer.encode(text)]))[hook_point.address][0, 1]  # (T, e)
             total, count = total + z.sum(0), count + len(z)
-        with hw.ablated(model, "0.1", on=on):
+        with hw.ablated(model, "0.1", corpus=corpus):
             got = model(ids)
-        assert_equal(got, put(model, "0.1", total / count, ids))
+        assert_equal(got, run_with_replaced_z(model, "0.1", total / count, ids))
     assert not torch.equal(got, model(ids))
 
 
-def test_another_text_is_patched_in_by_its_words() -> None:
-    model = reading(MODELS["decoder"])
+def test_patched_accepts_text_or_ids() -> None:
+    model = character_model(MODELS["decoder"])
     assert model.tokenizer is not None
-    here, there = (torch.tensor([model.tokenizer.encode(text)]) for text in ("the cat", "the mat"))
-    recorded = record_z(model, there)
+    ids, other_ids = (torch.tensor([model.tokenizer.encode(text)]) for text in ("the cat", "the mat"))
+    recorded = record_z(model, other_ids)
     with patched(model, "0.1,1.2", recorded, [4]):
-        want = model(here)
-    for other in ("the mat", there, there[0].tolist()):
+        want = model(ids)
+    for other in ("the mat", other_ids, other_ids[0].tolist()):
         with hw.patched(model, "0.1,1.2", other, [4]):
-            assert_equal(model(here), want)
+            assert_equal(model(ids), want)
     with ablated(model, "0.1", "resample", other=recorded):
-        want = model(here)
+        want = model(ids)
     with hw.ablated(model, "0.1", "resample", other="the mat"):
-        assert_equal(model(here), want)
+        assert_equal(model(ids), want)
 
 
-def test_means_merge() -> None:
-    model = reading(MODELS["decoder"])
-    for by in ("global", "position"):
-        whole = mean_activations(model, TEXTS, by)  # pyright: ignore
-        parts = mean_activations(model, TEXTS[:2], by).merge(mean_activations(model, TEXTS[2:], by))  # pyright: ignore
-        for site, sums in whole.sums.items():
-            assert_equal(parts.sums[site], sums)
-            assert_equal(parts.counts[site], whole.counts[site])
+def test_mean_activations_merge_equals_single_pass() -> None:
+    model = character_model(MODELS["decoder"])
+    for grouping in ("global", "position"):
+        full = mean_activations(model, TEXTS, grouping)  # pyright: ignore
+        merged = mean_activations(model, TEXTS[:2], grouping).merge(mean_activations(model, TEXTS[2:], grouping))  # pyright: ignore
+        for hook_point, sums in full.sums.items():
+            assert_equal(merged.sums[hook_point], sums)
+            assert_equal(merged.counts[hook_point], full.counts[hook_point])
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_ablated_and_patched_invalid_arguments_raise() -> None:
     model, ids = make_model(MODELS["decoder"]), token_ids(2, 5)
     recorded = record_z(model, ids, "0.*")
-    short = mean_of([record_z(model, ids[:, :3])], by="position")
+    short = mean_of_outputs([record_z(model, ids[:, :3])], granularity="position")
 
-    def run_with(context: Any, given: Tensor = ids) -> None:
+    def run_with(context: Any, input_ids: Tensor = ids) -> None:
         with context:
-            model(given)
+            model(input_ids)
 
-    for context, given, message in (
+    for context, input_ids, message in (
         (ablated(model, "0.1", "mean"), ids, "needs the means"),
-        (ablated(model, "0.1", "zero", on=TEXTS), ids, "which texts means are taken over"),
-        (ablated(model, "0.1", on=TEXTS, means=short), ids, "which texts means are taken over"),
+        (ablated(model, "0.1", "zero", corpus=TEXTS), ids, "which texts means are taken over"),
+        (ablated(model, "0.1", corpus=TEXTS, means=short), ids, "which texts means are taken over"),
         (patched(model, "0.1", "the cat"), ids, "no tokenizer"),
         (patched(model, "0.1", []), ids, "another run is a text"),
         (ablated(model, "0.1", "some"), ids, "no ablation 'some'"),  # pyright: ignore
@@ -262,13 +262,13 @@ def test_what_is_wrong_is_said() -> None:
         (patched(model, "1.1", recorded), ids, "not in the recorded run"),
         (patched(model, "0.1", recorded), ids[:, :4], "texts of one length"),
         (patched(model, "0.1", recorded, [5]), ids, "no position 5"),
-        (ablated(model, "0.1", "resample", padding=torch.ones(2, 4)), ids, "padding is"),
+        (ablated(model, "0.1", "resample", attention_mask=torch.ones(2, 4)), ids, "attention_mask is"),
     ):
         with pytest.raises(HeadwiseError, match=message):
-            run_with(context, given)
+            run_with(context, input_ids)
     with pytest.raises(HeadwiseError, match="nothing to take a mean over"):
-        mean_of([])
-    with pytest.raises(HeadwiseError, match="'global' or by 'position'"):
-        mean_of([recorded], by="row")  # pyright: ignore
+        mean_of_outputs([])
+    with pytest.raises(HeadwiseError, match="'global' or 'position'"):
+        mean_of_outputs([recorded], granularity="row")  # pyright: ignore
     with pytest.raises(HeadwiseError, match="cannot be merged"):
-        mean_of([recorded]).merge(short)
+        mean_of_outputs([recorded]).merge(short)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.attribution.direct_effect import direct_effects
-from headwise.analysis.attribution.ov_analysis import copying, logit_attribution
+from headwise.analysis.attribution.attended_token_effect import direct_effects
+from headwise.analysis.attribution.ov_analysis import copying_scores, logit_attribution
 from headwise.analysis.recording.recording import record
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel, Transformer
+from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.build_tokenizers import byte_tokenizer, word_tokenizer
-from tests.analysis.constructed_word_models import Worded, back, to_place
+from tests.analysis.constructed_word_models import WordModel, scores_to_offset, scores_to_position
 from tests.attached.test_analysis import build
-from tests.contract.layers import MODELS, fill, make_model
+from tests.contract.layers import MODELS, make_model, randomize
 
 WORDS = [f"w{i}" for i in range(20)]
 
@@ -32,9 +32,9 @@ def sentences(count: int, words: list[str], length: int = 9, seed: int = 0) -> l
 def test_direct_effect_built_copy_head_equals_closed_form(gain: float) -> None:
     """Token and place are unit vectors, so the norm multiplies by √(D/2) and the value is √(D/2) e_a. The head adds
     g = gain √(D/2) along the unembedding of a, and the final norm divides by √((2 + g²)/D)."""
-    built = Worded(WORDS, heads=2)
-    built.head("0.0", places=back(1), write=gain * torch.eye(built.V))
-    built.head("0.1", places=to_place(0))
+    built = WordModel(WORDS, heads=2)
+    built.set_head("0.0", position_scores=scores_to_offset(1), output_map=gain * torch.eye(built.V))
+    built.set_head("0.1", position_scores=scores_to_position(0))
     effects = direct_effects(built.model, sentences(12, WORDS))
     width = built.model.spec.width
     written = gain * math.sqrt(width / 2)
@@ -47,31 +47,31 @@ def test_direct_effect_built_copy_head_equals_closed_form(gain: float) -> None:
     assert effect.queries == 12 * 7, "of 9 positions the first two attend to the first token"
     assert effect.share == pytest.approx(7 / 9)
     assert effect.texts == 12
-    assert math.isnan(copying(built.model)["0.0"]), "the eigenvalues of W_V W_O are 0, whatever is written"
+    assert math.isnan(copying_scores(built.model)["0.0"]), "the eigenvalues of W_V W_O are 0, whatever is written"
 
 
 def test_direct_effect_constant_shift_of_all_logits_is_zero() -> None:
-    built = Worded(WORDS, heads=1)
-    built.head("0.0", places=back(1), write=torch.ones(built.V, built.V))
+    built = WordModel(WORDS, heads=1)
+    built.set_head("0.0", position_scores=scores_to_offset(1), output_map=torch.ones(built.V, built.V))
     assert direct_effects(built.model, sentences(8, WORDS))["0.0"].mean == pytest.approx(0, abs=1e-5)
 
 
-def attributed(model: AnyModel, texts: list[str]) -> dict[str, list[float]]:
+def attributed(model: ModelProtocol, texts: list[str]) -> dict[str, list[float]]:
     """By hand, text by text: the largest weight of each row, and the head's share in every logit there."""
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     special = {i for i in tokenizer.special.values() if i is not None}
-    effects: dict[str, list[float]] = {str(address): [] for address in model.spec.addresses}
+    effects: dict[str, list[float]] = {str(address): [] for address in model.spec.head_addresses}
     for text in texts:
         ids = tokenizer.encode(text)
         with torch.no_grad(), record(model, "*") as recording:
             model(torch.tensor([ids]))
         for row in range(len(ids)):
             shares = [logit_attribution(model, ids, token, position=row).heads for token in range(model.spec.vocab)]
-            for address, found in effects.items():
+            for address, values in effects.items():
                 key = int(recording[address].map()[0, row].argmax())
                 if key and ids[key] not in special:
-                    found.append(shares[ids[key]][address] - float(np.mean([share[address] for share in shares])))
+                    values.append(shares[ids[key]][address] - float(np.mean([share[address] for share in shares])))
     return effects
 
 
@@ -79,7 +79,7 @@ def attributed(model: AnyModel, texts: list[str]) -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "decoder, cut"])
 def test_direct_effect_equals_logit_attribution(name: str, norm: str) -> None:
     model = make_model(replace(MODELS[name], norm=norm))
-    fill(model)
+    randomize(model)
     words = [f"w{i}" for i in range(model.spec.vocab - 2)]
     model.tokenizer = word_tokenizer(words)
     texts = sentences(5, words, 4)

@@ -13,9 +13,9 @@ from headwise.analysis.roles.profile import profile
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer
+from headwise.text.annotated_document import Document
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document
 from headwise.text.probe import probe_set
 from headwise.text.synthetic import VOCABULARY
 
@@ -24,18 +24,18 @@ GAINS = (0.0, 1.0, 4.0)  # as models begin; at unit gain; at unit gain with quer
 
 
 @cache
-def pieces() -> Tokenizer:
+def sentencepiece_tokenizer() -> Tokenizer:
     """As SentencePiece numbers tokens: special ones, then merges in the order in which they were learned; single
     characters and punctuation last."""
-    texts = [document.text for document in Corpus.probe().items() if isinstance(document, Document)]
+    texts = [document.text for document in Corpus.probe_set().items() if isinstance(document, Document)]
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
     backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, show_progress=False))
-    made = json.loads(backend.to_str())["model"]
-    merges = [tuple(pair) for pair in made["merges"]]
+    model_json = json.loads(backend.to_str())["model"]
+    merges = [tuple(pair) for pair in model_json["merges"]]
     merged = list(dict.fromkeys("".join(pair) for pair in merges))
-    single = sorted(set(made["vocab"]) - set(merged))
-    vocab = {token: number for number, token in enumerate(("<unk>", "<s>", "</s>", *merged, *single))}
+    single = sorted(set(model_json["vocab"]) - set(merged))
+    vocab = {token: token_id for token_id, token in enumerate(("<unk>", "<s>", "</s>", *merged, *single))}
     backend = Backend(models.BPE(vocab, merges, unk_token="<unk>"))  # pyright: ignore[reportCallIssue]
     backend.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
@@ -44,7 +44,7 @@ def pieces() -> Tokenizer:
     return Tokenizer(backend, {"bos": 1, "eos": 2, "unk": 0})
 
 
-def untrained(
+def untrained_model(
     seed: int, gain: float, tokenizer: Tokenizer, layers: int = LAYERS, heads: int = HEADS, width: int = 48
 ) -> Transformer:
     """As models begin, when attention is nearly even; or redrawn so that each layer keeps the length of what it reads, when
@@ -56,8 +56,8 @@ def untrained(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 2:
-                    among = 1 if "embed" in name else parameter.shape[1]
-                    parameter.normal_(std=among**-0.5)
+                    fan_in = 1 if "embed" in name else parameter.shape[1]
+                    parameter.normal_(std=fan_in**-0.5)
             for head in model.heads:
                 head.W_Q.mul_(gain)
     model.tokenizer = tokenizer
@@ -66,35 +66,35 @@ def untrained(
 
 def false_alarms(seeds: range, gain: float, vocabulary: str, causal: bool = True) -> Counter[str]:
     if vocabulary == "words":
-        tokenizer, texts = word_tokenizer(VOCABULARY), list(Corpus.little("held-out", documents=60, seed=1).items())
+        tokenizer, texts = word_tokenizer(VOCABULARY), list(Corpus.synthetic("held-out", documents=60, seed=1).items())
     else:
-        tokenizer, texts = pieces(), list(probe_set())[::5]
+        tokenizer, texts = sentencepiece_tokenizer(), list(probe_set())[::5]
     return Counter(
-        f"{head.role}, {head.rung}"
+        f"{head.role}, {head.evidence_level}"
         for seed in seeds
-        for head in profile(untrained(seed, gain, tokenizer), texts, seed=seed, causal=causal)
+        for head in profile(untrained_model(seed, gain, tokenizer), texts, seed=seed, causal=causal)
         if head.role != "unclear"
     )
 
 
-def test_single_characters_come_last() -> None:
-    tokenizer = pieces()
+def test_sentencepiece_tokenizer_single_characters_come_last() -> None:
+    tokenizer = sentencepiece_tokenizer()
     ids = tokenizer.encode("Ann's cat, dogs.")
     assert ids[0] == 1
     assert tokenizer.decode(ids) == "Ann's cat, dogs."
-    assert all((tokenizer.backend.token_to_id(one) or 0) > len(tokenizer) / 2 for one in ",.'s")
+    assert all((tokenizer.backend.token_to_id(character) or 0) > len(tokenizer) / 2 for character in ",.'s")
 
 
 @pytest.mark.parametrize("vocabulary", ["words", "pieces"])
-def test_sharp_heads_that_learned_nothing_have_no_role(vocabulary: str) -> None:
+def test_profile_sharp_random_heads_have_no_role(vocabulary: str) -> None:
     assert false_alarms(SEEDS[:2], 4.0, vocabulary, causal=False) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", ["words", "pieces"])
 @pytest.mark.parametrize("gain", GAINS)
-def test_heads_that_learned_nothing(gain: float, vocabulary: str) -> None:
+def test_profile_random_models_have_no_roles(gain: float, vocabulary: str) -> None:
     """None, ablations and all."""
-    told = false_alarms(SEEDS, gain, vocabulary)
-    print(f"gain {gain:g}, {vocabulary}: {told.total()} of {len(SEEDS) * LAYERS * HEADS}: {dict(told)}")
-    assert told == {}
+    alarms = false_alarms(SEEDS, gain, vocabulary)
+    print(f"gain {gain:g}, {vocabulary}: {alarms.total()} of {len(SEEDS) * LAYERS * HEADS}: {dict(alarms)}")
+    assert alarms == {}

@@ -15,12 +15,12 @@ import torch
 
 import headwise as hw
 from headwise.analysis.attribution.logit_attribution import logit_attribution
-from headwise.analysis.attribution.ov_analysis import value_weighted, vocabulary, write_share
-from headwise.analysis.attribution.qk_transform import find_turning
+from headwise.analysis.attribution.ov_analysis import output_shares, token_effects, value_weighted_map
+from headwise.analysis.attribution.qk_norm_rotary import infer_qk_transform
 from headwise.errors import HeadwiseError
 from headwise.text.build_tokenizers import byte_tokenizer
 from tests.attached.models import BY_NAME
-from tests.contract.layers import MODELS, fill
+from tests.contract.layers import MODELS, randomize
 
 TEXTS = ["The old man saw a dog. The old man saw a cat.", "To be or not to be, that is the question.", "a b c d e f g"]
 IDS = list(range(40, 60))
@@ -31,7 +31,7 @@ JUMPS = ("hits", "argmax")
 
 def native() -> Any:
     model = hw.Transformer(replace(MODELS["decoder, rotary"], vocab=257, context=128)).eval()
-    fill(model)
+    randomize(model)
     return model
 
 
@@ -55,22 +55,23 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
 
 def test_profile_in_half_precision_equals_float32(pair: tuple[Any, Any, float]) -> None:
     half, full, eps = pair
-    ours, theirs = hw.profile(half, TEXTS), hw.profile(full, TEXTS)
-    for name in theirs.tally.fields:
-        got, want = ours.tally.mean(name), theirs.tally.mean(name)
+    half_result, full_result = hw.profile(half, TEXTS), hw.profile(full, TEXTS)
+    for name in full_result.accumulator.fields:
+        got, want = half_result.accumulator.mean(name), full_result.accumulator.mean(name)
         assert (np.isfinite(got) == np.isfinite(want)).all(), name
         if not any(jump in name for jump in JUMPS):
             bound = UNITS * eps * np.maximum(1, np.abs(np.nan_to_num(want)))
             assert (np.abs(np.nan_to_num(got) - np.nan_to_num(want)) <= bound).all(), name
 
 
-@pytest.mark.parametrize("by", ["ablation", "gradient", "attribution"])
-def test_importance_in_half_precision_equals_float32(pair: tuple[Any, Any, float], by: Any) -> None:
+@pytest.mark.parametrize("ranking", ["ablation", "gradient", "attribution"])
+def test_importance_in_half_precision_equals_float32(pair: tuple[Any, Any, float], ranking: Any) -> None:
     half, full, eps = pair
-    ours, theirs = (hw.importance(model, TEXTS, by=by, check=0) for model in (half, full))
-    np.testing.assert_allclose(ours.mean, theirs.mean, rtol=0, atol=UNITS * eps)  # nats per token, of a loss of about 6
-    if by == "ablation":
-        assert ours.clean == pytest.approx(theirs.clean, abs=UNITS * eps)
+    half_result, full_result = (hw.importance(model, TEXTS, ranking=ranking, check_heads=0) for model in (half, full))
+    # nats per token, of a loss of about 6
+    np.testing.assert_allclose(half_result.mean, full_result.mean, rtol=0, atol=UNITS * eps)
+    if ranking == "ablation":
+        assert half_result.clean_loss == pytest.approx(full_result.clean_loss, abs=UNITS * eps)
 
 
 def test_loss_in_half_precision_is_that_of_the_logits_in_float64(pair: tuple[Any, Any, float]) -> None:
@@ -81,44 +82,46 @@ def test_loss_in_half_precision_is_that_of_the_logits_in_float64(pair: tuple[Any
         logits, hidden = half(ids)[0, :-1].double(), half(ids, hidden=True)[0, :-1]
         summed = half.output.cross_entropy(hidden, ids[0, 1:], total=1)
     want = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
-    assert hw.importance(half, [text]).clean == pytest.approx(float(want), abs=1e-5)
+    assert hw.importance(half, [text]).clean_loss == pytest.approx(float(want), abs=1e-5)
     assert float(summed) == pytest.approx(float(want) * len(logits), rel=1e-5)
 
 
-@pytest.mark.parametrize("lead", [False, True])
-def test_why_in_half_precision_equals_float32(pair: tuple[Any, Any, float], lead: bool) -> None:
+@pytest.mark.parametrize("relative_to_mean", [False, True])
+def test_explain_in_half_precision_equals_float32(pair: tuple[Any, Any, float], relative_to_mean: bool) -> None:
     half, full, eps = pair
-    for head in half.spec.addresses:
-        ours, theirs = (hw.why(model, IDS, head, at=18, to=5, lead=lead) for model in (half, full))
-        assert ours.complete, (head, ours.error, ours.rounding)
+    for head in half.spec.head_addresses:
+        half_result, full_result = (
+            hw.explain(model, IDS, head, query=18, key=5, relative_to_mean=relative_to_mean) for model in (half, full)
+        )
+        assert half_result.is_complete, (head, half_result.relative_error, half_result.rounding)
         with hw.record(full, head) as recording, torch.no_grad():
             full(torch.tensor([IDS]))
-        call = recording[head].only
+        call = recording[head].only_call
         size = float(call.q[0, 18].norm() * call.k[0].norm(dim=1).max())  # a score of this size is rounded
-        largest = max(size, float(theirs.table.abs().max()))
-        assert (ours.table - theirs.table).abs().max() <= UNITS * eps * largest, head
-        assert ours.score == pytest.approx(theirs.score, abs=UNITS * eps * largest), head
+        largest = max(size, float(full_result.pair_scores.abs().max()))
+        assert (half_result.pair_scores - full_result.pair_scores).abs().max() <= UNITS * eps * largest, head
+        assert half_result.score == pytest.approx(full_result.score, abs=UNITS * eps * largest), head
 
 
 def test_attribution_in_half_precision_adds_up(pair: tuple[Any, Any, float]) -> None:
     half, full, eps = pair
-    ours, theirs = logit_attribution(half, IDS, 33), logit_attribution(full, IDS, 33)
-    assert ours.complete
-    assert theirs.tolerance < ours.tolerance
-    sizes = max(map(abs, theirs.parts.values()))
-    for name, share in theirs.parts.items():
-        assert ours.parts[name] == pytest.approx(share, abs=UNITS * eps * sizes), name
+    half_result, full_result = logit_attribution(half, IDS, 33), logit_attribution(full, IDS, 33)
+    assert half_result.is_complete
+    assert full_result.tolerance < half_result.tolerance
+    sizes = max(map(abs, full_result.parts.values()))
+    for name, part in full_result.parts.items():
+        assert half_result.parts[name] == pytest.approx(part, abs=UNITS * eps * sizes), name
 
 
-def test_writes_in_half_precision_equal_float32(pair: tuple[Any, Any, float]) -> None:
+def test_output_shares_in_half_precision_equal_float32(pair: tuple[Any, Any, float]) -> None:
     half, full, eps = pair
-    ours, theirs = write_share(half, TEXTS), write_share(full, TEXTS)
-    for head, want in theirs.items():
-        assert ours[head].norm_share == pytest.approx(want.norm_share, abs=UNITS * eps)
-    head = str(half.spec.addresses[-1])
-    weighted = [value_weighted(model, TEXTS[2], head).weighted for model in (half, full)]
+    half_result, full_result = output_shares(half, TEXTS), output_shares(full, TEXTS)
+    for head, want in full_result.items():
+        assert half_result[head].norm_fraction == pytest.approx(want.norm_fraction, abs=UNITS * eps)
+    head = str(half.spec.head_addresses[-1])
+    weighted = [value_weighted_map(model, TEXTS[2], head).weighted for model in (half, full)]
     assert (weighted[0] - weighted[1]).abs().max() <= UNITS * eps
-    assert vocabulary(half, head, [40], k=2)[0].promotes
+    assert token_effects(half, head, [40], k=2)[0].promotes
     assert half.heads[head].OV.singular_values().dtype == torch.float32
     a, b = (model.heads[head].OV.singular_values() for model in (half, full))
     assert torch.equal(a, b)  # the same numbers, computed alike
@@ -126,37 +129,39 @@ def test_writes_in_half_precision_equal_float32(pair: tuple[Any, Any, float]) ->
 
 def projections(bias: float) -> dict[str, torch.Tensor]:
     """Queries of 3 heads and keys of 2, (heads, T=2, d=4), with a bias on channels 1 and 3: the pair that rotates slowest."""
-    draws = torch.Generator().manual_seed(0)
-    made = {
-        letter: torch.randn(heads, 2, 4, generator=draws, dtype=torch.double) for letter, heads in (("q", 3), ("k", 2))
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        projection: torch.randn(heads, 2, 4, generator=generator, dtype=torch.double)
+        for projection, heads in (("q", 3), ("k", 2))
     }
-    return {letter: x + bias * torch.tensor([0.0, 1.0, 0.0, 1.0]) for letter, x in made.items()}
+    return {projection: x + bias * torch.tensor([0.0, 1.0, 0.0, 1.0]) for projection, x in values.items()}
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_find_turning_under_large_biases_finds_the_rotation(name: str) -> None:
+def test_infer_qk_transform_under_large_biases_finds_the_rotation(name: str) -> None:
     """The rotation of the small channels is below the tolerance of the largest, so a plain factor would pass for it."""
     before, dtype = projections(100.0), HALVES[name]
     angles = torch.tensor([[0.0, 0.0], [1.0, 0.01]], dtype=torch.double)  # (T, pairs)
-    met = {}
-    for letter, x in before.items():
-        one, other = x[..., :2], x[..., 2:]
-        turned = one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()
-        met[letter] = torch.cat(turned, -1).to(dtype).double()
-    turning = find_turning(SimpleNamespace(site=SimpleNamespace(address="0")), before, met, dtype)
-    assert turning.layout == "half"
-    assert turning.cos is not None
-    assert (
-        float((turning.cos[1] - angles[1].cos()).abs().max()) <= 100 * torch.finfo(dtype).eps
-    )  # from values of 1 beside 100
+    score_inputs = {}
+    for projection, x in before.items():
+        first, second = x[..., :2], x[..., 2:]
+        rotated = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        score_inputs[projection] = torch.cat(rotated, -1).to(dtype).double()
+    transform = infer_qk_transform(
+        SimpleNamespace(hook_point=SimpleNamespace(address="0")), before, score_inputs, dtype
+    )
+    assert transform.layout == "half"
+    assert transform.cos is not None
+    # from values of 1 beside 100
+    assert float((transform.cos[1] - angles[1].cos()).abs().max()) <= 100 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_find_turning_of_something_else_is_refused(name: str) -> None:
+def test_infer_qk_transform_of_something_else_raises(name: str) -> None:
     before = projections(0.0)
-    met = {letter: x.tanh().to(HALVES[name]).double() for letter, x in before.items()}
+    score_inputs = {projection: x.tanh().to(HALVES[name]).double() for projection, x in before.items()}
     with pytest.raises(HeadwiseError, match="something other than a norm"):
-        find_turning(SimpleNamespace(site=SimpleNamespace(address="0")), before, met, HALVES[name])
+        infer_qk_transform(SimpleNamespace(hook_point=SimpleNamespace(address="0")), before, score_inputs, HALVES[name])
 
 
 @pytest.mark.parametrize("kind", ["native", "attached"])
@@ -166,19 +171,19 @@ def test_profile_of_large_float16_activations_is_finite(kind: str) -> None:
     with torch.no_grad():
         if kind == "native":
             for layer in model.attention_layers():
-                layer.read.weight("v").mul_(300)
+                layer.qkv.weight("v").mul_(300)
         else:
             for layer in model.model.layers:
                 layer.self_attn.v_proj.weight.mul_(300)
     model = model.half()
     model = model if kind == "native" else hw.attach(model)
     model.tokenizer = byte_tokenizer()
-    with hw.record(model, "*", what="v") as recording, torch.no_grad():
+    with hw.record(model, "*", tensors="v") as recording, torch.no_grad():
         model(torch.tensor([IDS]))
-    largest = max(float(one.v.abs().max()) for one in recording)
+    largest = max(float(head.v.abs().max()) for head in recording)
     assert 256 < largest < 65504  # so squares overflow, and the values themselves do not
     profile = hw.profile(model, TEXTS)
-    for name in ("write", "write share", "local valued", "entropy"):
-        assert np.isfinite(profile.tally.mean(name)).all(), name
-    assert (profile.tally.mean("write") > 256).any()
+    for name in ("output norm", "output share", "local value-weighted", "entropy"):
+        assert np.isfinite(profile.accumulator.mean(name)).all(), name
+    assert (profile.accumulator.mean("output norm") > 256).any()
     assert np.isfinite(hw.importance(model, TEXTS).mean).all()

@@ -6,26 +6,33 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.analysis.attribution.linear_probes import BINS, DRAWS, RIDGE, Decoded, Fit, decodable
+from headwise.analysis.attribution.linear_probes import (
+    NUM_PROJECTIONS,
+    POSITION_BINS,
+    RIDGE,
+    ProbeAccuracy,
+    RidgeAccumulator,
+    linear_probe,
+)
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Tokenizer
-from headwise.text.documents import Document
+from headwise.text.annotated_document import Document
 
 NOUNS, VERBS = ("cat", "mat", "dog"), ("sat", "ran")
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *NOUNS, *VERBS]
+WORDPIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *NOUNS, *VERBS]
 LENGTH = 16
 
 
 def documents(count: int = 40, seed: int = 0) -> list[Document]:
     """Random words, so that position and class have nothing to do with each other."""
-    dice = np.random.default_rng(seed)
-    drawn = [[(NOUNS + VERBS)[i] for i in dice.integers(5, size=LENGTH)] for _ in range(count)]
-    return [Document.of(words, classes=["noun" if w in NOUNS else "verb" for w in words]) for words in drawn]
+    rng = np.random.default_rng(seed)
+    sentences = [[(NOUNS + VERBS)[i] for i in rng.integers(5, size=LENGTH)] for _ in range(count)]
+    return [Document.of(words, classes=["noun" if w in NOUNS else "verb" for w in words]) for words in sentences]
 
 
-def built() -> Transformer:
+def one_hot_model() -> Transformer:
     """A stream of 10 word channels and 20 position channels, one-hot. q reads positions two by two, which is enough for
     eight ranges of sixteen; k reads words."""
     spec = ModelSpec(
@@ -44,61 +51,64 @@ def built() -> Transformer:
             if parameter.ndim > 1:
                 parameter.zero_()
         for head in (0, 1):
-            q, k, v = (model.heads[f"0.{head}"].__getattribute__(f"W_{letter}") for letter in "QKV")
-            for place in range(1, 17):  # [CLS] is at 0
-                q[10 + place, (place - 1) // 2] = 1.0  # two places a channel
+            q, k, v = (model.heads[f"0.{head}"].__getattribute__(f"W_{projection}") for projection in "QKV")
+            for position in range(1, 17):  # [CLS] is at 0
+                q[10 + position, (position - 1) // 2] = 1.0  # two places a channel
             for word in range(9):
                 k[1 + word, word] = 1.0
             v.copy_(k)
-    model.tokenizer = Tokenizer.from_wordpiece(PIECES)
+    model.tokenizer = Tokenizer.from_wordpiece(WORDPIECES)
     return model
 
 
-def by_key(rows: list[Decoded]) -> dict[tuple[str, str, str], Decoded]:
-    return {(row.head, row.side, row.what): row for row in rows}
+def by_key(rows: list[ProbeAccuracy]) -> dict[tuple[str, str, str], ProbeAccuracy]:
+    return {(row.head, row.tensor, row.target): row for row in rows}
 
 
-def test_heads_give_away_what_they_were_built_to_read_and_nothing_else() -> None:
-    found = by_key(decodable(built(), documents(), what=("position", "word", "class")))
-    assert len(found) == 2 * 3 * 3
+def test_linear_probe_decodes_only_what_heads_read() -> None:
+    probes = by_key(linear_probe(one_hot_model(), documents(), targets=("position", "word", "class")))
+    assert len(probes) == 2 * 3 * 3
     for head in ("0.0", "0.1"):
-        assert found[head, "q", "position"].accuracy == 1
-        assert found[head, "k", "word"].accuracy == 1
-        assert found[head, "k", "class"].accuracy == 1
-        for side, what in (("q", "class"), ("q", "word"), ("k", "position")):
-            row = found[head, side, what]
-            assert abs(row.accuracy - row.majority) < 4 * np.sqrt(0.25 / row.rows) + 0.06, (side, what)
-    row = found["0.0", "q", "position"]
+        assert probes[head, "q", "position"].accuracy == 1
+        assert probes[head, "k", "word"].accuracy == 1
+        assert probes[head, "k", "class"].accuracy == 1
+        for side, label in (("q", "class"), ("q", "word"), ("k", "position")):
+            row = probes[head, side, label]
+            assert abs(row.accuracy - row.majority) < 4 * np.sqrt(0.25 / row.rows) + 0.06, (side, label)
+    row = probes["0.0", "q", "position"]
     assert row.rows == 20 * LENGTH
-    assert row.majority == pytest.approx(1 / BINS)
-    assert row.majority < row.null < 1, "nine random channels of thirty show some of it"
-    ids = {tuple(built().tokenizer.encode(d.text)): d for d in documents()}  # pyright: ignore[reportOptionalMemberAccess]
-    order = sorted(ids, key=lambda one: hashlib.sha256(repr(one).encode()).digest())
-    nouns = [word in NOUNS for one in order[1::2] for word in ids[one].words]
-    assert found["0.0", "k", "class"].majority == pytest.approx(np.mean(nouns))
+    assert row.majority == pytest.approx(1 / POSITION_BINS)
+    assert row.majority < row.baseline < 1, "nine random channels of thirty show some of it"
+    ids = {tuple(one_hot_model().tokenizer.encode(d.text)): d for d in documents()}  # pyright: ignore[reportOptionalMemberAccess]
+    order = sorted(ids, key=lambda token_ids: hashlib.sha256(repr(token_ids).encode()).digest())
+    nouns = [word in NOUNS for token_ids in order[1::2] for word in ids[token_ids].words]
+    assert probes["0.0", "k", "class"].majority == pytest.approx(np.mean(nouns))
 
 
-def test_the_null_is_of_the_layer_and_the_same_for_all_its_heads() -> None:
-    rows = decodable(built(), documents(), sides="q", what="position")
-    assert len({(row.null, row.null_sd) for row in rows}) == 1
-    assert DRAWS > 1
-    assert rows[0].null_sd > 0
-    assert decodable(built(), documents(), sides="q", what="position") == rows
-    assert decodable(built(), documents(), sides="q", what="position", seed=1)[0].null != rows[0].null
+def test_linear_probe_baseline_is_shared_by_layer() -> None:
+    rows = linear_probe(one_hot_model(), documents(), tensors="q", targets="position")
+    assert len({(row.baseline, row.baseline_sd) for row in rows}) == 1
+    assert NUM_PROJECTIONS > 1
+    assert rows[0].baseline_sd > 0
+    assert linear_probe(one_hot_model(), documents(), tensors="q", targets="position") == rows
+    assert (
+        linear_probe(one_hot_model(), documents(), tensors="q", targets="position", seed=1)[0].baseline
+        != rows[0].baseline
+    )
 
 
-def test_batches_and_padding_make_no_difference() -> None:
+def test_linear_probe_does_not_depend_on_batching() -> None:
     texts = [
         Document.of(d.words[: 3 + 2 * (i % 6)], classes=d.classes[: 3 + 2 * (i % 6)]) for i, d in enumerate(documents())
     ]
-    one, other = (decodable(built(), texts, tokens=tokens) for tokens in (4096, 20))
-    assert [row.accuracy for row in one] == pytest.approx([row.accuracy for row in other])
+    first, second = (linear_probe(one_hot_model(), texts, batch_tokens=tokens) for tokens in (4096, 20))
+    assert [row.accuracy for row in first] == pytest.approx([row.accuracy for row in second])
 
 
-def test_the_closed_form_is_ridge_regression_with_a_free_intercept() -> None:
-    dice = np.random.default_rng(3)
-    x, labels = dice.normal(size=(50, 7)) + 2, dice.integers(3, size=50)
-    fit = Fit()
+def test_ridge_accumulator_equals_ridge_regression_with_intercept() -> None:
+    rng = np.random.default_rng(3)
+    x, labels = rng.normal(size=(50, 7)) + 2, rng.integers(3, size=50)
+    fit = RidgeAccumulator()
     fit.add(x[:20], labels[:20], 3)
     fit.add(x[20:], labels[20:], 3)
     weight, bias = fit.solution()
@@ -110,23 +120,23 @@ def test_the_closed_form_is_ridge_regression_with_a_free_intercept() -> None:
     assert bias == pytest.approx(want[7], abs=1e-9)
 
 
-def test_looking_leaves_the_model_as_it_was() -> None:
-    model = built().train()
+def test_linear_probe_leaves_model_unchanged() -> None:
+    model = one_hot_model().train()
     before = [p.clone() for p in model.parameters()]
-    decodable(model, documents(6), "0.1")
+    linear_probe(model, documents(6), "0.1")
     assert model.training
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    assert not any(site.is_open for site in model.sites())
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert not any(hook_point.is_active for hook_point in model.hook_points())
     assert not any(layer._forward_pre_hooks for layer in model.attention_layers())
 
 
-def test_what_cannot_be_decoded_is_refused() -> None:
-    model = built()
+def test_linear_probe_invalid_request_raises() -> None:
+    model = one_hot_model()
     with pytest.raises(HeadwiseError, match="'place' cannot be decoded"):
-        decodable(model, documents(4), what="place")
+        linear_probe(model, documents(4), targets="place")
     with pytest.raises(HeadwiseError, match="'v' cannot be decoded from"):
-        decodable(model, documents(4), sides=("q", "v"))
+        linear_probe(model, documents(4), tensors=("q", "v"))
     with pytest.raises(HeadwiseError, match="these texts have no word classes"):
-        decodable(model, ["cat sat", "dog ran"])
+        linear_probe(model, ["cat sat", "dog ran"])
     with pytest.raises(HeadwiseError, match="got 1, need 2 or more"):
-        decodable(model, ["cat sat"], what="position")
+        linear_probe(model, ["cat sat"], targets="position")

@@ -10,73 +10,75 @@ import torch
 
 import headwise as hw
 from headwise.analysis.metrics import batch_context, row_blocks
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.attention_call import Call
-from headwise.analysis.metrics.default_metrics import usual_measures
-from headwise.analysis.metrics.metric import Measure, Taker
-from headwise.analysis.metrics.row_blocks import KeptSights, RowBlock, sights
-from headwise.analysis.metrics.runner import Runner
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.metric import BlockAccumulator, Metric
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.row_blocks import RowBlock, VisibilityCache, visible_blocks
 from headwise.kernels import Mask, causal, padding_mask, per_head, window
-from headwise.kernels.score_params import Terms
+from headwise.kernels.score_params import ScoreParams
 from tests.analysis.long_script import FLAGS, TOKENIZER, batch_of, long_model
 
 CPU = torch.device("cpu")
 
 
-class Watch(Measure):
+class TensorCounter(Metric):
     """How many tensors there are, and how many numbers in them, whenever a block goes by."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, int]] = []
+        self.counts: list[tuple[int, int]] = []
 
-    def at(self, call: Call) -> "Count":
+    def on_call(self, call: AttentionCallContext) -> "TensorCountAccumulator":
         """One call at one site."""
-        return Count(self.found)
+        return TensorCountAccumulator(self.counts)
 
 
-class Count(Taker):
+class TensorCountAccumulator(BlockAccumulator):
     """Counts at one site."""
 
-    def __init__(self, found: list[tuple[int, int]]) -> None:
-        self.found = found
+    def __init__(self, counts: list[tuple[int, int]]) -> None:
+        self.counts = counts
 
-    def see(self, block: RowBlock) -> None:
+    def add_block(self, block: RowBlock) -> None:
         """One block."""
-        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # asks no object anything
-        self.found.append((len(alive), sum(one.numel() for one in alive)))
+        # asks no object anything
+        alive = [tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)]
+        self.counts.append((len(alive), sum(tensor.numel() for tensor in alive)))
 
-    def take(self) -> None:
+    def result(self) -> None:
         """It has no numbers."""
 
 
-def test_a_walk_keeps_nothing_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metric_runner_holds_no_tensors_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept between blocks that grow leaves holes behind, which grow with the square of a text."""
-    monkeypatch.setattr(batch_context, "PAIRS", 0)
-    watch = Watch()
+    monkeypatch.setattr(batch_context, "MAX_CACHED_PAIRS", 0)
+    counter = TensorCounter()
     gc.collect()  # garbage of other tests would go while this one counts
     with torch.no_grad():
-        Runner(Tally(1), [*usual_measures(FLAGS), watch]).read(long_model(), [batch_of(2048)])
-    assert len(watch.found) == 2048 // row_blocks.ROWS
-    assert {more - count for (count, _), (more, _) in pairwise(watch.found)} == {0}
-    most = 12 * row_blocks.ROWS * row_blocks.ROWS  # cells that a block has more than the last, in a dozen tensors
-    assert max(more - numbers for (_, numbers), (_, more) in pairwise(watch.found)) < most
+        MetricRunner(Accumulator(1), [*default_metrics(FLAGS), counter]).run(long_model(), [batch_of(2048)])
+    assert len(counter.counts) == 2048 // row_blocks.BLOCK_ROWS
+    assert {later - count for (count, _), (later, _) in pairwise(counter.counts)} == {0}
+    # cells that a block has more than the last, in a dozen tensors
+    max_growth = 12 * row_blocks.BLOCK_ROWS * row_blocks.BLOCK_ROWS
+    assert max(later - numbers for (_, numbers), (_, later) in pairwise(counter.counts)) < max_growth
 
 
 @pytest.mark.slow
-def test_memory_grows_as_the_text() -> None:
+def test_metric_runner_memory_grows_linearly() -> None:
     command = [sys.executable, "-m", "tests.analysis.long_script", "32768"]
     took = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert took < 1000  # 3,030 where pairs of repeated tokens and holes between blocks were left behind
 
 
-def test_what_is_shown_does_not_grow_with_the_text() -> None:
+def test_profile_examples_do_not_grow_with_text() -> None:
     """A head that looks back sees none of a text behind the place that is shown."""
-    model, text = long_model(), " ".join(f"w{7 * number % 61}" for number in range(1500))
+    model, text = long_model(), " ".join(f"w{7 * index % 61}" for index in range(1500))
     model.tokenizer = TOKENIZER
-    made = hw.profile(model, [text], longest=2000, relations=False, causal=False)
-    assert made.about["tokens"] == 1500
-    assert made.cases.arrays["maps"].shape[2] < 150
-    assert max(len(place.names) for place in made.cases.rows) < 150
+    profiled = hw.profile(model, [text], max_length=2000, relations=False, causal=False)
+    assert profiled.metadata["tokens"] == 1500
+    assert profiled.examples.arrays["maps"].shape[2] < 150
+    assert max(len(position.names) for position in profiled.examples.rows) < 150
 
 
 MASKS: dict[str, Mask | None] = {
@@ -94,42 +96,47 @@ MASKS: dict[str, Mask | None] = {
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("piece", [7, 4096])
-def test_sights_are_the_mask(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_blocks, "ROWS", 13)
-    monkeypatch.setattr(row_blocks, "PIECE", piece)
+def test_visible_blocks_equal_dense_mask(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_blocks, "BLOCK_ROWS", 13)
+    monkeypatch.setattr(row_blocks, "CHUNK_KEYS", piece)
     mask, T, B = MASKS[name], 61, 2
-    terms = Terms(1.0, (0, 1, 2), mask=mask)
-    whole = torch.ones(1, 1, T, T, dtype=torch.bool) if mask is None else mask.dense(T, T).expand(-1, -1, T, T)
-    dice = torch.Generator().manual_seed(2)
-    values = torch.randn(B, T, 3, generator=dice, dtype=torch.float64)
-    target = torch.randint(-1, T, (B, T), generator=dice)
-    seen = 0
-    for sight in sights(terms, T, T, CPU):
-        some = whole[:, :, sight.rows.start : sight.rows.stop]  # (1 or B, 1 or H, R, S)
-        cols = slice(sight.cols.start, sight.cols.stop)
-        assert not some[..., : cols.start].any()
-        assert not some[..., cols.stop :].any()
-        assert torch.equal(sight.allowed().expand_as(some[..., cols]), some[..., cols])
-        assert torch.equal(sight.allowed(slice(3, 9)), sight.allowed()[..., 3:9])
-        assert torch.equal(sight.visible.expand(some.shape[:3]), some.sum(-1))
+    params = ScoreParams(1.0, (0, 1, 2), mask=mask)
+    dense_mask = torch.ones(1, 1, T, T, dtype=torch.bool) if mask is None else mask.dense(T, T).expand(-1, -1, T, T)
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(B, T, 3, generator=generator, dtype=torch.float64)
+    target = torch.randint(-1, T, (B, T), generator=generator)
+    num_rows = 0
+    for visible in visible_blocks(params, T, T, CPU):
+        mask_rows = dense_mask[:, :, visible.rows.start : visible.rows.stop]  # (1 or B, 1 or H, R, S)
+        cols = slice(visible.cols.start, visible.cols.stop)
+        assert not mask_rows[..., : cols.start].any()
+        assert not mask_rows[..., cols.stop :].any()
+        assert torch.equal(visible.allowed_mask().expand_as(mask_rows[..., cols]), mask_rows[..., cols])
+        assert torch.equal(visible.allowed_mask(slice(3, 9)), visible.allowed_mask()[..., 3:9])
+        assert torch.equal(visible.visible_keys.expand(mask_rows.shape[:3]), mask_rows.sum(-1))
         torch.testing.assert_close(
-            sight.sums(values).expand(B, some.shape[1], -1, -1), some.double() @ values[:, None], rtol=0, atol=1e-12
+            visible.visible_sums(values).expand(B, mask_rows.shape[1], -1, -1),
+            mask_rows.double() @ values[:, None],
+            rtol=0,
+            atol=1e-12,
         )
-        where = target[:, sight.rows.start : sight.rows.stop]
-        hit = (some & (torch.arange(T) == where[:, None, :, None])).any(-1)  # (B, 1 or H, R)
-        assert torch.equal(sight.sees(where).expand_as(hit), hit)
-        first = (some & (torch.arange(T) == torch.tensor([0, 7])[:, None, None, None])).any(-1)
-        assert torch.equal(sight.sees(torch.tensor([[0], [7]])).expand_as(first), first)
-        seen += len(sight.rows)
-    assert seen == T
+        where = target[:, visible.rows.start : visible.rows.stop]
+        hit = (mask_rows & (torch.arange(T) == where[:, None, :, None])).any(-1)  # (B, 1 or H, R)
+        assert torch.equal(visible.sees_keys(where).expand_as(hit), hit)
+        first = (mask_rows & (torch.arange(T) == torch.tensor([0, 7])[:, None, None, None])).any(-1)
+        assert torch.equal(visible.sees_keys(torch.tensor([[0], [7]])).expand_as(first), first)
+        num_rows += len(visible.rows)
+    assert num_rows == T
 
 
-def test_few_cells_of_sights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_blocks, "KEPT", 64 * 61)
-    known, terms = KeptSights(), Terms(1.0, (0, 1, 2), mask=MASKS["anything"])
-    once, twice = (list(sights(terms, 61, 61, CPU, known=known)) for _ in range(2))
-    assert known.cells == 0  # six planes of 61 × 61 are more
-    assert torch.equal(once[0].seen, twice[0].seen)
-    terms = Terms(1.0, (0, 1, 2), mask=causal())
-    assert list(sights(terms, 61, 61, CPU, known=known)) == list(sights(terms, 61, 61, CPU, known=known))
-    assert known.cells == 61 * 60  # but for the first column, which all see
+def test_visibility_cache_respects_cell_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_blocks, "MAX_CACHED_CELLS", 64 * 61)
+    cache, params = VisibilityCache(), ScoreParams(1.0, (0, 1, 2), mask=MASKS["anything"])
+    once, twice = (list(visible_blocks(params, 61, 61, CPU, cache=cache)) for _ in range(2))
+    assert cache.cached_cells == 0  # six planes of 61 × 61 are more
+    assert torch.equal(once[0].partial_mask, twice[0].partial_mask)
+    params = ScoreParams(1.0, (0, 1, 2), mask=causal())
+    assert list(visible_blocks(params, 61, 61, CPU, cache=cache)) == list(
+        visible_blocks(params, 61, 61, CPU, cache=cache)
+    )
+    assert cache.cached_cells == 61 * 60  # but for the first column, which all see

@@ -8,30 +8,30 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.copy_suppression import CUE, LENGTH, CopySuppression, make_echoes
-from headwise.analysis.metrics.hooks import listening
-from headwise.analysis.metrics.name_movers import NAMES, SINGLES, TEMPLATES, NameMover, make_pairs
-from headwise.analysis.metrics.prompts import Due, DuePrompt, ask_prompts, next_token
-from headwise.analysis.metrics.query_focus import FACTS, QueryFocus, make_queries
-from headwise.analysis.metrics.successor import CLASSES, ROUND, Successor, find_members, list_prompt
-from headwise.analysis.metrics.tasks import TaskMeasure
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.copy_suppression import CUE, LENGTH, CopySuppressionMetric, make_repeat_prompts
+from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.name_movers import NAMES, SINGLES, TEMPLATES, NameMoverMetric, make_name_prompts
+from headwise.analysis.metrics.prompt_metric import ExpectedToken, PromptWithTargets, run_prompts, single_token_of_word
+from headwise.analysis.metrics.query_focused_retrieval import FACTS, QueryFocusMetric, make_query_prompts
+from headwise.analysis.metrics.successor import CLASSES, CYCLIC, SuccessorMetric, list_prompt, single_token_words
+from headwise.analysis.metrics.task_metric import TaskMetric
 from headwise.analysis.recording import batching
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.prompt_roles import PROMPTED
+from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, word_tokenizer
-from headwise.ui.heads_view import show_profile
-from tests.analysis.constructed_heads import BEFORE, OUT, Built, blank, documents
+from headwise.ui.head_tables import show_profile
+from tests.analysis.constructed_heads import OUT, PREVIOUS, HeadBuilder, blank_model, documents
 from tests.analysis.constructed_heads import V as BUILT
-from tests.analysis.constructed_word_models import BETA, P, Worded, back, to_place
+from tests.analysis.constructed_word_models import BETA, P, WordModel, scores_to_offset, scores_to_position
 from tests.contract.layers import make_model
 
-PEOPLE = sorted(
+TEMPLATE_WORDS = sorted(
     {
         word
         for t in (*TEMPLATES, *SINGLES)
@@ -41,305 +41,340 @@ PEOPLE = sorted(
 )
 
 
-def asked(model: Transformer, measure: TaskMeasure) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def run_metric(model: Transformer, metric: TaskMetric) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Score, baseline, valued score of every head, and the cases of every unit."""
-    tally = Tally(len(model.spec.addresses))
+    accumulator = Accumulator(len(model.spec.head_addresses))
     with torch.no_grad():
-        assert measure.run(model, tally) == ""
-    score, null, valued = (tally.mean(name) for name in measure.names)
-    return score, null, valued, tally.per_bucket(measure.names[0])[1][:, 0]
+        assert metric.run(model, accumulator) == ""
+    score, baseline, value_weighted = (accumulator.mean(name) for name in metric.names)
+    return score, baseline, value_weighted, accumulator.per_bucket(metric.names[0])[1][:, 0]
 
 
-def people(heads: int = 4, parts: int = 3) -> Worded:
+def name_mover_model(heads: int = 4, parts: int = 3) -> WordModel:
     """Three layers: who was said before; who is not due, brought to every row; who looks at the names that are left."""
-    built = Worded((*PEOPLE, *NAMES), heads=heads, layers=3, parts=parts)
+    built = WordModel((*TEMPLATE_WORDS, *NAMES), heads=heads, layers=3, parts=parts)
     V, eye = built.V, torch.eye(built.V)
     names = torch.zeros(V, 1)
     names[built.ids(NAMES)] = 1
-    said, avoided, out = 0, 1, parts - 1
-    built.head("0.0", places=to_place(0, BETA / 2) - 3 * BETA * torch.eye(P), tokens=BETA * eye, write=eye, into=said)
+    repeated_part, avoided_part, output_part = 0, 1, parts - 1
+    built.set_head(
+        "0.0",
+        position_scores=scores_to_position(0, BETA / 2) - 3 * BETA * torch.eye(P),
+        token_scores=BETA * eye,
+        output_map=eye,
+        output_part=repeated_part,
+    )
     any_name = BETA * torch.ones(V, 1) @ names.T  # from whatever word to names
-    built.head("1.0", tokens=20 * any_name, at=said, read=said, write=eye * names, into=avoided)
-    built.head("2.0", tokens=20 * any_name, write=4 * eye, into=out)
+    built.set_head(
+        "1.0",
+        token_scores=20 * any_name,
+        key_part=repeated_part,
+        value_part=repeated_part,
+        output_map=eye * names,
+        output_part=avoided_part,
+    )
+    built.set_head("2.0", token_scores=20 * any_name, output_map=4 * eye, output_part=output_part)
     with torch.no_grad():
-        built.model.heads[Address.parse("2.0")].W_Q[built.part(avoided), :V] = -200 * BETA * eye
-        for number in (1, 2, 3):
-            head, same = built.model.heads[Address.parse(f"2.{number}")], built.model.heads[Address.parse("2.0")]
-            for letter in ("W_Q", "W_K", "W_V"):
-                getattr(head, letter).copy_(getattr(same, letter))
-        built.model.heads[Address.parse("2.1")].W_O[
-            :, built.part(out)
-        ] = -eye  # looks at the right name and writes against it
+        built.model.heads[Address.parse("2.0")].W_Q[built.part_slice(avoided_part), :V] = -200 * BETA * eye
+        for index in (1, 2, 3):
+            head, same = built.model.heads[Address.parse(f"2.{index}")], built.model.heads[Address.parse("2.0")]
+            for weight_name in ("W_Q", "W_K", "W_V"):
+                getattr(head, weight_name).copy_(getattr(same, weight_name))
+        # looks at the right name and writes against it
+        built.model.heads[Address.parse("2.1")].W_O[:, built.part_slice(output_part)] = -eye
     return built
 
 
-def test_the_head_that_finds_the_other_name_moves_it() -> None:
-    score, null, valued, counts = asked(people().model, NameMover())
-    names = [str(address) for address in people().model.spec.addresses]
-    assert (score[names.index("2.0")], valued[names.index("2.0")]) == (pytest.approx(1, abs=1e-5),) * 2
-    assert null[names.index("2.0")] == pytest.approx(0, abs=1e-5)
+def test_name_mover_constructed_head_scores_one() -> None:
+    score, baseline, value_weighted, counts = run_metric(name_mover_model().model, NameMoverMetric())
+    names = [str(address) for address in name_mover_model().model.spec.head_addresses]
+    assert (score[names.index("2.0")], value_weighted[names.index("2.0")]) == (pytest.approx(1, abs=1e-5),) * 2
+    assert baseline[names.index("2.0")] == pytest.approx(0, abs=1e-5)
     assert score[names.index("2.1")] == pytest.approx(0, abs=1e-5), "it writes against the name"
     assert score[names.index("2.2")] == 0, "it writes nothing"
     assert set(counts.tolist()) == {0.0, 2.0}
     assert (counts > 0).sum() == 64, "the model gets all of them right"
-    found = profile(people().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False)
-    assert [str(address) for address in found.roles()["name mover"]] == ["2.0"]
-    told = next(one for one in found["2.0"].roles if one.role == "name mover")
-    assert (told.role, told.rung, told.on) == ("name mover", "effective", "sentences about two people")
-    assert told.family > 0
+    profiled = profile(name_mover_model().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False)
+    assert [str(address) for address in profiled.heads_by_role()["name mover"]] == ["2.0"]
+    name_mover = next(role_evidence for role_evidence in profiled["2.0"].roles if role_evidence.role == "name mover")
+    assert (name_mover.role, name_mover.evidence_level, name_mover.corpus_label) == (
+        "name mover",
+        "value-weighted",
+        "sentences about two people",
+    )
+    assert name_mover.family_size > 0
 
 
 @pytest.mark.parametrize("beta", [2.0, 5.0])
-def test_a_head_that_looks_at_the_first_name_scores_its_baseline(beta: float) -> None:
+def test_name_mover_first_name_head_scores_baseline(beta: float) -> None:
     """Beside the circuit that makes the model right: e^β / (e^β + n − 1) where the first name is due, that is every other
     time, and where it is not."""
-    built = people()
+    built = name_mover_model()
     eye = torch.eye(built.V)
-    built.head("0.1", places=to_place(1, beta), write=1e-3 * eye, into=2)
-    built.head("0.2", write=1e-3 * eye, into=2)  # alike everywhere: the name said twice is written most
-    built.head("0.3", write=-1e-3 * eye, into=2)
-    lengths = np.array([len(prompt.ids) for prompt in make_pairs(tokenizer_of(built.model))[::2]])
+    built.set_head("0.1", position_scores=scores_to_position(1, beta), output_map=1e-3 * eye, output_part=2)
+    built.set_head("0.2", output_map=1e-3 * eye, output_part=2)  # alike everywhere: the name said twice is written most
+    built.set_head("0.3", output_map=-1e-3 * eye, output_part=2)
+    lengths = np.array([len(prompt.ids) for prompt in make_name_prompts(tokenizer_of(built.model))[::2]])
     weights = np.exp(beta) / (np.exp(beta) + lengths - 1)
     weight = weights.mean()
-    score, null, valued, _ = asked(built.model, NameMover())
+    score, baseline, value_weighted, _ = run_metric(built.model, NameMoverMetric())
     assert score[1] == pytest.approx(weight / 2, abs=1e-6)
-    rest = np.mean((1 - weights) / (lengths - 1))  # on the name due where it is not the first, and is written less
-    assert null[1] == pytest.approx((weight + rest) / 2, abs=1e-6)
-    assert valued[1] == pytest.approx(weight / 2, abs=1e-6)
-    assert (score[2], null[2]) == (0, pytest.approx(np.mean(2 / lengths), abs=1e-6))
-    assert (score[3], null[3]) == (pytest.approx(np.mean(1 / lengths), abs=1e-6), 0)
+    # on the name due where it is not the first, and is written less
+    other_weight = np.mean((1 - weights) / (lengths - 1))
+    assert baseline[1] == pytest.approx((weight + other_weight) / 2, abs=1e-6)
+    assert value_weighted[1] == pytest.approx(weight / 2, abs=1e-6)
+    assert (score[2], baseline[2]) == (0, pytest.approx(np.mean(2 / lengths), abs=1e-6))
+    assert (score[3], baseline[3]) == (pytest.approx(np.mean(1 / lengths), abs=1e-6), 0)
 
 
-def test_pairs_of_sentences_differ_in_one_name() -> None:
-    tokenizer = tokenizer_of(people().model)
-    made = make_pairs(tokenizer)
-    for one, other in zip(made[::2], made[1::2], strict=True):
-        differ = [i for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)) if a != b]
+def test_make_name_prompts_pairs_differ_in_one_name() -> None:
+    tokenizer = tokenizer_of(name_mover_model().model)
+    prompts = make_name_prompts(tokenizer)
+    for first, second in zip(prompts[::2], prompts[1::2], strict=True):
+        differ = [i for i, (a, b) in enumerate(zip(first.ids, second.ids, strict=True)) if a != b]
         assert len(differ) == 1, "who is named again"
-        (due, twin), (other_due, other_twin) = one.dues, other.dues
-        assert (due.place, due.answer) == (other_twin.place, other_twin.answer), "the baseline is of the same name"
-        assert (twin.place, twin.answer) == (other_due.place, other_due.answer)
-        assert one.ids[differ[0]] == twin.answer
-        assert one.ids[due.place] == due.answer
-        assert one.ids.count(due.answer) == 1
-    assert made == make_pairs(tokenizer)
-    assert made != make_pairs(tokenizer, seed=1)
+        (target, twin), (other_target, other_twin) = first.targets, second.targets
+        assert (target.position, target.answer) == (other_twin.position, other_twin.answer), (
+            "the baseline is of the same name"
+        )
+        assert (twin.position, twin.answer) == (other_target.position, other_target.answer)
+        assert first.ids[differ[0]] == twin.answer
+        assert first.ids[target.position] == target.answer
+        assert first.ids.count(target.answer) == 1
+    assert prompts == make_name_prompts(tokenizer)
+    assert prompts != make_name_prompts(tokenizer, seed=1)
 
 
-LISTED = [word for some in CLASSES for word in some]
+LIST_WORDS = [word for words in CLASSES for word in words]
 
 
-def followers(built: Worded) -> torch.Tensor:
+def successor_map(built: WordModel) -> torch.Tensor:
     """From each word, bare and with a comma, to the one that comes next: (V, V)."""
-    turn, place = torch.zeros(built.V, built.V), list(built.words).index
-    for some in CLASSES:
-        for word, behind in zip(some, (*some[1:], some[0]), strict=True):
-            turn[place(word), place(behind)] = turn[place(f"{word},"), place(behind)] = 1
-    return turn
+    mapping, index_of = torch.zeros(built.V, built.V), list(built.words).index
+    for word_class in CLASSES:
+        for word, successor in zip(word_class, (*word_class[1:], word_class[0]), strict=True):
+            mapping[index_of(word), index_of(successor)] = mapping[index_of(f"{word},"), index_of(successor)] = 1
+    return mapping
 
 
-def counting(heads: int = 5) -> Worded:
-    built = Worded(("The", *dict.fromkeys((*LISTED, *(f"{word}," for word in LISTED)))), heads=heads)
-    built.head("0.0", places=back(0), write=followers(built))
+def successor_model(heads: int = 5) -> WordModel:
+    built = WordModel(("The", *dict.fromkeys((*LIST_WORDS, *(f"{word}," for word in LIST_WORDS)))), heads=heads)
+    built.set_head("0.0", position_scores=scores_to_offset(0), output_map=successor_map(built))
     return built
 
 
-def test_the_head_that_writes_the_next_is_a_successor() -> None:
-    built = counting()
-    V, members = built.V, find_members(tokenizer_of(built.model))
-    assert len(members) == sum(len(some) if some in ROUND else len(some) - 3 for some in CLASSES)
+def test_successor_metric_constructed_head_scores_one() -> None:
+    built = successor_model()
+    V, members = built.V, single_token_words(tokenizer_of(built.model))
+    assert len(members) == sum(
+        len(word_class) if word_class in CYCLIC else len(word_class) - 3 for word_class in CLASSES
+    )
     friday = torch.zeros(V, V).index_fill_(1, torch.tensor(built.ids(["Friday"])), 1e-3)
-    built.head("0.1", places=back(0), write=1e-3 * torch.eye(V))  # says what it reads
-    built.head("0.2", places=back(0), write=friday)  # always the same
-    built.head("0.3", places=to_place(0), write=1e-3 * followers(built))  # would write it, and never looks there
-    built.head("0.4", places=back(0), write=-1e-3 * followers(built))
-    score, null, valued, counts = asked(built.model, Successor())
-    others = np.array([len(one.others) for one in members])
+    built.set_head("0.1", position_scores=scores_to_offset(0), output_map=1e-3 * torch.eye(V))  # says what it reads
+    built.set_head("0.2", position_scores=scores_to_offset(0), output_map=friday)  # always the same
+    # would write it, and never looks there
+    built.set_head("0.3", position_scores=scores_to_position(0), output_map=1e-3 * successor_map(built))
+    built.set_head("0.4", position_scores=scores_to_offset(0), output_map=-1e-3 * successor_map(built))
+    score, baseline, value_weighted, counts = run_metric(built.model, SuccessorMetric())
+    others = np.array([len(member.others) for member in members])
     assert counts.sum() == len(members), "the model goes on with every list"
-    assert score[0] == valued[0] == 1
-    assert null[0] == pytest.approx(np.mean(1 / others))
-    assert (score[1], null[1]) == (0, 0)
+    assert score[0] == value_weighted[0] == 1
+    assert baseline[0] == pytest.approx(np.mean(1 / others))
+    assert (score[1], baseline[1]) == (0, 0)
     # It is right on Thursdays, says what it reads on Fridays, and is wrong on five days; elsewhere all members have the same.
     elsewhere = np.sum(1 / (others[others != 6] + 1))
     assert score[2] == pytest.approx(1 / len(members))
-    assert null[2] == pytest.approx((6 / 6 + elsewhere) / len(members))
-    assert (score[3], valued[3]) == (0, 0)
+    assert baseline[2] == pytest.approx((6 / 6 + elsewhere) / len(members))
+    assert (score[3], value_weighted[3]) == (0, 0)
     assert score[4] == 0
-    found = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
-    rungs = {
-        str(address): one.rung for address in found.addresses for one in found[address].roles if one.role == "successor"
+    profiled = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
+    levels = {
+        str(address): member.evidence_level
+        for address in profiled.addresses
+        for member in profiled[address].roles
+        if member.role == "successor"
     }
-    assert rungs == {"0.0": "effective"}
+    assert levels == {"0.0": "value-weighted"}
 
 
-def test_other_roles_are_told_as_they_are_without_prompts(tmp_path: Path) -> None:
+def test_profile_prompts_do_not_change_other_roles(tmp_path: Path) -> None:
     """The same numbers, in the same order; and a profile with prompts is saved, read and merged like any other."""
     texts = ["The one two three four five six", "The a b c d", "The Monday Tuesday Friday"]
-    built = counting(2)
-    built.head("0.1", places=back(1), write=1e-3 * torch.eye(built.V))
+    built = successor_model(2)
+    built.set_head("0.1", position_scores=scores_to_offset(1), output_map=1e-3 * torch.eye(built.V))
     plain = profile(built.model, texts * 4, relations=False)
-    more = profile(built.model, texts * 4, relations=False, prompts=True)
-    assert [[one for one in some if not one.family] for some in more.supports] == [
-        list(some) for some in plain.supports
-    ]
-    assert plain.family == more.family
-    assert any(one.family for some in more.supports for one in some)
-    more.save(tmp_path / "more.npz")
-    again = Profile.load(tmp_path / "more.npz")
-    assert again.supports == more.supports
-    both = more.merge(profile(built.model, ["The ten nine"], relations=False, prompts=True))
-    assert both.roles()["successor"] == more.roles()["successor"]
-    np.testing.assert_array_equal(both.measure("successor"), more.measure("successor"))
+    prompted = profile(built.model, texts * 4, relations=False, prompts=True)
+    assert [
+        [role_evidence for role_evidence in head_evidence if not role_evidence.family_size]
+        for head_evidence in prompted.evidence
+    ] == [list(head_evidence) for head_evidence in plain.evidence]
+    assert plain.family_size == prompted.family_size
+    assert any(role_evidence.family_size for head_evidence in prompted.evidence for role_evidence in head_evidence)
+    prompted.save(tmp_path / "more.npz")
+    loaded = Profile.load(tmp_path / "more.npz")
+    assert loaded.evidence == prompted.evidence
+    merged = prompted.merge(profile(built.model, ["The ten nine"], relations=False, prompts=True))
+    assert merged.heads_by_role()["successor"] == prompted.heads_by_role()["successor"]
+    np.testing.assert_array_equal(merged.metric("successor"), prompted.metric("successor"))
 
 
-def test_a_model_that_is_too_weak_is_told_so() -> None:
-    built = counting(1)
+def test_profile_prompts_weak_model_reports_reason() -> None:
+    built = successor_model(1)
     with torch.no_grad():
         built.model.heads[Address.parse("0.0")].W_O.zero_()
-    found = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
-    assert "too weak for it: of 89 lists" in found.about["unasked"]["successor"]
-    assert "single tokens" in found.about["unasked"]["name mover"]
-    assert np.isnan(found.measure("successor")).all()
+    profiled = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
+    assert "too weak for it: of 89 lists" in profiled.metadata["skipped"]["successor"]
+    assert "single tokens" in profiled.metadata["skipped"]["name mover"]
+    assert np.isnan(profiled.metric("successor")).all()
     console = Console(file=StringIO(), width=200)
-    show_profile(found, {"0.0"}, console)
+    show_profile(profiled, {"0.0"}, console)
     assert "Not asked for successor: too weak for it" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert not {role.name for role in PROMPTED} & {*found.roles()}
+    assert not {role.name for role in PROMPT_ROLES} & {*profiled.heads_by_role()}
 
 
-def test_models_with_few_positions_are_asked_what_fits() -> None:
+def test_profile_prompts_short_context_uses_prompts_that_fit() -> None:
     """Lists of four words fit into ten positions, and so do the lists of the last rung; sentences about people do not."""
-    places = 10
-    built = Worded(("The", *dict.fromkeys((*LISTED, *(f"{word}," for word in LISTED)))), heads=2, places=places)
-    built.head("0.0", places=back(0, places=places), write=followers(built))
-    found = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True)
-    assert {str(address) for address in found.roles()["successor"]} == {"0.0"}
-    assert next(one for one in found["0.0"].roles if one.role == "successor").cost is not None
-    model = Worded((*PEOPLE, *NAMES), heads=1, places=places).model
-    found = profile(model, ["Then we met. "] * 4, relations=False, prompts=True)
-    assert "tokens, and this model has 10 positions" in found.about["unasked"]["name mover"]
+    num_positions = 10
+    built = WordModel(
+        ("The", *dict.fromkeys((*LIST_WORDS, *(f"{word}," for word in LIST_WORDS)))), heads=2, positions=num_positions
+    )
+    built.set_head(
+        "0.0", position_scores=scores_to_offset(0, num_positions=num_positions), output_map=successor_map(built)
+    )
+    profiled = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True)
+    assert {str(address) for address in profiled.heads_by_role()["successor"]} == {"0.0"}
+    assert (
+        next(role_evidence for role_evidence in profiled["0.0"].roles if role_evidence.role == "successor").cost
+        is not None
+    )
+    model = WordModel((*TEMPLATE_WORDS, *NAMES), heads=1, positions=num_positions).model
+    profiled = profile(model, ["Then we met. "] * 4, relations=False, prompts=True)
+    assert "tokens, and this model has 10 positions" in profiled.metadata["skipped"]["name mover"]
 
 
-def test_a_list_shows_the_member_before_what_is_due() -> None:
+def test_list_prompt_target_position_is_last_member() -> None:
     """Whether its comma is a token of its own or a part of it."""
-    apart = bpe_tokenizer([f"The {word}," for word in LISTED] * 2, size=800)
-    for tokenizer, back_from_the_end in ((apart, 2), (tokenizer_of(counting().model), 1)):
-        members = find_members(tokenizer)
+    bpe = bpe_tokenizer([f"The {word}," for word in LIST_WORDS] * 2, vocab_size=800)
+    for tokenizer, back_from_the_end in ((bpe, 2), (tokenizer_of(successor_model().model), 1)):
+        members = single_token_words(tokenizer)
         assert len(members) > 50
         for member in members:
             prompt = list_prompt(tokenizer, member)
-            assert prompt.dues[0].place == len(prompt.ids) - back_from_the_end
+            assert prompt.targets[0].position == len(prompt.ids) - back_from_the_end
 
 
-def test_prompts_cannot_be_shuffled() -> None:
+def test_profile_prompts_with_shuffled_control_raises() -> None:
     with pytest.raises(HeadwiseError, match="prompts are read as they are"):
-        profile(counting(1).model, ["The one two"], prompts=True, control="shuffled")
+        profile(successor_model(1).model, ["The one two"], prompts=True, control="shuffled")
 
 
-def test_words_of_several_tokens_are_left_out() -> None:
+def test_next_token_skips_words_of_several_tokens() -> None:
     model = Transformer(ModelSpec(vocab=257, context=64, layers=1, attention=AttentionSpec(width=12, heads=2)))
     model.tokenizer = byte_tokenizer()
-    assert next_token(tokenizer_of(model), "Then", "Mary") is None
+    assert single_token_of_word(tokenizer_of(model), "Then", "Mary") is None
     with pytest.raises(HeadwiseError, match="of 24 names only 0 are single tokens"):
-        make_pairs(tokenizer_of(model))
-    assert find_members(tokenizer_of(model)) == []
+        make_name_prompts(tokenizer_of(model))
+    assert single_token_words(tokenizer_of(model)) == []
 
 
-def test_the_head_that_writes_against_what_is_foretold_suppresses_it() -> None:
+def test_copy_suppression_constructed_head_scores_one() -> None:
     """Beside an induction head, which makes the model say it; a head that looks at the same places whatever is read; one
     that looks there and writes for every other token."""
-    model, texts = blank(heads=6, layers=2), documents(120)
-    one, two = model.attention_layers()
-    Built(one, 0).places(1).writes(BEFORE, 1.0)
-    Built(one, 1).rest(1.0).writes()
-    Built(two, 0).tokens(torch.eye(BUILT), at=BEFORE).rest().writes(OUT, 2.0)
-    Built(two, 4).tokens(torch.eye(BUILT), at=BEFORE).rest().writes(OUT, -0.5)
-    Built(two, 1).places(LENGTH - 1).writes(OUT, -0.1)
+    model, texts = blank_model(heads=6, layers=2), documents(120)
+    first_layer, second_layer = model.attention_layers()
+    HeadBuilder(first_layer, 0).attend_offsets(1).write(PREVIOUS, 1.0)
+    HeadBuilder(first_layer, 1).attend_first(1.0).write()
+    HeadBuilder(second_layer, 0).attend_tokens(torch.eye(BUILT), key_part=PREVIOUS).attend_first().write(OUT, 2.0)
+    HeadBuilder(second_layer, 4).attend_tokens(torch.eye(BUILT), key_part=PREVIOUS).attend_first().write(OUT, -0.5)
+    HeadBuilder(second_layer, 1).attend_offsets(LENGTH - 1).write(OUT, -0.1)
     half = torch.eye(BUILT) * (torch.arange(BUILT) % 2 == 0)  # writes for every other token, against the rest
-    Built(two, 5).tokens(torch.eye(BUILT), at=BEFORE).rest().writes(OUT, 0.1)
+    HeadBuilder(second_layer, 5).attend_tokens(torch.eye(BUILT), key_part=PREVIOUS).attend_first().write(OUT, 0.1)
     with torch.no_grad():
-        two.heads[5].W_O[:, OUT : OUT + BUILT] = 0.1 * (2 * half - torch.eye(BUILT))
-    prompts = make_echoes(model, texts)
-    score, null, valued, counts = asked(model, CopySuppression(texts))
-    at = [str(address) for address in model.spec.addresses].index
+        second_layer.heads[5].W_O[:, OUT : OUT + BUILT] = 0.1 * (2 * half - torch.eye(BUILT))
+    prompts = make_repeat_prompts(model, texts)
+    score, baseline, value_weighted, counts = run_metric(model, CopySuppressionMetric(texts))
+    at = [str(address) for address in model.spec.head_addresses].index
     assert counts.sum() == (LENGTH - CUE) * len(prompts) / 2, "the model says all of it again"
-    assert (score[at("1.4")], valued[at("1.4")]) == (pytest.approx(1, abs=1e-5),) * 2
-    assert null[at("1.4")] == pytest.approx(0, abs=1e-5)
-    assert (score[at("1.0")], null[at("1.0")]) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5))
-    assert score[at("1.1")] == pytest.approx(null[at("1.1")], abs=1e-5), "it looks there whatever is said"
+    assert (score[at("1.4")], value_weighted[at("1.4")]) == (pytest.approx(1, abs=1e-5),) * 2
+    assert baseline[at("1.4")] == pytest.approx(0, abs=1e-5)
+    assert (score[at("1.0")], baseline[at("1.0")]) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5))
+    assert score[at("1.1")] == pytest.approx(baseline[at("1.1")], abs=1e-5), "it looks there whatever is said"
     assert score[at("1.1")] == pytest.approx(1, abs=1e-5)
-    dues = [due for prompt in prompts[::2] for due in prompt.dues]
-    share = np.mean([due.answer % 2 for due in dues])
-    assert score[at("1.5")] == pytest.approx(share, abs=1e-5), "against every other token"
-    assert null[at("1.5")] == pytest.approx(1 - share, abs=1e-5)
+    targets = [target for prompt in prompts[::2] for target in prompt.targets]
+    fraction = np.mean([target.answer % 2 for target in targets])
+    assert score[at("1.5")] == pytest.approx(fraction, abs=1e-5), "against every other token"
+    assert baseline[at("1.5")] == pytest.approx(1 - fraction, abs=1e-5)
     assert score[at("0.1")] == pytest.approx(0, abs=1e-5), "a sink"
 
 
-def test_what_is_said_twice() -> None:
-    model, texts = blank(heads=1, layers=1), documents(120)
-    made = make_echoes(model, texts)
-    for twice, once in zip(made[::2], made[1::2], strict=True):
-        assert [(due.row, due.place, due.answer) for due in twice.dues] == [
-            (due.row, due.place, due.answer) for due in once.dues
+def test_make_repeat_prompts_pairs_share_targets() -> None:
+    model, texts = blank_model(heads=1, layers=1), documents(120)
+    prompts = make_repeat_prompts(model, texts)
+    for repeated, control in zip(prompts[::2], prompts[1::2], strict=True):
+        assert [(target.row, target.position, target.answer) for target in repeated.targets] == [
+            (target.row, target.position, target.answer) for target in control.targets
         ]
-        for due in twice.dues:
-            assert twice.ids[due.place] == once.ids[due.place] == due.answer
-            assert due.answer not in once.ids[LENGTH:], "it is not foretold there"
-            assert due.answer not in due.rivals
-            assert due.row < len(twice.ids)
-        assert all(twice.ids[due.row + 1] == due.answer for due in twice.dues[:-1])
+        for target in repeated.targets:
+            assert repeated.ids[target.position] == control.ids[target.position] == target.answer
+            assert target.answer not in control.ids[LENGTH:], "it is not foretold there"
+            assert target.answer not in target.distractors
+            assert target.row < len(repeated.ids)
+        assert all(repeated.ids[target.row + 1] == target.answer for target in repeated.targets[:-1])
 
 
-ASKED = sorted({word for pair in FACTS for text in pair for word in text.split()})
+FACT_WORDS = sorted({word for pair in FACTS for text in pair for word in text.split()})
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_the_last_word_of_a_question_looks_at_its_document(kind: str) -> None:
+def test_query_focus_constructed_head_finds_document(kind: str) -> None:
     """The others rest on the first token. A head that looks everywhere alike gives each token what it gives."""
-    built = Worded(ASKED, heads=3, kind=kind)
-    turn = torch.zeros(built.V, built.V)
+    built = WordModel(FACT_WORDS, heads=3, kind=kind)
+    token_scores = torch.zeros(built.V, built.V)
     common = {word for text, _ in FACTS for word in text.split() if sum(word in t.split() for t, _ in FACTS) > 1}
     common |= {text.split()[0] for text, _ in FACTS}  # they may be the first of all, which is no target
     for text, question in FACTS:
         for word in {*text.split()} - common:
-            turn[built.ids([question.split()[-1]])[0], built.ids([word])[0]] = BETA
-    built.head("0.0", tokens=turn, places=to_place(0, BETA / 2), write=torch.eye(built.V))
-    built.head("0.1", write=torch.eye(built.V))
-    built.head("0.2", places=to_place(0), write=torch.eye(built.V))
-    score, null, valued, counts = asked(built.model, QueryFocus())
-    pairs = make_queries(tokenizer_of(built.model))
-    rows = [[i for i, asks in enumerate(one.asks) if asks] for one, _ in pairs]
+            token_scores[built.ids([question.split()[-1]])[0], built.ids([word])[0]] = BETA
+    built.set_head(
+        "0.0", token_scores=token_scores, position_scores=scores_to_position(0, BETA / 2), output_map=torch.eye(built.V)
+    )
+    built.set_head("0.1", output_map=torch.eye(built.V))
+    built.set_head("0.2", position_scores=scores_to_position(0), output_map=torch.eye(built.V))
+    score, baseline, value_weighted, counts = run_metric(built.model, QueryFocusMetric())
+    pairs = make_query_prompts(tokenizer_of(built.model))
+    rows = [[i for i, asks in enumerate(query.is_question) if asks] for query, _ in pairs]
     assert (counts > 0).sum() == len(pairs)
-    assert [len(some) for some in rows] == counts[: len(rows)].tolist()
-    found, even = [], []
-    for (one, _), some in zip(pairs, rows, strict=True):
-        gold = [i for i, inside in enumerate(one.gold) if inside and i > 0]
-        found.append(any(built.words[one.ids[i]] not in common for i in gold))
-        even += [len(gold) / (row + 1 if kind == "decoder" else len(one.ids)) for row in some]
-    assert all(found)
+    assert [len(query_rows) for query_rows in rows] == counts[: len(rows)].tolist()
+    distinctive, even = [], []
+    for (query, _), query_rows in zip(pairs, rows, strict=True):
+        gold = [i for i, inside in enumerate(query.gold) if inside and i > 0]
+        distinctive.append(any(built.words[query.ids[i]] not in common for i in gold))
+        even += [len(gold) / (row + 1 if kind == "decoder" else len(query.ids)) for row in query_rows]
+    assert all(distinctive)
     assert score[0] == pytest.approx(len(pairs) / counts.sum(), abs=1e-5)
-    assert null[0] == pytest.approx(0, abs=1e-5)
-    assert valued[0] == pytest.approx(score[0], abs=1e-5)
+    assert baseline[0] == pytest.approx(0, abs=1e-5)
+    assert value_weighted[0] == pytest.approx(score[0], abs=1e-5)
     assert score[1] == pytest.approx(np.mean(even), abs=1e-5)
-    assert (score[2], null[2]) == (pytest.approx(0, abs=1e-5),) * 2
+    assert (score[2], baseline[2]) == (pytest.approx(0, abs=1e-5),) * 2
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_padding_on_the_left_shows_the_same_cases(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, given = Worded(ASKED, heads=2, kind=kind), batching._stacked
-    built.head("0.0", places=back(3, 2.0), write=torch.eye(built.V))
-    made = []
+def test_query_focus_examples_do_not_depend_on_padding_side(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, pad_ids = WordModel(FACT_WORDS, heads=2, kind=kind), batching._pad_ids
+    built.set_head("0.0", position_scores=scores_to_offset(3, 2.0), output_map=torch.eye(built.V))
+    arrays = []
     for side in ("right", "left"):
-        monkeypatch.setattr(batching, "_stacked", lambda rows, _="", side=side: given(rows, side))
-        measure = QueryFocus()
-        asked(built.model, measure)
-        assert measure.shown is not None
-        made.append(measure.shown.arrays)
-    assert made[0]["met"].all()
-    for name, array in made[0].items():
-        np.testing.assert_allclose(made[1][name], array, atol=1e-6, err_msg=name)
+        monkeypatch.setattr(batching, "_pad_ids", lambda rows, _="", side=side: pad_ids(rows, side))
+        metric = QueryFocusMetric()
+        run_metric(built.model, metric)
+        assert metric.examples is not None
+        arrays.append(metric.examples.arrays)
+    assert arrays[0]["recorded"].all()
+    for name, array in arrays[0].items():
+        np.testing.assert_allclose(arrays[1][name], array, atol=1e-6, err_msg=name)
 
 
-def test_questions_share_no_word_with_their_documents() -> None:
+def test_facts_questions_share_no_word_with_documents() -> None:
     small = {
         "the",
         "a",
@@ -360,41 +395,48 @@ def test_questions_share_no_word_with_their_documents() -> None:
         "from",
     }
     for text, question in FACTS:
-        words, asks = ({word.strip(".?").lower() for word in some.split()} for some in (text, question))
+        words, asks = ({word.strip(".?").lower() for word in sentence.split()} for sentence in (text, question))
         assert not (words & asks) - small, (text, question)
 
 
 @torch.no_grad()
-def test_against_whole_maps() -> None:
+def test_run_prompts_equals_dense_maps_and_logits() -> None:
     """A grouped rotary model with LayerNorms: weights are those of its maps, writes those of its logits, head by head."""
     attention = AttentionSpec(width=20, heads=4, kv_heads=2, head_dim=6, rotary=Rotary(), bias=True)
     model = make_model(ModelSpec(vocab=23, context=16, layers=2, attention=attention, positions="none", norm="layer"))
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(21)])
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     prompts = [
-        DuePrompt(tuple(draw.integers(0, 21, n).tolist()), (Due(n - 2, 3, 5, (7, 2)), Due(n - 1, 1, 4, (6, 9))))
+        PromptWithTargets(
+            tuple(rng.integers(0, 21, n).tolist()),
+            (ExpectedToken(n - 2, 3, 5, (7, 2)), ExpectedToken(n - 1, 1, 4, (6, 9))),
+        )
         for n in (7, 7, 9, 7)
     ]
-    looks, wiring = ask_prompts(model, prompts, model.wiring()), model.wiring()
-    for number, prompt in enumerate(prompts):
-        kept = []
-        with listening(model.sites(), lambda seen, _, kept=kept: kept.append(seen)):
-            said = model(torch.tensor([prompt.ids]))[0]
-        for d, due in enumerate(prompt.dues):
-            row = 2 * number + d
-            for layer, seen in enumerate(kept):
-                p = seen.maps()[0, :, due.row]  # (H, S)
-                np.testing.assert_allclose(looks.weight[row, 4 * layer : 4 * layer + 4], p[:, due.place], atol=1e-6)
+    responses, residual = run_prompts(model, prompts, model.residual_stream()), model.residual_stream()
+    for index, prompt in enumerate(prompts):
+        calls = []
+        with listen_at_hook_points(model.hook_points(), lambda call, _, calls=calls: calls.append(call)):
+            logits = model(torch.tensor([prompt.ids]))[0]
+        for d, target in enumerate(prompt.targets):
+            row = 2 * index + d
+            for layer, call in enumerate(calls):
+                p = call.maps()[0, :, target.row]  # (H, S)
+                np.testing.assert_allclose(
+                    responses.weight[row, 4 * layer : 4 * layer + 4], p[:, target.position], atol=1e-6
+                )
                 for head in range(4):
-                    wrote = seen.z[0, head, due.row] @ seen.site.W_O[head]
-                    scores = wiring.logits(wiring.norm.turn(wrote))
-                    lead = scores[due.answer] - scores[list(due.rivals)].mean()
-                    assert looks.lead[row, 4 * layer + head] == pytest.approx(float(lead), abs=1e-5)
-                    assert bool(looks.wins[row, 4 * layer + head]) == bool(
-                        scores[due.answer] > scores[list(due.rivals)].max()
+                    output = call.z[0, head, target.row] @ call.hook_point.W_O[head]
+                    scores = residual.logits(residual.norm.apply_gain(output))
+                    difference = scores[target.answer] - scores[list(target.distractors)].mean()
+                    assert responses.logit_difference[row, 4 * layer + head] == pytest.approx(
+                        float(difference), abs=1e-5
                     )
-                    v = seen.v[0, seen.terms.groups[head]] @ seen.site.W_O[head]  # (S, D)
-                    part = p[head] * v.norm(dim=-1)
-                    want = float(part[due.place] / part.sum())
-                    assert looks.fetched[row, 4 * layer + head] == pytest.approx(want, abs=1e-5)
-            assert looks.right[row] == (int(said[due.row].argmax()) == due.answer)
+                    assert bool(responses.wins[row, 4 * layer + head]) == bool(
+                        scores[target.answer] > scores[list(target.distractors)].max()
+                    )
+                    v = call.v[0, call.params.kv_of_head[head]] @ call.hook_point.W_O[head]  # (S, D)
+                    contributions = p[head] * v.norm(dim=-1)
+                    want = float(contributions[target.position] / contributions.sum())
+                    assert responses.value_weighted[row, 4 * layer + head] == pytest.approx(want, abs=1e-5)
+            assert responses.correct[row] == (int(logits[target.row].argmax()) == target.answer)

@@ -6,137 +6,151 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.metric import Number
-from headwise.analysis.metrics.relation_metrics import Question
-from headwise.analysis.metrics.relations import Relations
-from headwise.analysis.metrics.word_arcs import NEAREST
-from headwise.analysis.recording.text_buckets import BUCKETS, bucket_of
-from headwise.analysis.roles.profile import SEQUENCES, profile
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.directed_relations import DirectedRelation
+from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
+from headwise.analysis.metrics.metric import MetricSpec
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text
+from headwise.analysis.roles.profile import NUM_REPEATED_SEQUENCES, profile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.roles import RUNGS, TABLE, Case, Role, judge, make_cases, rest
+from headwise.analysis.roles.roles import (
+    DEFAULT_ROLES,
+    EVIDENCE_LEVELS,
+    Role,
+    RoleScores,
+    assess_roles,
+    find_idle_patterns,
+    score_roles,
+)
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
+from headwise.text.annotated_document import Document
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document
 from headwise.text.synthetic import VOCABULARY
 from tests.analysis.constructed_heads import DECODER, ENCODER, decoder, documents, encoder
 
 
 @pytest.fixture(scope="module")
-def decoded() -> Profile:
+def decoder_profile() -> Profile:
     return profile(decoder(), documents())
 
 
 @pytest.fixture(scope="module")
-def encoded() -> Profile:
+def encoder_profile() -> Profile:
     return profile(encoder(), documents())
 
 
-def told(made: Profile, head: str) -> list[str]:
+def supported_roles(profiled: Profile, head: str) -> list[str]:
     """Every role a head may be said to have, best first."""
-    return [support.role for support in made[head].supports if RUNGS.index(support.rung) >= 2]
+    return [
+        role_evidence.role
+        for role_evidence in profiled[head].evidence
+        if EVIDENCE_LEVELS.index(role_evidence.evidence_level) >= 2
+    ]
 
 
 @pytest.mark.parametrize("head", DECODER)
-def test_built_heads_of_a_decoder(head: str, decoded: Profile) -> None:
-    role, rung = DECODER[head]
-    assert decoded[head].role == role
-    assert told(decoded, head) == [role] * (role != "unclear")
-    assert rung is None or decoded[head].rung == rung
+def test_profile_constructed_decoder_heads_get_their_roles(head: str, decoder_profile: Profile) -> None:
+    role, level = DECODER[head]
+    assert decoder_profile[head].role == role
+    assert supported_roles(decoder_profile, head) == [role] * (role != "unclear")
+    assert level is None or decoder_profile[head].evidence_level == level
     if role == "induction":  # the first token has itself before it here, so the first of 16 repeated rows finds two
-        assert decoded[head].score == pytest.approx(15 / 16, abs=1e-3)
+        assert decoder_profile[head].score == pytest.approx(15 / 16, abs=1e-3)
     elif role != "unclear":
-        assert decoded[head].score == pytest.approx(1, abs=1 / 30)
+        assert decoder_profile[head].score == pytest.approx(1, abs=1 / 30)
 
 
 @pytest.mark.parametrize("head", ENCODER)
-def test_built_heads_of_an_encoder(head: str, encoded: Profile) -> None:
+def test_profile_constructed_encoder_heads_get_their_roles(head: str, encoder_profile: Profile) -> None:
     role, detail = ENCODER[head]
-    assert (encoded[head].role, encoded[head].detail) == (role, detail)
-    assert told(encoded, head) == [role] * (role != "unclear")
-    assert role == "unclear" or encoded[head].rung == "effective", "a headless encoder has no probe"
+    assert (encoder_profile[head].role, encoder_profile[head].detail) == (role, detail)
+    assert supported_roles(encoder_profile, head) == [role] * (role != "unclear")
+    assert role == "unclear" or encoder_profile[head].evidence_level == "value-weighted", (
+        "a headless encoder has no probe"
+    )
 
 
-def test_a_score_is_at_most_one(decoded: Profile, encoded: Profile) -> None:
-    for made in (decoded, encoded):
-        for head in made:
-            assert all(support.score <= 1 + 1e-6 for support in head.supports), head.supports
+def test_role_evidence_score_is_at_most_one(decoder_profile: Profile, encoder_profile: Profile) -> None:
+    for profiled in (decoder_profile, encoder_profile):
+        for head in profiled:
+            assert all(role_evidence.score <= 1 + 1e-6 for role_evidence in head.evidence), head.evidence
 
 
-def test_where_they_rest(decoded: Profile) -> None:
-    rests = {str(head.address): head.rest for head in decoded}
-    assert rests["0.1"] == ("sink",), "all it does is rest"
-    assert "sink" in rests["0.2"], "a duplicate-token head without a duplicate"
-    assert "sink" in rests["1.0"], "an induction head rests most of the time, and is one still"
-    assert rests["0.0"] == rests["1.1"] == rests["1.2"] == ()
-    assert "broad" in rests["0.4"]
-    assert rests["0.5"] == ("broad", "idle")
+def test_profile_idle_patterns_of_constructed_heads(decoder_profile: Profile) -> None:
+    idle_patterns = {str(head.address): head.idle_pattern for head in decoder_profile}
+    assert idle_patterns["0.1"] == ("sink",), "all it does is rest"
+    assert "sink" in idle_patterns["0.2"], "a duplicate-token head without a duplicate"
+    assert "sink" in idle_patterns["1.0"], "an induction head rests most of the time, and is one still"
+    assert idle_patterns["0.0"] == idle_patterns["1.1"] == idle_patterns["1.2"] == ()
+    assert "broad" in idle_patterns["0.4"]
+    assert idle_patterns["0.5"] == ("broad", "idle")
 
 
-def test_the_offset_and_the_direction_are_told(decoded: Profile, encoded: Profile) -> None:
-    assert decoded["1.1"].detail == "-3"
-    assert decoded["0.3"].detail == ">", "from the closer to the opener"
-    assert encoded["0.3"].detail == "<"
+def test_profile_detail_has_offset_and_direction(decoder_profile: Profile, encoder_profile: Profile) -> None:
+    assert decoder_profile["1.1"].detail == "-3"
+    assert decoder_profile["0.3"].detail == ">", "from the closer to the opener"
+    assert encoder_profile["0.3"].detail == "<"
 
 
-def test_nulls_and_intervals(decoded: Profile) -> None:
-    for head in decoded:
+def test_role_evidence_baselines_and_intervals_are_consistent(decoder_profile: Profile) -> None:
+    for head in decoder_profile:
         if head.role != "unclear":
             assert head.score is not None
-            assert head.null is not None
+            assert head.baseline is not None
             assert head.interval is not None
-            assert head.null < head.score
+            assert head.baseline < head.score
             assert head.interval[0] <= head.score + 1e-9 <= head.interval[1] + 2e-9
-    previous = decoded["0.0"].supports[0]
-    n = np.array([len(d.words) for d in in_turns(documents())[1]])
+    previous = decoder_profile["0.0"].evidence[0]
+    n = np.array([len(d.words) for d in split_halves(documents())[1]])
     assert previous.rows == (n - 2).sum(), "rows whose previous token is not the first, in the half for reporting"
     uniform = sum((1 / np.arange(3, k + 1)).sum() for k in n) / (n - 2).sum()
-    assert previous.null == pytest.approx(uniform, abs=1e-6)
+    assert previous.baseline == pytest.approx(uniform, abs=1e-6)
 
 
-def in_turns(texts: list[Document]) -> tuple[list[Document], list[Document]]:
+def split_halves(texts: list[Document]) -> tuple[list[Document], list[Document]]:
     """For choosing and for reporting: texts by the first byte of their hash, every other byte that occurs."""
     byte = {d.text: hashlib.blake2b(d.text.encode(), digest_size=1).digest()[0] for d in texts}
-    there = sorted({*byte.values()})
-    first, second = ([d for d in texts if there.index(byte[d.text]) % 2 == half] for half in (0, 1))
+    present_bytes = sorted({*byte.values()})
+    first, second = ([d for d in texts if present_bytes.index(byte[d.text]) % 2 == half] for half in (0, 1))
     return first, second
 
 
-def test_halves_do_not_go_by_order() -> None:
+def test_text_buckets_halves_do_not_follow_order() -> None:
     """A file of pairs in turns, half of them marked: either half has some of both kinds, and all shards agree which."""
     pairs = [Document.of(f"{'a' if i % 2 else 'b'} w{i // 2}x".split()) for i in range(40)]
-    for half in in_turns(pairs):
+    for half in split_halves(pairs):
         assert 12 <= len(half) <= 28
         assert {d.words[0] for d in half} == {"a", "b"}
-    few = Tally(1)
+    few = Accumulator(1)
     for text in ("one", "two", "three", "four"):
-        few.add(("x",), slice(0, 1), [bucket_of(text)], torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+        few.add(("x",), slice(0, 1), [bucket_of_text(text)], torch.ones(1, 1, 1), torch.ones(1, 1, 1))
     assert [few.per_bucket("x", half)[1].sum() for half in (0, 1)] == [2, 2], "few texts, and both halves have some"
 
 
-def test_taking_the_previous_token_head_away_breaks_induction(decoded: Profile) -> None:
+def test_profile_ablating_induction_circuit_has_effect(decoder_profile: Profile) -> None:
     for head in ("0.0", "1.0"):
-        effect = decoded[head].supports[0]
+        effect = decoder_profile[head].evidence[0]
         assert effect.effect is not None
         assert effect.effect_interval is not None
         assert effect.effect > 1
         assert effect.effect_interval[0] > 0
-    duplicate = decoded["0.2"].supports[0]
+    duplicate = decoder_profile["0.2"].evidence[0]
     assert duplicate.cost is not None, "it was asked, and does not help"
     assert duplicate.effect is None, "so the others of its layer were not"
-    assert all(s.effect is None for s in decoded["1.1"].supports), "a role without a probe is not asked"
+    assert all(s.effect is None for s in decoder_profile["1.1"].evidence), "a role without a probe is not asked"
 
 
-def test_without_ablation_nobody_is_causal() -> None:
-    made = profile(decoder(), documents(), causal=False)
-    assert {head.rung for head in made} == {"unclear", "effective"}
-    assert [head.role for head in made] == [role for role, _ in DECODER.values()]
+def test_profile_without_causal_test_has_no_causal_role() -> None:
+    profiled = profile(decoder(), documents(), causal=False)
+    assert {head.evidence_level for head in profiled} == {"none", "value-weighted"}
+    assert [head.role for head in profiled] == [role for role, _ in DECODER.values()]
 
 
-def test_a_head_that_fetches_nothing_is_not_effective() -> None:
+def test_profile_head_without_values_is_not_value_weighted() -> None:
     """It looks at the previous token, but what it fetches there is nothing: only the first token has a value."""
     model = decoder()
     layer = next(iter(model.attention_layers()))
@@ -144,12 +158,12 @@ def test_a_head_that_fetches_nothing_is_not_effective() -> None:
     with torch.no_grad():
         head.W_V.zero_()
         head.W_V[model.tokenizer.encode("1 2")] = 1.0  # pyright: ignore
-    made = profile(model, documents(), causal=False)
-    assert made["0.0"].rung == "selective"
-    assert made["0.0"].role == "previous token"
+    profiled = profile(model, documents(), causal=False)
+    assert profiled["0.0"].evidence_level == "attention"
+    assert profiled["0.0"].role == "previous token"
 
 
-def untrained(seed: int) -> Transformer:
+def untrained_model(seed: int) -> Transformer:
     tokenizer = word_tokenizer(VOCABULARY)
     torch.manual_seed(seed)
     attention = AttentionSpec(width=48, heads=6)
@@ -160,150 +174,157 @@ def untrained(seed: int) -> Transformer:
 
 def false_alarms(seeds: range) -> float:
     """The share of heads of random models that are said to have a role."""
-    little = list(Corpus.little("held-out", documents=60, seed=1).items())
-    made = [profile(untrained(seed), little, causal=False, seed=seed) for seed in seeds]
-    return float(np.mean([head.role != "unclear" for one in made for head in one]))
+    synthetic = list(Corpus.synthetic("held-out", documents=60, seed=1).items())
+    profiles = [profile(untrained_model(seed), synthetic, causal=False, seed=seed) for seed in seeds]
+    return float(np.mean([head.role != "unclear" for profiled in profiles for head in profiled]))
 
 
-def test_heads_that_learned_nothing_have_no_role() -> None:
+def test_profile_untrained_heads_have_no_role() -> None:
     assert false_alarms(range(4)) <= 0.01
 
 
 @pytest.mark.slow
-def test_heads_that_learned_nothing_have_no_role_over_many_seeds() -> None:
+def test_profile_untrained_heads_have_no_role_over_many_seeds() -> None:
     assert false_alarms(range(100, 120)) <= 0.01
 
 
-def cases_of(heads: int, arcs: int, rate: float, seed: int = 0) -> Case:
-    """Heads that hit so many of the arcs of each half by chance alone, and a null that says so."""
-    draw = np.random.default_rng(seed)
+def chance_scores(heads: int, arcs: int, rate: float, seed: int = 0) -> RoleScores:
+    """Heads that hit so many of the arcs of each half by chance alone, and a baseline that says so."""
+    rng = np.random.default_rng(seed)
     counts = np.zeros((BUCKETS, heads))
     for half in (0, 1):
-        counts[half::2][: BUCKETS // 2] = np.bincount(draw.integers(0, BUCKETS // 2, arcs), minlength=BUCKETS // 2)[
+        counts[half::2][: BUCKETS // 2] = np.bincount(rng.integers(0, BUCKETS // 2, arcs), minlength=BUCKETS // 2)[
             :, None
         ]
-    scores = draw.binomial(counts.astype(int), rate).astype(float)
-    return Case(Role("det", Number("det"), 0.1), scores, rate * counts, scores, counts)
+    scores = rng.binomial(counts.astype(int), rate).astype(float)
+    return RoleScores(Role("det", MetricSpec("det"), 0.1), scores, rate * counts, scores, counts)
 
 
 @pytest.mark.parametrize(("arcs", "best"), [(100, 0.54), (3000, 0.426)])
-def test_choosing_makes_heads_look_skilled_and_reporting_does_not(arcs: int, best: float) -> None:
-    """The best of 288 heads under a null of 40 %: 54 % where it was chosen, 40 % where it is reported."""
+def test_assign_roles_selected_head_is_not_biased_on_second_half(arcs: int, best: float) -> None:
+    """The best of 288 heads under a baseline of 40 %: 54 % where it was chosen, 40 % where it is reported."""
     chosen, reported, claimed = [], [], 0
     for seed in range(20):
-        case = cases_of(288, arcs, 0.4, seed)
+        case = chance_scores(288, arcs, 0.4, seed)
         winner = int(case.mean(0).argmax())
         chosen.append(case.mean(0)[winner])
         reported.append(case.mean(1)[winner])
-        found, family = judge([case], 288)
+        evidence, family = assess_roles([case], 288)
         assert family == 288
-        for head, supports in enumerate(found):
-            assert all(s.score == pytest.approx(case.mean(1)[head]) for s in supports), "scores are of B"
-        claimed += sum(RUNGS.index(s.rung) >= 2 for supports in found for s in supports)
+        for head, head_evidence in enumerate(evidence):
+            assert all(s.score == pytest.approx(case.mean(1)[head]) for s in head_evidence), "scores are of B"
+        claimed += sum(
+            EVIDENCE_LEVELS.index(s.evidence_level) >= 2 for head_evidence in evidence for s in head_evidence
+        )
     assert np.mean(chosen) == pytest.approx(best, abs=0.01)
     assert np.mean(reported) == pytest.approx(0.4, abs=0.03)
     assert claimed <= 2, "family-wise 5 %: one in twenty families"
 
 
-def test_a_skilled_head_among_many_is_found() -> None:
-    case = cases_of(288, 600, 0.4)
-    case.scores[:, 7] = case.valued[:, 7] = np.random.default_rng(1).binomial(case.counts[:, 7].astype(int), 0.7)
-    found, _ = judge([case], 288)
-    assert [head for head, s in enumerate(found) if s and RUNGS.index(s[0].rung) >= 2] == [7]
-    assert found[7][0].gain == pytest.approx((0.7 - 0.4) / 0.6, abs=0.07)
-    assert found[7][0].rung == "effective"
+def test_assign_roles_finds_skilled_head_among_many() -> None:
+    case = chance_scores(288, 600, 0.4)
+    case.scores[:, 7] = case.value_weighted[:, 7] = np.random.default_rng(1).binomial(
+        case.counts[:, 7].astype(int), 0.7
+    )
+    evidence, _ = assess_roles([case], 288)
+    assert [head for head, s in enumerate(evidence) if s and EVIDENCE_LEVELS.index(s[0].evidence_level) >= 2] == [7]
+    assert evidence[7][0].gain == pytest.approx((0.7 - 0.4) / 0.6, abs=0.07)
+    assert evidence[7][0].evidence_level == "value-weighted"
 
 
-def test_repeats_are_enough_among_ten_thousand_tests() -> None:
+def test_assign_roles_enough_sequences_for_large_family() -> None:
     """An induction head (.5 against .01) beside the noise of a large model: the statistic is √units at most."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     shape, supported = (BUCKETS, 270), []
     noise = [
-        Case(
-            Role(str(i), Number(str(i)), 0.1),
-            draw.standard_normal(shape),
+        RoleScores(
+            Role(str(i), MetricSpec(str(i)), 0.1),
+            rng.standard_normal(shape),
             np.zeros(shape),
             np.zeros(shape),
             np.ones(shape),
         )
         for i in range(40)
     ]
-    for sequences in (24, SEQUENCES):
-        asked = (np.arange(BUCKETS) < sequences)[:, None] * np.ones(shape)
-        scores, nulls = np.full(shape, 0.01) * asked, np.full(shape, 0.01) * asked
-        scores[:, 7] = draw.uniform(0.4, 0.6, BUCKETS) * asked[:, 7]
-        found, family = judge(
-            [*noise, Case(Role("induction", Number("induction"), 0.1), scores, nulls, scores, asked)], 270
+    for sequences in (24, NUM_REPEATED_SEQUENCES):
+        counts = (np.arange(BUCKETS) < sequences)[:, None] * np.ones(shape)
+        scores, baselines = np.full(shape, 0.01) * counts, np.full(shape, 0.01) * counts
+        scores[:, 7] = rng.uniform(0.4, 0.6, BUCKETS) * counts[:, 7]
+        evidence, family = assess_roles(
+            [*noise, RoleScores(Role("induction", MetricSpec("induction"), 0.1), scores, baselines, scores, counts)],
+            270,
         )
         assert family == 40 * 270 + 1
-        supported.append(found[7][0].rung)
-    assert supported == ["pattern", "effective"]
+        supported.append(evidence[7][0].evidence_level)
+    assert supported == ["none", "value-weighted"]
 
 
-def test_a_head_that_is_skilled_in_one_half_only_is_no_more_than_a_pattern() -> None:
-    case = cases_of(40, 600, 0.4)
-    turns = np.flatnonzero(case.counts[:, 0])  # buckets that hold anything
-    case.scores[turns[0::2], 3] = case.counts[turns[0::2], 3]
-    case.scores[turns[1::2], 5] = case.counts[turns[1::2], 5]
-    found, _ = judge([case], 40)
-    assert found[3][0].rung == "pattern"
-    assert found[5] == [], "what was not chosen is not reported"
+def test_assign_roles_skill_in_one_half_is_not_enough() -> None:
+    case = chance_scores(40, 600, 0.4)
+    filled_buckets = np.flatnonzero(case.counts[:, 0])  # buckets that hold anything
+    case.scores[filled_buckets[0::2], 3] = case.counts[filled_buckets[0::2], 3]
+    case.scores[filled_buckets[1::2], 5] = case.counts[filled_buckets[1::2], 5]
+    evidence, _ = assess_roles([case], 40)
+    assert evidence[3][0].evidence_level == "none"
+    assert evidence[5] == [], "what was not chosen is not reported"
 
 
-@pytest.mark.parametrize(("unrelated", "null"), [(0.6, 0.6), (0.4, 0.5)])
-def test_the_larger_baseline_is_chosen_once(unrelated: float, null: float) -> None:
+@pytest.mark.parametrize(("unrelated", "baseline"), [(0.6, 0.6), (0.4, 0.5)])
+def test_make_role_scores_uses_larger_baseline_overall(unrelated: float, baseline: float) -> None:
     """Words that mean alike: the best offset hits every other arc, an unrelated word is hit so often; the larger of both, not
     of both in each bucket, which would be .8 and .7."""
-    tally = Tally(1)
-    relations = Relations(tally, (Question("related", ">"), Question("unrelated", ">")), causal=False)
-    there = np.arange(40)
-    made = np.zeros((40, 1, len(relations.names)))
+    accumulator = Accumulator(1)
+    relations = RelationMetric(
+        accumulator, (DirectedRelation("related", ">"), DirectedRelation("unrelated", ">")), causal=False
+    )
+    buckets = np.arange(40)
+    sums = np.zeros((40, 1, len(relations.names)))
     for field, value in (("related > hits", 1.0), ("related > matched", 0.9), ("unrelated > hits", 10 * unrelated)):
-        made[:, 0, relations.names.index(field)] = value
+        sums[:, 0, relations.names.index(field)] = value
     counts = np.repeat([1.0, 10.0], len(relations.names) // 2) * np.ones((40, 1, 1))
-    tally.add(relations.names, slice(0, 1), there, torch.from_numpy(made), torch.from_numpy(counts))
-    relations.arcs[there] = 1, 10
-    relations.offsets[there[there % 4 < 2], 0, NEAREST.index(-1)] = 1  # in both halves alike
-    (case,) = make_cases(tally, relations, "semantic")
+    accumulator.add(relations.names, slice(0, 1), buckets, torch.from_numpy(sums), torch.from_numpy(counts))
+    relations.arcs[buckets] = 1, 10
+    relations.offsets[buckets[buckets % 4 < 2], 0, BASELINE_OFFSETS.index(-1)] = 1  # in both halves alike
+    (case,) = score_roles(accumulator, relations, "semantic")
     assert case.mean(1) == pytest.approx([1])
-    assert [case.null(half)[0] for half in (0, 1)] == pytest.approx([null, null])
+    assert [case.baseline(half)[0] for half in (0, 1)] == pytest.approx([baseline, baseline])
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_excess_weight_is_asked_of_the_half_for_choosing(half: int) -> None:
+def test_make_role_scores_excess_is_tested_on_first_half(half: int) -> None:
     """Weight above other pairs in one half alone: if it is where heads are chosen they may pass, else not."""
-    tally = Tally(1)
-    relations = Relations(tally, (Question("det", ">"),), causal=False)
-    made = torch.zeros(40, 1, len(relations.names))
-    made[..., relations.names.index("det > hits")] = 1
-    made[half::2, :, relations.names.index("det > matched")] = 0.9
-    made[..., relations.names.index("det > others")] = 0.1
-    tally.add(relations.names, slice(0, 1), range(40), made, torch.ones(1))
+    accumulator = Accumulator(1)
+    relations = RelationMetric(accumulator, (DirectedRelation("det", ">"),), causal=False)
+    sums = torch.zeros(40, 1, len(relations.names))
+    sums[..., relations.names.index("det > hits")] = 1
+    sums[half::2, :, relations.names.index("det > matched")] = 0.9
+    sums[..., relations.names.index("det > others")] = 0.1
+    accumulator.add(relations.names, slice(0, 1), range(40), sums, torch.ones(1))
     relations.arcs[:40] = 1
-    (case,) = make_cases(tally, relations, "det")
+    (case,) = score_roles(accumulator, relations, "det")
     assert case.mean(1) == pytest.approx([1.0 - half])
 
 
-def test_one_role_alone() -> None:
-    made = profile(decoder(), documents(), causal=False)
-    cases = make_cases(made.tally, made.relations, "induction")
-    assert [case.role.name for case in cases] == ["induction"]
-    found, _ = judge(cases, len(made))
-    assert [str(a) for a, s in zip(made.addresses, found, strict=True) if s] == ["1.0"]
+def test_make_role_scores_single_role_or_unknown_raises() -> None:
+    profiled = profile(decoder(), documents(), causal=False)
+    role_scores = score_roles(profiled.accumulator, profiled.relation_metric, "induction")
+    assert [case.role.name for case in role_scores] == ["induction"]
+    evidence, _ = assess_roles(role_scores, len(profiled))
+    assert [str(a) for a, s in zip(profiled.addresses, evidence, strict=True) if s] == ["1.0"]
     with pytest.raises(HeadwiseError, match=r"there is no role 'inductoin' here; .*induction"):
-        make_cases(made.tally, made.relations, "inductoin")
+        score_roles(profiled.accumulator, profiled.relation_metric, "inductoin")
 
 
-def test_nothing_to_judge() -> None:
-    assert judge([], 3) == ([[], [], []], 0)
-    names = ("first", "special", "relative entropy", "write share")
-    tally = Tally(3)
+def test_assign_roles_without_scores_is_empty() -> None:
+    assert assess_roles([], 3) == ([[], [], []], 0)
+    names = ("first", "special", "relative entropy", "output share")
+    accumulator = Accumulator(3)
     values = torch.tensor([[[0.31, 0, 0.5, 0.3], [0.25, 0.4, 0.95, 0.3], [0.1, 0.25, 0.85, 0.01]]])
-    tally.add(names, slice(0, 3), [0], values.double(), torch.ones(1, 1, 4))
-    assert rest(tally, np.full(3, 3)) == [("sink",), ("special token", "broad"), ("idle",)]
+    accumulator.add(names, slice(0, 3), [0], values.double(), torch.ones(1, 1, 4))
+    assert find_idle_patterns(accumulator, np.full(3, 3)) == [("sink",), ("special token", "broad"), ("idle",)]
 
 
-def test_the_table_has_each_role_in_each_form_once() -> None:
-    forms = [(role.name, role.detail) for role in TABLE]
+def test_role_table_has_no_duplicates() -> None:
+    forms = [(role.name, role.detail) for role in DEFAULT_ROLES]
     assert len(set(forms)) == len(forms)
-    assert all(0 < role.threshold < 1 for role in TABLE)
+    assert all(0 < role.threshold < 1 for role in DEFAULT_ROLES)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.analysis.roles.causal_cases import word_trial
-from headwise.text.documents import Document, Relation
-from tests.analysis.constructed_heads import blank
-from tests.analysis.test_causal import closers
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.causal_trials import relation_trial
+from headwise.text.annotated_document import Document, Relation
+from tests.analysis.constructed_heads import blank_model
+from tests.analysis.test_causal import add_closer_logits
 
 Arcs = list[tuple[str, int, int]]
 # relation: the words and arcs of a control, and of a trap that looks like one; {0} is the answer, {1} what the role looks at
-OTHER_WAYS: dict[str, tuple[tuple[str, Arcs], tuple[str, Arcs]]] = {
+CONTROL_TEXTS: dict[str, tuple[tuple[str, Arcs], tuple[str, Arcs]]] = {
     "if-then": (("w1x {1} w5x 6 {0}", [("unconditional", 4, 1)]), ("w1x {1} w7x 6 {0}", [])),  # gold tells when
     "copy": (("w1x w3x w5x 6 {0}", []), ("w1x {0} w7x 6 {0}", [])),  # said for the first time
     "subject-verb": (("w1x 6 {0} w3x w5x", [("subject-verb", 4, 3)]), ("w1x 6 {0} w7x w5x", [])),  # in no arc
@@ -19,9 +19,9 @@ OTHER_WAYS: dict[str, tuple[tuple[str, Arcs], tuple[str, Arcs]]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("relation", OTHER_WAYS)
-def test_where_the_same_answer_comes_another_way(relation: str) -> None:
-    model = closers(blank(heads=2, layers=1))
+@pytest.mark.parametrize("relation", CONTROL_TEXTS)
+def test_word_trial_controls_have_same_answer_without_relation(relation: str) -> None:
+    model = add_closer_logits(blank_model(heads=2, layers=1))
 
     def documents_of(words: str, arcs: Arcs) -> list[Document]:
         partner = "b{}x" if relation == "copy" else "a{}x"
@@ -30,12 +30,12 @@ def test_where_the_same_answer_comes_another_way(relation: str) -> None:
             for k in range(6)
         ]
 
-    control, trap = OTHER_WAYS[relation]
-    asked = documents_of("w1x {1} w3x 5 {0}", [(relation, 4, 1)])
-    units = list(Reading.of(model, [*asked, *documents_of(*control), *documents_of(*trap)]))
-    trial = word_trial(model, units[:6], units[6:], relation, "later word")
-    assert [row.unit.ids for row in trial.cases] == [unit.ids for unit in units[:6]]
-    assert [row.unit.ids for row in trial.controls] == [unit.ids for unit in units[6:12]]
+    control, trap = CONTROL_TEXTS[relation]
+    role_documents = documents_of("w1x {1} w3x 5 {0}", [(relation, 4, 1)])
+    samples = list(TokenizedCorpus.of(model, [*role_documents, *documents_of(*control), *documents_of(*trap)]))
+    trial = relation_trial(model, samples[:6], samples[6:], relation, "later word")
+    assert [row.sample.ids for row in trial.cases] == [sample.ids for sample in samples[:6]]
+    assert [row.sample.ids for row in trial.controls] == [sample.ids for sample in samples[6:12]]
     assert all(
-        [*row.wanted.values()] == [*trial.controls[number].wanted.values()] for number, row in enumerate(trial.cases)
+        [*row.targets.values()] == [*trial.controls[index].targets.values()] for index, row in enumerate(trial.cases)
     )

@@ -18,31 +18,33 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.profile_result import HeadProfile
-from headwise.analysis.roles.shards import profile_shards
+from headwise.analysis.roles.sharded_profile import profile_shards
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.memory import STATUS
+from headwise.experiments.engine.peak_memory import STATUS_FILE
 from headwise.model import Transformer
+from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document
-from headwise.text.shards import cut_shards, sources_of
-from headwise.text.synthetic import VOCABULARY, LittleLanguage
-from tests.analysis.stream_script import ROOM, WORDS, make
-from tests.analysis.stream_script import write as write_words
+from headwise.text.corpus_shards import file_sources, split_shards
+from headwise.text.synthetic import VOCABULARY, SyntheticLanguage
+from tests.analysis.stream_script import MEMORY_MARGIN, WORDS, make_model
+from tests.analysis.stream_script import write_words as write_words
 
-SIZE = 4000  # characters of a shard
+SHARD_CHARS = 4000  # characters of a shard
 FILES, TOKENS = 40, 2_000_000  # of a large corpus
 
 
-def little(count: int) -> list[Document]:
-    return list(islice(LittleLanguage(3), count))
+def synthetic_documents(count: int) -> list[Document]:
+    return list(islice(SyntheticLanguage(3), count))
 
 
-def write(path: Path, documents: Sequence[Document], related: bool) -> Path:
+def write_jsonl(path: Path, documents: Sequence[Document], related: bool) -> Path:
     rows = [
-        {"words": one.words, "relations": one.relations, "text": one.text} if related else {"text": one.text}
-        for one in documents
+        {"words": document.words, "relations": document.relations, "text": document.text}
+        if related
+        else {"text": document.text}
+        for document in documents
     ]
     pack = gzip.open if path.suffix == ".gz" else open
     with pack(path, "wt", encoding="utf-8") as file:
@@ -52,178 +54,194 @@ def write(path: Path, documents: Sequence[Document], related: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    return make(VOCABULARY)
+    return make_model(VOCABULARY)
 
 
 @pytest.fixture(scope="module", params=["own relations", "relations apart"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three files, cut elsewhere than shards are."""
-    made = tmp_path_factory.mktemp("corpus")
-    documents, related = little(90), request.param == "own relations"
-    write(made / "a.jsonl", documents[:7], related)
-    write(made / "b.jsonl.gz", documents[7:60], related)
-    write(made / "c.jsonl", documents[60:], related)
-    return made
+    corpus_folder = tmp_path_factory.mktemp("corpus")
+    documents, related = synthetic_documents(90), request.param == "own relations"
+    write_jsonl(corpus_folder / "a.jsonl", documents[:7], related)
+    write_jsonl(corpus_folder / "b.jsonl.gz", documents[7:60], related)
+    write_jsonl(corpus_folder / "c.jsonl", documents[60:], related)
+    return corpus_folder
 
 
-def surely(head: HeadProfile) -> set[tuple[int, int, int]]:
+def unambiguous_contexts(head: HeadProfile) -> set[tuple[int, int, int]]:
     """Where it looked hardest; which of those that are as hard as the last is kept depends on the last bits."""
-    least = min((c.weight for c in head.hardest), default=0.0)
-    return {(c.unit, c.row, c.column) for c in head.hardest if c.weight > least + 1e-5}
+    least = min((c.weight for c in head.top_contexts), default=0.0)
+    return {(c.sample, c.row, c.column) for c in head.top_contexts if c.weight > least + 1e-5}
 
 
-def assert_same(one: hw.Profile, other: hw.Profile) -> None:
-    assert one.about == other.about
-    assert one.tally.fields.keys() == other.tally.fields.keys()
-    for name in one.tally.fields:
-        np.testing.assert_allclose(one.measure(name), other.measure(name), rtol=1e-5, atol=1e-5, err_msg=name)
-    for mine, theirs in zip(one, other, strict=True):
-        assert (mine.role, mine.rung, mine.rest) == (theirs.role, theirs.rung, theirs.rest)
-        assert [c.weight for c in mine.hardest] == pytest.approx([c.weight for c in theirs.hardest], abs=1e-5)
-        assert surely(mine) == surely(theirs)
-        for a, b in zip(mine.supports, theirs.supports, strict=True):
-            assert (a.role, a.rung, a.on) == (b.role, b.rung, b.on)
+def assert_same(actual: hw.Profile, expected: hw.Profile) -> None:
+    assert actual.metadata == expected.metadata
+    assert actual.accumulator.fields.keys() == expected.accumulator.fields.keys()
+    for name in actual.accumulator.fields:
+        np.testing.assert_allclose(actual.metric(name), expected.metric(name), rtol=1e-5, atol=1e-5, err_msg=name)
+    for head, expected_head in zip(actual, expected, strict=True):
+        assert (head.role, head.evidence_level, head.idle_pattern) == (
+            expected_head.role,
+            expected_head.evidence_level,
+            expected_head.idle_pattern,
+        )
+        assert [c.weight for c in head.top_contexts] == pytest.approx(
+            [c.weight for c in expected_head.top_contexts], abs=1e-5
+        )
+        assert unambiguous_contexts(head) == unambiguous_contexts(expected_head)
+        for a, b in zip(head.evidence, expected_head.evidence, strict=True):
+            assert (a.role, a.evidence_level, a.corpus_label) == (b.role, b.evidence_level, b.corpus_label)
             assert (a.score, a.effect) == (pytest.approx(b.score, abs=1e-5), pytest.approx(b.effect, abs=1e-5))
 
 
-def test_shards_are_the_corpus(folder: Path) -> None:
+def test_split_shards_contain_the_corpus(folder: Path) -> None:
     corpus = Corpus.of(folder)
-    shards, sources = cut_shards(corpus, SIZE), sources_of(corpus.files)
+    shards, sources = split_shards(corpus, SHARD_CHARS), file_sources(corpus.files)
     assert len(shards) > 4
-    assert any(shard.file == 0 and shard.items > 7 for shard in shards), "one reaches from file to file"
+    assert any(shard.file_index == 0 and shard.num_items > 7 for shard in shards), "one reaches from file to file"
     assert [item for shard in shards for item in shard.read(sources, "it").items()] == list(corpus.items())
-    assert all(shard.characters <= SIZE for shard in shards)
-    assert cut_shards(Corpus.of(next(iter(corpus.pieces())).text), 1)[0].items == 1, "an item at least"
+    assert all(shard.characters <= SHARD_CHARS for shard in shards)
+    assert split_shards(Corpus.of(next(iter(corpus.chunks())).text), 1)[0].num_items == 1, "an item at least"
 
 
-def test_the_end_of_a_line_is_no_shard(tmp_path: Path) -> None:
-    for number, text in enumerate(("one two three\n", "\n\none two three\n\n", "\n")):
-        (tmp_path / f"{number}.txt").write_text(text)
-    shards = cut_shards(Corpus.of(tmp_path), 5)
+def test_split_shards_blank_lines_make_no_shard(tmp_path: Path) -> None:
+    for index, text in enumerate(("one two three\n", "\n\none two three\n\n", "\n")):
+        (tmp_path / f"{index}.txt").write_text(text)
+    shards = split_shards(Corpus.of(tmp_path), 5)
     assert [shard.characters for shard in shards] == [14, 18], "what is blank goes with what is not"
-    assert sum(shard.items for shard in shards) == len(list(Corpus.of(tmp_path).items()))
+    assert sum(shard.num_items for shard in shards) == len(list(Corpus.of(tmp_path).items()))
 
 
-def test_merged_is_one_pass(folder: Path, model: Transformer, tmp_path: Path) -> None:
-    seen: list[tuple] = []
-    made = profile_shards(model, folder, tmp_path / "out", shard=SIZE, progress=lambda *told: seen.append(told))
-    assert_same(made, hw.profile(model, folder))
-    assert sum(what == "shards" for what, *_ in seen) == len(list((tmp_path / "out").glob("shard-*.npz"))) + 1
-    assert_same(hw.Profile.load(tmp_path / "out" / "profile.npz"), made)
+def test_profile_shards_equals_single_pass(folder: Path, model: Transformer, tmp_path: Path) -> None:
+    updates: list[tuple] = []
+    merged = profile_shards(
+        model, folder, tmp_path / "out", shard_characters=SHARD_CHARS, progress=lambda *update: updates.append(update)
+    )
+    assert_same(merged, hw.profile(model, folder))
+    assert sum(stage == "shards" for stage, *_ in updates) == len(list((tmp_path / "out").glob("shard-*.npz"))) + 1
+    assert_same(hw.Profile.load(tmp_path / "out" / "profile.npz"), merged)
 
 
-def test_stopped_it_goes_on(model: Transformer, tmp_path: Path) -> None:
-    corpus, out = write(tmp_path / "a.jsonl", little(40), True), tmp_path / "out"
+def test_profile_shards_resumes_after_interrupt(model: Transformer, tmp_path: Path) -> None:
+    corpus, out = write_jsonl(tmp_path / "a.jsonl", synthetic_documents(40), True), tmp_path / "out"
 
-    def stop(what: str, done: int, of: int | None) -> None:
-        if (what, done) == ("shards", 2):
+    def stop(stage: str, done: int, of: int | None) -> None:
+        if (stage, done) == ("shards", 2):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        profile_shards(model, corpus, out, shard=SIZE, causal=False, progress=stop)
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-*.npz")}
-    assert len(kept) == 2
-    made = profile_shards(model, corpus, out, shard=SIZE, causal=False)
-    assert kept.items() <= {path: path.stat().st_mtime_ns for path in out.glob("shard-*.npz")}.items()
-    assert_same(made, hw.profile(model, corpus, causal=False))
+        profile_shards(model, corpus, out, shard_characters=SHARD_CHARS, causal=False, progress=stop)
+    mtimes = {path: path.stat().st_mtime_ns for path in out.glob("shard-*.npz")}
+    assert len(mtimes) == 2
+    merged = profile_shards(model, corpus, out, shard_characters=SHARD_CHARS, causal=False)
+    assert mtimes.items() <= {path: path.stat().st_mtime_ns for path in out.glob("shard-*.npz")}.items()
+    assert_same(merged, hw.profile(model, corpus, causal=False))
     again = profile_shards(
-        model, corpus, out, shard=SIZE, causal=False, progress=lambda *_: pytest.fail("all is there")
+        model, corpus, out, shard_characters=SHARD_CHARS, causal=False, progress=lambda *_: pytest.fail("all is there")
     )
-    assert_same(again, made)
+    assert_same(again, merged)
 
 
-def test_what_is_refused(model: Transformer, tmp_path: Path) -> None:
-    corpus, out = write(tmp_path / "a.jsonl", little(12), False), tmp_path / "out"
-    asked: dict[str, Any] = {"shard": SIZE, "causal": False, "relations": False}
-    profile_shards(model, corpus, out, **asked)
-    with pytest.raises(HeadwiseError, match="shards of another profile: longest differ"):
-        profile_shards(model, corpus, out, longest=64, **asked)
+def test_profile_shards_invalid_request_raises(model: Transformer, tmp_path: Path) -> None:
+    corpus, out = write_jsonl(tmp_path / "a.jsonl", synthetic_documents(12), False), tmp_path / "out"
+    options: dict[str, Any] = {"shard_characters": SHARD_CHARS, "causal": False, "relations": False}
+    profile_shards(model, corpus, out, **options)
+    with pytest.raises(HeadwiseError, match="shards of another profile: max_length differ"):
+        profile_shards(model, corpus, out, max_length=64, **options)
     with pytest.raises(HeadwiseError, match="another profile: model differ"):
-        profile_shards(model.untrained(5), corpus, out, **asked)
-    write(corpus, little(13), False)
+        profile_shards(model.untrained(5), corpus, out, **options)
+    write_jsonl(corpus, synthetic_documents(13), False)
     with pytest.raises(HeadwiseError, match="another profile: corpus differ"):
-        profile_shards(model, corpus, out, **asked)
+        profile_shards(model, corpus, out, **options)
     with pytest.raises(HeadwiseError, match="holds something else"):
-        profile_shards(model, corpus, tmp_path, **asked)
+        profile_shards(model, corpus, tmp_path, **options)
     with pytest.raises(HeadwiseError, match="there is no executor 'ray'"):
-        profile_shards(model, corpus, out, executor="ray", **asked)
+        profile_shards(model, corpus, out, executor="ray", **options)
     with pytest.raises(HeadwiseError, match="give the model's name or path, and a corpus of files"):
-        profile_shards(model, corpus, out, processes=2, **asked)
+        profile_shards(model, corpus, out, processes=2, **options)
     with pytest.raises(HeadwiseError, match="pairs are for"):
-        profile_shards(model, [("a", "b")], out, **asked)
+        profile_shards(model, [("a", "b")], out, **options)
     with pytest.raises(HeadwiseError, match="at least one character"):
-        profile_shards(model, corpus, tmp_path / "other", **{**asked, "shard": 0})
-    (shard,) = cut_shards(Corpus.of(corpus), 1 << 20)
-    write(corpus, little(14)[1:], False)
+        profile_shards(model, corpus, tmp_path / "other", **{**options, "shard_characters": 0})
+    (shard,) = split_shards(Corpus.of(corpus), 1 << 20)
+    write_jsonl(corpus, synthetic_documents(14)[1:], False)
     with pytest.raises(HeadwiseError, match="not the same here as where its shards were made"):
-        list(Reading.of(model, shard.read(sources_of([corpus]), "it")))
+        list(TokenizedCorpus.of(model, shard.read(file_sources([corpus]), "it")))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["processes", "dask", "slurm:cluster=local"])
-def test_workers_give_the_same(executor: str, model: Transformer, folder: Path, tmp_path: Path) -> None:
+def test_profile_shards_executors_equal_single_pass(
+    executor: str, model: Transformer, folder: Path, tmp_path: Path
+) -> None:
     if executor != "processes":
         pytest.importorskip("distributed" if executor == "dask" else "submitit")
     model.save(tmp_path / "model")
-    how: dict[str, Any] = {"shard": SIZE, "processes": 2, "executor": executor}
-    made = profile_shards(str(tmp_path / "model"), folder, tmp_path / "out", **how)
-    assert_same(made, hw.profile(hw.load(tmp_path / "model"), folder))
+    options: dict[str, Any] = {"shard_characters": SHARD_CHARS, "processes": 2, "executor": executor}
+    merged = profile_shards(str(tmp_path / "model"), folder, tmp_path / "out", **options)
+    assert_same(merged, hw.profile(hw.load(tmp_path / "model"), folder))
 
 
-def killed(command: list[str], out: Path, times: int, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+def run_with_kills(
+    command: list[str], out: Path, times: int, limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Kill it so often, at moments spread over the work, each time starting the same again; then let it end."""
 
-    def limited() -> None:
+    def apply_limit() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     before = set[Path]()
     for kill in range(times):
-        begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=limited)
-        wanted = len(before) + 1 + kill % 3
-        while begun.poll() is None and len(set(out.glob("shard-*.npz"))) < wanted:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=apply_limit
+        )
+        target_count = len(before) + 1 + kill % 3
+        while process.poll() is None and len(set(out.glob("shard-*.npz"))) < target_count:
             time.sleep(0.01)
-        assert begun.poll() is None, "the corpus is too small to kill it so often, or the limit too low"
-        os.kill(begun.pid, signal.SIGKILL)
-        begun.wait()
-        now = set(out.glob("shard-*.npz"))
-        assert before < now, "what was finished is there, and more of it"
-        before = now
-    return subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=limited)
+        assert process.poll() is None, "the corpus is too small to kill it so often, or the limit too low"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        after = set(out.glob("shard-*.npz"))
+        assert before < after, "what was finished is there, and more of it"
+        before = after
+    return subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=apply_limit)
 
 
 def command_of(model: Path, corpus: Path, out: Path, size: int) -> list[str]:
-    command = [sys.executable, "-m", "headwise", "heads", str(model), str(corpus), "--out", str(out)]
-    return [*command, "--shard", str(size), "--no-causal", "--json"]
+    command = [sys.executable, "-m", "headwise", "profile", str(model), str(corpus), "--out", str(out)]
+    return [*command, "--shard-characters", str(size), "--no-causal", "--json"]
 
 
 @pytest.mark.slow
-def test_killed_ten_times(model: Transformer, tmp_path: Path) -> None:
+def test_profile_shards_survives_ten_kills(model: Transformer, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
-    corpus, out = write(tmp_path / "a.jsonl", little(600), True), tmp_path / "out"
-    done = killed(command_of(tmp_path / "model", corpus, out, SIZE), out, 10)
+    corpus, out = write_jsonl(tmp_path / "a.jsonl", synthetic_documents(600), True), tmp_path / "out"
+    done = run_with_kills(command_of(tmp_path / "model", corpus, out, SHARD_CHARS), out, 10)
     assert len(json.loads(done.stdout)["heads"]) == len(model.heads)
     assert_same(hw.Profile.load(out / "profile.npz"), hw.profile(hw.load(tmp_path / "model"), corpus, causal=False))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not STATUS.is_file(), reason="the limit is Linux's")
-def test_two_million_tokens_killed_ten_times_within_a_limit(tmp_path: Path) -> None:
+@pytest.mark.skipif(not STATUS_FILE.is_file(), reason="the limit is Linux's")
+def test_profile_shards_large_corpus_with_kills_within_memory_limit(tmp_path: Path) -> None:
     """It may take 64 MB beyond what it takes for 8,000 tokens."""
-    make(WORDS).save(tmp_path / "model")
+    make_model(WORDS).save(tmp_path / "model")
     small, large = write_words(tmp_path / "small.txt", 8_000), tmp_path / "corpus"
     large.mkdir()
-    for number in range(FILES):
-        write_words(large / f"{number}.txt", TOKENS // FILES + 40 * number - 20 * (FILES - 1))
-    first, most = subprocess.Popen(command_of(tmp_path / "model", small, tmp_path / "small", 1 << 18)), 0
+    for index in range(FILES):
+        write_words(large / f"{index}.txt", TOKENS // FILES + 40 * index - 20 * (FILES - 1))
+    first, max_bytes = subprocess.Popen(command_of(tmp_path / "model", small, tmp_path / "small", 1 << 18)), 0
     while first.poll() is None:
         with suppress(OSError, StopIteration, ValueError):
-            told = Path(f"/proc/{first.pid}/status").read_text()
-            most = max(most, int(next(row for row in told.splitlines() if row.startswith("VmData")).split()[1]) << 10)
+            status = Path(f"/proc/{first.pid}/status").read_text()
+            max_bytes = max(
+                max_bytes, int(next(row for row in status.splitlines() if row.startswith("VmData")).split()[1]) << 10
+            )
         time.sleep(0.01)
     assert first.returncode == 0
     out = tmp_path / "out"
-    killed(command_of(tmp_path / "model", large, out, 1 << 18), out, 10, most + ROOM)
-    made = hw.Profile.load(out / "profile.npz")
-    assert made.about["tokens"] == TOKENS
-    assert_same(made, hw.profile(hw.load(tmp_path / "model"), large, causal=False))
+    run_with_kills(command_of(tmp_path / "model", large, out, 1 << 18), out, 10, max_bytes + MEMORY_MARGIN)
+    merged = hw.Profile.load(out / "profile.npz")
+    assert merged.metadata["tokens"] == TOKENS
+    assert_same(merged, hw.profile(hw.load(tmp_path / "model"), large, causal=False))

@@ -9,7 +9,7 @@ import torch
 from headwise.analysis.metrics import row_blocks
 from headwise.analysis.metrics.token_classes import CLASSES
 from headwise.spec import ModelSpec
-from tests.analysis.dense_reference import distinct, watch
+from tests.analysis.dense_reference import batch_without_repeats, streaming_and_dense
 from tests.contract.layers import SMALL, make_model
 
 N = 64
@@ -21,15 +21,15 @@ WANT = {
 
 
 @pytest.mark.parametrize("height", [16, 128])
-def test_a_model_without_queries_is_uniform(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_blocks, "ROWS", height)
-    model = make_model(ModelSpec(vocab=N, context=N, layers=2, hidden=23, attention=SMALL)).float()
+def test_default_metrics_zero_queries_match_uniform_closed_form(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_blocks, "BLOCK_ROWS", height)
+    model = make_model(ModelSpec(vocab=N, context=N, layers=2, mlp_width=23, attention=SMALL)).float()
     queries = SMALL.heads * 6
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "read.qkv" in name:
+            if "qkv.qkv" in name:
                 parameter[:queries] = 0
-    tally, _ = watch(model, [distinct(N, batch=3)], torch.zeros(N, len(CLASSES)))
+    accumulator, _ = streaming_and_dense(model, [batch_without_repeats(N, batch=3)], torch.zeros(N, len(CLASSES)))
     for name, want in WANT.items():
-        assert tally.mean(name) == pytest.approx([want] * 8, rel=1e-5), name
+        assert accumulator.mean(name) == pytest.approx([want] * 8, rel=1e-5), name
     assert WANT["entropy"] == pytest.approx(3.2058, abs=5e-5)

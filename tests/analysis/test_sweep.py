@@ -8,140 +8,148 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.analysis.ablation.ablate import ablated, mean_of, record_z, stand_in
-from headwise.analysis.ablation.eval_targets import TargetBatch, ask
+from headwise.analysis.ablation.ablate import ablated, make_replacement_fn, mean_of_outputs, record_z
+from headwise.analysis.ablation.ablation_sweep import ablation_sweep, sweep_cost
+from headwise.analysis.ablation.eval_targets import TargetBatch, make_target_batch
 from headwise.analysis.ablation.importance import importance
-from headwise.analysis.ablation.sweep import sweep, sweep_cost
 from headwise.analysis.recording.batching import make_batch
-from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.model.block import Block
-from headwise.model.loss import IGNORE
+from headwise.model.loss import IGNORE_INDEX
 from headwise.spec import ModelSpec
-from tests.analysis.models import TEXTS, encoded, reading, surprise
+from tests.analysis.models import TEXTS, character_model, encode_texts, text_loss
 from tests.contract.layers import MODELS, assert_equal, make_model, token_ids
 
 DECODERS = [name for name in MODELS if name.startswith("decoder")]
 ENCODER = MODELS["encoder"]
-HEADLESS = replace(ENCODER, output="none", form="pre")
+HEADLESS = replace(ENCODER, output="none", norm_placement="pre")
 
 
 # Walking through blocks by hand is what forward does.
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "encoder-decoder"])
-def test_begin_and_the_parts_of_a_block_are_the_forward_pass(name: str) -> None:
-    model, ids, real = make_model(MODELS[name]), token_ids(2, 7), torch.ones(2, 7, dtype=torch.bool)
-    real[1, 4:] = False
-    x, beside = model.begin(ids, padding=real)
+def test_block_parts_equal_forward_pass(name: str) -> None:
+    model, ids, attention_mask = make_model(MODELS[name]), token_ids(2, 7), torch.ones(2, 7, dtype=torch.bool)
+    attention_mask[1, 4:] = False
+    x, context = model.begin_forward(ids, attention_mask=attention_mask)
     rows = torch.tensor([1, 3])
     for block in model.blocks:
         assert isinstance(block, Block)
-        read = block.reads(x)
-        wrote = block.attend(read, beside)
-        some = block.finish(x[:, rows], read[:, rows], wrote[:, rows], beside)
-        x = block.finish(x, read, wrote, beside)
-        assert_equal(some, x[:, rows])
+        attention_input = block.attention_input(x)
+        attention_output = block.attend(attention_input, context)
+        subset = block.finish(x[:, rows], attention_input[:, rows], attention_output[:, rows], context)
+        x = block.finish(x, attention_input, attention_output, context)
+        assert_equal(subset, x[:, rows])
     x = x if model.norm is None else model.norm(x)
-    assert torch.equal(x, model(ids, padding=real, hidden=True))
+    assert torch.equal(x, model(ids, attention_mask=attention_mask, hidden=True))
 
 
 # The quick sweep equals the naive loop.
 
 
 @pytest.mark.parametrize("metric", ["loss", "last"])
-@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("method", ["zero", "mean", "resample"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_the_sweep_is_the_naive_loop_over_decoders(name: str, how: Any, metric: Any) -> None:
-    model = reading(MODELS[name])
-    texts, last = encoded(model), metric == "last"
+def test_ablation_sweep_decoder_equals_naive_loop(name: str, method: Any, metric: Any) -> None:
+    model = character_model(MODELS[name])
+    texts, last = encode_texts(model), metric == "last"
     inputs = [ids[:, :-1] for ids in texts]  # what is read to answer: nothing is asked behind the last token
-    means = mean_of(record_z(model, ids) for ids in inputs)
+    means = mean_of_outputs(record_z(model, ids) for ids in inputs)
     tokens = len(texts) if last else sum(ids.shape[1] for ids in inputs)
-    made = importance(model, TEXTS, how=how, metric=metric, tokens=120)
+    result = importance(model, TEXTS, ablation=method, metric=metric, batch_tokens=120)
     with torch.no_grad():
-        clean = [surprise(model, ids, last) for ids in texts]
+        clean = [text_loss(model, ids, last) for ids in texts]
         for head in model.heads:
             lost = 0.0
-            for number, ids in enumerate(texts):
-                other = record_z(model, inputs[(number + 1) % len(texts)])
-                with ablated(model, head.address, how, means=means, other=other):
-                    lost += float(surprise(model, ids, last) - clean[number])
-            assert made[head.address].worth == pytest.approx(lost / tokens, abs=1e-9)
-    assert made.clean == pytest.approx(float(sum(clean)) / tokens, abs=1e-9)
-    assert made.addresses == model.spec.addresses
-    assert made.texts == len(texts)
+            for index, ids in enumerate(texts):
+                other = record_z(model, inputs[(index + 1) % len(texts)])
+                with ablated(model, head.address, method, means=means, other=other):
+                    lost += float(text_loss(model, ids, last) - clean[index])
+            assert result[head.address].importance == pytest.approx(lost / tokens, abs=1e-9)
+    assert result.clean_loss == pytest.approx(float(sum(clean)) / tokens, abs=1e-9)
+    assert result.addresses == model.spec.head_addresses
+    assert result.texts == len(texts)
 
 
-@pytest.mark.parametrize("how", ["zero", "resample"])
-def test_the_sweep_is_the_naive_loop_over_a_masked_encoder(how: Any) -> None:
-    model = reading(ENCODER)
-    units = list(Reading.of(model, TEXTS, 64))
-    asks = [ask(model, make_batch([unit])) for unit in units]  # each text alone: no padding
-    made = importance(model, TEXTS, how=how, tokens=100)
+@pytest.mark.parametrize("method", ["zero", "resample"])
+def test_ablation_sweep_masked_encoder_equals_naive_loop(method: Any) -> None:
+    model = character_model(ENCODER)
+    samples = list(TokenizedCorpus.of(model, TEXTS, 64))
+    batches = [make_target_batch(model, make_batch([sample])) for sample in samples]  # each text alone: no padding
+    result = importance(model, TEXTS, ablation=method, batch_tokens=100)
     for head in model.heads:
-        lost, asked = 0.0, 0
-        for number, one in enumerate(asks):
-            assert one.targets is not None
-            where = one.targets[0] != IGNORE
-            assert bool((one.ids[0, where] == model.tokenizer.mask).all())  # pyright: ignore
-            other = record_z(model, asks[(number + 1) % len(asks)].ids)
+        lost, num_targets = 0.0, 0
+        for index, batch in enumerate(batches):
+            assert batch.targets is not None
+            where = batch.targets[0] != IGNORE_INDEX
+            assert bool((batch.ids[0, where] == model.tokenizer.mask).all())  # pyright: ignore
+            other = record_z(model, batches[(index + 1) % len(batches)].ids)
             losses = []
-            for context in (ablated(model, head.address, how, other=other), torch.no_grad()):
+            for context in (ablated(model, head.address, method, other=other), torch.no_grad()):
                 with torch.no_grad(), context:
-                    losses.append(F.cross_entropy(model(one.ids)[0, where], one.targets[0, where], reduction="sum"))
-            lost, asked = lost + float(losses[0] - losses[1]), asked + int(where.sum())
-        assert made[head.address].worth == pytest.approx(lost / asked, abs=1e-9)
+                    losses.append(F.cross_entropy(model(batch.ids)[0, where], batch.targets[0, where], reduction="sum"))
+            lost, num_targets = lost + float(losses[0] - losses[1]), num_targets + int(where.sum())
+        assert result[head.address].importance == pytest.approx(lost / num_targets, abs=1e-9)
 
 
 @pytest.mark.parametrize("spec", [HEADLESS, replace(MODELS["decoder"], output="none")], ids=["encoder", "decoder"])
-def test_without_an_output_the_mean_state_is_what_moves(spec: ModelSpec) -> None:
-    model = reading(spec)
-    made = importance(model, TEXTS, how="zero", tokens=100)
+def test_ablation_sweep_without_lm_head_uses_mean_state(spec: ModelSpec) -> None:
+    model = character_model(spec)
+    result = importance(model, TEXTS, ablation="zero", batch_tokens=100)
     with torch.no_grad():
         for head in model.heads:
             moved = []
-            for ids in encoded(model):
+            for ids in encode_texts(model):
                 clean = model(ids).mean(1)
                 with head.silenced():
                     moved.append(1 - F.cosine_similarity(model(ids).mean(1), clean))
-            assert made[head.address].worth == pytest.approx(float(torch.cat(moved).mean()), abs=1e-9)
+            assert result[head.address].importance == pytest.approx(float(torch.cat(moved).mean()), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "encoder"])
-def test_single_precision_and_padding_on_either_side(name: str) -> None:
+def test_ablation_sweep_float32_with_padding_equals_single_texts(name: str) -> None:
     model = make_model(MODELS[name]).float()
-    ids, real = token_ids(3, 11), torch.ones(3, 11, dtype=torch.bool)
-    real[0, :4], real[2, 6:] = False, False
-    targets = torch.full_like(ids, IGNORE)
-    targets[real] = token_ids(1, int(real.sum()), seed=5)[0]
-    heads = model.spec.addresses
-    lost, _ = sweep(model, TargetBatch(ids, real, targets, real), heads, lambda s, c: stand_in(s, c, "zero"), tokens=80)
+    ids, attention_mask = token_ids(3, 11), torch.ones(3, 11, dtype=torch.bool)
+    attention_mask[0, :4], attention_mask[2, 6:] = False, False
+    targets = torch.full_like(ids, IGNORE_INDEX)
+    targets[attention_mask] = token_ids(1, int(attention_mask.sum()), seed=5)[0]
+    heads = model.spec.head_addresses
+    lost, _ = ablation_sweep(
+        model,
+        TargetBatch(ids, attention_mask, targets, attention_mask),
+        heads,
+        lambda s, c: make_replacement_fn(s, c, "zero"),
+        batch_tokens=80,
+    )
     with torch.no_grad():
         for row in range(3):
-            alone, wanted = ids[row : row + 1, real[row]], targets[row, real[row]]
-            clean = F.cross_entropy(model(alone)[0], wanted, reduction="sum")
-            for place, head in enumerate(model.heads):
+            alone, labels = ids[row : row + 1, attention_mask[row]], targets[row, attention_mask[row]]
+            clean = F.cross_entropy(model(alone)[0], labels, reduction="sum")
+            for head_index, head in enumerate(model.heads):
                 with head.silenced():
-                    want = F.cross_entropy(model(alone)[0], wanted, reduction="sum") - clean
-                assert float(lost[place, row]) == pytest.approx(float(want), abs=1e-4, rel=1e-5)  # sums over 11 tokens
+                    want = F.cross_entropy(model(alone)[0], labels, reduction="sum") - clean
+                assert float(lost[head_index, row]) == pytest.approx(
+                    float(want), abs=1e-4, rel=1e-5
+                )  # sums over 11 tokens
 
 
 @pytest.mark.parametrize("rows", [None, 1])
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "decoder, cut", "decoder, parallel"])
-def test_the_cost_is_what_is_counted(name: str, rows: int | None) -> None:
+def test_sweep_cost_equals_counted_flops(name: str, rows: int | None) -> None:
     spec = replace(MODELS[name], layers=3, tied=False)
     model = make_model(spec, backend="batched")
     T = 13
     ids = token_ids(1, T)
     targets = ids.clone()
     if rows is not None:
-        targets[:, :-1] = IGNORE
-    asked = TargetBatch(ids, torch.ones(1, T).bool(), targets, None)
+        targets[:, :-1] = IGNORE_INDEX
+    batch = TargetBatch(ids, torch.ones(1, T).bool(), targets, None)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        sweep(model, asked, spec.addresses, lambda s, c: stand_in(s, c, "zero"))
+        ablation_sweep(model, batch, spec.head_addresses, lambda s, c: make_replacement_fn(s, c, "zero"))
     cost = sweep_cost(spec, T, rows)
-    assert counter.get_total_flops() == cost.sweep
+    assert counter.get_total_flops() == cost.sweep_flops
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.output(model(ids, hidden=True)[:, -(rows or T) :])  # pyright: ignore
-    assert counter.get_total_flops() * len(spec.addresses) == cost.naive
+    assert counter.get_total_flops() * len(spec.head_addresses) == cost.naive_flops
     assert cost.ratio < 1

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import headwise as hw
-from headwise.attached.verify_prune import tensors
+from headwise.attached.verify_prune import flatten_tensors
 
 T: Any = transformers  # its configurations take more than they say
 
@@ -65,59 +65,59 @@ def musicgen() -> tuple[Any, dict[str, Any]]:
     return T.MusicgenForCausalLM(config), {"input_ids": IDS.repeat(2, 1), "encoder_hidden_states": _states()}
 
 
-ALONE = ["0", "1", "cross.0", "cross.1"]
+DECODER_ALONE = ["0", "1", "cross.0", "cross.1"]
 EXPECTED = {
     swin: ["0", "1", "2", "3"], dia: ["enc.0", "enc.1", "dec.0", "cross.0", "dec.1", "cross.1"],
     longcat: ["0", "1", "2", "3"],
-    bart: ALONE, whisper: ALONE, musicgen: ALONE,
+    bart: DECODER_ALONE, whisper: DECODER_ALONE, musicgen: DECODER_ALONE,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("build", EXPECTED, ids=lambda build: build.__name__)
-def test_every_attention_has_an_address(build) -> None:
+def test_attach_each_attention_gets_address(build) -> None:
     torch.manual_seed(0)
     model, call = build()
     model = model.double().eval()
 
-    def numbers() -> list[torch.Tensor]:
+    def outputs() -> list[torch.Tensor]:
         with torch.no_grad():
-            return tensors(dict(model(**call)))
+            return flatten_tensors(dict(model(**call)))
 
-    def far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-        return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+    def max_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
 
-    before = numbers()
-    with hw.attach(model) as theirs:
-        assert [str(site.address) for site in theirs.sites()] == EXPECTED[build]
-        assert len(theirs.spec.addresses) == len(theirs.heads)
-        assert all(map(torch.equal, numbers(), before))
-        for layer in theirs.attention_layers():
-            with theirs.heads[str(layer.site.addresses[1])].silenced():
-                silent = numbers()
+    before = outputs()
+    with hw.attach(model) as attached:
+        assert [str(hook_point.address) for hook_point in attached.hook_points()] == EXPECTED[build]
+        assert len(attached.spec.head_addresses) == len(attached.heads)
+        assert all(map(torch.equal, outputs(), before))
+        for layer in attached.attention_layers():
+            with attached.heads[str(layer.hook_point.head_addresses[1])].silenced():
+                silent = outputs()
             e: int = layer.spec.value_dim
-            writes: Any = layer.found.writes
-            kept = writes.weight.detach().clone()
+            projection: Any = layer.info.output_module
+            saved = projection.weight.detach().clone()
             with torch.no_grad():
-                writes.weight[:, e : 2 * e] = 0
-                zeroed = numbers()
-                writes.weight.copy_(kept)
-            assert far(silent, zeroed) < 1e-9
-            assert far(silent, before) > 0
-    assert all(map(torch.equal, numbers(), before))
+                projection.weight[:, e : 2 * e] = 0
+                zeroed = outputs()
+                projection.weight.copy_(saved)
+            assert max_difference(silent, zeroed) < 1e-9
+            assert max_difference(silent, before) > 0
+    assert all(map(torch.equal, outputs(), before))
 
 
-def test_a_decoder_by_itself_shows_and_loses_heads_that_look_across() -> None:
+def test_attach_decoder_alone_prunes_cross_heads() -> None:
     """It is tried with states from outside, so what is derived of these heads is checked too."""
     torch.manual_seed(0)
     model, call = bart()
     model = model.double().eval()
-    with hw.attach(model) as theirs, torch.no_grad():
-        with hw.record(theirs, "cross.1.2", what=("z", "write")) as recording:
+    with hw.attach(model) as attached, torch.no_grad():
+        with hw.record(attached, "cross.1.2", tensors=("z", "output")) as recording:
             model(**call)
-        head: Any = theirs.heads["cross.1.2"]
-        assert (recording["cross.1.2"].z @ head.W_O - recording["cross.1.2"].write).abs().max() < 1e-9
+        head: Any = attached.heads["cross.1.2"]
+        assert (recording["cross.1.2"].z @ head.W_O - recording["cross.1.2"].output).abs().max() < 1e-9
         assert head.W_Q.shape == head.W_V.shape
-        gone = "cross.0.1,cross.1.*,0.2"
-        with theirs.heads[gone].silenced():
+        pruned = "cross.0.1,cross.1.*,0.2"
+        with attached.heads[pruned].silenced():
             silent = model(**call).logits
-        assert (theirs.without(gone).model(**call).logits - silent).abs().max() < 1e-9
+        assert (attached.without(pruned).model(**call).logits - silent).abs().max() < 1e-9

@@ -4,13 +4,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from bench.architectures import run_one
+from bench.architectures import run_architecture
 
 QUICK = {
     "bert": "right", "gpt2": "right", "llama": "right", "qwen3": "right", "qwen3_next": "right", "bitnet": "looking only",
     "t5": "right", "albert": "right", "vit": "right", "clip": "right", "gpt_bigcode": "right", "opt": "right",
 }  # fmt: skip
-MORE = {
+SLOW = {
     "afmoe": "right", "bart": "right", "beit": "right", "cohere_asr": "right", "ctrl": "right",
     "deepseek_v3": "right", "diffllama": "looking only", "dinov3_vit": "right", "doge": "right", "dpr": "right",
     "esmc": "right", "gemma2": "right", "gemma3_text": "right", "gemma4": "right", "glm5_next_text": "right",
@@ -23,20 +23,20 @@ MORE = {
 }  # fmt: skip
 
 
-NOT_CUT = ("codegen", "bloom", "zaya", "inkling_text")
+NOT_PRUNABLE = ("codegen", "bloom", "zaya", "inkling_text")
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_quick(name: str) -> None:
-    told = run_one(name)
-    assert told["verdict"] == QUICK[name], told
-    assert "cut" not in told["told"] or told["verdict"] != "right", told
+def test_architecture_quick_set_gets_expected_verdict(name: str) -> None:
+    result = run_architecture(name)
+    assert result["verdict"] == QUICK[name], result
+    assert "prune" not in result["findings"] or result["verdict"] != "right", result
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_more(name: str) -> None:
-    told = run_one(name)
-    assert told["verdict"] == MORE[name], told
-    if told["verdict"] == "right":
-        assert ("cut" in told["told"]) == (name in NOT_CUT), told
+@pytest.mark.parametrize("name", SLOW)
+def test_architecture_slow_set_gets_expected_verdict(name: str) -> None:
+    result = run_architecture(name)
+    assert result["verdict"] == SLOW[name], result
+    if result["verdict"] == "right":
+        assert ("prune" in result["findings"]) == (name in NOT_PRUNABLE), result

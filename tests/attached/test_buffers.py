@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.attached.models import BY_NAME, first
+from tests.attached.models import BY_NAME, main_output
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,22 +43,22 @@ def check_equal_bits(model: Any, again: Any) -> None:
 def test_reload_of_a_pruned_half_model_keeps_buffers(name: str, dtype: torch.dtype, cast: bool, tmp_path: Path) -> None:
     model = rotary_model(name, dtype, tmp_path / "plain")
     model = model.to(dtype) if cast else model  # as .half() does: buffers are rounded too
-    given = BY_NAME[name].inputs()
-    theirs = hw.attach(model).cut("1.1,2.*")
-    before = first(model(**given))
-    theirs.save_pretrained(tmp_path / "pruned")
-    for asked in (dtype, None):
-        again: Any = hw.load(tmp_path / "pruned", dtype=asked)
+    inputs = BY_NAME[name].inputs()
+    attached = hw.attach(model).prune("1.1,2.*")
+    before = main_output(model(**inputs))
+    attached.save_pretrained(tmp_path / "pruned")
+    for load_dtype in (dtype, None):
+        again: Any = hw.load(tmp_path / "pruned", dtype=load_dtype)
         check_equal_bits(model, again.model)
-        assert torch.equal(first(again.model(**given)), before)
+        assert torch.equal(main_output(again.model(**inputs)), before)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @torch.no_grad()
 def test_reload_in_another_dtype_has_the_buffers_of_transformers(name: str, tmp_path: Path) -> None:
     model = rotary_model(name, torch.bfloat16, tmp_path / "plain")
-    theirs = hw.attach(model).cut("1.1")
-    theirs.save_pretrained(tmp_path / "pruned")
+    attached = hw.attach(model).prune("1.1")
+    attached.save_pretrained(tmp_path / "pruned")
     for dtype in (torch.float32, torch.float16):
         plain = dict(type(model).from_pretrained(tmp_path / "plain", dtype=dtype).named_buffers())
         again: Any = hw.load(tmp_path / "pruned", dtype=dtype)
@@ -73,17 +73,17 @@ def test_reload_in_another_dtype_has_the_buffers_of_transformers(name: str, tmp_
 @torch.no_grad()
 def test_metadata_without_dtypes_loads_rotary_frequencies_in_float32(tmp_path: Path) -> None:
     model = rotary_model("llama", torch.bfloat16, tmp_path / "plain")
-    theirs = hw.attach(model).cut("1.1")
-    theirs.save_pretrained(tmp_path / "pruned")
+    attached = hw.attach(model).prune("1.1")
+    attached.save_pretrained(tmp_path / "pruned")
     file = tmp_path / "pruned" / "headwise.json"
     metadata = json.loads(file.read_text())
-    file.write_text(json.dumps({key: metadata[key] for key in ("format", "class", "kept")}))
+    file.write_text(json.dumps({key: metadata[key] for key in ("format", "class", "kept_heads")}))
     again: Any = hw.load(tmp_path / "pruned", dtype=None)
     check_equal_bits(model, again.model)
 
 
 def test_metadata_with_an_unknown_dtype_cannot_be_loaded(tmp_path: Path) -> None:
-    hw.attach(BY_NAME["llama"].build()).cut("1.1").save_pretrained(tmp_path / "pruned")
+    hw.attach(BY_NAME["llama"].build()).prune("1.1").save_pretrained(tmp_path / "pruned")
     file = tmp_path / "pruned" / "headwise.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "load"}))
     with pytest.raises(hw.HeadwiseError, match="not a note of this version"):
@@ -94,12 +94,14 @@ def test_metadata_with_an_unknown_dtype_cannot_be_loaded(tmp_path: Path) -> None
 @torch.no_grad()
 def test_whole_save_of_a_pruned_half_model_is_the_silenced_model(dtype: torch.dtype, tmp_path: Path) -> None:
     model = rotary_model("gemma3", dtype, tmp_path / "plain")
-    given = BY_NAME["gemma3"].inputs()
-    theirs = hw.attach(model).cut("1.1,2.*")
-    theirs.save_pretrained(tmp_path / "whole", whole=True)
-    whole = type(model).from_pretrained(tmp_path / "whole", dtype=dtype).eval()
-    theirs.detach()
+    inputs = BY_NAME["gemma3"].inputs()
+    attached = hw.attach(model).prune("1.1,2.*")
+    attached.save_pretrained(tmp_path / "whole", full_shape=True)
+    full = type(model).from_pretrained(tmp_path / "whole", dtype=dtype).eval()
+    attached.detach()
     for name, buffer in model.named_buffers():
-        assert torch.equal(dict(whole.named_buffers())[name], buffer)
-    logits = first(model(**given)).double()
-    assert (first(whole(**given)).double() - logits).abs().max() <= torch.finfo(dtype).eps ** 0.5 * logits.abs().max()
+        assert torch.equal(dict(full.named_buffers())[name], buffer)
+    logits = main_output(model(**inputs)).double()
+    assert (main_output(full(**inputs)).double() - logits).abs().max() <= torch.finfo(
+        dtype
+    ).eps ** 0.5 * logits.abs().max()

@@ -12,102 +12,102 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.spec import Address
-from tests.attached.models import BODY, BY_NAME, Case, transformers
+from tests.attached.models import BY_NAME, COMMON_SIZES, Case, transformers
 from tests.attached.test_analysis import VOCABULARY, documents
 from tests.attached.test_layer_probe import GATED
 
 JETMOE = Case(
     "jetmoe", "JetMoeForCausalLM", "JetMoeConfig",
-    BODY | dict(num_key_value_heads=2, kv_channels=6, num_local_experts=3, num_experts_per_tok=2, bos_token_id=1,
+    COMMON_SIZES | dict(num_key_value_heads=2, kv_channels=6, num_local_experts=3, num_experts_per_tok=2, bos_token_id=1,
                 eos_token_id=2, pad_token_id=0),
 )  # fmt: skip
-LETTERS = ("W_Q", "W_K", "W_V", "W_O")
+WEIGHT_NAMES = ("W_Q", "W_K", "W_V", "W_O")
 
 
-def check_seen_and_silenced(model: Any, theirs: Any, given: dict[str, Tensor], before: Tensor) -> None:
+def check_recorded_and_silenced(model: Any, attached: Any, inputs: dict[str, Tensor], before: Tensor) -> None:
     """Looking changes nothing, silence something, and no weights are shown."""
-    with hw.record(theirs, what=("q", "map", "z")) as recording:
-        assert torch.equal(model(**given).logits, before)
+    with hw.record(attached, tensors=("q", "map", "z")) as recording:
+        assert torch.equal(model(**inputs).logits, before)
     assert recording["1.1"].map().shape == (2, 13, 13)
-    with theirs.heads["1.1"].silenced():
-        assert not torch.equal(model(**given).logits, before)
-    for name in LETTERS:
+    with attached.heads["1.1"].silenced():
+        assert not torch.equal(model(**inputs).logits, before)
+    for name in WEIGHT_NAMES:
         with pytest.raises(hw.HeadwiseError):
-            getattr(theirs.heads["1.1"], name)
+            getattr(attached.heads["1.1"], name)
 
 
 # Adapters that come later.
 
 
-def test_adapters_added_later_are_noticed() -> None:
+def test_attached_adapter_added_later_raises() -> None:
     peft = pytest.importorskip("peft")
     case = BY_NAME["llama"]
-    model, given = case.build(), case.inputs()
-    theirs = hw.attach(model)
-    assert theirs.heads[Address.parse("1.1")].W_O.shape == (4, 24)
-    how = dict(r=3, init_lora_weights=False)
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], **how)).eval()
+    model, inputs = case.build(), case.inputs()
+    attached = hw.attach(model)
+    assert attached.heads[Address.parse("1.1")].W_O.shape == (4, 24)
+    options = dict(r=3, init_lora_weights=False)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], **options)).eval()
     with torch.no_grad():
-        before = model(**given).logits
-        check_seen_and_silenced(model, theirs, given, before)
+        before = model(**inputs).logits
+        check_recorded_and_silenced(model, attached, inputs, before)
         with pytest.raises(hw.HeadwiseError, match=r"attach it again"):
-            theirs.heads["1.1"].W_O  # pyright: ignore
-        again = hw.attach(theirs.detach())
-        with hw.record(again, what=("z", "write")) as recording:
-            model(**given)
-        found: Any = model.model.layers[1].self_attn.o_proj
+            attached.heads["1.1"].W_O  # pyright: ignore
+        again = hw.attach(attached.detach())
+        with hw.record(again, tensors=("z", "output")) as recording:
+            model(**inputs)
+        o_proj: Any = model.model.layers[1].self_attn.o_proj
         z = torch.cat([recording[f"1.{head}"].z for head in range(6)], -1)
-        total = sum(recording[f"1.{head}"].write for head in range(6))
-        assert (total - found(z)).abs().max() < 1e-5  # pyright: ignore
-        found.update_layer("more", 3, lora_alpha=1, config=peft.LoraConfig(**how))
+        total = sum(recording[f"1.{head}"].output for head in range(6))
+        assert (total - o_proj(z)).abs().max() < 1e-5  # pyright: ignore
+        o_proj.update_layer("more", 3, lora_alpha=1, config=peft.LoraConfig(**options))
         with pytest.raises(hw.HeadwiseError, match=r"attach it again"):
             again.heads["1.1"].W_O  # pyright: ignore
 
 
-def test_an_adapter_around_a_gated_output_is_not_edited_by_halves() -> None:
+def test_silenced_adapter_around_gated_output_raises() -> None:
     """z is edited where it enters W_O there; an adapter put around W_O reads z too, past the edit."""
     peft = pytest.importorskip("peft")
-    model, given = GATED.build(), GATED.inputs()
-    theirs = hw.attach(model)
+    model, inputs = GATED.build(), GATED.inputs()
+    attached = hw.attach(model)
     peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["o_proj"], init_lora_weights=False)).eval()
     with torch.no_grad():
-        model(**given)
-        with theirs.heads["1.1"].silenced(), pytest.raises(hw.HeadwiseError, match="attach it again"):
-            model(**given)
-        again, o_proj = hw.attach(theirs.detach()), model.model.layers[1].self_attn.o_proj
+        model(**inputs)
+        with attached.heads["1.1"].silenced(), pytest.raises(hw.HeadwiseError, match="attach it again"):
+            model(**inputs)
+        again, o_proj = hw.attach(attached.detach()), model.model.layers[1].self_attn.o_proj
         with again.heads["1.1"].silenced():
-            silent = model(**given).logits
+            silent = model(**inputs).logits
         size = again.heads[Address.parse("1.1")].layer.spec.value_dim
         for weight in (o_proj.base_layer.weight, o_proj.lora_A["default"].weight):
             weight[:, size : 2 * size] = 0  # what reads the head
-        assert (model(**given).logits - silent).abs().max() < 1e-4
+        assert (model(**inputs).logits - silent).abs().max() < 1e-4
 
 
 # Weights that are elsewhere, or packed.
 
 
-def test_weights_on_a_disk_are_not_shown_and_heads_are_silenced_all_the_same(tmp_path: Path) -> None:
+def test_attach_disk_offloaded_weights_silences_without_views(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
     with torch.no_grad():
-        before = model(**given).logits
+        before = model(**inputs).logits
         accelerate.disk_offload(model, str(tmp_path))
         assert model.model.layers[1].self_attn.o_proj.weight.device.type == "meta"
-        check_seen_and_silenced(model, hw.attach(model), given, before)
+        check_recorded_and_silenced(model, hw.attach(model), inputs, before)
 
 
-class Packed(Tensor):
+class FakeQuantizedTensor(Tensor):
     """A weight of a quantiser: bytes and scales inside, numbers only in a product, as torchao's tensors are."""
 
     codes: Tensor
     scales: Tensor
 
     @staticmethod
-    def __new__(cls, weight: Tensor) -> "Packed":
-        made = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)  # pyright: ignore
-        made.scales = weight.abs().amax(1, keepdim=True) / 127
-        made.codes = (weight / made.scales).round().to(torch.int8)
-        return made
+    def __new__(cls, weight: Tensor) -> "FakeQuantizedTensor":
+        tensor = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)  # pyright: ignore
+        tensor.scales = weight.abs().amax(1, keepdim=True) / 127
+        tensor.codes = (weight / tensor.scales).round().to(torch.int8)
+        return tensor
 
     def unpacked(self) -> Tensor:
         return self.codes * self.scales
@@ -126,69 +126,69 @@ class Packed(Tensor):
         raise NotImplementedError(f"{func} of packed weights")
 
 
-def test_weights_of_a_class_of_their_own_are_not_shown_and_heads_are_silenced_all_the_same() -> None:
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+def test_attach_tensor_subclass_weights_silences_without_views() -> None:
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
-                module.weight = torch.nn.Parameter(Packed(module.weight.detach()), requires_grad=False)
-        before = model(**given).logits
-        check_seen_and_silenced(model, hw.attach(model), given, before)
+                module.weight = torch.nn.Parameter(FakeQuantizedTensor(module.weight.detach()), requires_grad=False)
+        before = model(**inputs).logits
+        check_recorded_and_silenced(model, hw.attach(model), inputs, before)
 
 
 # Where W_O is not known.
 
 
-def test_silence_where_w_o_is_not_known_is_the_layer_without_those_columns() -> None:
+def test_silenced_unknown_w_o_equals_zeroed_expert_columns() -> None:
     """Heads k and K + k of JetMoE read the same columns of every expert that writes: without these both are gone."""
-    model, given = JETMOE.build(), JETMOE.inputs()
-    theirs = hw.attach(model)
-    assert {layer.passes for layer in theirs.attention_layers()} == {"unknown"}
+    model, inputs = JETMOE.build(), JETMOE.inputs()
+    attached = hw.attach(model)
+    assert {layer.z_path for layer in attached.attention_layers()} == {"unknown"}
     with torch.no_grad():
-        whole = model(**given).logits
-        with theirs.heads["1.1,1.3"].silenced():
-            silent = model(**given).logits
+        full = model(**inputs).logits
+        with attached.heads["1.1,1.3"].silenced():
+            silent = model(**inputs).logits
         model.model.layers[1].self_attention.experts.output_linear.weight[:, :, 6:12] = 0
-        assert (model(**given).logits - silent).abs().max() < 1e-5
-        assert (whole - silent).abs().max() > 1e-2
+        assert (model(**inputs).logits - silent).abs().max() < 1e-5
+        assert (full - silent).abs().max() > 1e-2
     with pytest.raises(hw.HeadwiseError, match="not known"):
-        theirs.heads["1.1"].W_O  # pyright: ignore
+        attached.heads["1.1"].W_O  # pyright: ignore
 
 
-def test_silence_is_refused_where_the_layer_is_no_sum_over_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = JETMOE.build(), JETMOE.inputs()
+def test_silenced_layer_not_sum_over_heads_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = JETMOE.build(), JETMOE.inputs()
     kind = type(model.model.layers[1].self_attention.experts)
     plain = kind.reduce
     monkeypatch.setattr(kind, "reduce", lambda self, z, where: plain(self, z / z.square().mean(-1, True).sqrt(), where))
-    before = model(**given).logits
-    theirs = hw.attach(model)
-    with hw.record(theirs, what="map") as recording:
-        assert torch.equal(model(**given).logits, before)
+    before = model(**inputs).logits
+    attached = hw.attach(model)
+    with hw.record(attached, tensors="map") as recording:
+        assert torch.equal(model(**inputs).logits, before)
     assert recording["1.1"].map().shape == (2, 13, 13)
-    with pytest.raises(hw.HeadwiseError, match="not seen to be a sum over heads"), theirs.heads["1.1"].silenced():
+    with pytest.raises(hw.HeadwiseError, match="not seen to be a sum over heads"), attached.heads["1.1"].silenced():
         pass
 
 
-def test_a_profile_needs_no_w_o() -> None:
+def test_profile_without_w_o_gives_nan_output_norm() -> None:
     sizes = JETMOE.sizes | dict(vocab_size=len(VOCABULARY), max_position_embeddings=300)
     model = dataclasses.replace(JETMOE, sizes=sizes).build()
-    theirs = hw.attach(model, hw.Tokenizer.from_wordpiece(VOCABULARY))
-    made = hw.profile(theirs, documents(3), causal=False)
-    assert len(made) == 12
-    for head in made:
-        assert math.isnan(head.measures["write"])  # not 0
-        assert math.isfinite(head.measures["entropy"])
-        assert math.isfinite(head.measures["confidence"])
+    attached = hw.attach(model, hw.Tokenizer.from_wordpiece(VOCABULARY))
+    profile = hw.profile(attached, documents(3), causal=False)
+    assert len(profile) == 12
+    for head in profile:
+        assert math.isnan(head.metrics["output norm"])  # not 0
+        assert math.isfinite(head.metrics["entropy"])
+        assert math.isfinite(head.metrics["confidence"])
 
 
 # Windows.
 
 
-def test_a_window_that_means_chunks_is_not_told() -> None:
+def test_hook_point_chunked_window_is_none() -> None:
     """A frame of this encoder sees its chunk to the end and some chunks back: more than the number of its configuration."""
-    from bench.shrink import tiny
+    from bench.shrink import tiny_configs
 
     kind = transformers.NemotronAsrStreamingEncoder
-    config = next(tiny(transformers.NemotronAsrStreamingEncoderConfig, kind))
+    config = next(tiny_configs(transformers.NemotronAsrStreamingEncoderConfig, kind))
     assert config.sliding_window
-    assert {site.window for site in hw.attach(kind(config).eval()).sites()} == {None}
+    assert {hook_point.window for hook_point in hw.attach(kind(config).eval()).hook_points()} == {None}

@@ -9,74 +9,74 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.attached.models import BY_NAME, PLAIN, SIDES, Case, each_case, first, results, transformers
+from tests.attached.models import BY_NAME, PLAIN, SIDES, Case, each_case, main_output, output_tensors, transformers
 
 
 @each_case
 @pytest.mark.parametrize("side", SIDES)
-def test_outputs_stay_bitwise_what_they_were(case: Case, side: str) -> None:
-    model, given = case.build(), case.inputs(side)
+def test_attach_record_detach_keep_outputs_bitwise(case: Case, side: str) -> None:
+    model, inputs = case.build(), case.inputs(side)
     with torch.no_grad():
-        before = results(model(**given))
-        theirs = hw.attach(model)
-        attached = results(model(**given))
-        with hw.record(theirs) as recording:
-            looked = results(model(**given))
-        theirs.detach()
-        after = results(model(**given))
-    assert len(recording) == len(theirs.heads)
-    for others in (attached, looked, after):
+        before = output_tensors(model(**inputs))
+        attached = hw.attach(model)
+        attached_outputs = output_tensors(model(**inputs))
+        with hw.record(attached) as recording:
+            recorded_outputs = output_tensors(model(**inputs))
+        attached.detach()
+        detached_outputs = output_tensors(model(**inputs))
+    assert len(recording) == len(attached.heads)
+    for others in (attached_outputs, recorded_outputs, detached_outputs):
         assert len(others) == len(before)
         assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
 
 
 @each_case
-def test_detaching_restores_the_model_exactly(case: Case) -> None:
+def test_detach_restores_model_state(case: Case) -> None:
     model = case.build()
     before = _state(model)
-    with hw.attach(model) as theirs:
+    with hw.attach(model) as attached:
         assert _state(model) != before
-        assert theirs.attached
+        assert attached.is_attached
     assert _state(model) == before
 
 
 @each_case
-def test_silence_is_w_o_without_the_head(case: Case) -> None:
-    model, given = case.build().double(), {k: _double(v) for k, v in case.inputs("right").items()}
-    theirs = hw.attach(model)
-    for address in _some(theirs):
+def test_silenced_head_equals_zeroed_w_o(case: Case) -> None:
+    model, inputs = case.build().double(), {k: _double(v) for k, v in case.inputs("right").items()}
+    attached = hw.attach(model)
+    for address in _sample_heads(attached):
         with torch.no_grad():
-            with theirs.heads.select(str(address)).silenced():
-                silent = first(model(**given))
-            whole = first(model(**given))
-            W_O = one(theirs, address).W_O
-            kept = W_O.clone()
+            with attached.heads.select(str(address)).silenced():
+                silent = main_output(model(**inputs))
+            full = main_output(model(**inputs))
+            W_O = head_at(attached, address).W_O
+            saved = W_O.clone()
             W_O.zero_()
-            zeroed = first(model(**given))
-            W_O.copy_(kept)
-        real = given.get("attention_mask")
+            zeroed = main_output(model(**inputs))
+            W_O.copy_(saved)
+        real = inputs.get("attention_mask")
         if real is not None and real.shape == silent.shape[:2]:
-            silent, zeroed, whole = (x[real.bool()] for x in (silent, zeroed, whole))
+            silent, zeroed, full = (x[real.bool()] for x in (silent, zeroed, full))
         assert (silent - zeroed).abs().max() <= 1e-9
-        assert (silent - whole).abs().max() > 1e-4
+        assert (silent - full).abs().max() > 1e-4
 
 
 @each_case
 @pytest.mark.parametrize("side", SIDES)
-def test_maps_are_those_of_the_eager_path(case: Case, side: str) -> None:
-    given = case.inputs(side)
+def test_record_maps_equal_eager_attentions(case: Case, side: str) -> None:
+    inputs = case.inputs(side)
     eager = case.build(attn_implementation="eager")
     with torch.no_grad():
-        theirs_maps = eager(**given, output_attentions=True)
+        eager_output = eager(**inputs, output_attentions=True)
     model = case.build()
-    theirs = hw.attach(model)
-    with torch.no_grad(), hw.record(theirs, what="map") as recording:
-        model(**given)
-    real = given.get("attention_mask")
+    attached = hw.attach(model)
+    with torch.no_grad(), hw.record(attached, tensors="map") as recording:
+        model(**inputs)
+    real = inputs.get("attention_mask")
     compared = 0
-    for address in theirs.heads.addresses:
+    for address in attached.heads.addresses:
         name = {"enc": "encoder_attentions", "dec": "decoder_attentions", "cross": "cross_attentions", "": "attentions"}
-        want = getattr(theirs_maps, name[address.stack])[address.layer][:, address.head]  # (B, T, S)
+        want = getattr(eager_output, name[address.stack])[address.layer][:, address.head]  # (B, T, S)
         got = recording[address].map()
         rows = torch.ones(want.shape[:2], dtype=torch.bool)
         if real is not None and address.stack in ("", "enc"):
@@ -84,78 +84,78 @@ def test_maps_are_those_of_the_eager_path(case: Case, side: str) -> None:
         assert got.shape == want.shape
         assert (got - want)[rows].abs().max() <= 1e-5
         compared += 1
-    assert compared == len(theirs.heads) > 0
+    assert compared == len(attached.heads) > 0
 
 
 @each_case
-def test_what_heads_write_adds_up_to_what_the_layer_writes(case: Case) -> None:
-    model, given = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
-    theirs = hw.attach(model)
+def test_record_head_outputs_sum_to_layer_output(case: Case) -> None:
+    model, inputs = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
+    attached = hw.attach(model)
     outputs: dict[Any, Tensor] = {}
-    for layer in theirs.attention_layers():
-        assert layer.found.writes is not None
-        layer.found.writes.register_forward_hook(partial(_keep, outputs, layer.site.address))
-    with torch.no_grad(), hw.record(theirs, what="write") as recording:
-        model(**given)
-    for layer in theirs.attention_layers():
-        total = sum(recording[address].write for address in layer.site.addresses)
+    for layer in attached.attention_layers():
+        assert layer.info.output_module is not None
+        layer.info.output_module.register_forward_hook(partial(_store_output, outputs, layer.hook_point.address))
+    with torch.no_grad(), hw.record(attached, tensors="output") as recording:
+        model(**inputs)
+    for layer in attached.attention_layers():
+        total = sum(recording[address].output for address in layer.hook_point.head_addresses)
         total = total if layer.b_O is None else total + layer.b_O
-        assert (total - outputs[layer.site.address].reshape(total.shape)).abs().max() <= 1e-9  # pyright: ignore
+        assert (total - outputs[layer.hook_point.address].reshape(total.shape)).abs().max() <= 1e-9  # pyright: ignore
 
 
 @each_case
-def test_addresses_name_every_head(case: Case) -> None:
-    theirs = hw.attach(case.build())
-    stacks = {address.stack for address in theirs.heads.addresses}
+def test_attach_addresses_cover_every_head(case: Case) -> None:
+    attached = hw.attach(case.build())
+    stacks = {address.stack for address in attached.heads.addresses}
     assert stacks == ({"enc", "dec", "cross"} if case.kind in ("two", "speech") else {""})
-    assert theirs.spec.addresses == theirs.heads.addresses
+    assert attached.spec.head_addresses == attached.heads.addresses
     kinds = {"two": "encoder-decoder", "speech": "encoder-decoder", "image": "encoder"}
-    assert theirs.spec.kind == kinds.get(case.kind, case.kind)
+    assert attached.spec.kind == kinds.get(case.kind, case.kind)
 
 
 @each_case
-def test_q_k_v_follow_from_the_weights(case: Case) -> None:
+def test_head_w_v_reproduces_recorded_v(case: Case) -> None:
     """v carries no positions and no norms, so it is what W_V reads; its weights are live views."""
-    model, given = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
-    theirs = hw.attach(model)
-    reads: dict[Any, Tensor] = {}
-    for layer in theirs.attention_layers():
-        assert layer.found.reads is not None
-        last = layer.found.reader(-1 if layer.found.reads[0] == "apart" else 0)
+    model, inputs = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
+    attached = hw.attach(model)
+    layer_inputs: dict[Any, Tensor] = {}
+    for layer in attached.attention_layers():
+        assert layer.info.qkv_modules is not None
+        last = layer.info.qkv_module(-1 if layer.info.qkv_modules[0] == "separate" else 0)
         last.register_forward_pre_hook(
-            lambda module, given, address=layer.site.address: reads.__setitem__(address, given[0])
+            lambda module, inputs, address=layer.hook_point.address: layer_inputs.__setitem__(address, inputs[0])
         )
-    with torch.no_grad(), hw.record(theirs, what="v") as recording:
-        model(**given)
-    for address in _some(theirs):
-        head = one(theirs, address)
-        made = reads[address.site] @ head.W_V
-        made = made if head.b_V is None else made + head.b_V
-        assert (made - recording[address].v).abs().max() <= 1e-9
+    with torch.no_grad(), hw.record(attached, tensors="v") as recording:
+        model(**inputs)
+    for address in _sample_heads(attached):
+        head = head_at(attached, address)
+        values = layer_inputs[address.layer_address] @ head.W_V
+        values = values if head.b_V is None else values + head.b_V
+        assert (values - recording[address].v).abs().max() <= 1e-9
         assert head.W_Q.shape[1] == head.W_K.shape[1] == head.layer.spec.head_dim
 
 
-def _keep(kept: dict[Any, Tensor], address: Any, module: Any, given: Any, made: Tensor) -> None:
-    kept[address] = made
+def _store_output(store: dict[Any, Tensor], address: Any, module: Any, inputs: Any, output: Tensor) -> None:
+    store[address] = output
 
 
-def _some(theirs: Any) -> list[Any]:
+def _sample_heads(attached: Any) -> list[Any]:
     """A few heads: of every stack the first layer's last head, and the last layer's second."""
     by_stack: dict[str, list[Any]] = {}
-    for address in theirs.heads.addresses:
+    for address in attached.heads.addresses:
         by_stack.setdefault(address.stack, []).append(address)
-    some = []
-    for there in by_stack.values():
-        some += [
-            max(a for a in there if a.layer == 0),
-            next(a for a in there if a.layer == there[-1].layer and a.head == 1),
+    sample = []
+    for addresses in by_stack.values():
+        sample += [
+            max(a for a in addresses if a.layer == 0),
+            next(a for a in addresses if a.layer == addresses[-1].layer and a.head == 1),
         ]
-    return some
+    return sample
 
 
-def one(theirs: Any, address: Any) -> hw.Head:
+def head_at(attached: Any, address: Any) -> hw.Head:
     """One head by its address."""
-    head = theirs.heads[address]
+    head = attached.heads[address]
     assert isinstance(head, hw.Head)
     return head
 
@@ -176,67 +176,70 @@ def _state(model: Any) -> Any:
 # What the model itself takes.
 
 
-def test_a_handle_takes_what_the_model_takes() -> None:
+def test_attached_call_model_arguments_match_model() -> None:
     case = BY_NAME["llama"]
-    model, given = case.build(), case.inputs("right")
-    ids, mask = given["input_ids"], given["attention_mask"]
+    model, inputs = case.build(), case.inputs("right")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
     with torch.no_grad():
         plain = model(ids, attention_mask=mask, labels=labels)
-        with hw.attach(model) as theirs:
-            for told in (
-                theirs(ids, attention_mask=mask, labels=labels),
-                theirs(ids, padding=mask > 0, labels=labels),
-                theirs(**given, labels=labels),
+        with hw.attach(model) as attached:
+            for output in (
+                attached(ids, attention_mask=mask, labels=labels),
+                attached(ids, attention_mask=mask > 0, labels=labels),
+                attached(**inputs, labels=labels),
             ):
-                assert type(told) is type(plain)
-                assert torch.equal(told.loss, plain.loss)
-                assert torch.equal(told.logits, plain.logits)
-            half = theirs(ids, attention_mask=mask, labels=labels, gates={"*.*": 0.5})
+                assert type(output) is type(plain)
+                assert torch.equal(output.loss, plain.loss)
+                assert torch.equal(output.logits, plain.logits)
+            half = attached(ids, attention_mask=mask, labels=labels, gates={"*.*": 0.5})
             assert float(half.loss) != float(plain.loss)
-            assert isinstance(theirs(ids, padding=mask > 0), torch.Tensor)
-            with pytest.raises(hw.HeadwiseError, match="attention_mask is given twice"):
-                theirs(ids, padding=mask > 0, attention_mask=mask)
+            assert isinstance(attached(ids, attention_mask=mask > 0), torch.Tensor)
+            own_output = attached(input_ids=ids, attention_mask=mask)
+            assert type(own_output) is type(plain)
+            assert torch.equal(own_output.logits, plain.logits)
+            with pytest.raises(hw.HeadwiseError, match="input_ids is given twice"):
+                attached(ids, attention_mask=mask > 0, input_ids=ids)
             with pytest.raises(hw.HeadwiseError, match="output_hidden_states"):
-                theirs(ids, labels=labels, hidden=True)
+                attached(ids, labels=labels, hidden=True)
 
 
-def test_an_encoder_decoder_takes_labels_with_its_source() -> None:
+def test_attached_encoder_decoder_with_labels_matches_model() -> None:
     case = BY_NAME["bart"]
-    model, given = case.build(), case.inputs("right")
-    ids, source, mask = given["decoder_input_ids"], given["input_ids"], given["attention_mask"]
-    with torch.no_grad(), hw.attach(model) as theirs:
-        told = theirs(ids, source=source, source_padding=mask > 0, labels=ids)
-        alone = theirs(source, attention_mask=mask, labels=ids)  # as the model itself is called: it writes labels
+    model, inputs = case.build(), case.inputs("right")
+    ids, source, mask = inputs["decoder_input_ids"], inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad(), hw.attach(model) as attached:
+        output = attached(ids, source=source, source_attention_mask=mask > 0, labels=ids)
+        alone = attached(source, attention_mask=mask, labels=ids)  # as the model itself is called: it writes labels
     with torch.no_grad():
-        assert torch.equal(told.loss, model(**given, labels=ids).loss)
+        assert torch.equal(output.loss, model(**inputs, labels=ids).loss)
         assert torch.equal(alone.loss, model(source, attention_mask=mask, labels=ids).loss)
 
 
-def test_what_is_not_token_ids_goes_to_the_model_by_its_name() -> None:
+def test_attached_call_pixel_values_matches_model() -> None:
     case = BY_NAME["vit"]
-    model, given = case.build(), case.inputs()
-    with torch.no_grad(), hw.attach(model) as theirs:
-        assert torch.equal(theirs(**given).last_hidden_state, model(**given).last_hidden_state)
+    model, inputs = case.build(), case.inputs()
+    with torch.no_grad(), hw.attach(model) as attached:
+        assert torch.equal(attached(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
-def test_saving_a_cut_model_says_who_can_load_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_pruned_model_warns_who_can_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = BY_NAME["llama"].build()
-    theirs = hw.attach(model)
-    theirs.save(tmp_path / "uncut")
+    attached = hw.attach(model)
+    attached.save(tmp_path / "uncut")
     assert "heads were cut" not in capsys.readouterr().err
-    theirs.cut("1.4")
-    theirs.save(tmp_path / "cut")
+    attached.prune("1.4")
+    attached.save(tmp_path / "cut")
     assert "hw.load(folder) loads what is written, plain transformers does not" in capsys.readouterr().err
     with pytest.raises(RuntimeError):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
     capsys.readouterr()
-    hw.export(theirs, tmp_path / "whole")
+    hw.export(attached, tmp_path / "whole")
     assert "heads were cut" not in capsys.readouterr().err
-    given = BY_NAME["llama"].inputs()
+    inputs = BY_NAME["llama"].inputs()
     with torch.no_grad():
-        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(**given).logits
-        assert (whole - model(**given).logits).abs().max() < 1e-5
+        full = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(**inputs).logits
+        assert (full - model(**inputs).logits).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -248,14 +251,14 @@ def test_saving_a_cut_model_says_who_can_load_it(tmp_path: Path, capsys: pytest.
         ("XLMRoberta", {"pad_token_id": 1}),
     ],
 )
-def test_positions_counted_by_the_padding_token_stay_so_on_the_left(kind: str, more: dict[str, Any]) -> None:
+def test_attached_left_padding_keeps_padding_token_positions(kind: str, more: dict[str, Any]) -> None:
     torch.manual_seed(2)
     config = getattr(transformers, f"{kind}Config")(**PLAIN, **more)
     model = getattr(transformers, f"{kind}ForMaskedLM")(config).double().eval()
     ids = torch.tensor([[9, 9, 9, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17]])
-    real = torch.ones_like(ids, dtype=torch.bool)
-    real[0, :3] = False
-    with torch.no_grad(), hw.attach(model) as theirs:
-        together = theirs(ids, padding=real)
-        assert (together[0, 3:] - model(ids[:1, 3:]).logits[0]).abs().max() <= 1e-9
-        assert (together[1] - model(ids[1:]).logits[0]).abs().max() <= 1e-9
+    real_tokens = torch.ones_like(ids, dtype=torch.bool)
+    real_tokens[0, :3] = False
+    with torch.no_grad(), hw.attach(model) as attached:
+        batched = attached(ids, attention_mask=real_tokens)
+        assert (batched[0, 3:] - model(ids[:1, 3:]).logits[0]).abs().max() <= 1e-9
+        assert (batched[1] - model(ids[1:]).logits[0]).abs().max() <= 1e-9

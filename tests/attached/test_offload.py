@@ -49,19 +49,19 @@ def is_on_meta(model: Any) -> bool:
 @torch.no_grad()
 def test_prune_of_an_offloaded_model_is_prune_of_the_model_in_memory(offload: Offload, tmp_path: Path) -> None:
     case = BY_NAME["llama"]
-    given, theirs = case.inputs(), hw.attach(case.build())
-    pruned = hw.prune(theirs, heads="1.4,2.*", fold=False)
+    inputs, attached = case.inputs(), hw.attach(case.build())
+    pruned = hw.prune(attached, heads="1.4,2.*", fold_mean=False)
     model = offload(case.build(), tmp_path)
     assert is_on_meta(model)
-    before = model(**given).logits
-    small = hw.prune(hw.attach(model), heads="1.4,2.*", fold=False)
+    before = model(**inputs).logits
+    small = hw.prune(hw.attach(model), heads="1.4,2.*", fold_mean=False)
     assert not is_on_meta(small.model)
-    assert torch.equal(small.model(**given).logits, pruned.model(**given).logits)
+    assert torch.equal(small.model(**inputs).logits, pruned.model(**inputs).logits)
     assert is_on_meta(model)
-    assert torch.equal(model(**given).logits, before)
+    assert torch.equal(model(**inputs).logits, before)
     small.save_pretrained(tmp_path / "pruned")
     again: Any = hw.load(tmp_path / "pruned")
-    assert torch.equal(again.model(**given).logits, small.model(**given).logits)
+    assert torch.equal(again.model(**inputs).logits, small.model(**inputs).logits)
     assert again.plans == small.plans
 
 
@@ -69,14 +69,18 @@ def test_prune_of_an_offloaded_model_is_prune_of_the_model_in_memory(offload: Of
 @torch.no_grad()
 def test_prune_of_an_offloaded_model_ranks_and_folds(offload: Offload, tmp_path: Path) -> None:
     model, tokenizer = build("llama")
-    theirs = hw.attach(model, tokenizer)
-    plan = hw.Plan.make(theirs, keep=0.5, by="gradient", on=TEXTS)
-    pruned = plan.apply(theirs)
+    attached = hw.attach(model, tokenizer)
+    plan = hw.plan_pruning(attached, keep=0.5, ranking="gradient", corpus=TEXTS)
+    pruned = hw.apply(plan, attached)
     offloaded = hw.attach(offload(build("llama")[0], tmp_path), tokenizer)
-    again = hw.Plan.make(offloaded, keep=0.5, by="gradient", on=TEXTS)
-    assert (again.cut, again.folded, again.digest) == (plan.cut, plan.folded, plan.digest)
+    again = hw.plan_pruning(offloaded, keep=0.5, ranking="gradient", corpus=TEXTS)
+    assert (again.pruned_heads, again.folded_biases, again.digest) == (
+        plan.pruned_heads,
+        plan.folded_biases,
+        plan.digest,
+    )
     ids = torch.tensor([[3, 4, 5, 6]])
-    assert torch.equal(plan.apply(offloaded)(ids), pruned(ids))
+    assert torch.equal(hw.apply(plan, offloaded)(ids), pruned(ids))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -86,8 +90,8 @@ def test_save_of_an_offloaded_model_writes_its_weights(offload: Offload, tied: b
     case = BY_NAME["llama"]
     plain = case.build(tie_word_embeddings=tied)
     want = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    theirs = hw.attach(offload(plain, tmp_path))
-    theirs.save_pretrained(tmp_path / "saved")
+    attached = hw.attach(offload(plain, tmp_path))
+    attached.save_pretrained(tmp_path / "saved")
     again = type(plain).from_pretrained(tmp_path / "saved")
     assert again.state_dict().keys() == want.keys()
     assert all(torch.equal(tensor, want[name]) for name, tensor in again.state_dict().items())
@@ -96,22 +100,22 @@ def test_save_of_an_offloaded_model_writes_its_weights(offload: Offload, tied: b
 @torch.no_grad()
 def test_export_of_a_pruned_offloaded_model_fills_it_up(tmp_path: Path) -> None:
     case = BY_NAME["llama"]
-    given, pruned = case.inputs(), hw.attach(case.build()).cut("1.4,2.*").detach()
-    want = pruned(**given).logits
-    theirs = hw.attach(on_disk(pruned, tmp_path))
-    theirs.save_pretrained(tmp_path / "small")
+    inputs, pruned = case.inputs(), hw.attach(case.build()).prune("1.4,2.*").detach()
+    want = pruned(**inputs).logits
+    attached = hw.attach(on_disk(pruned, tmp_path))
+    attached.save_pretrained(tmp_path / "small")
     small: Any = hw.load(tmp_path / "small")
-    assert torch.equal(small.model(**given).logits, want)
-    theirs.save_pretrained(tmp_path / "whole", whole=True)
-    whole = type(pruned).from_pretrained(tmp_path / "whole").eval()
-    assert (whole(**given).logits - want).abs().max() < 1e-5
+    assert torch.equal(small.model(**inputs).logits, want)
+    attached.save_pretrained(tmp_path / "whole", full_shape=True)
+    full = type(pruned).from_pretrained(tmp_path / "whole").eval()
+    assert (full(**inputs).logits - want).abs().max() < 1e-5
 
 
 @each_offload
 def test_cut_of_an_offloaded_model_in_place_raises(offload: Offload, tmp_path: Path) -> None:
-    theirs = hw.attach(offload(BY_NAME["llama"].build(), tmp_path))
+    attached = hw.attach(offload(BY_NAME["llama"].build(), tmp_path))
     with pytest.raises(hw.HeadwiseError, match=r"Use hw\.prune"):
-        theirs.cut("1.4")
+        attached.prune("1.4")
 
 
 def test_attach_of_a_model_without_weights_raises() -> None:

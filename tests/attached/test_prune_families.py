@@ -8,7 +8,7 @@ from torch import Tensor
 
 import headwise as hw
 from bench.architectures import architectures
-from bench.tried_cut import cuts_of
+from bench.tried_cut import head_sets_to_prune
 from bench.tried_with import build, outputs
 
 transformers: Any = pytest.importorskip("transformers")
@@ -21,31 +21,31 @@ FAMILIES = {
     "Granite": ("granite",), "T5": ("t5",), "ModernBERT": ("modernbert",), "XLM-R": ("xlm-roberta",), "ViT": ("vit",),
     "CLIP": ("clip",), "DINOv2": ("dinov2",), "Whisper": ("whisper",), "Falcon": ("falcon",), "DeBERTa-v2": ("deberta-v2",),
 }  # fmt: skip
-KEEPS_ONE = ("t5",)  # its first layer makes the position bias of all, so it keeps a head
+FIRST_LAYER_KEPT = ("t5",)  # its first layer makes the position bias of all, so it keeps a head
 
 
-def in_double(name: str) -> tuple[Any, dict[str, Tensor]]:
+def build_double(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A tiny model and a call of it, in double precision, as far as its own parts are."""
-    model, given = build(getattr(transformers, architectures()[name]), transformers.CONFIG_MAPPING[name])
+    model, inputs = build(getattr(transformers, architectures()[name]), transformers.CONFIG_MAPPING[name])
     if any("expert" in part for part, _ in model.named_modules()):
         model.set_experts_implementation("eager")  # the grouped product has no double precision
-    return model.double(), {key: x.double() if x.is_floating_point() else x for key, x in given.items()}
+    return model.double(), {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in FAMILIES.items() for name in names])
-def test_cut_is_silence(family: str, name: str) -> None:
-    model, given = in_double(name)
-    whole = outputs(model, given)
-    with hw.attach(model) as theirs:
-        for which in cuts_of(theirs)[: 1 if name in KEEPS_ONE else None]:
-            with theirs.heads.select(which).silenced():
-                silent = outputs(model, given)
-            assert any((a - b).abs().max() > 1e-6 for a, b in zip(silent, whole, strict=True)), "these heads matter"
-            small = theirs.without(which)
-            assert not set(which) & set(small.heads.addresses)
+def test_prune_family_equals_silenced_heads(family: str, name: str) -> None:
+    model, inputs = build_double(name)
+    full = outputs(model, inputs)
+    with hw.attach(model) as attached:
+        for heads in head_sets_to_prune(attached)[: 1 if name in FIRST_LAYER_KEPT else None]:
+            with attached.heads.select(heads).silenced():
+                silent = outputs(model, inputs)
+            assert any((a - b).abs().max() > 1e-6 for a, b in zip(silent, full, strict=True)), "these heads matter"
+            small = attached.without(heads)
+            assert not set(heads) & set(small.heads.addresses)
             for state in ("cut", "detached"):
                 inner = small.model if state == "cut" else small.detach()
-                for a, b in zip(outputs(inner, given), silent, strict=True):
-                    assert (a - b).abs().max() <= 1e-9 * max(1.0, float(b.abs().max())), f"{family}, {state}: {which}"
-            assert all(map(torch.equal, outputs(model, given), whole)), "and the first model is what it was"
+                for a, b in zip(outputs(inner, inputs), silent, strict=True):
+                    assert (a - b).abs().max() <= 1e-9 * max(1.0, float(b.abs().max())), f"{family}, {state}: {heads}"
+            assert all(map(torch.equal, outputs(model, inputs), full)), "and the first model is what it was"

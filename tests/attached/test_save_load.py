@@ -9,76 +9,82 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attached import Attached
-from headwise.attached.layer import matrix
-from tests.attached.models import BY_NAME, CASES, Case, first, real, transformers
+from headwise.attached import AttachedModel
+from headwise.attached.layer import weight_matrix
+from tests.attached.models import BY_NAME, CASES, Case, main_output, real_positions, transformers
 from tests.attached.test_analysis import TEXTS, build
 
-CUT = [case for case in CASES if case.cut]
+PRUNABLE = [case for case in CASES if case.prunable]
 GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 
-def logits(model: Any, given: dict[str, Any]) -> torch.Tensor:
+def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
-        return first(model(**given))[real(given)]
+        return main_output(model(**inputs))[real_positions(inputs)]
 
 
 # Plans.
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
-def test_plans_come_back_whole(name: str, tmp_path: Path) -> None:
-    theirs = hw.attach(*build(name))
-    assert theirs.plans == ()
-    half = hw.Plan.make(theirs, keep=0.5, by="gradient", on=TEXTS)
-    small = half.apply(theirs)
-    rest = hw.Plan.make(small, cut=[small.heads.addresses[0]], fold=False)
-    smaller = rest.apply(small)
-    assert (theirs.plans, small.plans, smaller.plans) == ((), (half,), (half, rest))
+def test_load_pruned_model_restores_plans(name: str, tmp_path: Path) -> None:
+    attached = hw.attach(*build(name))
+    assert attached.plans == ()
+    half = hw.plan_pruning(attached, keep=0.5, ranking="gradient", corpus=TEXTS)
+    small = hw.apply(half, attached)
+    second_plan = hw.plan_pruning(small, prune=[small.heads.addresses[0]], fold_mean=False)
+    smaller = hw.apply(second_plan, small)
+    assert (attached.plans, small.plans, smaller.plans) == ((), (half,), (half, second_plan))
     smaller.save_pretrained(tmp_path / "small")
     again: Any = hw.load(tmp_path / "small")
-    assert again.plans == (half, rest)
-    told = again.plans[0]
-    assert (told.by, len(told.scores), bool(told.folded)) == ("gradient", len(theirs.heads), True)
-    assert told.on == f"a list of {len(TEXTS)} texts ({hw.Corpus.of(TEXTS).fingerprint[:12]})"
-    assert set(again.heads.addresses) == set(theirs.heads.addresses) - set(half.addresses) - set(rest.addresses)
-    assert f"{len(half.cut)} of {len(theirs.heads)} heads are cut, chosen by gradient" in str(told)
+    assert again.plans == (half, second_plan)
+    loaded_plan = again.plans[0]
+    assert (loaded_plan.ranking, len(loaded_plan.scores), bool(loaded_plan.folded_biases)) == (
+        "gradient",
+        len(attached.heads),
+        True,
+    )
+    assert loaded_plan.corpus == f"a list of {len(TEXTS)} texts ({hw.Corpus.of(TEXTS).fingerprint[:12]})"
+    assert set(again.heads.addresses) == set(attached.heads.addresses) - set(half.pruned_addresses) - set(
+        second_plan.pruned_addresses
+    )
+    assert f"{len(half.pruned_heads)} of {len(attached.heads)} heads are cut, chosen by gradient" in str(loaded_plan)
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "headwise.json").read_text() == (tmp_path / "small" / "headwise.json").read_text()
 
 
-def test_plans_stay_with_the_model_when_it_is_detached() -> None:
-    theirs = hw.attach(*build("llama"))
-    plan = hw.Plan.make(theirs, cut="1.4", fold=False)
-    model = plan.apply(theirs).detach()
+def test_detach_keeps_plans_on_model() -> None:
+    attached = hw.attach(*build("llama"))
+    plan = hw.plan_pruning(attached, prune="1.4", fold_mean=False)
+    model = hw.apply(plan, attached).detach()
     assert hw.attach(model).plans == (plan,)
-    assert hw.attach(copy.deepcopy(theirs).detach()).plans == ()
+    assert hw.attach(copy.deepcopy(attached).detach()).plans == ()
 
 
-def test_a_note_of_old_tells_the_heads_only(tmp_path: Path) -> None:
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("right")
-    theirs = hw.attach(model).cut("1.4,2.*")
-    theirs.save_pretrained(tmp_path / "small")
+def test_load_old_metadata_restores_heads_only(tmp_path: Path) -> None:
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("right")
+    attached = hw.attach(model).prune("1.4,2.*")
+    attached.save_pretrained(tmp_path / "small")
     file = tmp_path / "small" / "headwise.json"
-    note = json.loads(file.read_text())
-    file.write_text(json.dumps({name: note[name] for name in ("format", "class", "kept")}))
+    metadata = json.loads(file.read_text())
+    file.write_text(json.dumps({name: metadata[name] for name in ("format", "class", "kept_heads")}))
     again: Any = hw.load(tmp_path / "small")
     assert again.plans == ()
-    assert torch.equal(logits(again.model, given), logits(model, given))
+    assert torch.equal(logits(again.model, inputs), logits(model, inputs))
 
 
-def test_a_note_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    theirs = hw.attach(*build("llama"))
-    folder = hw.prune(theirs, heads="1.4,2.1", fold=False).save_pretrained(tmp_path / "small")
+def test_load_inconsistent_metadata_raises(tmp_path: Path) -> None:
+    attached = hw.attach(*build("llama"))
+    folder = hw.prune(attached, heads="1.4,2.1", fold_mean=False).save_pretrained(tmp_path / "small")
     file = folder / "headwise.json"
     good = json.loads(file.read_text())
     for wrong, message in (
-        ({"kept": good["kept"] | {"1": [0, 1, 2, 3, 4, 5]}}, "plan that cuts heads which are there"),
-        ({"kept": {}, "plans": []}, "does not fit its note"),
-        ({"apart": ["1"]}, "does not fit its note"),
-        ({"apart": ["7"]}, "names layers that the model has not"),
-        ({"apart": "1"}, "not a note of this version"),
-        ({"plans": [{"cut": ["1.4"]}]}, "lacks the field"),
+        ({"kept_heads": good["kept_heads"] | {"1": [0, 1, 2, 3, 4, 5]}}, "plan that cuts heads which are there"),
+        ({"kept_heads": {}, "plans": []}, "does not fit its note"),
+        ({"kv_expanded": ["1"]}, "does not fit its note"),
+        ({"kv_expanded": ["7"]}, "names layers that the model has not"),
+        ({"kv_expanded": "1"}, "not a note of this version"),
+        ({"plans": [{"format": good["plans"][0]["format"], "pruned_heads": ["1.4"]}]}, "lacks the field"),
     ):
         file.write_text(json.dumps(good | wrong))
         with pytest.raises(hw.HeadwiseError, match=message):
@@ -88,76 +94,76 @@ def test_a_note_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 # Whoever saves.
 
 
-@pytest.mark.parametrize("case", CUT, ids=lambda case: case.name)
-def test_plain_save_pretrained_of_a_cut_model_is_loaded_again(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", PRUNABLE, ids=lambda case: case.name)
+def test_save_pretrained_pruned_model_loads_again(case: Case, tmp_path: Path) -> None:
     """Attached or detached: theirs is the method, and the note lies beside what it writes."""
-    model, given = case.build(), case.inputs("right")
-    theirs = hw.attach(model).cut("enc.0.1,dec.1.*,cross.2.3" if case.kind == "two" else "0.1,1.*,2.3")
+    model, inputs = case.build(), case.inputs("right")
+    attached = hw.attach(model).prune("enc.0.1,dec.1.*,cross.2.3" if case.kind == "two" else "0.1,1.*,2.3")
     model.save_pretrained(tmp_path / "attached")
-    want = logits(model, given)
-    theirs.detach()
+    want = logits(model, inputs)
+    attached.detach()
     model.save_pretrained(tmp_path / "detached")
-    plain = logits(model, given)
-    for name, there in (("attached", want), ("detached", plain)):
+    plain = logits(model, inputs)
+    for name, expected in (("attached", want), ("detached", plain)):
         again: Any = hw.load(tmp_path / name)
-        assert torch.equal(logits(again.model, given), there)
-        assert again.heads.addresses == theirs.heads.addresses
+        assert torch.equal(logits(again.model, inputs), expected)
+        assert again.heads.addresses == attached.heads.addresses
         with pytest.raises(RuntimeError, match=r"size|shape|mismatch"):
             type(model).from_pretrained(tmp_path / name)
     assert (want - plain).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_uneven_groups_detached_and_saved(name: str, tmp_path: Path) -> None:
+def test_save_pretrained_detached_uneven_groups_loads_again(name: str, tmp_path: Path) -> None:
     """Heads have keys of their own then, in the folder too; written whole they share them again."""
     case = BY_NAME[name]
-    model, given = case.build(), case.inputs("right")
-    theirs = hw.attach(model)
-    with theirs.heads.select("1.4").silenced():
-        want = logits(model, given)
-    model = theirs.cut("1.4").detach()
-    plain = logits(model, given)
+    model, inputs = case.build(), case.inputs("right")
+    attached = hw.attach(model)
+    with attached.heads.select("1.4").silenced():
+        want = logits(model, inputs)
+    model = attached.prune("1.4").detach()
+    plain = logits(model, inputs)
     assert (plain - want).abs().max() <= 1e-4
     model.save_pretrained(tmp_path / "small")
     again: Any = hw.load(tmp_path / "small")
-    assert matrix(again.attention_layers()[1].found.reader(1)).shape[0] == 5 * 4
-    assert torch.equal(logits(again.model, given), plain)
-    again.cut("1.0-2").save_pretrained(tmp_path / "less")  # two heads are left, of one group, with keys of their own
+    assert weight_matrix(again.attention_layers()[1].info.qkv_module(1)).shape[0] == 5 * 4
+    assert torch.equal(logits(again.model, inputs), plain)
+    again.prune("1.0-2").save_pretrained(tmp_path / "less")  # two heads are left, of one group, with keys of their own
     less: Any = hw.load(tmp_path / "less")
-    assert torch.equal(logits(less.model, given), logits(again.model, given))
-    assert torch.equal(logits(less.detach(), given), logits(again.detach(), given))
+    assert torch.equal(logits(less.model, inputs), logits(again.model, inputs))
+    assert torch.equal(logits(less.detach(), inputs), logits(again.detach(), inputs))
 
     back = hw.attach(model)
-    back.save_pretrained(tmp_path / "whole", whole=True)
-    whole = type(model).from_pretrained(tmp_path / "whole").eval()
-    assert sum(v.numel() for v in whole.parameters()) == sum(v.numel() for v in case.build().parameters())
-    assert (logits(whole, given) - want).abs().max() <= 1e-4
+    back.save_pretrained(tmp_path / "whole", full_shape=True)
+    full = type(model).from_pretrained(tmp_path / "whole").eval()
+    assert sum(v.numel() for v in full.parameters()) == sum(v.numel() for v in case.build().parameters())
+    assert (logits(full, inputs) - want).abs().max() <= 1e-4
 
 
-def test_keys_that_went_their_own_ways_cannot_be_shared_again(tmp_path: Path) -> None:
-    model = hw.attach(BY_NAME["llama"].build()).cut("1.4").detach()
-    theirs = hw.attach(model)
+def test_save_full_diverged_keys_raises(tmp_path: Path) -> None:
+    model = hw.attach(BY_NAME["llama"].build()).prune("1.4").detach()
+    attached = hw.attach(model)
     with torch.no_grad():
-        matrix(theirs.attention_layers()[1].found.reader(1))[0] += 1
+        weight_matrix(attached.attention_layers()[1].info.qkv_module(1))[0] += 1
     with pytest.raises(hw.HeadwiseError, match="cannot be shared again"):
-        theirs.save_pretrained(tmp_path / "whole", whole=True)
+        attached.save_pretrained(tmp_path / "whole", full_shape=True)
     assert not (tmp_path / "whole").exists()
-    theirs.save_pretrained(tmp_path / "small")
-    given = BY_NAME["llama"].inputs("right")
+    attached.save_pretrained(tmp_path / "small")
+    inputs = BY_NAME["llama"].inputs("right")
     again: Any = hw.load(tmp_path / "small")
-    assert torch.equal(logits(again.model, given), logits(model, given))
+    assert torch.equal(logits(again.model, inputs), logits(model, inputs))
 
 
-def test_parts_of_a_cut_model_and_copies_of_it_are_saved_with_the_note(tmp_path: Path) -> None:
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("right")
-    theirs = hw.attach(model).cut("1.4")
-    twin = copy.deepcopy(theirs).cut("2.*")
+def test_save_pretrained_submodule_or_copy_writes_metadata(tmp_path: Path) -> None:
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("right")
+    attached = hw.attach(model).prune("1.4")
+    twin = copy.deepcopy(attached).prune("2.*")
     twin.model.save_pretrained(tmp_path / "twin")
     model.model.save_pretrained(tmp_path / "body")
     body, other = hw.load(tmp_path / "body"), hw.load(tmp_path / "twin")
-    assert isinstance(body, Attached)
+    assert isinstance(body, AttachedModel)
     assert isinstance(body.model, transformers.LlamaModel)
-    assert torch.equal(logits(body.model, given), logits(model.model, given))
+    assert torch.equal(logits(body.model, inputs), logits(model.model, inputs))
     assert (len(body.heads), len(other.heads)) == (17, 11)
     with pytest.raises(hw.HeadwiseError, match="save it, then upload"):
         model.save_pretrained(tmp_path / "hub", push_to_hub=True)

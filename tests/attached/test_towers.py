@@ -9,8 +9,8 @@ import torch
 
 import headwise as hw
 from headwise.analysis.metrics.variability import variability
-from headwise.attached import Attached
-from headwise.attached.verify_prune import tensors
+from headwise.attached import AttachedModel
+from headwise.attached.verify_prune import flatten_tensors
 from headwise.errors import HeadwiseError
 from tests.attached import towers
 from tests.contract.attached_models import TEXTS, TOKENIZER
@@ -21,145 +21,154 @@ NAMES = {
 }  # fmt: skip
 
 
-def numbers(model, call):
+def outputs(model, call):
     with torch.no_grad():
-        return tensors(dict(model(**call)))
+        return flatten_tensors(dict(model(**call)))
 
 
-def far(some, others) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+def max_difference(actual, expected) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("build", towers.ALL, ids=lambda build: build.__name__)
-def test_every_tower_is_seen_and_silenced(build) -> None:
-    model, call = towers.made(build)
-    before = numbers(model, call)
-    with hw.attach(model) as theirs:
-        assert {site.address.stack for site in theirs.sites()} == NAMES[build.__name__]
-        assert [str(a) for a in theirs.spec.addresses] == [str(a) for a in theirs.heads.addresses]
-        with hw.record(theirs, "*", what="map") as recording:
-            assert all(map(torch.equal, numbers(model, call), before))  # looking changes no bit
-        for layer in theirs.attention_layers():
-            head, e = layer.site.addresses[1], layer.spec.value_dim
-            writes: Any = layer.found.writes
-            for seen in recording[str(head)].calls:
+def test_attach_towers_records_and_silences_each(build) -> None:
+    model, call = towers.build_model(build)
+    before = outputs(model, call)
+    with hw.attach(model) as attached:
+        assert {hook_point.address.stack for hook_point in attached.hook_points()} == NAMES[build.__name__]
+        assert [str(a) for a in attached.spec.head_addresses] == [str(a) for a in attached.heads.addresses]
+        with hw.record(attached, "*", tensors="map") as recording:
+            assert all(map(torch.equal, outputs(model, call), before))  # looking changes no bit
+        for layer in attached.attention_layers():
+            head, e = layer.hook_point.head_addresses[1], layer.spec.value_dim
+            projection: Any = layer.info.output_module
+            for recorded in recording[str(head)].calls:
                 torch.testing.assert_close(
-                    seen.map().sum(-1), torch.ones(seen.map().shape[:-1]), atol=1e-9, rtol=0, check_dtype=False
+                    recorded.map().sum(-1), torch.ones(recorded.map().shape[:-1]), atol=1e-9, rtol=0, check_dtype=False
                 )
-            if layer.passes == "coupled":
-                with pytest.raises(HeadwiseError, match="heads meet"), theirs.heads[str(head)].silenced():
+            if layer.z_path == "coupled":
+                with pytest.raises(HeadwiseError, match="heads meet"), attached.heads[str(head)].silenced():
                     pass
                 continue
-            with theirs.heads[str(head)].silenced():
-                silent = numbers(model, call)
-            kept = writes.weight.detach().clone()
+            with attached.heads[str(head)].silenced():
+                silent = outputs(model, call)
+            saved = projection.weight.detach().clone()
             with torch.no_grad():
-                writes.weight[:, e : 2 * e] = 0
-                zeroed = numbers(model, call)
-                writes.weight.copy_(kept)
-            assert far(silent, zeroed) < 1e-9
-            assert far(silent, before) > 0, f"{head} is not reached"
-    assert all(map(torch.equal, numbers(model, call), before))
+                projection.weight[:, e : 2 * e] = 0
+                zeroed = outputs(model, call)
+                projection.weight.copy_(saved)
+            assert max_difference(silent, zeroed) < 1e-9
+            assert max_difference(silent, before) > 0, f"{head} is not reached"
+    assert all(map(torch.equal, outputs(model, call), before))
 
 
 @pytest.mark.parametrize("build", [towers.clip, towers.llava, towers.paligemma], ids=lambda build: build.__name__)
-def test_maps_are_those_of_the_eager_path(build) -> None:
-    model, call = towers.made(build)
+def test_record_towers_maps_equal_eager(build) -> None:
+    model, call = towers.build_model(build)
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     caught: dict[str, torch.Tensor] = {}
-    with hw.attach(model) as theirs, hw.record(theirs, "*", what="map") as recording:
-        for layer in theirs.attention_layers():
-            part = eager.get_submodule(layer.found.name)
-            part.register_forward_hook(lambda _, __, made, at=str(layer.site.address): caught.update({at: made[1]}))
-        numbers(model, call)
-        numbers(eager, call)
-        for address in theirs.heads.addresses:
-            expected = caught[str(address.site)][:, address.head]
+    with hw.attach(model) as attached, hw.record(attached, "*", tensors="map") as recording:
+        for layer in attached.attention_layers():
+            part = eager.get_submodule(layer.info.name)
+            part.register_forward_hook(
+                lambda _, __, output, at=str(layer.hook_point.address): caught.update({at: output[1]})
+            )
+        outputs(model, call)
+        outputs(eager, call)
+        for address in attached.heads.addresses:
+            expected = caught[str(address.layer_address)][:, address.head]
             # the eager path takes its softmax in float32
             torch.testing.assert_close(recording[str(address)].map(), expected, atol=1e-6, rtol=0)
 
 
-def test_heads_are_worth_what_the_whole_model_loses() -> None:
-    model, call = towers.made(towers.llava)
+def test_importance_of_calls_equals_loss_change() -> None:
+    model, call = towers.build_model(towers.llava)
     calls = [{name: value[i : i + 1] for name, value in call.items()} for i in range(2)]
-    for one in calls:
-        one["labels"] = one["input_ids"].clone()
-    with hw.attach(model) as theirs:
-        found = hw.importance(theirs, calls)
-        slopes = hw.importance(theirs, calls, by="gradient", heads="vision.0.*")
-        layer = theirs.attention_layers()[0]
+    for sample in calls:
+        sample["labels"] = sample["input_ids"].clone()
+    with hw.attach(model) as attached:
+        importance = hw.importance(attached, calls)
+        slopes = hw.importance(attached, calls, ranking="gradient", heads="vision.0.*")
+        layer = attached.attention_layers()[0]
         with torch.no_grad():
-            clean = [float(model(**one).loss) for one in calls]
-            writes: Any = layer.found.writes
-            kept, e = writes.weight.clone(), layer.spec.value_dim
-            writes.weight[:, :e] = 0
-            lost = [float(model(**one).loss) for one in calls]
-            writes.weight.copy_(kept)
-        assert abs(found["vision.0.0"].worth - sum(b - a for a, b in zip(clean, lost, strict=True)) / 2) < 1e-6
-        assert abs(found.clean - sum(clean) / 2) < 1e-6
+            clean = [float(model(**sample).loss) for sample in calls]
+            projection: Any = layer.info.output_module
+            saved, e = projection.weight.clone(), layer.spec.value_dim
+            projection.weight[:, :e] = 0
+            lost = [float(model(**sample).loss) for sample in calls]
+            projection.weight.copy_(saved)
+        assert (
+            abs(importance["vision.0.0"].importance - sum(b - a for a, b in zip(clean, lost, strict=True)) / 2) < 1e-6
+        )
+        assert abs(importance.clean_loss - sum(clean) / 2) < 1e-6
         step = 1e-2
         with torch.no_grad():
             moved = []
-            for one in calls:
-                with theirs.heads["vision.0.1"].scaled(1 + step):
-                    up = float(model(**one).loss)
-                with theirs.heads["vision.0.1"].scaled(1 - step):
-                    moved.append(abs(up - float(model(**one).loss)) / (2 * step))
-        assert abs(slopes["vision.0.1"].worth - sum(moved) / 2) < 1e-4
-        own = hw.importance(theirs, calls[:1], heads="text.1.2", loss=lambda made: made.logits.square().mean())
+            for sample in calls:
+                with attached.heads["vision.0.1"].scaled(1 + step):
+                    up = float(model(**sample).loss)
+                with attached.heads["vision.0.1"].scaled(1 - step):
+                    moved.append(abs(up - float(model(**sample).loss)) / (2 * step))
+        assert abs(slopes["vision.0.1"].importance - sum(moved) / 2) < 1e-4
+        own = hw.importance(attached, calls[:1], heads="text.1.2", loss=lambda output: output.logits.square().mean())
         assert own.addresses[0].stack == "text"
         with pytest.raises(HeadwiseError, match="gives no loss"):
-            hw.importance(theirs, {"input_ids": call["input_ids"], "pixel_values": call["pixel_values"]})
+            hw.importance(attached, {"input_ids": call["input_ids"], "pixel_values": call["pixel_values"]})
         with pytest.raises(HeadwiseError, match="calls of your own"):
-            hw.importance(theirs, ["a text"], loss=lambda made: made.loss)
+            hw.importance(attached, ["a text"], loss=lambda output: output.loss)
 
 
 @pytest.mark.parametrize("build", [towers.clip, towers.llava, towers.gemma3], ids=lambda build: build.__name__)
-def test_heads_are_cut_from_every_tower(build, tmp_path) -> None:
-    model, call = towers.made(build)
-    gone = "vision.0.1,vision.1.*,text.0.0-1,text.1.3"
-    with hw.attach(model) as theirs:
-        with theirs.heads[gone].silenced():
-            silent = numbers(model, call)
-        small = theirs.without(gone)
-        assert far(numbers(small.model, call), silent) < 1e-9
+def test_prune_towers_equals_silenced_and_loads(build, tmp_path) -> None:
+    model, call = towers.build_model(build)
+    pruned = "vision.0.1,vision.1.*,text.0.0-1,text.1.3"
+    with hw.attach(model) as attached:
+        with attached.heads[pruned].silenced():
+            silent = outputs(model, call)
+        small = attached.without(pruned)
+        assert max_difference(outputs(small.model, call), silent) < 1e-9
         small.save(tmp_path / "small")
         small.detach()
     back = hw.load(tmp_path / "small", dtype=torch.float64)
-    assert isinstance(back, Attached)
+    assert isinstance(back, AttachedModel)
     with back:
-        assert far(numbers(back.model, call), silent) < 1e-9
+        assert max_difference(outputs(back.model, call), silent) < 1e-9
         assert not {str(a) for a in back.heads.addresses} & {"vision.0.1", "vision.1.0", "text.0.1"}
 
 
-def test_texts_ask_the_towers_that_they_reach() -> None:
+def test_text_functions_multimodal_cover_text_tower_only() -> None:
     """Of the tower of pictures nothing is said, no NaN either; whoever asks for it by name is told why not."""
-    model, _ = towers.made(towers.llava)
+    model, _ = towers.build_model(towers.llava)
     text = [f"text.{layer}.{head}" for layer in range(2) for head in range(4)]
-    with hw.attach(model, TOKENIZER) as theirs:
-        seen = hw.attend(theirs, TEXTS[0])
-        assert list(seen.heads) == text
-        assert all(bool(seen.map(head).isfinite().all()) for head in seen.heads)
-        found = hw.profile(theirs, TEXTS, relations=False, causal=False, prompts=True)
-        assert [str(head) for head in found.addresses] == text
-        assert all(map(math.isfinite, found.measure("beyond"))), "texts laid end to end"
-        assert all(math.isfinite(head.measures["entropy"]) for head in found)
-        for by in ("ablation", "gradient", "attribution"):
-            worth = hw.importance(theirs, TEXTS, by=by, check=0)
-            assert [str(head) for head in worth.addresses] == text
-            assert all(map(math.isfinite, worth.mean))
-        spread = variability(theirs, TEXTS, length=5)
+    with hw.attach(model, TOKENIZER) as attached:
+        view = hw.attention_maps(attached, TEXTS[0])
+        assert list(view.heads) == text
+        assert all(bool(view.map(head).isfinite().all()) for head in view.heads)
+        profile = hw.profile(attached, TEXTS, relations=False, causal=False, prompts=True)
+        assert [str(head) for head in profile.addresses] == text
+        assert all(map(math.isfinite, profile.metric("outside window"))), "texts laid end to end"
+        assert all(math.isfinite(head.metrics["entropy"]) for head in profile)
+        for ranking in ("ablation", "gradient", "attribution"):
+            importance = hw.importance(attached, TEXTS, ranking=ranking, check_heads=0)
+            assert [str(head) for head in importance.addresses] == text
+            assert all(map(math.isfinite, importance.mean))
+        spread = variability(attached, TEXTS, length=5)
         assert list(spread) == text
         assert all(map(math.isfinite, spread.values()))
-        assert {one.key for one in hw.sensitivity(theirs, TEXTS)} == {"text.0.0", "text.0.1", "text.1.0", "text.1.1"}
-        assert [str(head) for head in hw.compare(theirs, TEXTS, rows=8).addresses] == text
+        assert {entry.kv_head for entry in hw.sensitivity(attached, TEXTS)} == {
+            "text.0.0",
+            "text.0.1",
+            "text.1.0",
+            "text.1.1",
+        }
+        assert [str(head) for head in hw.compare_heads(attached, TEXTS, rows=8).addresses] == text
         for ask in (
-            lambda: hw.attend(theirs, TEXTS[0], heads="vision.0.1"),
-            lambda: hw.importance(theirs, TEXTS, heads="vision.0.*,text.0.1"),
-            lambda: variability(theirs, TEXTS, "vision.*", length=5),
-            lambda: hw.compare(theirs, TEXTS, heads="vision.*"),
-            lambda: hw.prune(theirs, keep=0.5, on=TEXTS),
+            lambda: hw.attention_maps(attached, TEXTS[0], heads="vision.0.1"),
+            lambda: hw.importance(attached, TEXTS, heads="vision.0.*,text.0.1"),
+            lambda: variability(attached, TEXTS, "vision.*", length=5),
+            lambda: hw.compare_heads(attached, TEXTS, heads="vision.*"),
+            lambda: hw.prune(attached, keep=0.5, corpus=TEXTS),
         ):
             with pytest.raises(
                 HeadwiseError, match=r"a text alone does not reach head vision.*Heads it reaches: text\.\*"
@@ -167,9 +176,9 @@ def test_texts_ask_the_towers_that_they_reach() -> None:
                 ask()
 
 
-def test_a_model_that_needs_pictures_beside_words_says_so() -> None:
-    model, _ = towers.made(towers.clip)
-    with hw.attach(model, TOKENIZER) as theirs:
-        for ask in (lambda: hw.attend(theirs, TEXTS[0]), lambda: hw.importance(theirs, TEXTS)):
+def test_text_functions_model_needing_images_raise() -> None:
+    model, _ = towers.build_model(towers.clip)
+    with hw.attach(model, TOKENIZER) as attached:
+        for ask in (lambda: hw.attention_maps(attached, TEXTS[0]), lambda: hw.importance(attached, TEXTS)):
             with pytest.raises(HeadwiseError, match="cannot be called with token ids alone"):
                 ask()

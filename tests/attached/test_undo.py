@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.attached.interface import ACTIVE, attend
+from headwise.attached.interface import ACTIVE, sdpa_with_hooks
 from headwise.attached.layer import layer_of
-from tests.attached.models import BY_NAME, Case, first, transformers
+from tests.attached.models import BY_NAME, Case, main_output, transformers
 
 FOLDER = str(Path(hw.__file__).parent / "attach")
 NAMES = ["llama", "gpt_oss", "falcon"]  # on SDPA, on the eager function, and watched from outside
@@ -85,49 +85,49 @@ def _same(was: Any, now: Any) -> bool:
     return was is now or (not isinstance(was, Tensor) and was == now)
 
 
-def check_not_attached(model: Any, before: Any, given: dict[str, Tensor], logits: Tensor) -> None:
+def check_not_attached(model: Any, before: Any, inputs: dict[str, Tensor], logits: Tensor) -> None:
     functions = transformers.AttentionInterface
     assert is_unchanged(model, before)
     assert not any(layer_of(module) is not None for module in model.modules())
     assert not any(attachment.model is model for attachment in ACTIVE)
-    assert ACTIVE or functions._global_mapping["sdpa"] is not attend
+    assert ACTIVE or functions._global_mapping["sdpa"] is not sdpa_with_hooks
     assert "eager" not in functions._global_mapping
     assert torch.overrides._get_current_function_mode() is None
-    assert torch.equal(first(model(**given)), logits)
+    assert torch.equal(main_output(model(**inputs)), logits)
 
 
-def check_attached(theirs: Any, given: dict[str, Tensor], logits: Tensor) -> None:
-    assert torch.equal(first(theirs.model(**given)), logits)
-    with theirs.heads["1.1"].silenced():
-        assert not torch.equal(first(theirs.model(**given)), logits)
+def check_attached(attached: Any, inputs: dict[str, Tensor], logits: Tensor) -> None:
+    assert torch.equal(main_output(attached.model(**inputs)), logits)
+    with attached.heads["1.1"].silenced():
+        assert not torch.equal(main_output(attached.model(**inputs)), logits)
 
 
 @pytest.fixture
 def tiny(request: pytest.FixtureRequest) -> Any:
     case: Case = BY_NAME[request.param]
-    model, given = case.build().train(), case.inputs()
+    model, inputs = case.build().train(), case.inputs()
     model.get_submodule("lm_head").eval()  # modes differ from part to part
     model.register_forward_hook(lambda *_: None)
     with torch.no_grad():
-        return model, given, first(model(**given))
+        return model, inputs, main_output(model(**inputs))
 
 
 @pytest.mark.parametrize("kind", ["call", "line", "return"])
 @pytest.mark.parametrize("tiny", NAMES, indirect=True)
 @torch.no_grad()
 def test_attach_interrupted_anywhere_leaves_the_model_as_it_was(tiny: Any, kind: str) -> None:
-    model, given, logits = tiny
+    model, inputs, logits = tiny
     hw.attach(model).detach()  # what is read from source files once is in its cache now
     with Interrupt(kind).installed() as counted:
-        theirs = hw.attach(model)
-    theirs.detach()
+        attached = hw.attach(model)
+    attached.detach()
     before, total = state_of(model), counted.count
     assert total > POINTS
     for at in sorted({1 + k * (total - 1) // (POINTS - 1) for k in range(POINTS)}):
         with pytest.raises(KeyboardInterrupt), Interrupt(kind, at).installed():
             hw.attach(model)
-        check_not_attached(model, before, given, logits)
-    check_attached(hw.attach(model), given, logits)
+        check_not_attached(model, before, inputs, logits)
+    check_attached(hw.attach(model), inputs, logits)
 
 
 @pytest.mark.parametrize("tiny", NAMES, indirect=True)
@@ -140,14 +140,14 @@ def test_attach_interrupted_anywhere_leaves_the_model_as_it_was(tiny: Any, kind:
         (torch.nn.functional, "softmax"),
         (torch.autograd, "grad"),
     ],
-    ids=lambda given: given if isinstance(given, str) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 @torch.no_grad()
 def test_attach_interrupted_after_a_call_of_torch_leaves_the_model_as_it_was(
     tiny: Any, holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call has taken effect, and what it returned is lost."""
-    model, given, logits = tiny
+    model, inputs, logits = tiny
     own, before, count = getattr(holder, name), state_of(model), 0
 
     def interrupted(*arguments: Any, **named: Any) -> Any:
@@ -163,27 +163,27 @@ def test_attach_interrupted_after_a_call_of_torch_leaves_the_model_as_it_was(
         with monkeypatch.context() as patched:
             patched.setattr(holder, name, interrupted)
             try:
-                theirs = hw.attach(model)
+                attached = hw.attach(model)
             except KeyboardInterrupt:
                 assert count == at
             else:
                 assert count < at
-                theirs.detach()
-        check_not_attached(model, before, given, logits)
-    check_attached(hw.attach(model), given, logits)
+                attached.detach()
+        check_not_attached(model, before, inputs, logits)
+    check_attached(hw.attach(model), inputs, logits)
 
 
 @pytest.mark.parametrize("tiny", NAMES, indirect=True)
 @torch.no_grad()
 def test_attach_after_an_error_in_its_trial_attaches(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given, logits = tiny
+    model, inputs, logits = tiny
     before = state_of(model)
     with monkeypatch.context() as patched:
-        patched.setattr("headwise.attached.layer_probe.LayerTrial.conclude", lambda self: 1 / 0)
+        patched.setattr("headwise.attached.layer_probe.LayerProbe.store_probe_results", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hw.attach(model)
-    check_not_attached(model, before, given, logits)
-    check_attached(hw.attach(model), given, logits)
+    check_not_attached(model, before, inputs, logits)
+    check_attached(hw.attach(model), inputs, logits)
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def test_load_that_fails_in_the_trial_leaves_nothing_registered(
     BY_NAME["qwen3"].build().save_pretrained(tmp_path)
     gc.collect()
     before = set(ACTIVE)
-    monkeypatch.setattr("headwise.attached.layer_probe.LayerTrial.conclude", lambda self: 1 / 0)
+    monkeypatch.setattr("headwise.attached.layer_probe.LayerProbe.store_probe_results", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hw.load(tmp_path)
     assert before == ACTIVE
@@ -204,53 +204,53 @@ def test_load_that_fails_in_the_trial_leaves_nothing_registered(
 
 def test_attach_of_an_attached_model_returns_its_handle() -> None:
     model = BY_NAME["llama"].build()
-    theirs = hw.attach(model)
-    assert hw.attach(model) is theirs
-    assert theirs.tokenizer is None
+    attached = hw.attach(model)
+    assert hw.attach(model) is attached
+    assert attached.tokenizer is None
     tokenizer = hw.Tokenizer.from_wordpiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"])
-    assert hw.attach(model, tokenizer) is theirs
-    assert theirs.tokenizer is tokenizer
+    assert hw.attach(model, tokenizer) is attached
+    assert attached.tokenizer is tokenizer
     assert hw.attach(model).tokenizer is tokenizer
-    theirs.detach()
-    assert hw.attach(model) is not theirs
+    attached.detach()
+    assert hw.attach(model) is not attached
 
 
 @pytest.mark.parametrize("tiny", NAMES, indirect=True)
 @torch.no_grad()
 def test_a_dropped_handle_is_detached(tiny: Any) -> None:
-    model, given, logits = tiny
+    model, inputs, logits = tiny
     before = state_of(model)
-    theirs = hw.attach(model)
-    seen = weakref.ref(theirs)
-    hw.record(theirs, what="z")
-    del theirs
+    attached = hw.attach(model)
+    handle_ref = weakref.ref(attached)
+    hw.record(attached, tensors="z")
+    del attached
     gc.collect()
-    assert seen() is None
-    check_not_attached(model, before, given, logits)
-    check_attached(hw.attach(model), given, logits)
+    assert handle_ref() is None
+    check_not_attached(model, before, inputs, logits)
+    check_attached(hw.attach(model), inputs, logits)
 
 
 def test_a_dropped_model_is_freed_with_its_handle() -> None:
-    theirs = hw.attach(BY_NAME["llama"].build())
-    model = weakref.ref(theirs.model)
-    del theirs
+    attached = hw.attach(BY_NAME["llama"].build())
+    model = weakref.ref(attached.model)
+    del attached
     gc.collect()
     assert model() is None
 
 
 @torch.no_grad()
 def test_heads_and_open_contexts_hold_the_handle() -> None:
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
-    logits = first(model(**given))
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    logits = main_output(model(**inputs))
     heads, head = hw.attach(model).heads, hw.attach(model).heads["1.1"]
     few = hw.attach(model).heads.select("1.*")
-    for held in (heads.select("1.1"), head, few, next(iter(few))):
+    for selection in (heads.select("1.1"), head, few, next(iter(few))):
         gc.collect()
-        with held.silenced():
-            assert not torch.equal(first(model(**given)), logits)
-    del heads, head, few, held
+        with selection.silenced():
+            assert not torch.equal(main_output(model(**inputs)), logits)
+    del heads, head, few, selection
     gc.collect()
-    assert torch.equal(first(model(**given)), logits)
+    assert torch.equal(main_output(model(**inputs)), logits)
     assert not any(layer_of(module) is not None for module in model.modules())
     for context in (
         hw.attach(model).heads["1.1"].silenced(),
@@ -258,74 +258,74 @@ def test_heads_and_open_contexts_hold_the_handle() -> None:
     ):
         with context:
             gc.collect()
-            assert not torch.equal(first(model(**given)), logits)
-    with hw.record(hw.attach(model), what="z") as recording:
+            assert not torch.equal(main_output(model(**inputs)), logits)
+    with hw.record(hw.attach(model), tensors="z") as recording:
         gc.collect()
-        model(**given)
+        model(**inputs)
     assert recording["1.1"].z.shape[0] == 2
-    steps = hw.attach(model).stream(given["input_ids"], 4, gates={"1.*": 0.0})
+    steps = hw.attach(model).stream(inputs["input_ids"], 4, gates={"1.*": 0.0})
     gc.collect()
-    with hw.attach(model) as theirs:
-        silenced = theirs.stream(given["input_ids"], 4, gates={"1.*": 0.0})
+    with hw.attach(model) as attached:
+        silenced = attached.stream(inputs["input_ids"], 4, gates={"1.*": 0.0})
         assert all(torch.equal(*pair) for pair in zip(steps, silenced, strict=True))
 
 
 @torch.no_grad()
 def test_a_hook_point_whose_handle_is_gone_raises() -> None:
     """An edit there would not reach the model."""
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
-    logits = first(model(**given))
-    theirs = hw.attach(model)
-    site = theirs.sites()[1]
-    with site.scaled(torch.zeros(6)):
-        del theirs
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    logits = main_output(model(**inputs))
+    attached = hw.attach(model)
+    hook_point = attached.hook_points()[1]
+    with hook_point.scaled(torch.zeros(6)):
+        del attached
         gc.collect()  # the open context holds the handle
-        assert not torch.equal(first(model(**given)), logits)
+        assert not torch.equal(main_output(model(**inputs)), logits)
     gc.collect()
-    for context in (site.scaled(torch.zeros(6)), site.replaced(torch.zeros(())), site.listen(print)):
+    for context in (hook_point.scaled(torch.zeros(6)), hook_point.replaced(torch.zeros(())), hook_point.listen(print)):
         with pytest.raises(hw.HeadwiseError, match=r"Attach it again"), context:
             pass
-    theirs = hw.attach(model)
-    heads = theirs.heads["1.1"]
-    theirs.detach()
+    attached = hw.attach(model)
+    heads = attached.heads["1.1"]
+    attached.detach()
     with pytest.raises(hw.HeadwiseError, match=r"Attach it again"), heads.silenced():
         pass
 
 
 def test_nested_contexts_of_one_handle_detach_at_the_outermost_exit() -> None:
     model = BY_NAME["llama"].build()
-    with hw.attach(model) as theirs:
+    with hw.attach(model) as attached:
         with hw.attach(model) as inner:
-            assert inner is theirs
-        assert theirs.attached
-    assert not theirs.attached
+            assert inner is attached
+        assert attached.is_attached
+    assert not attached.is_attached
 
 
 @torch.no_grad()
 def test_a_dropped_handle_of_a_pruned_model_leaves_a_plain_model() -> None:
     """Groups of different sizes, which plain transformers cannot run, get one key per head, as `detach` does it."""
     case = BY_NAME["llama"]
-    given, detached = case.inputs(), hw.attach(case.build()).cut("1.4").detach()
+    inputs, detached = case.inputs(), hw.attach(case.build()).prune("1.4").detach()
     model = case.build()
-    hw.attach(model).cut("1.4")
+    hw.attach(model).prune("1.4")
     gc.collect()
     assert not any(layer_of(module) is not None for module in model.modules())
-    assert torch.equal(first(model(**given)), first(detached(**given)))
+    assert torch.equal(main_output(model(**inputs)), main_output(detached(**inputs)))
 
 
 @torch.no_grad()
 def test_a_failed_attach_whose_traceback_is_kept_does_not_undo_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
-    logits = first(model(**given))
+    model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
+    logits = main_output(model(**inputs))
     with monkeypatch.context() as patched:
-        patched.setattr("headwise.attached.attached_model.check_rebuilt", lambda layers: 1 / 0)
+        patched.setattr("headwise.attached.attached_model.check_reconstruction", lambda layers: 1 / 0)
         with pytest.raises(ZeroDivisionError) as failure:
             hw.attach(model)
-    theirs = hw.attach(model)
+    attached = hw.attach(model)
     del failure
     gc.collect()
-    check_attached(theirs, given, logits)
-    copied = copy.deepcopy(theirs)
-    del theirs
+    check_attached(attached, inputs, logits)
+    copied = copy.deepcopy(attached)
+    del attached
     gc.collect()
-    check_attached(copied, given, logits)
+    check_attached(copied, inputs, logits)

@@ -16,13 +16,13 @@ VISION = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "image_size": 16,
     "patch_size": 4,
 }  # fmt: skip
-PICTURE = 98  # the token in whose place patches stand
+IMAGE_TOKEN = 98  # the token in whose place patches stand
 
-Made = tuple[Any, dict[str, Tensor]]
+ModelAndInputs = tuple[Any, dict[str, Tensor]]
 
 
 def _ids(patches: int) -> Tensor:
-    between = [PICTURE] * patches
+    between = [IMAGE_TOKEN] * patches
     return torch.tensor([[5, 7, *between, 11, 13, 17], [6, 8, *between, 12, 14, 18]])
 
 
@@ -30,7 +30,7 @@ def _pixels() -> Tensor:
     return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-def clip() -> Made:
+def clip() -> ModelAndInputs:
     """Two towers that meet at the end."""
     text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99,
             "max_position_embeddings": 16, "eos_token_id": 98, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
@@ -38,53 +38,53 @@ def clip() -> Made:
     return model, {"input_ids": torch.tensor([[1, 5, 7, 98], [1, 8, 9, 98]]), "pixel_values": _pixels()}
 
 
-def llava() -> Made:
+def llava() -> ModelAndInputs:
     """Patches among words."""
     config = T.LlavaConfig(
-        vision_config=T.CLIPVisionConfig(**VISION), text_config=T.LlamaConfig(**TEXT), image_token_id=PICTURE,
+        vision_config=T.CLIPVisionConfig(**VISION), text_config=T.LlamaConfig(**TEXT), image_token_id=IMAGE_TOKEN,
         vision_feature_layer=-1,
     )  # fmt: skip
     return T.LlavaForConditionalGeneration(config), {"input_ids": _ids(16), "pixel_values": _pixels()}
 
 
-def paligemma() -> Made:
+def paligemma() -> ModelAndInputs:
     """Patches before words."""
     text = T.GemmaConfig(**TEXT, head_dim=8)
     vision = T.SiglipVisionConfig(**VISION)
-    config = T.PaliGemmaConfig(vision_config=vision, text_config=text, image_token_id=PICTURE, projection_dim=32)
+    config = T.PaliGemmaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, projection_dim=32)
     model = T.PaliGemmaForConditionalGeneration(config)
     return model, {"input_ids": _ids(16), "pixel_values": _pixels(), "token_type_ids": torch.zeros_like(_ids(16))}
 
 
-def gemma3() -> Made:
+def gemma3() -> ModelAndInputs:
     """Patches of a picture see each other among words that look back."""
     text, vision = T.Gemma3TextConfig(**TEXT, head_dim=8), T.SiglipVisionConfig(**VISION)
     config = T.Gemma3Config(
-        vision_config=vision, text_config=text, image_token_id=PICTURE, mm_tokens_per_image=4, boi_token_id=96,
+        vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, mm_tokens_per_image=4, boi_token_id=96,
         eoi_token_id=97,
     )  # fmt: skip
     ids = _ids(4)
     model = T.Gemma3ForConditionalGeneration(config)
-    return model, {"input_ids": ids, "pixel_values": _pixels(), "token_type_ids": (ids == PICTURE).long()}
+    return model, {"input_ids": ids, "pixel_values": _pixels(), "token_type_ids": (ids == IMAGE_TOKEN).long()}
 
 
-def qwen() -> Made:
+def qwen() -> ModelAndInputs:
     """Qwen2.5-VL: its vision calls attention once for each window."""
-    turned = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "patch_size": 4, "out_hidden_size": 32,
               "fullatt_block_indexes": [1], "window_size": 16}  # fmt: skip
     config = T.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": turned}, vision_config=vision, image_token_id=PICTURE,
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE_TOKEN,
         vision_start_token_id=96, vision_end_token_id=97, video_token_id=95,
     )  # fmt: skip
-    dice = torch.Generator().manual_seed(2)
-    ids = torch.tensor([[5, 96, *[PICTURE] * 4, 97, 11, 13]])
-    pixels = torch.randn(16, 96, generator=dice)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.tensor([[5, 96, *[IMAGE_TOKEN] * 4, 97, 11, 13]])
+    pixels = torch.randn(16, 96, generator=generator)
     model = T.Qwen2_5_VLForConditionalGeneration(config)
     return model, {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
-def blip2() -> Made:
+def blip2() -> ModelAndInputs:
     """Queries between the towers, which look across at patches."""
     query = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
              "encoder_hidden_size": 24, "cross_attention_frequency": 2, "vocab_size": 99}  # fmt: skip
@@ -92,13 +92,13 @@ def blip2() -> Made:
             "vocab_size": 99, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "bos_token_id": 1,
             "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
     config = T.Blip2Config(
-        vision_config=VISION, qformer_config=query, text_config=text, num_query_tokens=4, image_token_id=PICTURE
+        vision_config=VISION, qformer_config=query, text_config=text, num_query_tokens=4, image_token_id=IMAGE_TOKEN
     )
-    config.image_token_index = PICTURE
+    config.image_token_index = IMAGE_TOKEN
     return T.Blip2ForConditionalGeneration(config), {"input_ids": _ids(4), "pixel_values": _pixels()}
 
 
-def whisper() -> Made:
+def whisper() -> ModelAndInputs:
     """Sound and words: an encoder and a decoder."""
     config = T.WhisperConfig(
         d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -113,7 +113,7 @@ def whisper() -> Made:
 ALL = (clip, llava, paligemma, gemma3, qwen, blip2, whisper)
 
 
-def made(build: Any) -> Made:
+def build_model(build: Any) -> ModelAndInputs:
     """A model and a call, in float64; what begins as zero does not stay so, or no tower would reach another."""
     torch.manual_seed(0)
     model, call = build()

@@ -22,114 +22,114 @@ from pathlib import Path
 import torch
 
 from headwise.cli import main
-from tests.cli.writers import WRITES, Call, contents, make_place
+from tests.cli.writers import WRITING_COMMANDS, CommandCall, make_workdir, read_outputs
 
 
-def begin(words: list[str], names: Path | None = None) -> int:
+def start_command(arguments: list[str], names: Path | None = None) -> int:
     """A child that calls a verb; its number. `names` is a file for what it has imported in the end."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = ["headwise", *words]
+        sys.argv = ["headwise", *arguments]
         code = 0
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as captured:
             try:
                 main()
             except SystemExit as end:
                 code = int(end.code or 0)
             except BaseException as error:  # what nobody caught
                 inside = traceback.extract_tb(error.__traceback__)[1:]
-                said.write(traceback.format_exc() if inside else "stopped before it was called")
-        if "Traceback" in said.getvalue():
+                captured.write(traceback.format_exc() if inside else "stopped before it was called")
+        if "Traceback" in captured.getvalue():
             code = 99
         if code not in (0, 130):
-            print(said.getvalue(), file=sys.__stderr__, flush=True)
+            print(captured.getvalue(), file=sys.__stderr__, flush=True)
         if names is not None:
             names.write_text("\n".join(sys.modules))
         os._exit(code)
     return child
 
 
-def finish(words: list[str], names: Path | None = None) -> int:
+def run_command(arguments: list[str], names: Path | None = None) -> int:
     """How an unstopped call ends."""
-    return os.waitstatus_to_exitcode(os.waitpid(begin(words, names), 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(start_command(arguments, names), 0)[1])
 
 
-def import_all(names: Path) -> None:
+def import_modules(names: Path) -> None:
     """Import what a child has imported: so the next ones begin with their work."""
     for name in names.read_text().splitlines():
         with suppress(Exception):  # some are nobody's to import by name
             importlib.import_module(name)
 
 
-def stop(words: list[str], after: float, how: int) -> int:
+def stop_after(arguments: list[str], after: float, signal_number: int) -> int:
     """How a call ends that is sent a signal after so many seconds."""
-    child = begin(words)
+    child = start_command(arguments)
     time.sleep(after)
-    os.kill(child, how)  # a child that has ended is there until it is waited for
+    os.kill(child, signal_number)  # a child that has ended is there until it is waited for
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def look(out: Path, call: Call, before: dict[str, bytes], made: dict[str, bytes]) -> int:
+def check_outputs(out: Path, call: CommandCall, before: dict[str, bytes], expected: dict[str, bytes]) -> int:
     """What a stopped call has left: whole, or nothing; the number of hidden files and folders it could not tidy up."""
-    if call.goes_on:
-        assert finish(call.words(out)) == 0, "the same again does not go on"
-        left = contents(out, call)
-        assert left == made, (
-            f"it went on to another end: {[n for n in left.keys() | made if left.get(n) != made.get(n)]}"
+    if call.resumes:
+        assert run_command(call.arguments(out)) == 0, "the same again does not go on"
+        remaining = read_outputs(out, call)
+        assert remaining == expected, (
+            f"it went on to another end: {[n for n in remaining.keys() | expected if remaining.get(n) != expected.get(n)]}"
         )
         return 0
-    left = contents(out, call)
-    for name in call.made:  # each file or folder is whole, old or new
-        ours = {key: value for key, value in left.items() if key.split("/")[0] == name}
-        allowed = [{k: v for k, v in some.items() if k.split("/")[0] == name} for some in (before, made)]
-        assert ours in allowed, f"{name} is neither what was there nor what is made: {sorted(ours)}"
-    others = [file.name for file in out.iterdir() if file.name not in call.made]
+    remaining = read_outputs(out, call)
+    for name in call.outputs:  # each file or folder is whole, old or new
+        found_files = {key: value for key, value in remaining.items() if key.split("/")[0] == name}
+        allowed = [{k: v for k, v in files.items() if k.split("/")[0] == name} for files in (before, expected)]
+        assert found_files in allowed, f"{name} is neither what was there nor what is made: {sorted(found_files)}"
+    others = [file.name for file in out.iterdir() if file.name not in call.outputs]
     assert all(name.startswith(".") for name in others), f"somebody might take these for a result: {others}"
     return len(others)
 
 
-def run(name: str, tries: int, place: Path, chance: random.Random) -> str:
+def stop_repeatedly(name: str, tries: int, workdir: Path, rng: random.Random) -> str:
     """Stop a verb so many times."""
-    call, whole = WRITES[name], place / "whole"
-    whole.mkdir()
-    assert finish(call.words(whole), place / "names") == 0, f"{name} does not run"
-    import_all(place / "names")
-    shutil.rmtree(whole)
-    whole.mkdir()
+    call, complete = WRITING_COMMANDS[name], workdir / "whole"
+    complete.mkdir()
+    assert run_command(call.arguments(complete), workdir / "names") == 0, f"{name} does not run"
+    import_modules(workdir / "names")
+    shutil.rmtree(complete)
+    complete.mkdir()
     started = time.perf_counter()
-    assert finish(call.words(whole)) == 0
-    lasts = time.perf_counter() - started
-    made = contents(whole, call)
+    assert run_command(call.arguments(complete)) == 0
+    duration = time.perf_counter() - started
+    expected = read_outputs(complete, call)
     stopped = hidden = 0
-    for one in range(tries):
-        out = place / "out"
+    for attempt in range(tries):
+        out = workdir / "out"
         out.mkdir()
         before: dict[str, bytes] = {}
-        if one % 2 and not call.goes_on:  # something older is there, which must not be lost
-            assert finish(call.words(out)) == 0
-            before = contents(out, call)
-        how = signal.SIGINT if one % 4 < 2 else signal.SIGKILL
-        code = stop(call.words(out), chance.uniform(0, lasts), how)
-        assert code in (0, 130, -how), f"{name} ended with {code}"
+        if attempt % 2 and not call.resumes:  # something older is there, which must not be lost
+            assert run_command(call.arguments(out)) == 0
+            before = read_outputs(out, call)
+        signal_number = signal.SIGINT if attempt % 4 < 2 else signal.SIGKILL
+        code = stop_after(call.arguments(out), rng.uniform(0, duration), signal_number)
+        assert code in (0, 130, -signal_number), f"{name} ended with {code}"
         stopped += code != 0
-        left = look(out, call, before, made)
-        hidden += left if how == signal.SIGINT else 0  # who is killed cannot tidy up
+        num_hidden = check_outputs(out, call, before, expected)
+        hidden += num_hidden if signal_number == signal.SIGINT else 0  # who is killed cannot tidy up
         shutil.rmtree(out)
-    shutil.rmtree(whole)
+    shutil.rmtree(complete)
     ended = tries - stopped
     return f"{name}: {tries} tries, {stopped} stopped, {ended} ended before; hidden files left by Ctrl-C: {hidden}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verbs", nargs="*", default=list(WRITES))
+    parser.add_argument("verbs", nargs="*", default=list(WRITING_COMMANDS))
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(make_place(Path(folder)))
+        os.chdir(make_workdir(Path(folder)))
         os.environ["COLUMNS"] = "120"
-        for verb in options.verbs:
-            print(run(verb, options.tries, Path(folder), random.Random(options.seed)), flush=True)
+        for command in options.verbs:
+            print(stop_repeatedly(command, options.tries, Path(folder), random.Random(options.seed)), flush=True)

@@ -6,59 +6,63 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.compression.streaming_selection import STREAM_WAYS
-from tests.distillation.tiny import make
-from tests.runner import headwise
+from headwise.compression.streaming_selection import STREAM_RANKERS
+from tests.distillation.tiny import make_model
+from tests.runner import run_command
 
 TEXT = "to be or not to be that is the question, whether it is nobler in the mind " * 20
-FEW = ("--first", 2, "--last", 8, "--seeds", 1, "--limit", 6)
+SMALL_CACHE = ("--sink-tokens", 2, "--window", 8, "--seeds", 1, "--max-texts", 6)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    make().save(tmp_path / "model")
+    make_model().save(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path
 
 
-def test_bytes_and_loss_are_told_and_the_saved_model_obeys(files: Path) -> None:
-    out = ("--out", files / "small", "--plan", files / "plan.json", "--plot", files / "bytes.svg")
-    how = ("cache", files / "model", files / "text.txt", *FEW)
-    told = json.loads(headwise(*how, "--stream", 0.5, *out, "--shares", "0.5", "--json").told)
-    assert told["report"]["times"] == told["report"]["bytes_before"] / told["report"]["bytes_after"] > 1
-    assert sum(len(rule["heads"]) for rule in told["plan"]["rules"]) == 4
-    assert len(told["curve"]) == 1 + 1 + 3
+def test_cache_reports_bytes_and_saved_model_uses_policy(files: Path) -> None:
+    out = ("--out", files / "small", "--save-plan", files / "plan.json", "--plot", files / "bytes.svg")
+    command = ("cache", files / "model", files / "text.txt", *SMALL_CACHE)
+    result = json.loads(run_command(*command, "--fraction", 0.5, *out, "--fractions", "0.5", "--json").output)
+    assert (
+        result["report"]["compression_ratio"] == result["report"]["bytes_before"] / result["report"]["bytes_after"] > 1
+    )
+    assert sum(len(rule["heads"]) for rule in result["plan"]["rules"]) == 4
+    assert len(result["curve"]) == 1 + 1 + 3
     assert "megabytes of the cache" in (files / "bytes.svg").read_text()
     small = hw.load(files / "small")
-    said = headwise("generate", files / "small", "to be or not to be", "--tokens", 6, "--json").told
-    assert json.loads(said)["text"] == small.generate("to be or not to be", 6)
-    shown = headwise(*how, "--apply", files / "plan.json").told
-    assert "4 of 8 key heads keep less, chosen by writes." in shown
-    assert "s  streaming 2 + 8: 4 key heads" in shown
-    assert "tokens behind the first 10" in shown
-    assert "× fewer bytes" in shown
-    assert "random plans, 1 seeds" in shown
-    assert "all at fewer bits" in headwise(*how, "--bits", 8, "--curve", "--shares", "1").told
-    about = " ".join(headwise("cache", "--help", columns=200).told.replace("│", " ").split())
-    assert f"ranked by {', '.join(STREAM_WAYS)}." in about
-    assert "streaming 2 + 8: 4 of 8 key heads" in headwise("info", files / "small").told
+    output = run_command("generate", files / "small", "to be or not to be", "--max-new-tokens", 6, "--json").output
+    assert json.loads(output)["text"] == small.generate("to be or not to be", 6)
+    table = run_command(*command, "--plan", files / "plan.json").output
+    assert "4 of 8 key heads keep less, chosen by output." in table
+    assert "s  streaming 2 + 8: 4 key heads" in table
+    assert "tokens behind the first 10" in table
+    assert "× fewer bytes" in table
+    assert "random plans, 1 seeds" in table
+    assert "all at fewer bits" in run_command(*command, "--bits", 8, "--curve", "--fractions", "1").output
+    help_text = " ".join(run_command("cache", "--help", columns=200).output.replace("│", " ").split())
+    assert f"ranked by {', '.join(STREAM_RANKERS)}." in help_text
+    assert "streaming 2 + 8: 4 of 8 key heads" in run_command("info", files / "small").output
 
 
-def test_mistakes_are_told(files: Path) -> None:
-    how = ("cache", files / "model", files / "text.txt", *FEW)
-    for options, told in (
+def test_cache_invalid_options_raise(files: Path) -> None:
+    command = ("cache", files / "model", files / "text.txt", *SMALL_CACHE)
+    for options, message in (
         ((), "say what key heads keep"),
-        (("--stream", 0.5, "--heads", "0.1"), "say what key heads keep"),
+        (("--fraction", 0.5, "--heads", "0.1"), "say what key heads keep"),
         (("--bits", 5), "32, 16, 8, 4 bits"),
         (("--heads", "9.1"), "names no head here"),
-        (("--stream", 0.5, "--by", "magic"), "cannot be ranked by"),
-        (("--stream", 0.5, "--shares", "many", "--curve"), "shares are numbers"),
-        (("--stream", 0.5, "--plot", "curve.bmp"), "curve.bmp"),
+        (("--fraction", 0.5, "--ranking", "magic"), "cannot be ranked by"),
+        (("--fraction", 0.5, "--fractions", "many", "--curve"), "shares are numbers"),
+        (("--fraction", 0.5, "--plot", "curve.bmp"), "curve.bmp"),
     ):
-        assert told in headwise(*how, *options).refused
-    make(kind="encoder").save(files / "encoder")
-    assert "which has none" in headwise("cache", files / "encoder", "--bits", 8).refused
-    headwise(*how, "--heads", "0.1", "--plan", files / "plan.json")
-    make(5).save(files / "other")
-    refused = headwise("cache", files / "other", files / "text.txt", *FEW, "--apply", files / "plan.json").refused
-    assert "other weights" in refused
+        assert message in run_command(*command, *options).error_line
+    make_model(kind="encoder").save(files / "encoder")
+    assert "which has none" in run_command("cache", files / "encoder", "--bits", 8).error_line
+    run_command(*command, "--heads", "0.1", "--save-plan", files / "plan.json")
+    make_model(5).save(files / "other")
+    error = run_command(
+        "cache", files / "other", files / "text.txt", *SMALL_CACHE, "--plan", files / "plan.json"
+    ).error_line
+    assert "other weights" in error

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.writers import WRITES, Call, contents, make_place
-from tests.io.full_disk import files_up_to
-from tests.runner import headwise
+from tests.cli.writers import WRITING_COMMANDS, CommandCall, make_workdir, read_outputs
+from tests.io.full_disk import limited_file_size
+from tests.runner import run_command
 
-DEAR = ("export onnx", "export torch", "heads", "heads --out", "plot")  # seconds each
-QUICK = [name for name in WRITES if name not in DEAR]
+SLOW_COMMANDS = ("export onnx", "export torch", "profile", "profile --out", "plot")  # seconds each
+FAST_COMMANDS = [name for name in WRITING_COMMANDS if name not in SLOW_COMMANDS]
 SIZES = (0, 300, 3_000)  # bytes that a file may have
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
+def workdir() -> Iterator[Path]:
     """Not pytest's own folder, which is closed to other users."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.chdir(make_place(Path(folder)))
+        patch.chdir(make_workdir(Path(folder)))
         yield Path(folder)
 
 
 @contextmanager
-def closed(folder: Path) -> Iterator[None]:
+def read_only_folder(folder: Path) -> Iterator[None]:
     """A folder that may be read alone; the administrator, who may do everything, is nobody meanwhile."""
     folder.chmod(0o555)
     user = os.geteuid()
@@ -40,61 +40,61 @@ def closed(folder: Path) -> Iterator[None]:
         folder.chmod(0o755)
 
 
-def whole(place: Path, call: Call) -> dict[str, bytes]:
+def expected_contents(workdir: Path, call: CommandCall) -> dict[str, bytes]:
     """What it makes where there is room."""
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        assert headwise(*call.words(Path(folder))).code == 0
-        return contents(Path(folder), call)
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        assert run_command(*call.arguments(Path(folder))).code == 0
+        return read_outputs(Path(folder), call)
 
 
-def check_full(place: Path, call: Call, size: int) -> None:
-    made = whole(place, call)
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+def check_full_disk(workdir: Path, call: CommandCall, size: int) -> None:
+    expected = expected_contents(workdir, call)
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
         out = Path(folder)
-        with files_up_to(size):
-            said = headwise(*call.words(out))
+        with limited_file_size(size):
+            done = run_command(*call.arguments(out))
         if size == 0:
-            assert said.code, "nothing can be written, so nothing can be done"
-        if said.code:
-            assert "File too large" in said.refused
-        if call.goes_on:  # what is kept may be there; with room it goes on to the same end
-            assert headwise(*call.words(out)).code == 0
-            assert contents(out, call) == made
+            assert done.code, "nothing can be written, so nothing can be done"
+        if done.code:
+            assert "File too large" in done.error_line
+        if call.resumes:  # what is kept may be there; with room it goes on to the same end
+            assert run_command(*call.arguments(out)).code == 0
+            assert read_outputs(out, call) == expected
         else:
-            left = contents(out, call)
-            assert left == {name: made[name] for name in left}, "what is there is whole"
-            names = {name.split("/")[0] for name in left}
+            remaining = read_outputs(out, call)
+            assert remaining == {name: expected[name] for name in remaining}, "what is there is whole"
+            names = {name.split("/")[0] for name in remaining}
             assert {file.name for file in out.iterdir()} == names, "and nothing else is"
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_full_disk(place: Path, name: str) -> None:
-    check_full(place, WRITES[name], 0)
+@pytest.mark.parametrize("name", FAST_COMMANDS)
+def test_command_full_disk_writes_nothing(workdir: Path, name: str) -> None:
+    check_full_disk(workdir, WRITING_COMMANDS[name], 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", WRITES)
-def test_a_disk_with_little_room(place: Path, name: str, size: int) -> None:
-    check_full(place, WRITES[name], size)
+@pytest.mark.parametrize("name", WRITING_COMMANDS)
+def test_command_nearly_full_disk_writes_complete_files_only(workdir: Path, name: str, size: int) -> None:
+    check_full_disk(workdir, WRITING_COMMANDS[name], size)
 
 
-def check_closed(place: Path, call: Call) -> None:
-    whole(place, call)  # and all that is needed has been imported
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+def check_read_only(workdir: Path, call: CommandCall) -> None:
+    expected_contents(workdir, call)  # and all that is needed has been imported
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
         out = Path(folder)
-        with closed(out):
-            said = headwise(*call.words(out))
-        assert "Permission denied" in said.refused
+        with read_only_folder(out):
+            done = run_command(*call.arguments(out))
+        assert "Permission denied" in done.error_line
         assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_closed_folder(place: Path, name: str) -> None:
-    check_closed(place, WRITES[name])
+@pytest.mark.parametrize("name", FAST_COMMANDS)
+def test_command_read_only_folder_raises(workdir: Path, name: str) -> None:
+    check_read_only(workdir, WRITING_COMMANDS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEAR)
-def test_a_closed_folder_for_what_takes_longer(place: Path, name: str) -> None:
-    check_closed(place, WRITES[name])
+@pytest.mark.parametrize("name", SLOW_COMMANDS)
+def test_slow_command_read_only_folder_raises(workdir: Path, name: str) -> None:
+    check_read_only(workdir, WRITING_COMMANDS[name])

@@ -1,4 +1,4 @@
-"""headwise distil, as a person types it."""
+"""headwise distill, as a person types it."""
 
 import json
 import signal
@@ -8,100 +8,105 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.distillation.loss import Distillation
-from tests.distillation.tiny import make
-from tests.runner import headwise
+from headwise.distillation.distillation_loss import DistillationLoss
+from tests.distillation.tiny import make_model
+from tests.runner import run_command
 
 TEXT = "to be or not to be that is the question " * 40
-SHORT = ("--steps", 4, "--batch", 2, "--context", 16, "--warmup", 1)
+SHORT = ("--steps", 4, "--batch-size", 2, "--context", 16, "--warmup", 1)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    make().save(tmp_path / "teacher")
+    make_model().save(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path
 
 
-def test_a_student_of_a_folder(files: Path) -> None:
-    how = (
+def test_distill_teacher_folder_trains_student(files: Path) -> None:
+    options = (
         "--layers",
         1,
-        "--by",
+        "--losses",
         "logits, maps=0.5",
-        "--pairs",
+        "--head-pairs",
         "0.0:1.1,0.3:0.2",
         "--out",
         files / "run",
         *SHORT,
         "--json",
     )
-    told = json.loads(headwise("distil", files / "teacher", files / "text.txt", *how).told)
-    assert told["steps"] == 4
-    assert told["parameters"] < told["teacher"]
+    result = json.loads(run_command("distill", files / "teacher", files / "text.txt", *options).output)
+    assert result["steps"] == 4
+    assert result["parameters"] < result["teacher"]
     assert hw.load(files / "run" / "model").spec.layers == 1
-    noted = json.loads(json.loads((files / "run" / "run.json").read_text())["loss"])
-    assert noted["by"] == {"logits": 1.0, "maps": 0.5}
-    again = json.loads(headwise("distil", files / "teacher", files / "text.txt", *how).told)
-    assert again["loss"] == told["loss"], "a finished run is given as it ended"
+    recorded = json.loads(json.loads((files / "run" / "run.json").read_text())["loss"])
+    assert recorded["losses"] == {"logits": 1.0, "maps": 0.5}
+    second = json.loads(run_command("distill", files / "teacher", files / "text.txt", *options).output)
+    assert second["loss"] == result["loss"], "a finished run is given as it ended"
 
 
-def test_a_student_that_is_there(files: Path) -> None:
-    make(4).save(files / "student")
-    how = ("--student", files / "student", "--out", files / "run", *SHORT)
-    told = headwise("distil", files / "teacher", files / "text.txt", *how)
-    assert "finished at step 4" in told.told
-    wrong = headwise("distil", files / "teacher", files / "text.txt", *how, "--layers", 1)
-    assert "for a new student" in wrong.refused
-    assert "no loss 'map'" in headwise("distil", files / "teacher", files / "text.txt", "--by", "map").refused
-    how = ("distil", files / "teacher", files / "text.txt", "--out", files / "wrong", *SHORT)
-    assert "a weight is a number" in headwise(*how, "--by", "maps=much").refused
-    assert "no head 7.0; it has 0.0 to 1.3" in headwise(*how, "--by", "maps", "--pairs", "0.0:7.0").refused
-    assert "float32 or bfloat16" in headwise(*how, "--teacher-precision", "int3").refused
-    make(kind="encoder").save(files / "encoder")
-    assert "the teacher of kind decoder" in headwise(*how, "--student", files / "encoder").refused
+def test_distill_existing_student_and_invalid_options(files: Path) -> None:
+    make_model(4).save(files / "student")
+    options = ("--student", files / "student", "--out", files / "run", *SHORT)
+    done = run_command("distill", files / "teacher", files / "text.txt", *options)
+    assert "finished at step 4" in done.output
+    wrong = run_command("distill", files / "teacher", files / "text.txt", *options, "--layers", 1)
+    assert "for a new student" in wrong.error_line
+    assert (
+        "no loss 'map'" in run_command("distill", files / "teacher", files / "text.txt", "--losses", "map").error_line
+    )
+    options = ("distill", files / "teacher", files / "text.txt", "--out", files / "wrong", *SHORT)
+    assert "a weight is a number" in run_command(*options, "--losses", "maps=much").error_line
+    assert (
+        "no head 7.0; it has 0.0 to 1.3"
+        in run_command(*options, "--losses", "maps", "--head-pairs", "0.0:7.0").error_line
+    )
+    assert "float32 or bfloat16" in run_command(*options, "--teacher-precision", "int3").error_line
+    make_model(kind="encoder").save(files / "encoder")
+    assert "the teacher of kind decoder" in run_command(*options, "--student", files / "encoder").error_line
 
 
-def test_layers_and_weights_are_chosen(files: Path) -> None:
+def test_distill_layer_and_weight_options_are_recorded(files: Path) -> None:
     """What a lesson can be told in Python it can be told here; the run's own file says what was learned from."""
-    how = (
-        "distil",
+    command = (
+        "distill",
         files / "teacher",
         files / "text.txt",
         "--layers",
         1,
         *SHORT,
-        "--by",
+        "--losses",
         "hidden,qkv",
-        "--text-weight",
+        "--ce-weight",
         0.25,
     )
-    chosen = ("--hidden-layers", "0:1", "--relation-layers", "0:0", "--relation-heads", 2)
-    assert headwise(*how, *chosen, "--out", files / "run").code == 0
-    noted = json.loads(json.loads((files / "run" / "run.json").read_text())["loss"])
-    assert (noted["layers"], noted["relation_layers"], noted["relation_heads"]) == ([[0, 1]], [0, 0], 2)
-    assert noted["text"] == 0.25
-    wrong = (*how, "--out", files / "wrong")
-    assert "as in 0:2,1:5; got '0-1'" in headwise(*wrong, "--hidden-layers", "0-1").refused
-    assert "in one layer" in headwise(*wrong, "--relation-layers", "0:0,0:1").refused
-    assert "must be 0 or more" in headwise(*wrong, "--text-weight", -1).refused
+    layer_options = ("--hidden-layers", "0:1", "--relation-layers", "0:0", "--relation-heads", 2)
+    assert run_command(*command, *layer_options, "--out", files / "run").code == 0
+    recorded = json.loads(json.loads((files / "run" / "run.json").read_text())["loss"])
+    assert (recorded["layers"], recorded["relation_layers"], recorded["relation_heads"]) == ([[0, 1]], [0, 0], 2)
+    assert recorded["ce_weight"] == 0.25
+    wrong = (*command, "--out", files / "wrong")
+    assert "as in 0:2,1:5; got '0-1'" in run_command(*wrong, "--hidden-layers", "0-1").error_line
+    assert "in one layer" in run_command(*wrong, "--relation-layers", "0:0,0:1").error_line
+    assert "must be 0 or more" in run_command(*wrong, "--ce-weight", -1).error_line
 
 
-def test_ctrl_c_saves_and_the_same_again_goes_on(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distill_interrupted_resumes_exactly(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ("--layers", 1, "--json", "--steps", 9, *SHORT[2:])
-    how = ("distil", files / "teacher", files / "text.txt", *short, "--out")
-    whole = json.loads(headwise(*how, files / "whole").told)
-    lost, calls = Distillation.lost, []
+    command = ("distill", files / "teacher", files / "text.txt", *short, "--out")
+    uninterrupted = json.loads(run_command(*command, files / "whole").output)
+    original_loss, calls = DistillationLoss.compute_loss, []
 
-    def press(self: Distillation, *given: Any) -> Any:
+    def interrupting_loss(self: DistillationLoss, *args: Any) -> Any:
         calls.append(1)
         if len(calls) == 5:
             signal.raise_signal(signal.SIGINT)
-        return lost(self, *given)
+        return original_loss(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "lost", press)
-        assert headwise(*how, files / "run").code == 130
+        patch.setattr(DistillationLoss, "compute_loss", interrupting_loss)
+        assert run_command(*command, files / "run").code == 130
     assert len(calls) == 5
-    again = json.loads(headwise(*how, files / "run").told)
-    assert (again["loss"], again["steps"]) == (whole["loss"], 9)
+    resumed = json.loads(run_command(*command, files / "run").output)
+    assert (resumed["loss"], resumed["steps"]) == (uninterrupted["loss"], 9)

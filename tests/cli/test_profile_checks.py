@@ -1,4 +1,4 @@
-"""headwise heads: what cannot be shown is refused before the work begins, and what was not found is told."""
+"""headwise profile: what cannot be shown is refused before the work begins, and what was not found is told."""
 
 from pathlib import Path
 
@@ -9,50 +9,50 @@ from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.synthetic import VOCABULARY
-from tests.runner import headwise
+from tests.runner import run_command
 
 GOLD = '{"words": ["the", "dog", "runs"], "relations": [["pulls", 2, 1]]}\n' * 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer, at = word_tokenizer(VOCABULARY), tmp_path_factory.mktemp("models")
+    tokenizer, root = word_tokenizer(VOCABULARY), tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     attention = AttentionSpec(width=12, heads=3, head_dim=4)
-    model = Transformer(ModelSpec(vocab=len(tokenizer), context=200, layers=2, attention=attention, hidden=7))
+    model = Transformer(ModelSpec(vocab=len(tokenizer), context=200, layers=2, attention=attention, mlp_width=7))
     model.tokenizer = tokenizer
-    (at / "gold.jsonl").write_text(GOLD, encoding="utf-8")
-    return model.save(at / "little").parent
+    (root / "gold.jsonl").write_text(GOLD, encoding="utf-8")
+    return model.save(root / "little").parent
 
 
-def refused(folder: Path, *options: str) -> str:
-    return headwise("heads", folder / "little", "--treebank", folder / "gold.jsonl", *options).refused
+def profile_error(folder: Path, *options: str) -> str:
+    return run_command("profile", folder / "little", "--treebank", folder / "gold.jsonl", *options).error_line
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (("--layers", "7"), "7"),
-        (("--layers", "5-9"), "9"),
-        (("--layers", "first"), "first"),
+        (("--show-layers", "7"), "7"),
+        (("--show-layers", "5-9"), "9"),
+        (("--show-layers", "first"), "first"),
         (("--role", "inductoin"), "there is no role 'inductoin'; did you mean induction?"),
         (("--role", "pullz"), "there is no role 'pullz'; did you mean pulls?"),
         (("--role", "coref"), "did you mean coreference"),
     ],
 )
-def test_before_the_work_begins(
+def test_profile_invalid_option_raises_before_work(
     options: tuple[str, ...],
-    said: str,
+    message: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def begun(*_: object, **__: object) -> None:
+    def fail_if_called(*_: object, **__: object) -> None:
         raise AssertionError("the work has begun")
 
-    monkeypatch.setattr("headwise.analysis.roles.profile.profile", begun)
-    assert said in refused(folder, *options)
+    monkeypatch.setattr("headwise.analysis.roles.profile.profile", fail_if_called)
+    assert message in profile_error(folder, *options)
 
 
-def test_a_role_nobody_has(folder: Path) -> None:
-    said = refused(folder, "--no-causal", "--role", "pulls")
-    assert said == "headwise: no head here has the role 'pulls'; no head here has any role."
+def test_profile_role_without_heads_raises(folder: Path) -> None:
+    error = profile_error(folder, "--no-causal", "--role", "pulls")
+    assert error == "headwise: no head here has the role 'pulls'; no head here has any role."

@@ -1,4 +1,4 @@
-"""headwise quantise, as a person types it."""
+"""headwise quantize, as a person types it."""
 
 import json
 from pathlib import Path
@@ -6,66 +6,98 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from tests.distillation.tiny import make
-from tests.runner import headwise
+from tests.distillation.tiny import make_model
+from tests.runner import run_command
 
 TEXT = "to be or not to be that is the question " * 40
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    make().save(tmp_path / "model")
+    make_model().save(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path
 
 
-def test_bytes_and_loss_are_told(files: Path) -> None:
-    how = ("--weights", "*=4,0.1:qk=3,mlp=8", "--out", files / "small", "--plot", files / "bits.csv")
-    told = json.loads(headwise("quantise", files / "model", files / "text.txt", *how, "--json").told)
+def test_quantize_reports_bytes_and_loss(files: Path) -> None:
+    options = ("--weights", "*=4,0.1:qk=3,mlp=8", "--out", files / "small", "--plot", files / "bits.csv")
+    result = json.loads(run_command("quantize", files / "model", files / "text.txt", *options, "--json").output)
     small = hw.load(files / "small")
-    assert told["after"][-1]["bytes"] == small.spec.weight_bytes() < told["before"][-1]["bytes"]
-    assert told["loss_after"]["mean"] == pytest.approx(told["loss_before"]["mean"] + told["more"]["mean"], abs=1e-6)
+    assert result["after"][-1]["nbytes"] == small.spec.weight_bytes() < result["before"][-1]["nbytes"]
+    assert result["loss_after"]["mean"] == pytest.approx(
+        result["loss_before"]["mean"] + result["loss_increase"]["mean"], abs=1e-6
+    )
     assert "bits of qk,0.1,3.0" in (files / "bits.csv").read_text()
-    shown = headwise("quantise", files / "model", "--weights", 8, "--limit", 0).told
-    assert "bits a number" in shown
-    assert "loss" not in shown
-    facts = json.loads(headwise("info", files / "small", "--json").told)
+    table = run_command("quantize", files / "model", "--weights", 8, "--max-texts", 0).output
+    assert "bits a number" in table
+    assert "loss" not in table
+    facts = json.loads(run_command("info", files / "small", "--json").output)
     assert facts["weight_bits"] == "heads 4 3, mlp 8"
     assert facts["stored_megabytes"] == pytest.approx(small.spec.weight_bytes() / 1e6)
 
 
-def test_mistakes_are_told(files: Path) -> None:
-    for weights, told in (("5", "8, 4, 3 or 2 bits"), ("much", "weights are bits"), ("9.1=4", "names no head here")):
-        assert told in headwise("quantise", files / "model", "--weights", weights, "--limit", 0).refused
-    headwise("quantise", files / "model", "--weights", 4, "--limit", 0, "--out", files / "small")
-    assert "at few bits already" in headwise("quantise", files / "small", "--weights", 4, "--limit", 0).refused
+def test_quantize_invalid_weights_raise(files: Path) -> None:
+    for weights, message in (("5", "8, 4, 3 or 2 bits"), ("much", "weights are bits"), ("9.1=4", "names no head here")):
+        assert message in run_command("quantize", files / "model", "--weights", weights, "--max-texts", 0).error_line
+    run_command("quantize", files / "model", "--weights", 4, "--max-texts", 0, "--out", files / "small")
+    assert (
+        "at few bits already" in run_command("quantize", files / "small", "--weights", 4, "--max-texts", 0).error_line
+    )
 
 
-def test_sensitivity_is_told_and_drawn(files: Path) -> None:
-    how = ("--bits", "4,2", "--heads", "0.*", "--limit", 2, "--out", files / "bits.jsonl", "--plot", files / "grid.svg")
-    told = json.loads(headwise("sensitivity", files / "model", files / "text.txt", *how, "--json").told)
-    assert len(told["costs"]) == 4 * 2 * 2
+def test_sensitivity_reports_costs_and_figure(files: Path) -> None:
+    options = (
+        "--bits",
+        "4,2",
+        "--heads",
+        "0.*",
+        "--max-texts",
+        2,
+        "--out",
+        files / "bits.jsonl",
+        "--plot",
+        files / "grid.svg",
+    )
+    result = json.loads(run_command("sensitivity", files / "model", files / "text.txt", *options, "--json").output)
+    assert len(result["costs"]) == 4 * 2 * 2
     assert "qk at 4 bits" in (files / "grid.svg").read_text()
-    shown = headwise("sensitivity", files / "model", files / "text.txt", *how).told  # gone on with: nothing left to do
-    assert "What few bits cost, nats a token" in shown
-    assert "8, 4, 3 or 2 bits" in headwise("sensitivity", files / "model", files / "text.txt", "--bits", "5").refused
-    assert "numbers with commas" in headwise("sensitivity", files / "model", "--bits", "few").refused
+    table = run_command(
+        "sensitivity", files / "model", files / "text.txt", *options
+    ).output  # gone on with: nothing left to do
+    assert "What few bits cost, nats a token" in table
+    assert (
+        "8, 4, 3 or 2 bits" in run_command("sensitivity", files / "model", files / "text.txt", "--bits", "5").error_line
+    )
+    assert "numbers with commas" in run_command("sensitivity", files / "model", "--bits", "few").error_line
 
 
-def test_bits_are_shared_out_by_sensitivity(files: Path) -> None:
-    headwise("sensitivity", files / "model", files / "text.txt", "--limit", 2, "--out", files / "bits.jsonl")
-    how = ("--mean-bits", 3.5, "--by", files / "bits.jsonl", "--choices", "4,3", "--seeds", 2, "--out", files / "small")
-    shown = headwise("quantise", files / "model", files / "text.txt", "--weights", "mlp=8", *how)
-    assert "Bits shared out: 8 pairs at 4, 8 pairs at 3" in shown.told
-    assert json.loads(headwise("info", files / "small", "--json").told)["weight_bits"] == "heads 4 3, mlp 8"
-    told = json.loads(headwise("quantise", files / "model", files / "text.txt", *how[:-2], "--json").told)
-    assert len(told["allocation"]["random"]) == 2
-    assert "give both" in headwise("quantise", files / "model", "--mean-bits", 3.5).refused
-    small = ("--megabytes", 0.0019, *how[2:6])
-    shared = json.loads(headwise("quantise", files / "model", files / "text.txt", *small, "--limit", 0, "--json").told)
-    heads = next(one for one in shared["after"] if one["part"] == "heads")
-    assert heads["bytes"] <= 1900 < next(one for one in shared["before"] if one["part"] == "heads")["bytes"]
-    assert "one of them" in headwise("quantise", files / "model", "--megabytes", 1, *how[:4]).refused
-    assert "choices are bits" in headwise("quantise", files / "model", *how[:4], "--choices", "few").refused
-    make(5).save(files / "other")
-    assert "another model" in headwise("quantise", files / "other", *how[:4], "--limit", 0).refused
+def test_quantize_mean_bits_allocates_by_sensitivity(files: Path) -> None:
+    run_command("sensitivity", files / "model", files / "text.txt", "--max-texts", 2, "--out", files / "bits.jsonl")
+    options = (
+        "--mean-bits",
+        3.5,
+        "--sensitivity",
+        files / "bits.jsonl",
+        "--choices",
+        "4,3",
+        "--seeds",
+        2,
+        "--out",
+        files / "small",
+    )
+    table = run_command("quantize", files / "model", files / "text.txt", "--weights", "mlp=8", *options)
+    assert "Bits shared out: 8 pairs at 4, 8 pairs at 3" in table.output
+    assert json.loads(run_command("info", files / "small", "--json").output)["weight_bits"] == "heads 4 3, mlp 8"
+    result = json.loads(run_command("quantize", files / "model", files / "text.txt", *options[:-2], "--json").output)
+    assert len(result["allocation"]["random"]) == 2
+    assert "give both" in run_command("quantize", files / "model", "--mean-bits", 3.5).error_line
+    byte_budget = ("--megabytes", 0.0019, *options[2:6])
+    allocated = json.loads(
+        run_command("quantize", files / "model", files / "text.txt", *byte_budget, "--max-texts", 0, "--json").output
+    )
+    heads = next(row for row in allocated["after"] if row["part"] == "heads")
+    assert heads["nbytes"] <= 1900 < next(row for row in allocated["before"] if row["part"] == "heads")["nbytes"]
+    assert "one of them" in run_command("quantize", files / "model", "--megabytes", 1, *options[:4]).error_line
+    assert "choices are bits" in run_command("quantize", files / "model", *options[:4], "--choices", "few").error_line
+    make_model(5).save(files / "other")
+    assert "another model" in run_command("quantize", files / "other", *options[:4], "--max-texts", 0).error_line

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner import headwise
+from tests.runner import run_command
 
 
 def run(arguments: list[str], stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -22,10 +22,10 @@ def run(arguments: list[str], stdout: int | None = None, **environment: str) -> 
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_attend_output_encoding_without_character_replaces_it(encoding: str, tmp_path: Path) -> None:
-    headwise("train", "--preset", "little", "--steps", "1", "--out", tmp_path).told
+def test_maps_output_encoding_without_character_replaces_it(encoding: str, tmp_path: Path) -> None:
+    run_command("train", "--preset", "synthetic", "--steps", "1", "--out", tmp_path).output
     done = run(
-        ["attend", str(tmp_path / "model"), "the dog saw 日本 …", "--head", "0.0"],
+        ["maps", str(tmp_path / "model"), "the dog saw 日本 …", "--heads", "0.0"],
         PYTHONIOENCODING=encoding,
         PYTHONUTF8="0",
     )
@@ -45,4 +45,4 @@ def test_command_output_device_full_reports_error() -> None:
 
 
 def test_command_zero_columns_prints_result() -> None:
-    assert headwise("presets", columns=0).told == headwise("presets", columns=80).told
+    assert run_command("presets", columns=0).output == run_command("presets", columns=80).output

@@ -9,117 +9,129 @@ from filelock import FileLock
 
 import headwise as hw
 from headwise.analysis.roles.profile import profile
-from headwise.analysis.roles.roles import Support
-from headwise.cli import VERBS
+from headwise.analysis.roles.roles import RoleEvidence
+from headwise.cli import COMMANDS
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic import VOCABULARY
-from headwise.ui.heads_view import show_head, show_profile, show_role
-from headwise.ui.tables import Sheet
+from headwise.ui.head_tables import show_head, show_profile, show_role
+from headwise.ui.terminal_table import TextTable
 from tests.cli.test_experiment_commands import SWEEP
-from tests.runner import headwise
-from tests.ui.test_tables import assert_whole, printed
+from tests.runner import run_command
+from tests.ui.test_tables import assert_not_truncated, print_table
 
 TEXT = "the dog near the tree sees the cat"
-TINY = ("--width", "16", "--steps", "4", "--batch", "4")
-MADE: list[Sheet] = []
+TINY = ("--width", "16", "--steps", "4", "--batch-size", "4")
+TABLES: list[TextTable] = []
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Sheet]:
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[TextTable]:
     """Every table that is made, whoever makes it."""
-    init, MADE[:] = Sheet.__init__, []
+    init, TABLES[:] = TextTable.__init__, []
 
-    def keep(self: Sheet, *given: object) -> None:
-        init(self, *given)  # pyright: ignore[reportArgumentType]
-        MADE.append(self)
+    def keep_table(self: TextTable, *args: object) -> None:
+        init(self, *args)  # pyright: ignore[reportArgumentType]
+        TABLES.append(self)
 
-    monkeypatch.setattr(Sheet, "__init__", keep)
-    return MADE
+    monkeypatch.setattr(TextTable, "__init__", keep_table)
+    return TABLES
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
     tokenizer = word_tokenizer(VOCABULARY)
     torch.manual_seed(0)
     model = hw.Transformer(
         ModelSpec(vocab=len(tokenizer), context=64, layers=2, attention=AttentionSpec(width=16, heads=4))
     )
     model.tokenizer = tokenizer
-    model.save(place / "model")
-    texts = [item.text for item in Corpus.little("held-out", documents=12).items()]
-    (place / "texts.txt").write_text("\n".join(texts))
-    seen = profile(model, texts[:6], relations=False, causal=False)
-    seen.save(place / "seen.npz")
-    return place
+    model.save(folder / "model")
+    texts = [item.text for item in Corpus.synthetic("held-out", documents=12).items()]
+    (folder / "texts.txt").write_text("\n".join(texts))
+    head_profile = profile(model, texts[:6], relations=False, causal=False)
+    head_profile.save(folder / "seen.npz")
+    return folder
 
 
-def verbs(place: Path, lab: Path = Path("lab")) -> dict[str, tuple[tuple[str, ...], ...]]:
+def table_commands(workdir: Path, cache: Path = Path("lab")) -> dict[str, tuple[tuple[str, ...], ...]]:
     """For each verb with tables, ways to call it that together show all of them."""
-    model, texts, seen = str(place / "model"), str(place / "texts.txt"), str(place / "seen.npz")
+    model, texts, profile_path = str(workdir / "model"), str(workdir / "texts.txt"), str(workdir / "seen.npz")
     return {
         "info": ((model,),),
         "presets": ((),),
         "corpus": (("--documents", "20"),),
-        "train": ((*TINY, "--layers", "1", "--heads", "2", "--context", "32", "--warmup", "2", "--watch-heads",
-                   "--evaluate-every", "2", "--out", str(place / "run")),),
-        "heads": ((seen,),),
-        "head": ((seen, "0.1", "--all"),),
-        "attend": ((model, TEXT), (model, TEXT, "--head", "0.1"), (model, TEXT, "--from", "sees", "--to", "dog")),
-        "why": ((model, TEXT, "--head", "1.1", "--at", "sees"),),
+        "train": ((*TINY, "--layers", "1", "--num-heads", "2", "--context", "32", "--warmup", "2", "--watch-heads",
+                   "--evaluate-every", "2", "--out", str(workdir / "run")),),
+        "profile": ((profile_path,),),
+        "describe": ((profile_path, "0.1", "--all"),),
+        "maps": ((model, TEXT), (model, TEXT, "--heads", "0.1"), (model, TEXT, "--query", "sees", "--key", "dog")),
+        "explain": ((model, TEXT, "--head", "1.1", "--query", "sees"),),
         "layout": (("llama2-70b", "--processes", "8"),),
-        "ablate": ((model, texts, "--by", "gradient", "--limit", "2"),),
-        "prune": ((model, texts, "--keep", "0.7", "--by", "gradient", "--limit", "4", "--seeds", "1", "--heal", "1",
-                   "--curve", "--shares", "0.5"),),
-        "diff": ((seen, seen),),
-        "quantise": ((model, texts, "--weights", "*=8,0.1=4", "--limit", "2"),),
-        "sensitivity": ((model, texts, "--heads", "0.*", "--limit", "2"),),
-        "cache": ((model, texts, "--stream", "0.5", "--first", "1", "--last", "4", "--limit", "4", "--seeds", "1", "--curve",
-                   "--shares", "0.5"),),
-        "sweep": ((*SWEEP, "--cache", str(lab)),),
-        "claims": (("--list",), ("parameters", "--seeds", "1", "--cache", str(lab), "--processes", "1")),
+        "importance": ((model, texts, "--ranking", "gradient", "--max-texts", "2"),),
+        "prune": ((model, texts, "--keep", "0.7", "--ranking", "gradient", "--max-texts", "4", "--seeds", "1",
+                   "--recover-steps", "1",
+                   "--curve", "--fractions", "0.5"),),
+        "diff": ((profile_path, profile_path),),
+        "quantize": ((model, texts, "--weights", "*=8,0.1=4", "--max-texts", "2"),),
+        "sensitivity": ((model, texts, "--heads", "0.*", "--max-texts", "2"),),
+        "cache": ((model, texts, "--fraction", "0.5", "--sink-tokens", "1", "--window", "4", "--max-texts", "4",
+                   "--seeds", "1", "--curve",
+                   "--fractions", "0.5"),),
+        "sweep": ((*SWEEP, "--cache", str(cache)),),
+        "claims": (("--list",), ("parameters", "--seeds", "1", "--cache", str(cache), "--processes", "1")),
     }  # fmt: skip
 
 
-NONE = {"demo", "distil", "generate", "export", "plot", "view"}  # the demo's are those of attend, heads and prune
+WITHOUT_TABLES = {
+    "demo",
+    "distill",
+    "generate",
+    "export",
+    "plot",
+    "view",
+}  # the demo's are those of maps, profile and prune
 
 
-def test_all_verbs_are_here() -> None:
-    assert set(verbs(Path())) | NONE == {verb.__name__.rpartition(".")[2] for verb in VERBS}
+def test_table_commands_cover_all_commands() -> None:
+    assert set(table_commands(Path())) | WITHOUT_TABLES == {command.__name__.rpartition(".")[2] for command in COMMANDS}
 
 
-@pytest.mark.parametrize("verb", verbs(Path()))
-def test_every_table_of_a_verb_is_whole(
-    verb: str, place: Path, made: list[Sheet], lab_cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("verb", table_commands(Path()))
+def test_command_tables_are_not_truncated(
+    verb: str, workdir: Path, tables: list[TextTable], lab_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(place)  # a path longer than half a line would be folded
-    for arguments in verbs(Path(), lab_cache)[verb]:
+    monkeypatch.chdir(workdir)  # a path longer than half a line would be folded
+    for arguments in table_commands(Path(), lab_cache)[verb]:
         with FileLock(lab_cache / "lock"):
-            done = headwise(verb, *arguments, columns=80)
-        assert "…" not in done.told, "what is left out is marked [...]"
-    assert made, "there is a table"
-    for sheet in made:
+            done = run_command(verb, *arguments, columns=80)
+        assert "…" not in done.output, "what is left out is marked [...]"
+    assert tables, "there is a table"
+    for table in tables:
         for width in (80, 100, 120):
-            assert_whole(sheet, width)
+            assert_not_truncated(table, width)
 
 
-def test_tables_of_roles_are_whole(place: Path, made: list[Sheet], capsys: pytest.CaptureFixture[str]) -> None:
+def test_role_tables_are_not_truncated(
+    workdir: Path, tables: list[TextTable], capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the longest names there are, several roles a head, and what ablation showed."""
-    seen = hw.Profile.load(place / "seen.npz")
-    long = Support(
-        "pronoun-antecedent", "<", "effective", 0.98765, 0.12345, (0.91, 1.0), 0.9, 0.00012, 2.0, "referent", 123_456,
-        effect=0.123, effect_interval=(0.1, 0.2), cost=1.234, bar=0.5, on="names in GAP, development part",
+    head_profile = hw.Profile.load(workdir / "seen.npz")
+    evidence = RoleEvidence(
+        "pronoun-antecedent", "<", "value-weighted", 0.98765, 0.12345, (0.91, 1.0), 0.9, 0.00012, 2.0, "referent", 123_456,
+        effect=0.123, effect_interval=(0.1, 0.2), cost=1.234, cost_threshold=0.5,
+        corpus_label="names in GAP, development part",
     )  # fmt: skip
-    seen = replace(seen, supports=[[long], *seen.supports[1:]])
-    everything = {str(address) for address in seen.addresses}
-    show_profile(seen, everything)
-    show_role(seen, "pronoun-antecedent", everything)
-    show_head(seen, seen["0.0"])
-    assert len(made) >= 4
-    for sheet in made:
+    head_profile = replace(head_profile, evidence=[[evidence], *head_profile.evidence[1:]])
+    everything = {str(address) for address in head_profile.addresses}
+    show_profile(head_profile, everything)
+    show_role(head_profile, "pronoun-antecedent", everything)
+    show_head(head_profile, head_profile["0.0"])
+    assert len(tables) >= 4
+    for table in tables:
         for width in (80, 100, 120):
-            assert_whole(sheet, width)
-    assert any("names in GAP, development part" in " ".join(printed(sheet, 120).split()) for sheet in made)
+            assert_not_truncated(table, width)
+    assert any("names in GAP, development part" in " ".join(print_table(table, 120).split()) for table in tables)
     capsys.readouterr()

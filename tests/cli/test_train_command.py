@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from tests.runner import alone, headwise
+from tests.runner import run_command, run_in_subprocess
 
-SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--batch", "4", "--warmup", "2"]
+SIZES = ["--layers", "1", "--num-heads", "2", "--width", "16", "--context", "8", "--batch-size", "4", "--warmup", "2"]
 TEXT = "the dog saw the cat, and the cat ran to the tree.\n" * 20
 
 
@@ -20,31 +20,31 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_is_all_that_comes_out(text: Path, tmp_path: Path) -> None:
+def test_train_json_output_and_metrics(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = headwise("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
+    done = run_command("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
     assert done.code == 0, done.err
-    told: dict[str, Any] = json.loads(done.out)
-    assert told["steps"] == told["recipe"]["steps"] == 5
-    assert told["tokens"] == 5 * 4 * 8
-    assert told["stopped"] == "finished"
-    assert told["exam"] == []
-    assert told["model"] == str(out / "model")
-    assert 0 < told["loss"] < 7
-    assert 0 < told["valid_loss"] < 7
+    result: dict[str, Any] = json.loads(done.out)
+    assert result["steps"] == result["recipe"]["steps"] == 5
+    assert result["tokens"] == 5 * 4 * 8
+    assert result["stop_reason"] == "finished"
+    assert result["synthetic_eval"] == []
+    assert result["model"] == str(out / "model")
+    assert 0 < result["loss"] < 7
+    assert 0 < result["valid_loss"] < 7
     assert [line.split(":")[0] for line in done.err.splitlines()] == ["step 2", "step 4", "step 5"]
     model = hw.load(out / "model")
-    assert told["parameters"] == sum(value.numel() for value in model.parameters())
+    assert result["parameters"] == sum(value.numel() for value in model.parameters())
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1] == {"step": 5, "valid_loss": told["valid_loss"]}
+    assert rows[-1] == {"step": 5, "valid_loss": result["valid_loss"]}
 
-    again = headwise("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
-    assert json.loads(again.out) | {"seconds": 0} == told | {"seconds": 0}
-    assert again.err == "going on from step 5 of 5\n"
+    second = run_command("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
+    assert json.loads(second.out) | {"seconds": 0} == result | {"seconds": 0}
+    assert second.err == "going on from step 5 of 5\n"
 
 
-def test_for_a_person(text: Path, tmp_path: Path) -> None:
-    done = headwise(
+def test_train_text_output_names_next_command(text: Path, tmp_path: Path) -> None:
+    done = run_command(
         "train", text, *SIZES, "--steps", "3", "--out", tmp_path / "run", "--masked", "--tokenizer", "character"
     )
     assert done.code == 0, done.err
@@ -55,7 +55,7 @@ def test_for_a_person(text: Path, tmp_path: Path) -> None:
     assert model.spec.vocab == len(set(TEXT)) + 3  # with unknown, end and mask
 
 
-def bad(tmp_path: Path) -> dict[str, list[str | Path]]:
+def invalid_arguments(tmp_path: Path) -> dict[str, list[str | Path]]:
     (tmp_path / "words.txt").write_text(TEXT)
     (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9\n" * 30)
     (tmp_path / "empty.txt").write_text("")
@@ -75,21 +75,21 @@ def bad(tmp_path: Path) -> dict[str, list[str | Path]]:
         "something else": [words, "--out", tmp_path / "full"],
         "no tokenizer 'letters'": [words, "--tokenizer", "letters"],
         "steps must be at least 1": [words, "--steps", "0"],
-        "the rate must be above 0": [words, "--rate", "-1"],
+        "learning_rate must be above 0": [words, "--learning-rate", "-1"],
         "'float8' is unknown": [words, "--precision", "float8"],
         "'nonsense' cannot be used": [words, "--device", "nonsense"],
-        "cannot be shared by 3 heads": [words, "--heads", "3"],
-        "cannot be cut into 3": [words, "--accumulate", "3"],
+        "cannot be shared by 3 heads": [words, "--num-heads", "3"],
+        "cannot be cut into 3": [words, "--accumulation-steps", "3"],
         "tiny-nothing": [words, "--preset", "tiny-nothing"],
         "nowhere.txt": [words, "--valid", tmp_path / "nowhere.txt"],
     }
 
 
-def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_invalid_arguments_print_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for message, arguments in bad(tmp_path).items():
-        asked = [*SIZES, "--steps", "2", *map(str, arguments)]
-        done = headwise("train", *asked)
+    for message, arguments in invalid_arguments(tmp_path).items():
+        options = [*SIZES, "--steps", "2", *map(str, arguments)]
+        done = run_command("train", *options)
         assert done.code == 2, message
         assert done.out == ""
         assert message in done.err
@@ -97,36 +97,36 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch:
         assert done.err.startswith("headwise: ")
 
 
-def test_an_error_of_a_process_is_no_traceback(tmp_path: Path) -> None:
-    done = alone("train", tmp_path / "nowhere.txt", "--json")
+def test_train_subprocess_error_has_no_traceback(tmp_path: Path) -> None:
+    done = run_in_subprocess("train", tmp_path / "nowhere.txt", "--json")
     assert done.code == 2
     assert done.out == ""
     assert done.err == f"headwise: there is no file or folder {tmp_path / 'nowhere.txt'}.\n"
 
 
-def test_a_mistake_put_right_goes_through(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_corrected_option_reuses_folder(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that never began has no claim on its folder."""
-    asked = [str(text), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
-    assert headwise("train", *asked, "--tokenizer", "letters").code == 2
-    done = headwise("train", *asked, "--tokenizer", "character")
+    options = [str(text), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
+    assert run_command("train", *options, "--tokenizer", "letters").code == 2
+    done = run_command("train", *options, "--tokenizer", "character")
     assert done.code == 0, done.err
 
 
-def test_a_text_put_right_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_corrected_text_reuses_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "words.txt"
-    asked = [str(path), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
+    options = [str(path), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
     for wrong in (b"caf\xe9 " * 200, b"abc"):
         path.write_bytes(wrong)
-        assert headwise("train", *asked).code == 2
+        assert run_command("train", *options).code == 2
     path.write_text(TEXT)
-    done = headwise("train", *asked)
+    done = run_command("train", *options)
     assert done.code == 0, done.err
 
 
-def test_a_text_to_evaluate_on_is_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a text it is the little language that is read; an own text to evaluate on is then used, or refused."""
+def test_train_empty_valid_text_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a text it is the synthetic language that is read; an own text to evaluate on is then used, or refused."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text("")  # empty: whoever reads it, must complain
-    done = headwise("train", "--valid", "other.txt", *SIZES, "--steps", "1")
+    done = run_command("train", "--valid", "other.txt", *SIZES, "--steps", "1")
     assert done.code == 2
     assert "other.txt" in done.err or "--valid" in done.err

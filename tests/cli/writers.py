@@ -10,39 +10,52 @@ import headwise as hw
 from headwise.text.build_tokenizers import byte_tokenizer
 
 
-class Call(NamedTuple):
-    """What is typed, split at blanks; OUT is the folder that is written into. `goes_on` where the same again goes on."""
+class CommandCall(NamedTuple):
+    """What is typed, split at blanks; OUT is the folder that is written into. `resumes` where the same again goes on."""
 
-    typed: str
-    made: tuple[str, ...]
-    goes_on: bool = False
+    template: str
+    outputs: tuple[str, ...]
+    resumes: bool = False
 
-    def words(self, out: Path) -> list[str]:
+    def arguments(self, out: Path) -> list[str]:
         """As the command line gets them."""
-        return [word.replace("OUT", str(out)) for word in self.typed.split()]
+        return [word.replace("OUT", str(out)) for word in self.template.split()]
 
 
-RUN = "--steps 6 --batch 2 --context 8 --warmup 1"
-WRITES = {
-    "export": Call("export model OUT/folder --family gpt2", ("folder",)),
-    "export gguf": Call("export model OUT/model.gguf --to gguf --no-tokenizer", ("model.gguf",)),
-    "export onnx": Call("export model OUT/folder --to onnx", ("folder",)),
-    "export torch": Call("export model OUT/model.pt2 --to torch", ("model.pt2",)),
-    "heads": Call("heads model text.txt --no-causal --save OUT/p.npz --report OUT/heads.html", ("p.npz", "heads.html")),
-    "heads --out": Call("heads model text.txt --no-causal --out OUT/shards --shard 300", ("shards",), goes_on=True),
-    "plot": Call("plot roles model text.txt --out OUT/roles.svg", ("roles.svg",)),
-    "prune": Call("prune model text.txt --keep 0.5 --out OUT/small --plan OUT/plan.json", ("small", "plan.json")),
-    "quantise": Call("quantise model --weights 8 --limit 0 --out OUT/eight --plot OUT/bits.svg", ("eight", "bits.svg")),
-    "cache": Call(
-        "cache model text.txt --heads 0.1 --last 4 --length 32 --out OUT/less --plan OUT/c.json", ("less", "c.json")
+RUN = "--steps 6 --batch-size 2 --context 8 --warmup 1"
+WRITING_COMMANDS = {
+    "export": CommandCall("export model OUT/folder --family gpt2", ("folder",)),
+    "export gguf": CommandCall("export model OUT/model.gguf --to gguf --no-tokenizer", ("model.gguf",)),
+    "export onnx": CommandCall("export model OUT/folder --to onnx", ("folder",)),
+    "export torch": CommandCall("export model OUT/model.pt2 --to torch", ("model.pt2",)),
+    "profile": CommandCall(
+        "profile model text.txt --no-causal --save OUT/p.npz --report OUT/heads.html", ("p.npz", "heads.html")
     ),
-    "sensitivity": Call("sensitivity model text.txt --out OUT/bits.jsonl --length 32", ("bits.jsonl",), goes_on=True),
-    "train": Call(f"train text.txt {RUN} --tokenizer byte --out OUT/run", ("run/model",), goes_on=True),
-    "distil": Call(f"distil model text.txt --layers 1 {RUN} --out OUT/taught", ("taught/model",), goes_on=True),
+    "profile --out": CommandCall(
+        "profile model text.txt --no-causal --out OUT/shards --shard-characters 300", ("shards",), resumes=True
+    ),
+    "plot": CommandCall("plot roles model text.txt --out OUT/roles.svg", ("roles.svg",)),
+    "prune": CommandCall(
+        "prune model text.txt --keep 0.5 --out OUT/small --save-plan OUT/plan.json", ("small", "plan.json")
+    ),
+    "quantize": CommandCall(
+        "quantize model --weights 8 --max-texts 0 --out OUT/eight --plot OUT/bits.svg", ("eight", "bits.svg")
+    ),
+    "cache": CommandCall(
+        "cache model text.txt --heads 0.1 --window 4 --max-length 32 --out OUT/less --save-plan OUT/c.json",
+        ("less", "c.json"),
+    ),
+    "sensitivity": CommandCall(
+        "sensitivity model text.txt --out OUT/bits.jsonl --max-length 32", ("bits.jsonl",), resumes=True
+    ),
+    "train": CommandCall(f"train text.txt {RUN} --tokenizer byte --out OUT/run", ("run/model",), resumes=True),
+    "distill": CommandCall(
+        f"distill model text.txt --layers 1 {RUN} --out OUT/taught", ("taught/model",), resumes=True
+    ),
 }
 
 
-def make_place(folder: Path) -> Path:
+def make_workdir(folder: Path) -> Path:
     """A model of two heads that reads bytes, and a text, in a folder that everybody may read."""
     torch.manual_seed(0)
     model = hw.Transformer(replace(hw.preset("gpt2").resized(layers=1, width=8, heads=2), vocab=257, context=64))
@@ -53,12 +66,14 @@ def make_place(folder: Path) -> Path:
     return folder
 
 
-def contents(out: Path, call: Call) -> dict[str, bytes]:
+def read_outputs(out: Path, call: CommandCall) -> dict[str, bytes]:
     """Every byte that a call has made; what is hidden is nobody's result: a process that was killed may leave it behind."""
     files = [
-        file for name in call.made for file in ((out / name).rglob("*") if (out / name).is_dir() else [out / name])
+        file for name in call.outputs for file in ((out / name).rglob("*") if (out / name).is_dir() else [out / name])
     ]
-    seen = {str(file.relative_to(out)): file for file in sorted(files) if file.is_file()}
+    files_by_name = {str(file.relative_to(out)): file for file in sorted(files) if file.is_file()}
     return {
-        name: file.read_bytes() for name, file in seen.items() if not any(part[0] == "." for part in Path(name).parts)
+        name: file.read_bytes()
+        for name, file in files_by_name.items()
+        if not any(part[0] == "." for part in Path(name).parts)
     }

@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.ablation.ablate import ablated, mean_activations, mean_of, record_z
-from headwise.compression.prune_heads import cut, fold
+from headwise.analysis.ablation.ablate import ablated, mean_activations, mean_of_outputs, record_z
+from headwise.compression.prune_heads import compute_folded_biases, prune_heads
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.spec import ModelSpec, SiteAddress, preset, presets
+from headwise.spec import LayerAddress, ModelSpec, preset, presets
 from headwise.training import Recipe, train
-from tests.analysis.models import TEXTS, reading
-from tests.contract.layers import LAYERS, MODELS, SIZES, assert_equal, make_lively_model, make_model, run, token_ids
+from tests.analysis.models import TEXTS, character_model
+from tests.contract.layers import (
+    LAYERS,
+    MODELS,
+    SIZES,
+    assert_equal,
+    make_model,
+    make_varied_model,
+    run_model,
+    token_ids,
+)
 from tests.parity.real import smollm2_folder
 from tests.training.tiny import same_weights
 
@@ -29,70 +38,78 @@ SMALL_PRESETS["gpt-neo-125m"] = replace(SMALL_PRESETS["gpt-neo-125m"], windows=(
 VARIANTS = {
     name: ModelSpec(**SIZES, attention=spec)
     for name, spec in LAYERS.items()
-    if spec.kept is None and spec.kv_width == spec.width
+    if spec.kept_heads is None and spec.kv_width == spec.width
 }
 SPECS = {**MODELS, **SMALL_PRESETS, **VARIANTS}
 PATTERNS = ("{}0.1", "{}0.0-1", "{}1.*", "{}0.0-1,{}0.3,{}1.0", "{}0.*,{}1.1-3")  # one left at the end
-CUTS = [(name, pattern.format(*[""] * 4)) for name, spec in SPECS.items() for pattern in PATTERNS
-        if spec.kind != "encoder-decoder" and not spec.kept]  # fmt: skip
-CUTS += [("decoder, cut", "0.3")]
-ACROSS = ("enc.0.1", "dec.1.*", "cross.0.1-3", "enc.*.*,dec.0.2,cross.1.*", "enc.0.0-2,dec.*.*,cross.*.*")
-CUTS += [(name, pattern) for name in ("encoder-decoder", "transformer-base") for pattern in ACROSS]
+PRUNE_CASES = [(name, pattern.format(*[""] * 4)) for name, spec in SPECS.items() for pattern in PATTERNS
+        if spec.kind != "encoder-decoder" and not spec.kept_heads]  # fmt: skip
+PRUNE_CASES += [("decoder, cut", "0.3")]
+ENCODER_DECODER_PATTERNS = (
+    "enc.0.1",
+    "dec.1.*",
+    "cross.0.1-3",
+    "enc.*.*,dec.0.2,cross.1.*",
+    "enc.0.0-2,dec.*.*,cross.*.*",
+)
+PRUNE_CASES += [
+    (name, pattern) for name in ("encoder-decoder", "transformer-base") for pattern in ENCODER_DECODER_PATTERNS
+]
 
 
-@pytest.mark.parametrize(("name", "pattern"), CUTS)
+@pytest.mark.parametrize(("name", "pattern"), PRUNE_CASES)
 @torch.no_grad()
-def test_a_cut_head_is_a_silent_one(name: str, pattern: str) -> None:
+def test_prune_heads_equals_silencing(name: str, pattern: str) -> None:
     model = make_model(SPECS[name])
-    before = run(model)
+    before = run_model(model)
     with model.heads.select(pattern).silenced():
-        silent = run(model)
-    small = cut(model, pattern)
-    assert_equal(run(small), silent, 1e-9)
-    assert (silent - before).abs().max() > 1e-4, "the heads did write something"
-    assert torch.equal(run(model), before), "the model itself stays as it is"
-    assert set(small.spec.addresses) == set(model.spec.addresses) - set(model.heads.select(pattern).addresses)
-    assert sum(p.numel() for p in small.parameters()) == small.spec.parameters
+        silenced = run_model(model)
+    small = prune_heads(model, pattern)
+    assert_equal(run_model(small), silenced, 1e-9)
+    assert (silenced - before).abs().max() > 1e-4, "the heads did write something"
+    assert torch.equal(run_model(model), before), "the model itself stays as it is"
+    assert set(small.spec.head_addresses) == set(model.spec.head_addresses) - set(model.heads.select(pattern).addresses)
+    assert sum(p.numel() for p in small.parameters()) == small.spec.num_parameters
 
 
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "sink", "slice", "encoder", "encoder-decoder"])
 @pytest.mark.parametrize("storage", ["qkv", "q,kv", "q,k,v"])
 @torch.no_grad()
-def test_what_is_cut_shares_nothing_with_its_source(name: str, storage: str) -> None:
+def test_prune_heads_shares_no_memory_with_source(name: str, storage: str) -> None:
     model = make_model(SPECS[name], storage=storage)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    small = cut(model, "enc.0.1" if name == "encoder-decoder" else "0.1")
-    assert {layer.read.storage for layer in small.attention_layers()} == {storage}
+    small = prune_heads(model, "enc.0.1" if name == "encoder-decoder" else "0.1")
+    assert {layer.qkv.storage for layer in small.attention_layers()} == {storage}
     for parameter in small.parameters():
         parameter.add_(1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @torch.no_grad()
-def test_all_else_comes_along() -> None:
-    model = reading(MODELS["decoder, rotary"]).train()
+def test_prune_heads_keeps_mode_family_tokenizer_and_backend() -> None:
+    model = character_model(MODELS["decoder, rotary"]).train()
     model.family = "llama"
     for layer in model.attention_layers():
         layer.backend = "batched"
-    small = cut(model, "0.1")
+    small = prune_heads(model, "0.1")
     assert small.training
     assert small.family == "llama"
     assert small.tokenizer is model.tokenizer
     assert [layer.backend for layer in small.attention_layers()] == ["batched", "batched"]
-    assert cut(model.to(torch.bfloat16), "0.1").embed.tokens.weight.dtype == torch.bfloat16
-    assert same_weights(cut(model, ()), model), "nothing cut is a copy"
+    assert prune_heads(model.to(torch.bfloat16), "0.1").embed.tokens.weight.dtype == torch.bfloat16
+    assert same_weights(prune_heads(model, ()), model), "nothing cut is a copy"
 
 
-def test_keys_nobody_reads_are_gone() -> None:
+def test_prune_heads_drops_unused_kv_heads() -> None:
     model = make_model(MODELS["decoder, rotary"])  # four heads share two keys
-    small = cut(model, "0.0-1,1.2,1.0")
+    small = prune_heads(model, "0.0-1,1.2,1.0")
     first, second = (layer.spec for layer in small.attention_layers())
-    assert (first.kv_ids, first.kv_of_head) == ((1,), (0, 0))
-    assert (second.kv_ids, second.kv_of_head) == ((0, 1), (0, 1))
-    assert small.state_dict()["blocks.0.attention.read.k.weight"].shape == (1, 6, 12)
-    again = cut(small, "0.2")  # heads keep their numbers, whoever is gone
-    assert [str(address) for address in again.spec.addresses] == ["0.3", "1.1", "1.3"]
-    assert_equal(run(again), run(cut(model, "0.0-2,1.2,1.0")), 0)
+    assert (first.kv_head_ids, first.kv_of_head) == ((1,), (0, 0))
+    assert (second.kv_head_ids, second.kv_of_head) == ((0, 1), (0, 1))
+    assert small.state_dict()["blocks.0.attention.qkv.k.weight"].shape == (1, 6, 12)
+    pruned_twice = prune_heads(small, "0.2")  # heads keep their numbers, whoever is gone
+    assert [str(address) for address in pruned_twice.spec.head_addresses] == ["0.3", "1.1", "1.3"]
+    assert_equal(run_model(pruned_twice), run_model(prune_heads(model, "0.0-2,1.2,1.0")), 0)
 
 
 # Folding.
@@ -103,36 +120,36 @@ def test_keys_nobody_reads_are_gone() -> None:
 )
 @pytest.mark.parametrize("pattern", ["0.3", "0.0-1,1.*"])
 @torch.no_grad()
-def test_a_folded_head_gives_its_mean(name: str, pattern: str) -> None:
-    model, ids = reading(SPECS[name]), token_ids(3, 7)
+def test_fold_mean_equals_mean_ablation(name: str, pattern: str) -> None:
+    model, ids = character_model(SPECS[name]), token_ids(3, 7)
     means = mean_activations(model, TEXTS)
-    small = cut(model, pattern, fold(model, model.heads.select(pattern).addresses, means))
+    small = prune_heads(model, pattern, compute_folded_biases(model, model.heads.select(pattern).addresses, means))
     with ablated(model, pattern, "mean", means=means):
         assert_equal(small(ids), model(ids), 1e-9)
-    assert (small(ids) - cut(model, pattern)(ids)).abs().max() > 1e-4
+    assert (small(ids) - prune_heads(model, pattern)(ids)).abs().max() > 1e-4
     assert small.spec.attention.out_bias
-    assert sum(p.numel() for p in small.parameters()) == small.spec.parameters
+    assert sum(p.numel() for p in small.parameters()) == small.spec.num_parameters
 
 
 @torch.no_grad()
-def test_folding_in_every_stack() -> None:
+def test_fold_mean_every_stack_equals_mean_ablation() -> None:
     model, pattern = make_model(MODELS["encoder-decoder"]), "enc.1.0,dec.0.*,cross.1.1-2"
     inputs: dict[str, Any] = {"ids": token_ids(2, 5), "source": token_ids(2, 7, seed=4)}
-    means = mean_of([record_z(model, **inputs)])
-    small = cut(model, pattern, fold(model, pattern, means))
+    means = mean_of_outputs([record_z(model, **inputs)])
+    small = prune_heads(model, pattern, compute_folded_biases(model, pattern, means))
     with ablated(model, pattern, "mean", means=means):
         assert_equal(small(**inputs), model(**inputs), 1e-9)
 
 
-def test_folding_by_hand() -> None:
-    model = reading(MODELS["decoder"])
+def test_fold_mean_equals_closed_form() -> None:
+    model = character_model(MODELS["decoder"])
     means = mean_activations(model, TEXTS)
     head, other = model.heads["1.2"], model.heads["1.0"]
-    folded = fold(model, "1.0,1.2", means)
-    want = means["1.2"] @ head.W_O + means["1.0"] @ other.W_O  # pyright: ignore
-    assert_equal(folded, {SiteAddress("", 1): want.detach()}, 1e-12)
-    with pytest.raises(HeadwiseError, match="by='global'"):
-        fold(model, "1.0", mean_activations(model, TEXTS, "position"))
+    folded = compute_folded_biases(model, "1.0,1.2", means)
+    expected = means["1.2"] @ head.W_O + means["1.0"] @ other.W_O  # pyright: ignore
+    assert_equal(folded, {LayerAddress("", 1): expected.detach()}, 1e-12)
+    with pytest.raises(HeadwiseError, match="granularity='global'"):
+        compute_folded_biases(model, "1.0", mean_activations(model, TEXTS, "position"))
 
 
 # What is left is a model like any other.
@@ -142,39 +159,44 @@ PLANS = [("decoder", "0.1,1.*"), ("decoder, rotary", "0.0-1,1.2"), ("decoder, pa
 
 @pytest.mark.parametrize(("name", "pattern"), [*PLANS, ("encoder", "0.*,1.1"), ("slice", "0.2")])
 @torch.no_grad()
-def test_saved_and_loaded_it_is_the_same_bit_by_bit(name: str, pattern: str, tmp_path: Path) -> None:
-    model = reading(SPECS[name]).float()
-    small = cut(model, pattern, fold(model, pattern, mean_activations(model, TEXTS)))
+def test_pruned_model_save_load_is_bitwise(name: str, pattern: str, tmp_path: Path) -> None:
+    model = character_model(SPECS[name]).float()
+    small = prune_heads(model, pattern, compute_folded_biases(model, pattern, mean_activations(model, TEXTS)))
     small.save(tmp_path / "small")
-    back = hw.load(tmp_path / "small")
+    loaded = hw.load(tmp_path / "small")
     ids = token_ids(2, 9)
-    assert back.spec == small.spec
-    assert torch.equal(back(ids), small(ids))
-    assert same_weights(back, small)
+    assert loaded.spec == small.spec
+    assert torch.equal(loaded(ids), small(ids))
+    assert same_weights(loaded, small)
 
 
 @pytest.mark.parametrize(("name", "pattern"), [*PLANS, ("encoder", "0.*,1.1")])
-def test_it_trains_on(name: str, pattern: str) -> None:
-    small = cut(reading(SPECS[name]).float(), pattern)
+def test_pruned_model_trains(name: str, pattern: str) -> None:
+    small = prune_heads(character_model(SPECS[name]).float(), pattern)
     before = {key: value.clone() for key, value in small.state_dict().items()}
     text = "the cat sat on the mat that was there " * 20
-    done = train(small, text, Recipe(steps=20, batch=8, context=16, rate=1e-2, warmup=1, log_every=1), progress=False)
-    assert done.loss < done.history[0]["loss"]
-    moved = [key for key, value in done.model.state_dict().items() if not torch.equal(value, before[key])]
-    assert any("write" in key for key in moved)
-    assert done.model.spec == small.spec
+    result = train(
+        small,
+        text,
+        Recipe(steps=20, batch_size=8, context=16, learning_rate=1e-2, warmup=1, log_every=1),
+        progress=False,
+    )
+    assert result.loss < result.history[0]["loss"]
+    changed_keys = [key for key, value in result.model.state_dict().items() if not torch.equal(value, before[key])]
+    assert any("output_projection" in key for key in changed_keys)
+    assert result.model.spec == small.spec
 
 
 @pytest.mark.parametrize(("name", "pattern"), [*PLANS, ("decoder, windows", "0.*,1.1")])
 @torch.no_grad()
-def test_it_generates_with_a_cache_as_without(name: str, pattern: str) -> None:
-    small = cut(make_lively_model(replace(SPECS[name], context=64)), pattern)
+def test_pruned_model_generate_cache_equals_no_cache(name: str, pattern: str) -> None:
+    small = prune_heads(make_varied_model(replace(SPECS[name], context=64)), pattern)
     prompt = token_ids(2, 5)
-    made = small.generate(prompt, 12)
+    generated = small.generate(prompt, 12)
     rows = prompt
     for _ in range(12):
         rows = torch.cat((rows, small(rows)[:, -1].argmax(-1, keepdim=True)), 1)
-    assert torch.equal(made, rows)
+    assert torch.equal(generated, rows)
 
 
 # Real models.
@@ -188,21 +210,21 @@ def test_it_generates_with_a_cache_as_without(name: str, pattern: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_real_models(name: str, pattern: str) -> None:
+def test_prune_heads_real_models_equal_silencing(name: str, pattern: str) -> None:
     model = hw.load(smollm2_folder() if name == "smollm2" else name)
     assert model.tokenizer is not None
     sentence = "The teacher gave the students their homework."
     ids, means = torch.tensor([model.tokenizer.encode(sentence)]), mean_activations(model, sentence)
     with model.heads[pattern].silenced():
-        assert_equal(cut(model, pattern)(ids), model(ids), 1e-3)
+        assert_equal(prune_heads(model, pattern)(ids), model(ids), 1e-3)
     with ablated(model, pattern, "mean", means=means):
-        assert_equal(cut(model, pattern, fold(model, pattern, means))(ids), model(ids), 1e-3)
+        assert_equal(prune_heads(model, pattern, compute_folded_biases(model, pattern, means))(ids), model(ids), 1e-3)
 
 
 # What cannot be done.
 
 
-def test_what_cannot_be_cut() -> None:
+def test_prune_heads_invalid_heads_raise() -> None:
     model: Any = make_model(MODELS["decoder"])
     for heads, message in (
         ("*", "would cut all 8 heads"),
@@ -212,10 +234,10 @@ def test_what_cannot_be_cut() -> None:
         ("1", "names a layer"),
     ):
         with pytest.raises(HeadwiseError, match=message):
-            cut(model, heads)
+            prune_heads(model, heads)
     with pytest.raises(HeadwiseError, match="got Linear"):
-        cut(torch.nn.Linear(2, 2), "0.1")  # pyright: ignore
+        prune_heads(torch.nn.Linear(2, 2), "0.1")  # pyright: ignore
     with pytest.raises(HeadwiseError, match="which stack"):
-        cut(make_model(MODELS["encoder-decoder"]), "0.1")
+        prune_heads(make_model(MODELS["encoder-decoder"]), "0.1")
     assert isinstance(model, Transformer)
-    assert isinstance(run(model), Tensor)
+    assert isinstance(run_model(model), Tensor)

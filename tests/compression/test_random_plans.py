@@ -4,30 +4,32 @@ from collections import Counter
 
 import pytest
 
-from headwise.compression.plan import Plan
-from headwise.compression.quantize import quantise
-from headwise.compression.report import _bits_of_heads, random_plan, report
+from headwise.compression.plan import apply, plan_pruning
+from headwise.compression.plan_report import _all_head_bits, apply_random_compression, report
+from headwise.compression.quantize import quantize
 from tests.distillation import tiny
 
 
 @pytest.mark.parametrize("kv_heads", [0, 2])
-def test_bits_are_dealt_out_anew_at_equal_cost(kv_heads: int) -> None:
-    model = tiny.make(kv_heads=kv_heads)
+def test_random_plan_bits_have_equal_size(kv_heads: int) -> None:
+    model = tiny.make_model(kv_heads=kv_heads)
     weights = {"0.0,0.1": 3, "1.2,1.3:qk": 2, "mlp": 8}
-    packed = Plan.make(model, weights=weights).apply(model)
-    drawn = [random_plan(model, packed.spec, None, seed).spec for seed in range(6)]
-    assert all(spec.weight_bytes() == packed.spec.weight_bytes() for spec in drawn)
-    assert len({spec.weights for spec in drawn}) > 1
-    assert all(spec.bits_of("mlp")[0] == 8 for spec in drawn)
-    told = report(model, packed, ["to be or not to be", "that is the question"], seeds=2, turns=1)
-    assert len(told.random) == 2
-    assert report(model, quantise(model, 4), ["to be or not", "to be at all"], seeds=2, turns=1).random == ()
+    quantized = apply(plan_pruning(model, weights=weights), model)
+    random_specs = [apply_random_compression(model, quantized.spec, None, seed).spec for seed in range(6)]
+    assert all(spec.weight_bytes() == quantized.spec.weight_bytes() for spec in random_specs)
+    assert len({spec.weight_rules for spec in random_specs}) > 1
+    assert all(spec.bits_of("mlp")[0] == 8 for spec in random_specs)
+    result = report(model, quantized, ["to be or not to be", "that is the question"], seeds=2, repeats=1)
+    assert len(result.random) == 2
+    assert report(model, quantize(model, 4), ["to be or not", "to be at all"], seeds=2, repeats=1).random == ()
 
 
-def test_heads_are_cut_and_bits_dealt_out_in_one_random_plan() -> None:
-    model = tiny.make(kv_heads=2)
-    both = Plan.make(model, cut="0.0,1.3", weights={"0.*": 4, "1.1": 2}, cache={"1.*": 8}, fold=False).apply(model)
-    other = random_plan(model, both.spec, None, 1)
-    assert len(other.spec.addresses) == len(both.spec.addresses) == 6
-    counts = [Counter(_bits_of_heads(one.spec)) for one in (both, other)]
+def test_random_plan_prunes_and_shuffles_bits() -> None:
+    model = tiny.make_model(kv_heads=2)
+    planned = apply(
+        plan_pruning(model, prune="0.0,1.3", weights={"0.*": 4, "1.1": 2}, cache={"1.*": 8}, fold_mean=False), model
+    )
+    other = apply_random_compression(model, planned.spec, None, 1)
+    assert len(other.spec.head_addresses) == len(planned.spec.head_addresses) == 6
+    counts = [Counter(_all_head_bits(candidate.spec)) for candidate in (planned, other)]
     assert counts[0] == counts[1]

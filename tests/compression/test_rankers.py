@@ -9,26 +9,26 @@ import torch
 from rich.console import Console
 
 import headwise as hw
-from headwise.compression.curve import curve, usual_bys
 from headwise.compression.plan import Plan
-from headwise.compression.rankers import WAYS, RankingInput, Scores, Way
+from headwise.compression.pruning_curve import default_rankings, pruning_curve
+from headwise.compression.rankers import RANKERS, HeadRanker, RankingInput, Scores
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel
+from headwise.model import ModelProtocol
 from headwise.text.build_tokenizers import byte_tokenizer
-from headwise.ui.prune_view import show_plan
-from tests.runner import headwise
+from headwise.ui.prune_tables import show_prune_plan
+from tests.runner import run_command
 
 TEXTS = ["the cat saw the dog", "a dog ran to the tree", "it was green", "and the cat slept"]
 
 
-def by_length(model: AnyModel, ask: RankingInput) -> Scores:
+def rank_by_norm(model: ModelProtocol, ranking_input: RankingInput) -> Scores:
     """The length of what a head writes with; no text is read."""
     return {head.address: head.W_O.detach().norm().item() for head in model.heads}
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> hw.Transformer:
-    monkeypatch.setitem(WAYS, "length", Way(by_length, "the length of W_O", reads=False))
+    monkeypatch.setitem(RANKERS, "length", HeadRanker(rank_by_norm, "the length of W_O", needs_corpus=False))
     torch.manual_seed(0)
     attention = hw.AttentionSpec(width=12, heads=3, head_dim=4)
     model = hw.Transformer(hw.ModelSpec(vocab=257, context=32, layers=2, attention=attention)).eval()
@@ -36,34 +36,38 @@ def model(monkeypatch: pytest.MonkeyPatch) -> hw.Transformer:
     return model
 
 
-def test_plans_prunes_curves_and_tables_know_it(model: hw.Transformer) -> None:
-    lengths = {str(head.address): head.W_O.detach().norm().item() for head in model.heads}
-    plan = Plan.make(model, keep=0.5, by="length", fold=False)
-    assert set(plan.cut) == set(sorted(lengths, key=lambda head: lengths[head])[:3])
-    assert plan.on == ""
+def test_custom_ranker_works_in_plan_prune_curve_and_table(model: hw.Transformer) -> None:
+    norms = {str(head.address): head.W_O.detach().norm().item() for head in model.heads}
+    plan = hw.plan_pruning(model, keep=0.5, ranking="length", fold_mean=False)
+    assert set(plan.pruned_heads) == set(sorted(norms, key=lambda head: norms[head])[:3])
+    assert plan.corpus == ""
     assert Plan.from_json(plan.to_json()) == plan
-    assert len(hw.prune(model, keep=0.5, by="length", fold=False).spec.addresses) == 3
-    assert usual_bys(model) == ("ablation", "gradient", "random", "length")
-    points = curve(model, TEXTS, keeps=[0.5], bys=["length"], folded=False, seeds=1).points
-    assert [(point.by, point.heads) for point in points] == [("length", 3)]
-    shown = io.StringIO()
-    show_plan(plan, Console(file=shown, width=120))
-    assert "a head and its score (the length of W_O)" in shown.getvalue()
+    assert len(hw.prune(model, keep=0.5, ranking="length", fold_mean=False).spec.head_addresses) == 3
+    assert default_rankings(model) == ("ablation", "gradient", "random", "length")
+    points = pruning_curve(model, TEXTS, keep_fractions=[0.5], rankings=["length"], fold_mean=False, seeds=1).points
+    assert [(point.ranking, point.heads) for point in points] == [("length", 3)]
+    output = io.StringIO()
+    show_prune_plan(plan, Console(file=output, width=120))
+    assert "a head and its score (the length of W_O)" in output.getvalue()
 
 
-def test_the_command_line_knows_it(model: hw.Transformer, tmp_path: Path) -> None:
+def test_custom_ranker_works_on_command_line(model: hw.Transformer, tmp_path: Path) -> None:
     folder, text = model.save(tmp_path / "small"), tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS))
-    done = headwise("prune", folder, text, "--keep", 0.5, "--by", "length", "--no-fold", "--seeds", 1, "--json")
-    assert json.loads(done.told)["plan"]["by"] == "length"
-    assert "did you mean length" in headwise("prune", folder, text, "--keep", 0.5, "--by", "lenght").refused
+    done = run_command(
+        "prune", folder, text, "--keep", 0.5, "--ranking", "length", "--no-fold-mean", "--seeds", 1, "--json"
+    )
+    assert json.loads(done.output)["plan"]["ranking"] == "length"
+    assert "did you mean length" in run_command("prune", folder, text, "--keep", 0.5, "--ranking", "lenght").error_line
     for name in ("ablation", "gradient", "random", "gates"):
-        assert name in headwise("prune", "--help").told
+        assert name in run_command("prune", "--help").output
 
 
-def test_without_an_output_there_is_no_slope(model: hw.Transformer) -> None:
+def test_default_rankers_without_output_exclude_gradient(model: hw.Transformer) -> None:
     torch.manual_seed(0)
-    bare = hw.Transformer(hw.ModelSpec(vocab=257, context=32, layers=1, attention=model.spec.attention, output="none"))
-    assert usual_bys(bare) == ("ablation", "random", "length")
+    headless = hw.Transformer(
+        hw.ModelSpec(vocab=257, context=32, layers=1, attention=model.spec.attention, output="none")
+    )
+    assert default_rankings(headless) == ("ablation", "random", "length")
     with pytest.raises(HeadwiseError, match="cannot be ranked by 'slope'"):
-        Plan.make(model, keep=0.5, by="slope", fold=False)
+        hw.plan_pruning(model, keep=0.5, ranking="slope", fold_mean=False)

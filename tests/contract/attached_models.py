@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.text.build_tokenizers import add_mask, word_tokenizer
+from headwise.text.build_tokenizers import add_mask_token, word_tokenizer
 
 WORDS = (
     *(
@@ -38,7 +38,7 @@ WORDS = (
         ".",
     ),
 )
-TOKENIZER = add_mask(word_tokenizer(WORDS))
+TOKENIZER = add_mask_token(word_tokenizer(WORDS))
 VOCAB, END = len(TOKENIZER), int(TOKENIZER.special["eos"] or 0)
 TEXTS = [
     "the cat saw a dog .",
@@ -47,20 +47,20 @@ TEXTS = [
     "then the cat ran and fell .",
 ]
 
-OURS: dict[str, Any] = dict(vocab=VOCAB, context=48, layers=2, hidden=20, dropout=0.3)
+NATIVE_SIZES: dict[str, Any] = dict(vocab=VOCAB, context=48, layers=2, mlp_width=20, dropout=0.3)
 ATTENTION = hw.AttentionSpec(width=12, heads=3, bias=True, out_bias=True, dropout=0.3)
-BODY: dict[str, Any] = dict(
+COMMON_SIZES: dict[str, Any] = dict(
     hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, vocab_size=VOCAB,
     max_position_embeddings=48, attention_dropout=0.3, pad_token_id=END, bos_token_id=END, eos_token_id=END,
 )  # fmt: skip
-GROUPED = BODY | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-THEIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
+GROUPED = COMMON_SIZES | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", dict(
         n_embd=12, n_layer=2, n_head=3, n_inner=20, vocab_size=VOCAB, n_positions=48, bos_token_id=END, eos_token_id=END)),
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | dict(sliding_window=4)),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", BODY),
-    "bert": ("BertForMaskedLM", "BertConfig", {k: v for k, v in BODY.items() if k != "attention_dropout"}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", COMMON_SIZES),
+    "bert": ("BertForMaskedLM", "BertConfig", {k: v for k, v in COMMON_SIZES.items() if k != "attention_dropout"}),
     "bart": ("BartForConditionalGeneration", "BartConfig", dict(
         d_model=12, encoder_layers=2, decoder_layers=2, encoder_attention_heads=3, decoder_attention_heads=3,
         encoder_ffn_dim=20, decoder_ffn_dim=20, vocab_size=VOCAB, max_position_embeddings=48, attention_dropout=0.3,
@@ -94,16 +94,16 @@ THEIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
         max_position_embeddings=48, pad_token_id=END, bos_token_id=END, eos_token_id=END)),
 }  # fmt: skip
 NATIVE = {
-    "decoder": hw.ModelSpec(**OURS, attention=ATTENTION),
-    "encoder": hw.ModelSpec(**OURS, attention=ATTENTION, kind="encoder", form="post", output="mlm"),
-    "encoder-decoder": hw.ModelSpec(**OURS, attention=ATTENTION, kind="encoder-decoder"),
+    "decoder": hw.ModelSpec(**NATIVE_SIZES, attention=ATTENTION),
+    "encoder": hw.ModelSpec(**NATIVE_SIZES, attention=ATTENTION, kind="encoder", norm_placement="post", output="mlm"),
+    "encoder-decoder": hw.ModelSpec(**NATIVE_SIZES, attention=ATTENTION, kind="encoder-decoder"),
 }
-NAMES = (*NATIVE, *THEIRS)
+NAMES = (*NATIVE, *HF_MODELS)
 # Their softmax is in single precision, where the smallest double is -inf: a row of padding that sees nothing is NaN in plain
 # transformers too, and with it what follows. So they run in single precision.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
-ROUNDING = (*DTYPES, "gptj", "gpt_neo")  # the last two multiply queries and keys in single precision
-CLOSE = 1e-9
+SINGLE_PRECISION = (*DTYPES, "gptj", "gpt_neo")  # the last two multiply queries and keys in single precision
+TOLERANCE = 1e-9
 DECODERS = (
     "decoder",
     "gpt2",
@@ -118,58 +118,60 @@ DECODERS = (
     "gpt_neo",
 )
 ENCODERS = ("encoder", "bert", "deberta", "mpnet")
-PAIRED = ("encoder-decoder", "bart")
-WRITERS = (*DECODERS, *PAIRED)
+ENCODER_DECODERS = ("encoder-decoder", "bart")
+GENERATORS = (*DECODERS, *ENCODER_DECODERS)
 # Which norm stands before heads is known of these (docs/attach.md); of others it is not told.
-NORMED = ("decoder", "encoder-decoder", "gpt2", "llama", "mistral", "gpt_neox", "gpt_oss", "gptj")
-POST = ("encoder", "bert", "bart")  # no norm before heads, and known to have none
-UNCUT = {"bloom": "cannot be called without them"}  # masks made for all heads, in which each has its slope
-UNWIRED = {"gemma2": "they may be capped"}
+PRE_NORM = ("decoder", "encoder-decoder", "gpt2", "llama", "mistral", "gpt_neox", "gpt_oss", "gptj")
+POST_NORM = ("encoder", "bert", "bart")  # no norm before heads, and known to have none
+NOT_PRUNABLE = {"bloom": "cannot be called without them"}  # masks made for all heads, in which each has its slope
+NO_RESIDUAL_STREAM = {"gemma2": "they may be capped"}
 
-each = pytest.mark.parametrize("name", NAMES)
+each_model = pytest.mark.parametrize("name", NAMES)
 
 
 @cache
-def kept(name: str) -> Any:
+def cached_model(name: str) -> Any:
     """The model of a name, built once: whoever looks leaves it as it was, which is half of the contract."""
-    return fresh(name)
+    return new_model(name)
 
 
 @cache
-def close(name: str) -> float:
+def tolerance(name: str) -> float:
     """How far apart two ways to the same logits may be.
 
     1e-9; for a model that rounds to single precision on its way, ten times what plain transformers itself is off by where a
     text is padded and where it is not, which may be no more than 1e-5 of the largest logit.
     """
-    if name not in ROUNDING:
-        return CLOSE
-    inner, given = plain(name), batch(name, "right")
+    if name not in SINGLE_PRECISION:
+        return TOLERANCE
+    inner, inputs = build_model(name), batch(name, "right")
     with torch.no_grad():
-        together = inner(given["ids"], attention_mask=given["padding"].long()).logits[given["padding"]]
-        alone = [inner(ids[None, real]).logits[0] for ids, real in zip(given["ids"], given["padding"], strict=True)]
-    off, largest = float((together - torch.cat(alone)).abs().max()), float(together.abs().max())
-    assert CLOSE < 10 * off <= 1e-5 * largest, f"{name} is off by {off}, its largest logit is {largest}"
-    return 10 * off
+        batched = inner(inputs["ids"], attention_mask=inputs["attention_mask"].long()).logits[inputs["attention_mask"]]
+        separate = [
+            inner(ids[None, real]).logits[0] for ids, real in zip(inputs["ids"], inputs["attention_mask"], strict=True)
+        ]
+    error, largest = float((batched - torch.cat(separate)).abs().max()), float(batched.abs().max())
+    assert TOLERANCE < 10 * error <= 1e-5 * largest, f"{name} is off by {error}, its largest logit is {largest}"
+    return 10 * error
 
 
-def fresh(name: str) -> Any:
+def new_model(name: str) -> Any:
     """A model that may be spoilt."""
-    inner = plain(name)
+    inner = build_model(name)
     if name in NATIVE:
         inner.tokenizer = TOKENIZER
         return inner
     return hw.attach(inner, TOKENIZER)
 
 
-def plain(name: str) -> Any:
+def build_model(name: str) -> Any:
     """A model as it is built, not attached."""
     torch.manual_seed(3)
     if name in NATIVE:
         inner: Any = hw.Transformer(NATIVE[name])
     else:
         transformers: Any = pytest.importorskip("transformers")
-        kind, config, sizes = THEIRS[name]
+        kind, config, sizes = HF_MODELS[name]
         inner = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
         if inner.can_generate():
             inner.generation_config.pad_token_id = END
@@ -182,36 +184,38 @@ def plain(name: str) -> Any:
 def batch(name: str, side: str = "none") -> dict[str, Tensor]:
     """Two texts as token ids, the shorter one padded on a side ("none": as long as the shorter one, both)."""
     rows = [TOKENIZER.encode(text) for text in TEXTS[:2]]
-    ids, padding = padded(rows, side)
-    given = {"ids": ids} if padding is None else {"ids": ids, "padding": padding}
-    if name in PAIRED:
-        source, real = padded(rows[::-1], side)
-        given |= {"source": source} if real is None else {"source": source, "source_padding": real}
-    return given
+    ids, attention_mask = pad_rows(rows, side)
+    inputs = {"ids": ids} if attention_mask is None else {"ids": ids, "attention_mask": attention_mask}
+    if name in ENCODER_DECODERS:
+        source, source_mask = pad_rows(rows[::-1], side)
+        inputs |= (
+            {"source": source} if source_mask is None else {"source": source, "source_attention_mask": source_mask}
+        )
+    return inputs
 
 
-def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor | None]:
+def pad_rows(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor | None]:
     if side == "none":
-        least = min(map(len, rows))
-        return torch.tensor([row[:least] for row in rows]), None
-    most = max(map(len, rows))
-    ids, real = torch.full((len(rows), most), END), torch.zeros(len(rows), most, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        where = slice(0, len(row)) if side == "right" else slice(most - len(row), most)
-        ids[number, where], real[number, where] = torch.tensor(row), True
+        min_length = min(map(len, rows))
+        return torch.tensor([row[:min_length] for row in rows]), None
+    max_length = max(map(len, rows))
+    ids, real = torch.full((len(rows), max_length), END), torch.zeros(len(rows), max_length, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        where = slice(0, len(row)) if side == "right" else slice(max_length - len(row), max_length)
+        ids[index, where], real[index, where] = torch.tensor(row), True
     return ids, real
 
 
 @torch.no_grad()
-def logits(model: Any, given: dict[str, Tensor], **more: Any) -> Tensor:
+def logits(model: Any, inputs: dict[str, Tensor], **extra: Any) -> Tensor:
     """What it says at real tokens, one text after the other: (tokens, V)."""
-    made = model(**given, **more)
-    real = given.get("padding")
-    return made.flatten(0, 1) if real is None else made[real]
+    output = model(**inputs, **extra)
+    real = inputs.get("attention_mask")
+    return output.flatten(0, 1) if real is None else output[real]
 
 
 @contextmanager
-def edited(model: Any, address: Any, amount: float) -> Iterator[Any]:
+def scaled_copy(model: Any, address: Any, amount: float) -> Iterator[Any]:
     """A copy whose W_O is scaled at one head: the other way to silence it."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -219,22 +223,22 @@ def edited(model: Any, address: Any, amount: float) -> Iterator[Any]:
     yield twin
 
 
-def some_heads(model: Any) -> list[Any]:
+def sample_heads(model: Any) -> list[Any]:
     """Of every stack the first layer's last head, and the last layer's first."""
     by_stack: dict[str, list[Any]] = {}
     for address in model.heads.addresses:
         by_stack.setdefault(address.stack, []).append(address)
     return [
         pick
-        for there in by_stack.values()
+        for addresses in by_stack.values()
         for pick in (
-            max(a for a in there if a.layer == 0), min(a for a in there if a.layer == there[-1].layer)
+            max(a for a in addresses if a.layer == 0), min(a for a in addresses if a.layer == addresses[-1].layer)
         )
     ]  # fmt: skip
 
 
 @contextmanager
-def training(model: Any) -> Iterator[None]:
+def training_mode(model: Any) -> Iterator[None]:
     """A model in training mode, but for one part; on leaving it must be so still."""
     modes = {part: part.training for part in model.modules()}
     model.train()

@@ -12,74 +12,79 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import mean_activations, record_z
-from headwise.analysis.attribution.linear_probes import decodable
+from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution
-from headwise.analysis.attribution.ov_analysis import copying, value_weighted, vocabulary, write_share
-from headwise.analysis.metrics.retrieval import Retrieval
+from headwise.analysis.attribution.ov_analysis import copying_scores, output_shares, token_effects, value_weighted_map
+from headwise.analysis.metrics.retrieval import RetrievalMetric
 from headwise.analysis.metrics.variability import variability
-from headwise.analysis.roles.best_heads import coreference
-from headwise.compression.curve import curve
-from headwise.compression.evaluation import PairedEvaluation
+from headwise.analysis.roles.best_relation_heads import best_coreference_head
+from headwise.compression import PruneRequest, PruneStudy
 from headwise.compression.l0_gates import learn_gates
-from headwise.compression.recovery import heal
-from headwise.compression.report import report
-from headwise.compression.timing import Timing
-from headwise.model import quiet
+from headwise.compression.paired_evaluation import PairedEvaluator
+from headwise.compression.paired_timing import PairedTiming
+from headwise.compression.plan_report import report
+from headwise.compression.pruning_curve import pruning_curve
+from headwise.compression.recovery_finetune import recover
+from headwise.model import eval_mode
 from headwise.spec import Address
-from headwise.text.corpus import Pair
-from headwise.text.documents import Document, Relation
-from headwise.text.treebank import Pronoun
-from tests.contract.attached_models import PAIRED, TEXTS, batch, logits, some_heads
+from headwise.text.annotated_document import Document, Relation
+from headwise.text.corpus import TextPair
+from headwise.text.treebank import GAPExample
+from tests.contract.attached_models import ENCODER_DECODERS, TEXTS, batch, logits, sample_heads
 
 GOLD = [
     Document.of(words, [Relation("det", i + 1, i) for i, word in enumerate(words[:-1]) if word in ("the", "a")])
     for words in (text.split() for text in TEXTS)
 ]
-CASES = [
-    Pronoun(Document.of(text.split()), pronoun=5, a=(1,), b=(3,), answer="AB"[number % 2])
-    for number, text in enumerate(TEXTS)
+PRONOUNS = [
+    GAPExample(Document.of(text.split()), pronoun=5, a=(1,), b=(3,), answer="AB"[index % 2])
+    for index, text in enumerate(TEXTS)
 ]
-Verb = Callable[[Any, str], object]
+ModelFunction = Callable[[Any, str], object]
 
 
 def corpus(name: str) -> list[Any]:
     """Texts, or for an encoder-decoder pairs of them."""
-    return [Pair(text, other) for text, other in zip(TEXTS, TEXTS[::-1], strict=True)] if name in PAIRED else TEXTS
+    return (
+        [TextPair(text, other) for text, other in zip(TEXTS, TEXTS[::-1], strict=True)]
+        if name in ENCODER_DECODERS
+        else TEXTS
+    )
 
 
 def _head(model: Any) -> str:
-    return str(some_heads(model)[0])
+    return str(sample_heads(model)[0])
 
 
-def _said(model: Any, name: str, how: AbstractContextManager[Any]) -> Tensor:
+def _logits_within(model: Any, name: str, context: AbstractContextManager[Any]) -> Tensor:
     """What a model says while heads are changed. That pass is the caller's own, so it is made in eval mode here."""
-    with how, quiet(model):
+    with context, eval_mode(model):
         return logits(model, batch(name))
 
 
-def _other(model: Any, name: str) -> Any:
+def _other_run(model: Any, name: str) -> Any:
     """What heads give on other texts of as many tokens."""
-    given: dict[str, Any] = {part: ids.flip(0) for part, ids in batch(name).items()}
-    return record_z(model, **given)
+    inputs: dict[str, Any] = {part: ids.flip(0) for part, ids in batch(name).items()}
+    return record_z(model, **inputs)
 
 
 def _maps(model: Any, name: str) -> list[Tensor]:
-    seen = hw.attend(model, TEXTS[0], source=TEXTS[1] if name in PAIRED else None)
-    return [seen.map(head) for head in seen.heads]
+    view = hw.attention_maps(model, TEXTS[0], source=TEXTS[1] if name in ENCODER_DECODERS else None)
+    return [view.map(head) for head in view.heads]
 
 
-def _z(model: Any, given: dict[str, Any]) -> object:
-    return record_z(model, **given).z
+def _z(model: Any, inputs: dict[str, Any]) -> object:
+    return record_z(model, **inputs).z
 
 
-def _means(seen: hw.Profile) -> list[np.ndarray]:
-    return [seen.measure(measure) for measure in seen.tally.fields]
+def _means(profile: hw.Profile) -> list[np.ndarray]:
+    return [profile.metric(metric) for metric in profile.accumulator.fields]
 
 
-LOOKS: dict[str, Verb] = {
-    "attend": _maps,
+ANALYSIS_FUNCTIONS: dict[str, ModelFunction] = {
+    "attention_maps": _maps,
     "profile": lambda model, name: _means(
-        hw.profile(model, TEXTS, relations=GOLD, measures=[Retrieval()], causal=False)
+        hw.profile(model, TEXTS, relations=GOLD, metrics=[RetrievalMetric()], causal=False)
     ),
     "profile, light": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=False, detail="light", causal=False)
@@ -87,49 +92,61 @@ LOOKS: dict[str, Verb] = {
     "profile, prompts": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=False, prompts=True, causal=False)
     ),
-    "compare": lambda model, name: hw.compare(model, TEXTS, rows=24),
-    "match": lambda model, name: hw.match(model, model, TEXTS),
+    "compare_heads": lambda model, name: hw.compare_heads(model, TEXTS, rows=24),
+    "match_heads": lambda model, name: hw.match_heads(model, model, TEXTS),
     "variability": lambda model, name: variability(model, TEXTS, length=5),
     "importance": lambda model, name: hw.importance(model, corpus(name)),
-    "importance, resample": lambda model, name: hw.importance(model, corpus(name), how="resample"),
-    "importance, gradient": lambda model, name: hw.importance(model, corpus(name), by="gradient"),
-    "importance, attribution": lambda model, name: hw.importance(model, corpus(name), by="attribution", check=2),
+    "importance, resample": lambda model, name: hw.importance(model, corpus(name), ablation="resample"),
+    "importance, gradient": lambda model, name: hw.importance(model, corpus(name), ranking="gradient"),
+    "importance, attribution": lambda model, name: hw.importance(
+        model, corpus(name), ranking="attribution", check_heads=2
+    ),
     "sensitivity": lambda model, name: hw.sensitivity(model, corpus(name), heads=_head(model)),
     "mean_activations": lambda model, name: mean_activations(model, corpus(name)),
     "record_z": lambda model, name: _z(model, batch(name)),
-    "ablated": lambda model, name: _said(model, name, hw.ablated(model, _head(model), on=corpus(name))),
-    "patched": lambda model, name: _said(model, name, hw.patched(model, _head(model), _other(model, name))),
-    "decodable": lambda model, name: decodable(model, TEXTS * 4, what="position"),
-    "logit_attribution": lambda model, name: logit_attribution(model, TEXTS[0], 3).parts,
-    "copying": lambda model, name: copying(model),
-    "vocabulary": lambda model, name: vocabulary(model, _head(model), TEXTS[0]),
-    "value_weighted": lambda model, name: (
-        value_weighted(model, TEXTS[0], _head(model), source=TEXTS[1] if name in PAIRED else None).weighted
+    "ablated": lambda model, name: _logits_within(model, name, hw.ablated(model, _head(model), corpus=corpus(name))),
+    "patched": lambda model, name: _logits_within(
+        model, name, hw.patched(model, _head(model), _other_run(model, name))
     ),
-    "write_share": lambda model, name: write_share(model, TEXTS),
-    "coreference": lambda model, name: coreference(model, CASES),
+    "linear_probe": lambda model, name: linear_probe(model, TEXTS * 4, targets="position"),
+    "logit_attribution": lambda model, name: logit_attribution(model, TEXTS[0], 3).parts,
+    "copying_scores": lambda model, name: copying_scores(model),
+    "token_effects": lambda model, name: token_effects(model, _head(model), TEXTS[0]),
+    "value_weighted_map": lambda model, name: (
+        value_weighted_map(
+            model, TEXTS[0], _head(model), source=TEXTS[1] if name in ENCODER_DECODERS else None
+        ).weighted
+    ),
+    "output_shares": lambda model, name: output_shares(model, TEXTS),
+    "coreference": lambda model, name: best_coreference_head(model, PRONOUNS),
     "HeadHistory": lambda model, name: _history(model),
 }
-CHANGES: dict[str, Verb] = {
-    "prune": lambda model, name: logits(hw.prune(model, heads=_head(model), on=corpus(name)).eval(), batch(name)),
-    "Plan.make": lambda model, name: hw.Plan.make(model, keep=0.5, on=corpus(name)).worth,
-    "Plan.make, gradient": lambda model, name: hw.Plan.make(model, keep=0.5, by="gradient", on=corpus(name)).worth,
+COMPRESSION_FUNCTIONS: dict[str, ModelFunction] = {
+    "prune": lambda model, name: logits(hw.prune(model, heads=_head(model), corpus=corpus(name)).eval(), batch(name)),
+    "plan_pruning": lambda model, name: hw.plan_pruning(model, keep=0.5, corpus=corpus(name)).head_scores,
+    "plan_pruning, gradient": lambda model, name: hw.plan_pruning(
+        model, keep=0.5, ranking="gradient", corpus=corpus(name)
+    ).head_scores,
     "learn_gates": lambda model, name: learn_gates(model, corpus(name), keep=0.5, steps=2),
-    "trial": lambda model, name: PairedEvaluation.of(model, corpus(name)).full,
+    "PairedEvaluation": lambda model, name: PairedEvaluator.of(model, corpus(name)).full_losses,
     "report": lambda model, name: report(
-        model, model.without(_head(model)), corpus(name), seeds=1, turns=1, length=8
+        model, model.without(_head(model)), corpus(name), seeds=1, repeats=1, length=8
     ),
-    "curve": lambda model, name: curve(model, corpus(name), keeps=(0.5,), bys=("gradient", "random"), seeds=1),
+    "curve": lambda model, name: pruning_curve(
+        model, corpus(name), keep_fractions=(0.5,), rankings=("gradient", "random"), seeds=1
+    ),
     "prune_study": lambda model, name: hw.prune_study(
-        model, hw.PruneStudy(hw.PruneRequest(keep=0.5, by="gradient", on=corpus(name)), seeds=1, length=16)
+        model, PruneStudy(PruneRequest(keep=0.5, ranking="gradient", corpus=corpus(name)), seeds=1, max_length=16)
     ).report,
-    "quantise": lambda model, name: logits(hw.quantise(model, 8).eval(), batch(name)),
-    "Plan.streaming": lambda model, name: hw.Plan.streaming(model, 0.5, first=1, last=2, on=" ".join(TEXTS * 3)).cache,
-    "heal": lambda model, name: heal(
-        copy.deepcopy(model), corpus(name), steps=1, batch=2, rows="texts", holdout=0.0, progress=False
+    "quantize": lambda model, name: logits(hw.quantize(model, 8).eval(), batch(name)),
+    "plan_streaming": lambda model, name: hw.plan_streaming(
+        model, 0.5, sink_tokens=1, window=2, corpus=" ".join(TEXTS * 3)
+    ).cache,
+    "recover": lambda model, name: recover(
+        copy.deepcopy(model), corpus(name), steps=1, batch_size=2, rows="texts", holdout=0.0, progress=False
     ).loss,
 }  # fmt: skip
-VERBS = LOOKS | CHANGES
+FUNCTIONS = ANALYSIS_FUNCTIONS | COMPRESSION_FUNCTIONS
 
 
 def _history(model: Any) -> object:
@@ -138,26 +155,26 @@ def _history(model: Any) -> object:
     return history.values
 
 
-def flat(made: Any) -> list[float]:
+def flatten_numbers(value: Any) -> list[float]:
     """All numbers in what a verb gave, in order; what was timed is left out."""
-    return list(_flat(made))
+    return list(_iter_numbers(value))
 
 
-def _flat(made: Any) -> Iterator[float]:
-    if isinstance(made, Tensor):
-        yield from made.detach().double().flatten().tolist()
-    elif isinstance(made, np.ndarray):
-        yield from made.astype(float).ravel().tolist() if made.dtype.kind in "fiub" else ()
-    elif isinstance(made, bool | int | float):
-        yield float(made)
-    elif isinstance(made, Mapping):
-        for key in made:
-            yield from _flat(made[key])
-    elif isinstance(made, str | Address | Timing) or made is None:
+def _iter_numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Tensor):
+        yield from value.detach().double().flatten().tolist()
+    elif isinstance(value, np.ndarray):
+        yield from value.astype(float).ravel().tolist() if value.dtype.kind in "fiub" else ()
+    elif isinstance(value, bool | int | float):
+        yield float(value)
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _iter_numbers(value[key])
+    elif isinstance(value, str | Address | PairedTiming) or value is None:
         return
-    elif is_dataclass(made):
-        for field in fields(made):
-            yield from _flat(getattr(made, field.name))
-    elif isinstance(made, Sequence | set | frozenset):
-        for one in made:
-            yield from _flat(one)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _iter_numbers(getattr(value, field.name))
+    elif isinstance(value, Sequence | set | frozenset):
+        for item in value:
+            yield from _iter_numbers(item)

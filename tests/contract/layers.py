@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import BACKENDS, Mask, causal
-from headwise.model import AnyModel, Transformer
-from headwise.spec import AttentionSpec, ModelSpec, Rotary, SiteAddress
+from headwise.model import ModelProtocol, Transformer
+from headwise.spec import AttentionSpec, LayerAddress, ModelSpec, Rotary
 
 # Sizes that cannot be mistaken for each other; head_dim is even, for rotary positions.
 B, T, S, WIDTH, HEADS, HEAD_DIM = 2, 5, 7, 20, 4, 6
@@ -27,37 +27,46 @@ LAYERS: dict[str, AttentionSpec] = {
     "softcap": replace(PLAIN, softcap=0.8),
     "own scale": replace(PLAIN, scale=1.0),
     "alibi": replace(PLAIN, alibi=True),
-    "buckets": replace(PLAIN, buckets=8),
+    "buckets": replace(PLAIN, t5_buckets=8),
     "rotary, half": replace(PLAIN, rotary=Rotary()),
     "rotary, interleaved": replace(PLAIN, rotary=Rotary(layout="interleaved")),
     "rotary, partial": replace(PLAIN, rotary=Rotary(dims=4)),
     "window": replace(PLAIN, window=2),
     "gated": replace(PLAIN, gated=True),
-    "slice": replace(PLAIN, input="slice", bias=True),
+    "slice": replace(PLAIN, head_input="slice", bias=True),
     "cross": replace(PLAIN, kv_width=13, bias=True, out_bias=True),
-    "cut": replace(PLAIN, kept=(0, 3), bias=True, out_bias=True),
-    "cut, alibi": replace(PLAIN, kept=(0, 3), alibi=True),
-    "cut, buckets": replace(PLAIN, kept=(0, 3), buckets=8),
-    "cut, slice": replace(PLAIN, kept=(0, 3), input="slice"),
-    "cut, uneven groups": replace(PLAIN, kept=(0, 2, 3), kv_heads=2, bias=True),
-    "cut, no head left": replace(PLAIN, kept=(), bias=True, out_bias=True, softmax="sink", gated=True),
+    "cut": replace(PLAIN, kept_heads=(0, 3), bias=True, out_bias=True),
+    "cut, alibi": replace(PLAIN, kept_heads=(0, 3), alibi=True),
+    "cut, buckets": replace(PLAIN, kept_heads=(0, 3), t5_buckets=8),
+    "cut, slice": replace(PLAIN, kept_heads=(0, 3), head_input="slice"),
+    "cut, uneven groups": replace(PLAIN, kept_heads=(0, 2, 3), kv_heads=2, bias=True),
+    "cut, no head left": replace(PLAIN, kept_heads=(), bias=True, out_bias=True, softmax="sink", gated=True),
 }
 
 SMALL = AttentionSpec(width=12, heads=4, head_dim=6, bias=True, out_bias=True)
 GROUPED = AttentionSpec(width=12, heads=4, kv_heads=2, head_dim=6, rotary=Rotary())
-SIZES: dict[str, Any] = {"vocab": 17, "context": 19, "layers": 2, "hidden": 23}
+SIZES: dict[str, Any] = {"vocab": 17, "context": 19, "layers": 2, "mlp_width": 23}
 
 MODELS: dict[str, ModelSpec] = {
     "decoder": ModelSpec(**SIZES, attention=SMALL),
     "decoder, rotary": ModelSpec(
         **SIZES, attention=GROUPED, norm="rms", activation="swiglu", mlp_bias=False, positions="none", tied=False
     ),
-    "decoder, parallel": ModelSpec(**SIZES, attention=replace(SMALL, alibi=True), form="parallel", positions="none"),
-    "decoder, buckets": ModelSpec(**SIZES, attention=replace(SMALL, buckets=8), positions="none"),
+    "decoder, parallel": ModelSpec(
+        **SIZES, attention=replace(SMALL, alibi=True), norm_placement="parallel", positions="none"
+    ),
+    "decoder, buckets": ModelSpec(**SIZES, attention=replace(SMALL, t5_buckets=8), positions="none"),
     "decoder, windows": ModelSpec(**SIZES, attention=GROUPED, positions="none", windows=(None, 3)),
-    "decoder, cut": ModelSpec(**SIZES, attention=GROUPED, positions="none", kept={"0": (0, 3), "1": ()}),
+    "decoder, cut": ModelSpec(**SIZES, attention=GROUPED, positions="none", kept_heads={"0": (0, 3), "1": ()}),
     "encoder": ModelSpec(
-        **SIZES, attention=SMALL, kind="encoder", form="post", embed_norm=True, token_types=2, pooler=True, output="mlm"
+        **SIZES,
+        attention=SMALL,
+        kind="encoder",
+        norm_placement="post",
+        embed_norm=True,
+        token_types=2,
+        pooler=True,
+        output="mlm",
     ),
     "encoder-decoder": ModelSpec(**SIZES, attention=SMALL, kind="encoder-decoder", positions="sinusoidal"),
 }
@@ -72,51 +81,51 @@ def backends_for(spec: AttentionSpec) -> list[str]:
     return [name for name in ("auto", *BACKENDS) if name != "fused" or spec.softcap is None]
 
 
-def fill(module: torch.nn.Module, seed: int = 0) -> None:
+def randomize(module: torch.nn.Module, seed: int = 0) -> None:
     """Random numbers everywhere, also in biases, norms, gates and sinks, where fresh weights would hide a mistake."""
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64))
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
 
 def make_layer(spec: AttentionSpec, seed: int = 0, **options: Any) -> MultiHeadAttention:
     layer = MultiHeadAttention(spec, **options).double().eval()
-    fill(layer, seed)
+    randomize(layer, seed)
     return layer
 
 
 def make_model(spec: ModelSpec, seed: int = 0, **options: Any) -> Transformer:
     model = Transformer(spec, **options).double().eval()
-    fill(model, seed)
+    randomize(model, seed)
     return model
 
 
-def make_lively_model(spec: ModelSpec, seed: int = 0) -> Transformer:
+def make_varied_model(spec: ModelSpec, seed: int = 0) -> Transformer:
     """One whose greedy text does not soon repeat itself: untied, with heads that pick and choose."""
     model = make_model(replace(spec, tied=False), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "read" in name or "write" in name or "tokens" in name:
+            if "qkv" in name or "output_projection" in name or "tokens" in name:
                 parameter.mul_(3)
             elif "norm" in name and name.endswith("bias"):
                 parameter.zero_()
     return model
 
 
-def numbers(*shape: int, seed: int = 1) -> Tensor:
+def random_tensor(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def layer_inputs(spec: AttentionSpec) -> tuple[tuple[Tensor, ...], Mask | None]:
     """What the layer reads, and its mask: causal, or for cross-attention a source and none."""
-    x = numbers(B, T, spec.width)
+    x = random_tensor(B, T, spec.width)
     if spec.kv_width != spec.width:
-        return (x, numbers(B, S, spec.kv_width, seed=2)), None
+        return (x, random_tensor(B, S, spec.kv_width, seed=2)), None
     return (x,), causal()
 
 
-def call(layer: MultiHeadAttention, **options: Any) -> Tensor:
+def call_layer(layer: MultiHeadAttention, **options: Any) -> Tensor:
     inputs, mask = layer_inputs(layer.spec)
     return layer(*inputs, mask=mask, **options)
 
@@ -132,41 +141,41 @@ def model_inputs(spec: ModelSpec) -> dict[str, Tensor]:
     return inputs
 
 
-def run(model: AnyModel, **options: Any) -> Tensor:
+def run_model(model: ModelProtocol, **options: Any) -> Tensor:
     return model(**model_inputs(model.spec), **options)
 
 
 # Cutting by hand: rows of a saved state dict.
 
 
-def cut_layer(state: dict[str, Tensor], before: AttentionSpec, after: AttentionSpec, prefix: str = "") -> None:
+def prune_layer_state(state: dict[str, Tensor], before: AttentionSpec, after: AttentionSpec, prefix: str = "") -> None:
     """Take the heads that `after` no longer has out of a layer's saved tensors."""
-    heads = [before.head_ids.index(number) for number in after.head_ids]
-    kv_heads = [before.kv_ids.index(number) for number in after.kv_ids]
+    heads = [before.head_ids.index(head) for head in after.head_ids]
+    kv_heads = [before.kv_head_ids.index(head) for head in after.kv_head_ids]
     rows = {"q": heads, "k": kv_heads, "v": kv_heads}
-    for letter, chosen in rows.items():
+    for projection, indices in rows.items():
         for kind in ("weight", "bias"):
-            key = f"{prefix}read.{letter}.{kind}"
+            key = f"{prefix}qkv.{projection}.{kind}"
             if key in state:
-                state[key] = state[key][chosen]
-    state[f"{prefix}write.weight"] = state[f"{prefix}write.weight"][:, heads]
-    for name in ("sink", "gate", "position"):
+                state[key] = state[key][indices]
+    state[f"{prefix}output_projection.weight"] = state[f"{prefix}output_projection.weight"][:, heads]
+    for name in ("sink", "gate", "position_bias"):
         if f"{prefix}{name}" in state:
             state[f"{prefix}{name}"] = state[f"{prefix}{name}"][heads]
 
 
-def place(site: SiteAddress) -> str:
+def state_prefix(address: LayerAddress) -> str:
     """Where an attention layer's tensors are in a model's state dict."""
-    stack = "encoder_blocks" if site.stack == "enc" else "blocks"
-    return f"{stack}.{site.layer}.{'cross' if site.stack == 'cross' else 'attention'}."
+    stack = "encoder_blocks" if address.stack == "enc" else "blocks"
+    return f"{stack}.{address.layer}.{'cross' if address.stack == 'cross' else 'attention'}."
 
 
-def cut_model(model: Transformer, pattern: str) -> Transformer:
+def prune_by_slicing(model: Transformer, pattern: str) -> Transformer:
     """The smaller model, by slicing."""
     after = model.spec.without(pattern)
     state = dict(model.state_dict())
-    for site in model.spec.sites:
-        cut_layer(state, model.spec.attention_at(site), after.attention_at(site), place(site))
+    for address in model.spec.layer_addresses:
+        prune_layer_state(state, model.spec.attention_at(address), after.attention_at(address), state_prefix(address))
     smaller = Transformer(after).double().eval()
     smaller.load_state_dict(state)
     return smaller

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads import MultiHeadAttention, Seen, Site
-from headwise.kernels import maps
+from headwise.heads import AttentionCall, HookPoint, MultiHeadAttention
+from headwise.kernels import attention_weights
 from headwise.model import Transformer
-from headwise.spec import SiteAddress
+from headwise.spec import LayerAddress
 from tests.contract.layers import (
     HEAD_DIM,
     HEADS,
@@ -26,13 +26,13 @@ from tests.contract.layers import (
     T,
     assert_equal,
     backends_for,
-    call,
-    cut_layer,
-    cut_model,
+    call_layer,
     make_layer,
     make_model,
-    numbers,
-    run,
+    prune_by_slicing,
+    prune_layer_state,
+    random_tensor,
+    run_model,
 )
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
@@ -44,113 +44,113 @@ each_backend = pytest.mark.parametrize(
 
 
 @contextmanager
-def listening(sites: list[Site]) -> Iterator[list[Seen]]:
+def recorded_calls(hook_points: list[HookPoint]) -> Iterator[list[AttentionCall]]:
     """Listen at many sites at once and keep what they show."""
-    shown: list[Seen] = []
+    calls: list[AttentionCall] = []
     with ExitStack() as stack:
-        for site in sites:
-            stack.enter_context(site.listen(shown.append))
-        yield shown
+        for hook_point in hook_points:
+            stack.enter_context(hook_point.listen(calls.append))
+        yield calls
 
 
 # Looking changes nothing, and what is shown is what happened.
 
 
-def assert_tells_the_truth(seen: Seen, layer: MultiHeadAttention, out: Tensor) -> None:
+def assert_call_reproduces_output(attention_call: AttentionCall, layer: MultiHeadAttention, out: Tensor) -> None:
     """From q, k, v and terms one gets z, and from z what the layer returned, as a sum over heads."""
-    groups = list(seen.terms.groups)
-    z = maps(seen.q, seen.k, seen.terms) @ seen.v[:, groups]
+    kv_of_head = list(attention_call.params.kv_of_head)
+    z = attention_weights(attention_call.q, attention_call.k, attention_call.params) @ attention_call.v[:, kv_of_head]
     if layer.gate is not None:
         z = z * layer.gate[:, None, None]
-    assert_equal(seen.z, z)
+    assert_equal(attention_call.z, z)
     total = torch.zeros_like(out) if layer.b_O is None else layer.b_O.expand_as(out)
     for index in range(len(layer.spec.head_ids)):
-        total = total + seen.z[:, index] @ seen.site.W_O[index]
+        total = total + attention_call.z[:, index] @ attention_call.hook_point.W_O[index]
     assert_equal(out, total)
 
 
 @each_backend
 @torch.no_grad()
-def test_listening_to_a_layer_changes_no_bit_and_shows_all_of_it(name: str, backend: str) -> None:
+def test_listener_on_layer_keeps_outputs_and_sees_call(name: str, backend: str) -> None:
     layer = make_layer(LAYERS[name], backend=backend)
-    before = call(layer)
-    with listening([layer.site]) as shown:
-        during = call(layer)
+    before = call_layer(layer)
+    with recorded_calls([layer.hook_point]) as calls:
+        during = call_layer(layer)
     assert torch.equal(before, during)
-    assert torch.equal(before, call(layer))
-    (seen,) = shown
-    assert seen.site is layer.site
-    assert seen.site.head_ids == layer.spec.head_ids
-    assert_tells_the_truth(seen, layer, before)
+    assert torch.equal(before, call_layer(layer))
+    (attention_call,) = calls
+    assert attention_call.hook_point is layer.hook_point
+    assert attention_call.hook_point.head_ids == layer.spec.head_ids
+    assert_call_reproduces_output(attention_call, layer, before)
 
 
 @each_model
 @torch.no_grad()
-def test_listening_to_a_model_changes_no_bit_and_shows_every_site_in_order(name: str) -> None:
+def test_listener_on_model_keeps_outputs_and_sees_all_hook_points(name: str) -> None:
     model = make_model(MODELS[name])
-    before, outputs = run(model), []
+    before, outputs = run_model(model), []
     hooks = [layer.register_forward_hook(lambda *io: outputs.append(io[2])) for layer in model.attention_layers()]
-    with listening(model.sites()) as shown:
-        during = run(model)
+    with recorded_calls(model.hook_points()) as calls:
+        during = run_model(model)
     for hook in hooks:
         hook.remove()
     assert torch.equal(before, during)
-    assert tuple(seen.site.address for seen in shown) == model.spec.sites
-    for seen, layer, out in zip(shown, model.attention_layers(), outputs, strict=True):
-        assert_tells_the_truth(seen, layer, out)
+    assert tuple(attention_call.hook_point.address for attention_call in calls) == model.spec.layer_addresses
+    for attention_call, layer, out in zip(calls, model.attention_layers(), outputs, strict=True):
+        assert_call_reproduces_output(attention_call, layer, out)
 
 
-def test_listening_changes_no_gradient() -> None:
+def test_listener_on_layer_keeps_gradients() -> None:
     layer = make_layer(LAYERS["grouped-query"])
-    plain = torch.autograd.grad(call(layer).square().sum(), list(layer.parameters()))
-    with listening([layer.site]):
-        heard = torch.autograd.grad(call(layer).square().sum(), list(layer.parameters()))
-    assert all(torch.equal(one, other) for one, other in zip(plain, heard, strict=True))
+    plain = torch.autograd.grad(call_layer(layer).square().sum(), list(layer.parameters()))
+    with recorded_calls([layer.hook_point]):
+        listened = torch.autograd.grad(call_layer(layer).square().sum(), list(layer.parameters()))
+    assert all(torch.equal(expected, actual) for expected, actual in zip(plain, listened, strict=True))
 
 
-def test_q_and_k_are_shown_after_positions() -> None:
+def test_listener_rotary_layer_sees_rotated_q() -> None:
     layer = make_layer(LAYERS["rotary, half"])
-    x, (head, *_) = numbers(B, T, WIDTH), layer.heads
-    with listening([layer.site]) as shown:
+    x, (head, *_) = random_tensor(B, T, WIDTH), layer.heads
+    with recorded_calls([layer.hook_point]) as calls:
         layer(x)
-    unturned = x @ head.W_Q
-    assert_equal(shown[0].q[:, 0, 0], unturned[:, 0])
-    assert not torch.allclose(shown[0].q[:, 0, 1:], unturned[:, 1:]), "position 0 is not turned, all others are"
+    unrotated = x @ head.W_Q
+    assert_equal(calls[0].q[:, 0, 0], unrotated[:, 0])
+    assert not torch.allclose(calls[0].q[:, 0, 1:], unrotated[:, 1:]), "position 0 is not turned, all others are"
 
 
 # Silent = zeroed = cut.
 
 
-def silenced_three_ways(layer: MultiHeadAttention, number: int) -> Iterator[Tensor]:
-    index = layer.spec.head_ids.index(number)
-    with layer.heads[number].silenced():
-        yield call(layer)
+def silenced_outputs(layer: MultiHeadAttention, head_id: int) -> Iterator[Tensor]:
+    index = layer.spec.head_ids.index(head_id)
+    with layer.heads[head_id].silenced():
+        yield call_layer(layer)
     gate = torch.ones(len(layer.spec.head_ids))
     gate[index] = 0
-    yield call(layer, gate=gate)
-    yield call(layer, gate=gate.expand(B, -1))
+    yield call_layer(layer, gate=gate)
+    yield call_layer(layer, gate=gate.expand(B, -1))
 
 
 @each_layer_with_heads
 @torch.no_grad()
-def test_a_silent_head_of_a_layer_is_a_zeroed_one_is_a_cut_one(name: str) -> None:
+def test_silenced_layer_head_equals_zeroed_and_pruned(name: str) -> None:
     spec = LAYERS[name]
-    for number in spec.head_ids:
+    for head_id in spec.head_ids:
         layer = make_layer(spec)
-        whole, silent = call(layer), list(silenced_three_ways(layer, number))
+        full, silent = call_layer(layer), list(silenced_outputs(layer, head_id))
 
-        state, after = layer.state_dict(), spec.keep(tuple(n for n in spec.head_ids if n != number))
-        cut_layer(state, spec, after)
+        state, after = layer.state_dict(), spec.keep_heads(tuple(n for n in spec.head_ids if n != head_id))
+        prune_layer_state(state, spec, after)
         smaller = MultiHeadAttention(after).double().eval()
         smaller.load_state_dict(state)
 
-        layer.heads[number].W_O.zero_()
-        for out in (*silent, call(smaller)):
-            assert_equal(out, call(layer))
-        assert not torch.allclose(whole, silent[0]), "the head did write something"
+        layer.heads[head_id].W_O.zero_()
+        for out in (*silent, call_layer(smaller)):
+            assert_equal(out, call_layer(layer))
+        assert not torch.allclose(full, silent[0]), "the head did write something"
 
 
-CUTS = {
+PRUNED_HEADS = {
     "decoder": ("0.1", "0.1,1.*", "*"),
     "decoder, rotary": ("0.1", "0.0-1", "1.2,0.*"),
     "decoder, parallel": ("1.3",),
@@ -161,164 +161,185 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "pattern"), [(name, pattern) for name, some in CUTS.items() for pattern in some])
+@pytest.mark.parametrize(
+    ("name", "pattern"), [(name, pattern) for name, patterns in PRUNED_HEADS.items() for pattern in patterns]
+)
 @torch.no_grad()
-def test_silent_heads_of_a_model_are_zeroed_ones_are_cut_ones(name: str, pattern: str) -> None:
+def test_silenced_model_heads_equal_zeroed_and_pruned(name: str, pattern: str) -> None:
     model = make_model(MODELS[name])
     with model.heads[pattern].silenced():
-        in_context = run(model)
-    per_call, per_site = run(model, gates={pattern: 0.0}), run(model, gates=model.heads.select(pattern).gates(0.0))
-    smaller = run(cut_model(model, pattern))
-    assert not torch.allclose(run(model), in_context), "they did write something"
+        in_context = run_model(model)
+    per_call, per_site = (
+        run_model(model, gates={pattern: 0.0}),
+        run_model(model, gates=model.heads.select(pattern).gates(0.0)),
+    )
+    smaller = run_model(prune_by_slicing(model, pattern))
+    assert not torch.allclose(run_model(model), in_context), "they did write something"
     for head in model.heads.select(pattern):
         head.W_O.zero_()
     for out in (in_context, per_call, per_site, smaller):
-        assert_equal(out, run(model))
+        assert_equal(out, run_model(model))
 
 
 @torch.no_grad()
-def test_gates_of_a_call_multiply() -> None:
+def test_gates_overlapping_selections_multiply() -> None:
     model = make_model(MODELS["decoder"])
-    both = run(model, gates={"0.*": 0.5, "0.1": 0.5, "1.2": torch.tensor([0.0, 3.0])})
+    combined = run_model(model, gates={"0.*": 0.5, "0.1": 0.5, "1.2": torch.tensor([0.0, 3.0])})
     with model.heads["0.0,0.2-3"].scaled(0.5), model.heads["0.1"].scaled(0.25):
-        first, second = run(model, gates={"1.2": 0.0}), run(model, gates={"1.2": 3.0})
-    assert_equal(both[0], first[0])
-    assert_equal(both[1], second[1])
+        first, second = run_model(model, gates={"1.2": 0.0}), run_model(model, gates={"1.2": 3.0})
+    assert_equal(combined[0], first[0])
+    assert_equal(combined[1], second[1])
 
 
 # Contexts nest, restore, and scale or replace as asked.
 
 
 @torch.no_grad()
-def test_contexts_nest_and_restore() -> None:
+def test_head_contexts_nested_are_restored() -> None:
     model = make_model(MODELS["decoder"])
-    plain, one, two = run(model), run(model, gates={"0.1": 0.0}), run(model, gates={"0.1": 0.0, "1.3": 0.5})
+    plain, single, double = (
+        run_model(model),
+        run_model(model, gates={"0.1": 0.0}),
+        run_model(model, gates={"0.1": 0.0, "1.3": 0.5}),
+    )
     with model.heads["0.1"].silenced():
         with model.heads["1.3"].scaled(0.5):
-            assert torch.equal(run(model), two)
+            assert torch.equal(run_model(model), double)
             with model.heads["0.1"].silenced():
-                assert torch.equal(run(model), two)
-        assert torch.equal(run(model), one)
-    assert torch.equal(run(model), plain)
+                assert torch.equal(run_model(model), double)
+        assert torch.equal(run_model(model), single)
+    assert torch.equal(run_model(model), plain)
 
 
 @torch.no_grad()
-def test_contexts_restore_when_something_goes_wrong() -> None:
+def test_head_contexts_exception_restores_model() -> None:
     model = make_model(MODELS["decoder"])
-    plain, shown = run(model), []
-    site = model.sites()[0]
+    plain, calls = run_model(model), []
+    hook_point = model.hook_points()[0]
     with (
         pytest.raises(KeyError),
         model.heads["0.1,1.*"].silenced(),
-        site.listen(shown.append),
-        site.replaced(torch.zeros_like),
+        hook_point.listen(calls.append),
+        hook_point.replaced(torch.zeros_like),
     ):
         raise KeyError
-    assert torch.equal(run(model), plain)
-    assert not shown
+    assert torch.equal(run_model(model), plain)
+    assert not calls
 
 
 @torch.no_grad()
-def test_a_context_may_be_left_out_of_turn_and_entered_twice() -> None:
+def test_head_contexts_exit_in_any_order() -> None:
     layer = make_layer(PLAIN)
-    shown: list[Seen] = []
-    first, second, halved = layer.site.listen(shown.append), layer.site.listen(shown.append), layer.heads[1].scaled(0.5)
+    calls: list[AttentionCall] = []
+    first, second, halved = (
+        layer.hook_point.listen(calls.append),
+        layer.hook_point.listen(calls.append),
+        layer.heads[1].scaled(0.5),
+    )
     for context in (first, second, halved):
         context.__enter__()
     first.__exit__(None, None, None)
-    call(layer)
-    assert len(shown) == 1
+    call_layer(layer)
+    assert len(calls) == 1
     halved.__exit__(None, None, None)
-    call(layer)
+    call_layer(layer)
     second.__exit__(None, None, None)
-    call(layer)
-    assert len(shown) == 2
+    call_layer(layer)
+    assert len(calls) == 2
 
 
 @torch.no_grad()
-def test_a_head_is_scaled_example_by_example() -> None:
+def test_scaled_per_example_tensor_scales_each_row() -> None:
     layer = make_layer(LAYERS["grouped-query"])
-    written = layer.per_head(numbers(B, T, WIDTH)).write(2)
+    written = layer.per_head_output(random_tensor(B, T, WIDTH)).head_output(2)
     with layer.heads[2].scaled(torch.tensor([0.0, 3.0])):
-        scaled = layer(numbers(B, T, WIDTH))
+        scaled = layer(random_tensor(B, T, WIDTH))
     change = torch.tensor([-1.0, 2.0], dtype=torch.float64)[:, None, None] * written
-    assert_equal(scaled, layer(numbers(B, T, WIDTH)) + change)
+    assert_equal(scaled, layer(random_tensor(B, T, WIDTH)) + change)
 
 
 @torch.no_grad()
-def test_z_is_replaced_by_a_tensor_or_a_function() -> None:
-    layer, z = make_layer(LAYERS["biases"]), numbers(B, HEADS, T, HEAD_DIM, seed=8)
+def test_replaced_tensor_or_function_sets_z() -> None:
+    layer, z = make_layer(LAYERS["biases"]), random_tensor(B, HEADS, T, HEAD_DIM, seed=8)
     mean = z.mean((0, 2), keepdim=True)  # (1, H, 1, e): one mean for all places
     bias = layer.b_O
     assert bias is not None
     for value in (z, mean):
-        with layer.site.replaced(value):
-            assert_equal(call(layer), torch.einsum("bhte,hed->btd", value.expand_as(z), layer.site.W_O) + bias)
-    with layer.site.replaced(lambda z: -z):
-        flipped = call(layer)
-    assert_equal(flipped, 2 * bias - call(layer))
+        with layer.hook_point.replaced(value):
+            assert_equal(
+                call_layer(layer), torch.einsum("bhte,hed->btd", value.expand_as(z), layer.hook_point.W_O) + bias
+            )
+    with layer.hook_point.replaced(lambda z: -z):
+        flipped = call_layer(layer)
+    assert_equal(flipped, 2 * bias - call_layer(layer))
 
 
 @torch.no_grad()
-def test_edits_act_in_the_order_they_were_made_and_listeners_see_the_last() -> None:
+def test_hook_point_edits_apply_in_order_before_listeners() -> None:
     layer = make_layer(PLAIN)
-    with layer.site.replaced(torch.ones_like), layer.heads[1].scaled(3.0), listening([layer.site]) as shown:
-        call(layer)
-    want = torch.tensor([1.0, 3.0, 1.0, 1.0], dtype=torch.float64)[:, None, None].expand_as(shown[0].z)
-    assert torch.equal(shown[0].z, want)
+    with (
+        layer.hook_point.replaced(torch.ones_like),
+        layer.heads[1].scaled(3.0),
+        recorded_calls([layer.hook_point]) as calls,
+    ):
+        call_layer(layer)
+    want = torch.tensor([1.0, 3.0, 1.0, 1.0], dtype=torch.float64)[:, None, None].expand_as(calls[0].z)
+    assert torch.equal(calls[0].z, want)
 
 
 MISFITS: dict[str, tuple[Any, str]] = {
-    "scaled, too few": (lambda layer: layer.site.scaled(torch.ones(3)), r"the gate is \(3,\) but must be \(4,\)"),
+    "scaled, too few": (lambda layer: layer.hook_point.scaled(torch.ones(3)), r"the gate is \(3,\) but must be \(4,\)"),
     "scaled, other batch": (
         lambda layer: layer.heads[0].scaled(torch.ones(3)),
         r"the gate is \(3, 4\) but must be \(4,\) or \(2, 4\)",
     ),
     "replaced, function": (
-        lambda layer: layer.site.replaced(lambda z: z[..., :-1]),
+        lambda layer: layer.hook_point.replaced(lambda z: z[..., :-1]),
         r"z at 0 is \(2, 4, 5, 6\) but was replaced by \(2, 4, 5, 5\); keep the shape",
     ),
     "replaced, tensor": (
-        lambda layer: layer.site.replaced(torch.zeros(B, HEADS, T, HEAD_DIM + 1)),
+        lambda layer: layer.hook_point.replaced(torch.zeros(B, HEADS, T, HEAD_DIM + 1)),
         r"z at 0 is \(2, 4, 5, 6\) but was replaced by \(2, 4, 5, 7\); keep the shape",
     ),
 }
 
 
 @pytest.mark.parametrize(("context", "message"), MISFITS.values(), ids=MISFITS)
-def test_an_edit_of_the_wrong_shape_is_refused(context: Any, message: str) -> None:
+def test_hook_point_edit_wrong_shape_raises(context: Any, message: str) -> None:
     layer = make_layer(PLAIN)
     with context(layer), pytest.raises(HeadwiseError, match=message):
-        call(layer)
+        call_layer(layer)
 
 
-def test_gates_that_do_not_fit_are_refused() -> None:
+def test_gates_wrong_shape_raises() -> None:
     layer, model = make_layer(PLAIN), make_model(MODELS["decoder"])
     with pytest.raises(HeadwiseError, match=r"the gate is \(5,\) but must be \(4,\) or \(2, 4\): one number per head"):
-        call(layer, gate=torch.ones(5))
+        call_layer(layer, gate=torch.ones(5))
     with pytest.raises(HeadwiseError, match=r"one number per example \(B,\); got \(2, 4\)"):
         layer.heads[0].scaled(torch.ones(2, 4)).__enter__()
     with pytest.raises(HeadwiseError, match=r"'0\.9' names no head here"):
-        run(model, gates={"0.9": 0.0})
+        run_model(model, gates={"0.9": 0.0})
     with pytest.raises(HeadwiseError, match="9"):
-        run(model, gates={SiteAddress("", 9): torch.zeros(4)})
+        run_model(model, gates={LayerAddress("", 9): torch.zeros(4)})
 
 
 # Nobody is in the way of anybody else.
 
 
 @torch.no_grad()
-def test_gates_of_two_threads_do_not_disturb_each_other() -> None:
+def test_gates_two_threads_are_independent() -> None:
     model = make_model(MODELS["decoder"])
-    asked: dict[str, Any] = {"plain": None, "silent": {"0.1": 0.0}, "doubled": {"1.*": 2.0}}
-    alone = {name: run(model, gates=gates) for name, gates in asked.items()}
+    gates_by_name: dict[str, Any] = {"plain": None, "silent": {"0.1": 0.0}, "doubled": {"1.*": 2.0}}
+    alone = {name: run_model(model, gates=gates) for name, gates in gates_by_name.items()}
     wrong: list[str] = []
 
-    def keep_asking(name: str) -> None:
+    def run_repeatedly(name: str) -> None:
         with torch.no_grad():
-            wrong.extend(name for _ in range(25) if not torch.equal(run(model, gates=asked[name]), alone[name]))
+            wrong.extend(
+                name for _ in range(25) if not torch.equal(run_model(model, gates=gates_by_name[name]), alone[name])
+            )
 
-    threads = [Thread(target=keep_asking, args=(name,)) for name in asked]
+    threads = [Thread(target=run_repeatedly, args=(name,)) for name in gates_by_name]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -328,43 +349,45 @@ def test_gates_of_two_threads_do_not_disturb_each_other() -> None:
 
 @each_model
 @torch.no_grad()
-def test_a_copy_has_sites_of_its_own(name: str) -> None:
+def test_deepcopy_model_has_own_hook_points(name: str) -> None:
     model = make_model(MODELS[name])
-    twin, plain = copy.deepcopy(model), run(model)
-    for site, own in zip(model.sites(), twin.sites(), strict=True):
-        assert own is not site
-        assert own.W_O.data_ptr() != site.W_O.data_ptr() or site.W_O.numel() == 0
-    with twin.heads["*" if "-" not in name else "enc.*"].silenced(), listening(model.sites()) as shown:
-        assert not torch.allclose(run(twin), plain)
-        assert not shown
-        assert torch.equal(run(model), plain)
+    twin, plain = copy.deepcopy(model), run_model(model)
+    for hook_point, copied in zip(model.hook_points(), twin.hook_points(), strict=True):
+        assert copied is not hook_point
+        assert copied.W_O.data_ptr() != hook_point.W_O.data_ptr() or hook_point.W_O.numel() == 0
+    with twin.heads["*" if "-" not in name else "enc.*"].silenced(), recorded_calls(model.hook_points()) as calls:
+        assert not torch.allclose(run_model(twin), plain)
+        assert not calls
+        assert torch.equal(run_model(model), plain)
     for parameter in twin.parameters():
         parameter.zero_()
-    assert torch.equal(run(model), plain)
-    assert all(bool((site.W_O == 0).all()) for site in twin.sites())
+    assert torch.equal(run_model(model), plain)
+    assert all(bool((hook_point.W_O == 0).all()) for hook_point in twin.hook_points())
 
 
 # Checkpointing: memory saved, nothing else changed.
 
 
 def losses_and_gradients(model: Transformer, **options: Any) -> list[Tensor]:
-    out = run(model, **options)
+    out = run_model(model, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), list(model.parameters()), materialize_grads=True)]
 
 
 @each_model
-def test_checkpointing_changes_neither_outputs_nor_gradients_and_listeners_hear_once(name: str) -> None:
+def test_checkpointing_keeps_outputs_and_gradients_listens_once(name: str) -> None:
     model = make_model(MODELS[name])
     plain = losses_and_gradients(model)
     model.checkpointing = True
-    with listening(model.sites()) as shown:
+    with recorded_calls(model.hook_points()) as calls:
         saved = losses_and_gradients(model)
-    assert tuple(seen.site.address for seen in shown) == model.spec.sites, "each once, though blocks ran twice"
-    for one, other in zip(plain, saved, strict=True):
-        assert_equal(other, one)
+    assert tuple(attention_call.hook_point.address for attention_call in calls) == model.spec.layer_addresses, (
+        "each once, though blocks ran twice"
+    )
+    for expected, actual in zip(plain, saved, strict=True):
+        assert_equal(actual, expected)
 
 
-def test_checkpointing_repeats_the_same_dropout() -> None:
+def test_checkpointing_dropout_repeats_same_mask() -> None:
     model = make_model(MODELS["decoder"]).train()
     for block in model.blocks:
         block.dropout.p = 0.3  # pyright: ignore
@@ -373,16 +396,16 @@ def test_checkpointing_repeats_the_same_dropout() -> None:
     plain = losses_and_gradients(model)
     model.checkpointing = True
     torch.manual_seed(0)
-    for one, other in zip(plain, losses_and_gradients(model), strict=True):
-        assert_equal(other, one)
+    for expected, actual in zip(plain, losses_and_gradients(model), strict=True):
+        assert_equal(actual, expected)
 
 
-def test_checkpointing_remembers_which_heads_were_silent() -> None:
+def test_checkpointing_silenced_heads_stay_silenced_in_backward() -> None:
     """The backward pass may come after the context has closed; blocks are then repeated as they were."""
     model = make_model(MODELS["decoder"])
     want = losses_and_gradients(model, gates={"0.1": 0.0})[1:]
     model.checkpointing = True
     with model.heads["0.1"].silenced():
-        loss = run(model).square().sum()
-    for one, other in zip(want, torch.autograd.grad(loss, list(model.parameters())), strict=True):
-        assert_equal(other, one)
+        loss = run_model(model).square().sum()
+    for expected, actual in zip(want, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        assert_equal(actual, expected)

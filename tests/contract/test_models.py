@@ -13,129 +13,136 @@ import torch
 from safetensors.torch import load_file
 
 import headwise as hw
-from headwise.model.protocols import AnyModel, is_model
-from headwise.model.random_attention import randomize_attention
+from headwise.model.protocols import ModelProtocol, is_model
+from headwise.model.randomize_attention_weights import randomize_attention
 from tests.contract.attached_models import (
     DECODERS,
+    ENCODER_DECODERS,
     ENCODERS,
     END,
+    GENERATORS,
     NAMES,
-    NORMED,
-    PAIRED,
-    POST,
+    NO_RESIDUAL_STREAM,
+    NOT_PRUNABLE,
+    POST_NORM,
+    PRE_NORM,
     TEXTS,
     TOKENIZER,
-    UNCUT,
-    UNWIRED,
     VOCAB,
-    WRITERS,
     batch,
-    close,
-    each,
-    edited,
-    fresh,
-    kept,
+    cached_model,
+    each_model,
     logits,
-    some_heads,
-    training,
+    new_model,
+    sample_heads,
+    scaled_copy,
+    tolerance,
+    training_mode,
 )
 
 SIDES = ("none", "left", "right")
-AND_SIDES = [(name, side) for name in NAMES for side in SIDES if (name, side) != ("bart", "left")]  # which it refuses
+# which it refuses
+NAMES_AND_SIDES = [(name, side) for name in NAMES for side in SIDES if (name, side) != ("bart", "left")]
 
 
-@each
-def test_it_is_a_model(name: str) -> None:
-    model: AnyModel = kept(name)
+@each_model
+def test_model_any_architecture_satisfies_protocol(name: str) -> None:
+    model: ModelProtocol = cached_model(name)
     assert is_model(model)
-    assert model.spec.addresses == model.heads.addresses == tuple(a for site in model.sites() for a in site.addresses)
-    assert [layer.site for layer in model.attention_layers()] == model.sites()
-    kind = "encoder" if name in ENCODERS else "encoder-decoder" if name in PAIRED else "decoder"
+    assert (
+        model.spec.head_addresses
+        == model.heads.addresses
+        == tuple(a for hook_point in model.hook_points() for a in hook_point.head_addresses)
+    )
+    assert [layer.hook_point for layer in model.attention_layers()] == model.hook_points()
+    kind = "encoder" if name in ENCODERS else "encoder-decoder" if name in ENCODER_DECODERS else "decoder"
     assert (model.spec.kind, model.spec.vocab, model.device.type) == (kind, VOCAB, "cpu")
     assert model.tokenizer.encode("the cat") == TOKENIZER.encode("the cat")
-    assert (model.training, model.checkpointing, model.plans, model.whole_passes()) == (False, False, (), "")
-    if name in PAIRED:
-        assert model.start == END
+    assert (model.training, model.checkpointing, model.plans, model.why_not_resumable()) == (False, False, (), "")
+    if name in ENCODER_DECODERS:
+        assert model.decoder_start_token == END
 
 
 # Calls: padding, modes, gates.
 
 
-@each
+@each_model
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing_on_either_side(name: str, side: str) -> None:
-    model, given = kept(name), batch(name, side)
+def test_forward_padding_either_side_changes_nothing(name: str, side: str) -> None:
+    model, inputs = cached_model(name), batch(name, side)
     if (name, side) == ("bart", "left"):
         with pytest.raises(hw.HeadwiseError, match="put padding on the right"):
-            logits(model, given)
+            logits(model, inputs)
         return
-    together = logits(model, given)
-    alone = []
+    batched = logits(model, inputs)
+    separate = []
     for row in range(2):
-        real = given["padding"][row]
-        one = {"ids": given["ids"][row : row + 1, real]}
-        if name in PAIRED:
-            one["source"] = given["source"][row : row + 1, given["source_padding"][row]]
-        alone.append(logits(model, one))
-    assert (together - torch.cat(alone)).abs().max() <= close(name)
+        real = inputs["attention_mask"][row]
+        single = {"ids": inputs["ids"][row : row + 1, real]}
+        if name in ENCODER_DECODERS:
+            single["source"] = inputs["source"][row : row + 1, inputs["source_attention_mask"][row]]
+        separate.append(logits(model, single))
+    assert (batched - torch.cat(separate)).abs().max() <= tolerance(name)
 
 
-@each
-def test_states_and_output_are_the_logits(name: str) -> None:
-    model, given = kept(name), batch(name)
+@each_model
+def test_forward_hidden_states_through_output_equal_logits(name: str) -> None:
+    model, inputs = cached_model(name), batch(name)
     with torch.no_grad():
-        hidden = model(**given, hidden=True)
-        assert (model.output(hidden) - model(**given)).abs().max() <= close(name)
+        hidden = model(**inputs, hidden=True)
+        assert (model.output(hidden) - model(**inputs)).abs().max() <= tolerance(name)
     targets = torch.arange(hidden.shape[1]).expand(2, -1).flatten() % VOCAB
     with torch.no_grad():
-        by_hand = torch.nn.functional.cross_entropy(model(**given).flatten(0, 1), targets)
+        by_hand = torch.nn.functional.cross_entropy(model(**inputs).flatten(0, 1), targets)
         assert float(model.output.cross_entropy(hidden.flatten(0, 1), targets)) == pytest.approx(
             float(by_hand), abs=1e-6
         )
 
 
-@pytest.mark.parametrize(("name", "side"), AND_SIDES)
-def test_gates_are_w_o_scaled(name: str, side: str) -> None:
-    model, given = kept(name), batch(name, side)
-    for address in some_heads(model):
-        with edited(model, address, 0.5) as twin:
-            want = logits(twin, given)
-        got = logits(model, given, gates={str(address): 0.5})
-        site = {
-            address.site: torch.where(torch.tensor(model.heads[address].layer.spec.head_ids) == address.head, 0.5, 1.0)
+@pytest.mark.parametrize(("name", "side"), NAMES_AND_SIDES)
+def test_gates_half_equal_scaled_w_o(name: str, side: str) -> None:
+    model, inputs = cached_model(name), batch(name, side)
+    for address in sample_heads(model):
+        with scaled_copy(model, address, 0.5) as twin:
+            want = logits(twin, inputs)
+        got = logits(model, inputs, gates={str(address): 0.5})
+        layer_gates = {
+            address.layer_address: torch.where(
+                torch.tensor(model.heads[address].layer.spec.head_ids) == address.head, 0.5, 1.0
+            )
         }
-        assert (got - want).abs().max() <= close(name)
-        assert (logits(model, given, gates=site) - want).abs().max() <= close(name)
-        twice = logits(model, given, gates={str(address): 0.5, f"{address.site}.*": 0.75})
-        with model.heads[address].scaled(0.5), model.heads.select(f"{address.site}.*").scaled(0.75):
-            assert (logits(model, given) - twice).abs().max() <= close(name)
-    for wrong, told in (({"77.0": 0.0}, "77"), ({3: 0.0}, "gates name heads by address"), ([1], "gates map heads")):
-        with pytest.raises(hw.HeadwiseError, match=told):
-            logits(model, given, gates=wrong)
+        assert (got - want).abs().max() <= tolerance(name)
+        assert (logits(model, inputs, gates=layer_gates) - want).abs().max() <= tolerance(name)
+        twice = logits(model, inputs, gates={str(address): 0.5, f"{address.layer_address}.*": 0.75})
+        with model.heads[address].scaled(0.5), model.heads.select(f"{address.layer_address}.*").scaled(0.75):
+            assert (logits(model, inputs) - twice).abs().max() <= tolerance(name)
+    for wrong, message in (({"77.0": 0.0}, "77"), ({3: 0.0}, "gates name heads by address"), ([1], "gates map heads")):
+        with pytest.raises(hw.HeadwiseError, match=message):
+            logits(model, inputs, gates=wrong)
 
 
-@pytest.mark.parametrize(("name", "side"), AND_SIDES)
-def test_silence_is_w_o_at_zero_and_is_the_cut(name: str, side: str) -> None:
-    model, given = kept(name), batch(name, side)
-    whole = logits(model, given)
-    for address in some_heads(model):
-        with edited(model, address, 0.0) as twin:
-            want = logits(twin, given)
+@pytest.mark.parametrize(("name", "side"), NAMES_AND_SIDES)
+def test_silenced_head_equals_zeroed_w_o_and_pruned_model(name: str, side: str) -> None:
+    model, inputs = cached_model(name), batch(name, side)
+    full = logits(model, inputs)
+    for address in sample_heads(model):
+        with scaled_copy(model, address, 0.0) as twin:
+            want = logits(twin, inputs)
         with model.heads[address].silenced():
-            silent = logits(model, given)
-        assert (silent - want).abs().max() <= close(name)
-        assert (silent - whole).abs().max() > 1e-4
-        if name in UNCUT:
-            with pytest.raises(hw.HeadwiseError, match=UNCUT[name]):
+            silent = logits(model, inputs)
+        assert (silent - want).abs().max() <= tolerance(name)
+        assert (silent - full).abs().max() > 1e-4
+        if name in NOT_PRUNABLE:
+            with pytest.raises(hw.HeadwiseError, match=NOT_PRUNABLE[name]):
                 model.without(address)
             continue
         small = model.without(address)
-        assert (logits(small, given) - want).abs().max() <= close(name)
+        assert (logits(small, inputs) - want).abs().max() <= tolerance(name)
         assert address not in small.heads.addresses
-    assert torch.equal(logits(model, given), whole), "and nothing stays"
+    assert torch.equal(logits(model, inputs), full), "and nothing stays"
 
 
-def test_what_cannot_be_cut_is_refused_by_the_model_itself() -> None:
+def test_without_unprunable_model_raises() -> None:
     transformers: Any = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 12,
@@ -149,171 +156,179 @@ def test_what_cannot_be_cut_is_refused_by_the_model_itself() -> None:
         model.without("0.1")
 
 
-@each
-def test_in_training_mode_every_part_drops_out_and_is_told_so(name: str) -> None:
-    model, given = kept(name), batch(name)
-    still = logits(model, given)
-    with training(model):
+@each_model
+def test_train_mode_forward_applies_dropout(name: str) -> None:
+    model, inputs = cached_model(name), batch(name)
+    still = logits(model, inputs)
+    with training_mode(model):
         assert model.training
         torch.manual_seed(1)
-        assert (logits(model, given) - still).abs().max() > 1e-6
+        assert (logits(model, inputs) - still).abs().max() > 1e-6
     assert not model.training
-    assert torch.equal(logits(model, given), still)
+    assert torch.equal(logits(model, inputs), still)
 
 
 # Writing on, with a cache and without.
 
 
-def greedy(model: Any, given: dict[str, torch.Tensor], tokens: int, gates: Any = None) -> torch.Tensor:
+def greedy(model: Any, inputs: dict[str, torch.Tensor], tokens: int, gates: Any = None) -> torch.Tensor:
     """Token by token, each time from the beginning: (1, T + tokens)."""
-    ids = given["ids"]
+    ids = inputs["ids"]
     for _ in range(tokens):
         with torch.no_grad():
-            ids = torch.cat((ids, model(**{**given, "ids": ids}, gates=gates)[:, -1:].argmax(-1)), 1)
+            ids = torch.cat((ids, model(**{**inputs, "ids": ids}, gates=gates)[:, -1:].argmax(-1)), 1)
     return ids
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_with_a_cache_it_writes_what_it_writes_without(name: str, gated: bool) -> None:
-    model, ids = kept(name), batch(name)["ids"][:1]
-    gates = {str(some_heads(model)[0]): 0.0} if gated else None
+def test_generate_with_cache_equals_without(name: str, gated: bool) -> None:
+    model, ids = cached_model(name), batch(name)["ids"][:1]
+    gates = {str(sample_heads(model)[0]): 0.0} if gated else None
     want = greedy(model, {"ids": ids}, 8, gates)
-    with training(model):
+    with training_mode(model):
         assert torch.equal(torch.stack(list(model.stream(ids, 8, gates=gates)), 1), want[:, ids.shape[1] :])
         assert model.generate(ids[0].tolist(), 8, gates=gates) == want[0].tolist()
         assert model.generate("the cat", 4, gates=gates).startswith("the cat")
 
 
-@pytest.mark.parametrize("name", PAIRED)
-def test_an_encoder_decoder_writes_from_what_it_reads(name: str) -> None:
-    model, text = kept(name), TEXTS[0]
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_stream_encoder_decoder_generates_from_source(name: str) -> None:
+    model, text = cached_model(name), TEXTS[0]
     ids = TOKENIZER.encode(text)
     source = torch.tensor([[*ids, END] if name == "encoder-decoder" else ids])
     want = greedy(model, {"ids": torch.tensor([[END]]), "source": source}, 6)[0, 1:]
-    with training(model):
-        made = [int(step) for step in model.stream(text, 6)]
-    stop = made.index(END) + 1 if END in made else 6
-    assert made[:stop] == want.tolist()[:stop]
+    with training_mode(model):
+        tokens = [int(step) for step in model.stream(text, 6)]
+    stop = tokens.index(END) + 1 if END in tokens else 6
+    assert tokens[:stop] == want.tolist()[:stop]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_does_not_write(name: str) -> None:
+def test_stream_encoder_raises(name: str) -> None:
     with pytest.raises(hw.HeadwiseError, match="generate"):
-        list(kept(name).stream("the cat", 3))
+        list(cached_model(name).stream("the cat", 3))
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_it_draws_alike_from_one_seed(name: str) -> None:
-    model = kept(name)
-    drawn = [torch.cat(list(model.stream("the cat", 6, temperature=1.5, seed=seed))).tolist() for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
+@pytest.mark.parametrize("name", GENERATORS)
+def test_stream_same_seed_samples_same_tokens(name: str) -> None:
+    model = cached_model(name)
+    samples = [torch.cat(list(model.stream("the cat", 6, temperature=1.5, seed=seed))).tolist() for seed in (1, 1, 2)]
+    assert samples[0] == samples[1] != samples[2]
 
 
 # How it is put together.
 
 
-@each
-def test_norms_are_those_heads_read_through(name: str) -> None:
+@each_model
+def test_norms_pre_norm_model_returns_layer_input_norms(name: str) -> None:
     """What the norm gives for the stream is what the layer is seen to read; where a stack is post-norm there is none."""
-    model, given = kept(name), batch(name)
-    norms = model.norms()
-    if name not in (*NORMED, *POST):
+    model, inputs = cached_model(name), batch(name)
+    norms = model.input_norms()
+    if name not in (*PRE_NORM, *POST_NORM):
         assert norms is None
         return
     assert norms is not None
-    assert list(norms) == [str(site.address) for site in model.sites()]
-    gave: dict[Any, torch.Tensor] = {}
-    reads: dict[str, torch.Tensor] = {}
+    assert list(norms) == [str(hook_point.address) for hook_point in model.hook_points()]
+    norm_outputs: dict[Any, torch.Tensor] = {}
+    layer_inputs: dict[str, torch.Tensor] = {}
     hooks = []
     for layer in model.attention_layers():
-        where = str(layer.site.address)
+        where = str(layer.hook_point.address)
         norm = norms[where][0]
         if norm is not None:
-            hooks.append(norm.register_forward_hook(lambda part, given, made, norm=norm: gave.update({norm: made})))
-        hooks.append(layer.register_forward_pre_hook(lambda part, given, where=where: reads.update({where: given[0]})))
+            hooks.append(
+                norm.register_forward_hook(lambda part, inputs, output, norm=norm: norm_outputs.update({norm: output}))
+            )
+        hooks.append(
+            layer.register_forward_pre_hook(lambda part, inputs, where=where: layer_inputs.update({where: inputs[0]}))
+        )
     with torch.no_grad():
-        model(**given)
+        model(**inputs)
     for hook in hooks:
         hook.remove()
-    assert reads.keys() == norms.keys()
+    assert layer_inputs.keys() == norms.keys()
     for where, (norm, _) in norms.items():
         if norm is not None:
-            assert torch.equal(gave[norm], reads[where])
-    assert any(norm is not None for norm, _ in norms.values()) == (name in NORMED)
+            assert torch.equal(norm_outputs[norm], layer_inputs[where])
+    assert any(norm is not None for norm, _ in norms.values()) == (name in PRE_NORM)
 
 
-@each
-def test_layers_show_what_they_write(name: str) -> None:
+@each_model
+def test_attention_layer_output_equals_sum_of_heads(name: str) -> None:
     """A hook on a layer gives Σ z W_O + b_O, as its heads and bias say."""
-    model, given = kept(name), batch(name)
-    wrote: dict[Any, torch.Tensor] = {}
+    model, inputs = cached_model(name), batch(name)
+    outputs: dict[Any, torch.Tensor] = {}
     hooks = [
-        layer.register_forward_hook(lambda part, given, made, site=layer.site: wrote.update({site: made}))
+        layer.register_forward_hook(
+            lambda part, inputs, output, hook_point=layer.hook_point: outputs.update({hook_point: output})
+        )
         for layer in model.attention_layers()
     ]
-    with torch.no_grad(), hw.record(model, what="z") as recording:
-        model(**given)
+    with torch.no_grad(), hw.record(model, tensors="z") as recording:
+        model(**inputs)
     for hook in hooks:
         hook.remove()
     for layer in model.attention_layers():
-        total = sum(recording[a].z @ model.heads[a].W_O for a in layer.site.addresses)
+        total = sum(recording[a].z @ model.heads[a].W_O for a in layer.hook_point.head_addresses)
         total = total if layer.b_O is None else total + layer.b_O
-        assert (wrote[layer.site] - total).abs().max() <= close(name)
+        assert (outputs[layer.hook_point] - total).abs().max() <= tolerance(name)
 
 
-@each
-def test_the_wiring_is_told_or_refused(name: str) -> None:
-    model = kept(name)
-    if name in DECODERS and name not in UNWIRED:
-        wiring = model.wiring()
-        assert list(wiring.steps) == [0, 1]
+@each_model
+def test_residual_stream_decoder_returned_else_raises(name: str) -> None:
+    model = cached_model(name)
+    if name in DECODERS and name not in NO_RESIDUAL_STREAM:
+        residual = model.residual_stream()
+        assert list(residual.layers) == [0, 1]
         return
-    with pytest.raises(hw.HeadwiseError, match=UNWIRED.get(name, r"logits|no sum")):
-        model.wiring()
+    with pytest.raises(hw.HeadwiseError, match=NO_RESIDUAL_STREAM.get(name, r"logits|no sum")):
+        model.residual_stream()
 
 
 # Others like it.
 
 
-@each
-def test_a_copy_is_a_model_of_its_own(name: str) -> None:
-    model, given = kept(name), batch(name)
-    before, twin = logits(model, given), copy.deepcopy(kept(name))
-    assert torch.equal(logits(twin, given), before)
-    head = some_heads(model)[0]
+@each_model
+def test_deepcopy_model_is_independent(name: str) -> None:
+    model, inputs = cached_model(name), batch(name)
+    before, twin = logits(model, inputs), copy.deepcopy(cached_model(name))
+    assert torch.equal(logits(twin, inputs), before)
+    head = sample_heads(model)[0]
     with twin.heads[head].silenced():
-        assert torch.equal(logits(model, given), before)
-        assert not torch.equal(logits(twin, given), before)
+        assert torch.equal(logits(model, inputs), before)
+        assert not torch.equal(logits(twin, inputs), before)
     with torch.no_grad():
         twin.heads[head].W_O.zero_()
-    assert torch.equal(logits(model, given), before)
+    assert torch.equal(logits(model, inputs), before)
 
 
-@each
-def test_an_untrained_twin_has_the_shape_and_nothing_learned(name: str) -> None:
-    model = kept(name)
-    one, same, other = (model.untrained(seed) for seed in (0, 0, 1))
-    assert one.heads.addresses == model.heads.addresses
-    assert one.tokenizer is model.tokenizer
-    head = some_heads(model)[0]
-    W = [m.heads[head].W_Q.double() for m in (one, same, other, model)]
+@each_model
+def test_untrained_model_same_shape_new_weights(name: str) -> None:
+    model = cached_model(name)
+    first, same, other = (model.untrained(seed) for seed in (0, 0, 1))
+    assert first.heads.addresses == model.heads.addresses
+    assert first.tokenizer is model.tokenizer
+    head = sample_heads(model)[0]
+    W = [m.heads[head].W_Q.double() for m in (first, same, other, model)]
     assert torch.equal(W[0], W[1])
     assert all(not torch.equal(W[0], w) for w in W[2:])
 
 
-@each
+@each_model
 def test_randomize_attention_any_model_redraws_projections_alone(name: str) -> None:
     """Every head keeps the root mean square of each of its weights; every other tensor keeps its bits."""
-    model = kept(name)
+    model = cached_model(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    one, same, other = (randomize_attention(model, seed) for seed in (0, 0, 1))
+    redrawn_model, same, other = (randomize_attention(model, seed) for seed in (0, 0, 1))
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     redrawn = 0
     for head in model.heads.addresses:
         for weight in ("W_Q", "W_K", "W_V", "W_O"):
-            old, new, again, next_seed = (getattr(m.heads[head], weight).detach() for m in (model, one, same, other))
+            old, new, again, next_seed = (
+                getattr(m.heads[head], weight).detach() for m in (model, redrawn_model, same, other)
+            )
             assert torch.equal(new, again)
             assert not torch.equal(new, next_seed)
             spread = 4 / (2 * new.numel()) ** 0.5  # four standard errors of a root mean square of normal numbers
@@ -322,55 +337,55 @@ def test_randomize_attention_any_model_redraws_projections_alone(name: str) -> N
             assert abs(cosine) < 5 / new.numel() ** 0.5
             redrawn += new.numel()
     with torch.no_grad():
-        for layer, twin in zip(model.attention_layers(), one.attention_layers(), strict=True):
+        for layer, twin in zip(model.attention_layers(), redrawn_model.attention_layers(), strict=True):
             for letter in "qkv":
-                twin.read.weight(letter).copy_(layer.read.weight(letter))
-                if layer.read.bias(letter) is not None:
-                    twin.read.bias(letter).copy_(layer.read.bias(letter))
-            twin.site.W_O.copy_(layer.site.W_O)
-    for key, value in one.state_dict().items():
+                twin.qkv.weight(letter).copy_(layer.qkv.weight(letter))
+                if layer.qkv.bias(letter) is not None:
+                    twin.qkv.bias(letter).copy_(layer.qkv.bias(letter))
+            twin.hook_point.W_O.copy_(layer.hook_point.W_O)
+    for key, value in redrawn_model.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert redrawn
 
 
 def test_randomize_attention_quantized_weights_raises() -> None:
-    model = hw.quantise(fresh("decoder"), 4)
+    model = hw.quantize(new_model("decoder"), 4)
     with pytest.raises(hw.HeadwiseError, match="Dequantize"):
         randomize_attention(model)
 
 
-@each
-def test_a_folder_brings_it_back(name: str, tmp_path: Path) -> None:
-    model, given = kept(name), batch(name)
-    before = logits(model, given)
+@each_model
+def test_save_reopen_restores_model(name: str, tmp_path: Path) -> None:
+    model, inputs = cached_model(name), batch(name)
+    before = logits(model, inputs)
     model.save(tmp_path / "model")
     again = type(model).reopen(tmp_path / "model")
     assert not again.training
-    assert (logits(again, given).double() - before).abs().max() <= 1e-4  # it comes back in single precision
+    assert (logits(again, inputs).double() - before).abs().max() <= 1e-4  # it comes back in single precision
     assert again.heads.addresses == model.heads.addresses
     if name == "gpt_neox":
         return  # transformers writes its folder with names from before, which only its own loading turns back
-    spoilt = fresh(name)
+    modified = new_model(name)
     state = {key: value.clone() for key, value in load_file(tmp_path / "model" / "model.safetensors").items()}
     with torch.no_grad():
-        for weight in spoilt.parameters():
+        for weight in modified.parameters():
             weight.add_(1)
-    assert spoilt.restore({**state, "nothing": torch.zeros(1)}) == ["nothing"]
-    assert torch.equal(logits(spoilt, given), before)
+    assert modified.restore({**state, "nothing": torch.zeros(1)}) == ["nothing"]
+    assert torch.equal(logits(modified, inputs), before)
 
 
 @pytest.mark.parametrize("name", ["decoder", "gpt2", "llama", "bert"])
-def test_what_is_exported_plain_transformers_runs(name: str, tmp_path: Path) -> None:
+def test_export_pruned_model_runs_in_transformers(name: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    model, given = kept(name), batch(name)
-    small = model.without(some_heads(model)[0])
+    model, inputs = cached_model(name), batch(name)
+    small = model.without(sample_heads(model)[0])
     hw.export(small, tmp_path / "out", family="gpt2" if name == "decoder" else None)
     auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
-    theirs = auto.from_pretrained(tmp_path / "out").double().eval()
+    hf_model = auto.from_pretrained(tmp_path / "out").double().eval()
     with torch.no_grad():
-        assert (theirs(given["ids"]).logits.flatten(0, 1) - logits(small, given)).abs().max() <= 1e-6
+        assert (hf_model(inputs["ids"]).logits.flatten(0, 1) - logits(small, inputs)).abs().max() <= 1e-6
 
 
-def test_an_attached_model_stays_the_family_it_is(tmp_path: Path) -> None:
+def test_export_attached_model_to_other_family_raises(tmp_path: Path) -> None:
     with pytest.raises(hw.HeadwiseError, match="stays what it is, gpt2"):
-        hw.export(kept("gpt2"), tmp_path / "out", family="llama")
+        hw.export(cached_model("gpt2"), tmp_path / "out", family="llama")

@@ -9,29 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.heads.quantized_weights import Packed, PackedLinear, multiplied_as_one
-from headwise.kernels.autotuned_linear import SETTING, step
-from headwise.kernels.prepacked_fp16 import HALF_TOLERANCE, OPERATORS, half_form
-from headwise.spec.weight_bits import FULL
+from headwise.heads.quantized_weights import QuantizedLinear, QuantizedWeight, quantized_linear_fused
+from headwise.kernels.autotuned_linear import KERNEL_ENV_VAR, autotuned_decode_step
+from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, PREPACKERS, prepack_fp16
+from headwise.spec.weight_bits import FULL_PRECISION
 
 ROWS = (1, 2, 7, 16)
 SIZES = ((31, 17), (64, 96), (1, 5), (97, 33))  # outputs, inputs
 BITS = (16, 8, 4, 3, 2)
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
-def drawn(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(rows + outputs)
-    return tuple(torch.randn(*size, generator=dice) for size in ((1, rows, inputs), (outputs, inputs), (outputs,)))  # pyright: ignore
+def random_inputs(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + outputs)
+    return tuple(torch.randn(*size, generator=generator) for size in ((1, rows, inputs), (outputs, inputs), (outputs,)))  # pyright: ignore
 
 
 def assert_within(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """What HALF_TOLERANCE allows, and float32 sums."""
-    want = plain(x, weight, bias)
-    allowed = HALF_TOLERANCE * x.double().abs().sum(-1, keepdim=True) * weight.double().abs().amax(1)
+    """What FP16_TOLERANCE allows, and float32 sums."""
+    want = reference_linear(x, weight, bias)
+    allowed = FP16_TOLERANCE * x.double().abs().sum(-1, keepdim=True) * weight.double().abs().amax(1)
     assert got.dtype == torch.float32
     assert got.shape == want.shape
     assert ((got - want).abs() <= allowed + 1e-5 * want.abs().max()).all()
@@ -39,54 +39,55 @@ def assert_within(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", PREPACKERS)
 @torch.no_grad()
-def test_a_form_is_the_reference(
+def test_prepacked_fp16_operator_equals_reference(
     operator: str, size: tuple[int, int], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only = {operator: OPERATORS[operator]}
-    monkeypatch.setattr("headwise.kernels.prepacked_fp16.OPERATORS", only)
+    only = {operator: PREPACKERS[operator]}
+    monkeypatch.setattr("headwise.kernels.prepacked_fp16.PREPACKERS", only)
     for rows in ROWS:
-        x, weight, bias = drawn(rows, *size)
-        layer = packed(weight[None], bits)
-        form = half_form(layer.unpacked()[0])
-        if form is None:
+        x, weight, bias = random_inputs(rows, *size)
+        layer = quantized_layer(weight[None], bits)
+        prepacked = prepack_fp16(layer.dequantize()[0])
+        if prepacked is None:
             pytest.skip(f"this build of torch has no {operator} product at 16 bits")
         for added in (None, bias):
-            assert_within(form(x, added), x, layer.unpacked()[0], added)
-        every_other = torch.cat((x, x), -1)[..., ::2]  # not side by side in memory
-        assert_within(form(every_other, None), every_other, layer.unpacked()[0], None)
+            assert_within(prepacked(x, added), x, layer.dequantize()[0], added)
+        strided = torch.cat((x, x), -1)[..., ::2]  # not side by side in memory
+        assert_within(prepacked(strided, None), strided, layer.dequantize()[0], None)
 
 
-@pytest.mark.parametrize("activations", [FULL, 8])
+@pytest.mark.parametrize("activation_bits", [FULL_PRECISION, 8])
 @pytest.mark.parametrize("bits", BITS)
 @torch.no_grad()
-def test_what_a_step_multiplies_by_is_the_reference(
-    bits: int, activations: int, monkeypatch: pytest.MonkeyPatch
+def test_decode_step_quantized_weights_equal_reference(
+    bits: int, activation_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the door a model uses: one weight, three at once, and many rows, which take the plain way bitwise."""
-    monkeypatch.setenv(SETTING, "measured")
-    x, weight, bias = drawn(3, 64, 96)
-    layer = packed(weight[None], bits, activations)
-    others = tuple(packed(weight[None, :rows], bits, activations) for rows in (64, 31, 31))
-    with step(layer, 3):
-        got, joint = layer.product(x, bias), multiplied_as_one(others, x)
-    read = layer.as_input(x)
-    assert_within(got, read, layer.unpacked()[0], bias)
+    monkeypatch.setenv(KERNEL_ENV_VAR, "measured")
+    x, weight, bias = random_inputs(3, 64, 96)
+    layer = quantized_layer(weight[None], bits, activation_bits)
+    others = tuple(quantized_layer(weight[None, :rows], bits, activation_bits) for rows in (64, 31, 31))
+    with autotuned_decode_step(layer, 3):
+        got, joint = layer.matmul(x, bias), quantized_linear_fused(others, x)
+    quantized_input = layer.quantize_input(x)
+    assert_within(got, quantized_input, layer.dequantize()[0], bias)
     if joint is not None:
-        assert_within(joint, read, torch.cat([one.unpacked()[0] for one in others]), None)
-    many = torch.randn(1, 17, 96)
-    with step(layer, 17):
-        assert multiplied_as_one(others, many) is None
+        assert_within(joint, quantized_input, torch.cat([other.dequantize()[0] for other in others]), None)
+    prefill = torch.randn(1, 17, 96)
+    with autotuned_decode_step(layer, 17):
+        assert quantized_linear_fused(others, prefill) is None
         assert torch.equal(
-            layer.product(many, bias), torch.nn.functional.linear(layer.as_input(many), layer.unpacked()[0], bias)
+            layer.matmul(prefill, bias),
+            torch.nn.functional.linear(layer.quantize_input(prefill), layer.dequantize()[0], bias),
         )
 
 
-def packed(weight: Tensor, bits: int, activations: int = FULL) -> Packed:
+def quantized_layer(weight: Tensor, bits: int, activation_bits: int = FULL_PRECISION) -> QuantizedWeight:
     """(1, out, in) as it is stored."""
     with torch.device("meta"):
-        made = PackedLinear(weight.shape[2], weight.shape[1], False, bits, activations=activations)
-    made = made.to_empty(device="cpu")
-    made.load_state_dict(made.pack(weight))
-    return made
+        layer = QuantizedLinear(weight.shape[2], weight.shape[1], False, bits, activation_bits=activation_bits)
+    layer = layer.to_empty(device="cpu")
+    layer.load_state_dict(layer.quantize(weight))
+    return layer

@@ -9,7 +9,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.model import Transformer
-from tests.contract.layers import LAYERS, MODELS, assert_equal, call, make_layer, make_model, run
+from tests.contract.layers import LAYERS, MODELS, assert_equal, call_layer, make_layer, make_model, run_model
 
 STORAGES = ("qkv", "q,kv", "q,k,v")
 
@@ -21,7 +21,7 @@ each_storage = pytest.mark.parametrize("storage", STORAGES)
 @each_layer
 @pytest.mark.parametrize("start", STORAGES)
 @torch.no_grad()
-def test_a_layer_comes_back_bit_for_bit_in_any_storage(name: str, start: str) -> None:
+def test_load_state_dict_any_storage_restores_layer(name: str, start: str) -> None:
     layer = make_layer(LAYERS[name], storage=start)
     state = layer.state_dict()
     for storage in STORAGES:
@@ -30,121 +30,130 @@ def test_a_layer_comes_back_bit_for_bit_in_any_storage(name: str, start: str) ->
         again = other.state_dict()
         assert again.keys() == state.keys()
         assert all(torch.equal(again[key], state[key]) for key in state)
-        assert_equal(call(other), call(layer), 1e-12)
+        assert_equal(call_layer(other), call_layer(layer), 1e-12)
 
 
 @each_model
 @torch.no_grad()
-def test_a_model_comes_back_bit_for_bit(name: str) -> None:
+def test_load_state_dict_model_restores_outputs(name: str) -> None:
     model, other = make_model(MODELS[name]), make_model(MODELS[name], seed=9)
     other.load_state_dict(model.state_dict())
-    assert torch.equal(run(other), run(model))
+    assert torch.equal(run_model(other), run_model(model))
 
 
 @each_layer
 @each_storage
-def test_what_is_saved_has_a_head_axis(name: str, storage: str) -> None:
+def test_state_dict_any_storage_has_head_axis(name: str, storage: str) -> None:
     spec = LAYERS[name]
-    H, K, d, e = len(spec.head_ids), len(spec.kv_ids), spec.head_dim, spec.value_dim
-    share = spec.heads if spec.input == "slice" else 1
+    H, K, d, e = len(spec.head_ids), len(spec.kv_head_ids), spec.head_dim, spec.value_dim
+    input_slices = spec.heads if spec.head_input == "slice" else 1
     want: dict[str, tuple[int, ...]] = {
-        "read.q.weight": (H, d, spec.width // share),
-        "read.k.weight": (K, d, spec.kv_width // share),
-        "read.v.weight": (K, e, spec.kv_width // share),
-        "write.weight": (spec.width, H, e),
+        "qkv.q.weight": (H, d, spec.width // input_slices),
+        "qkv.k.weight": (K, d, spec.kv_width // input_slices),
+        "qkv.v.weight": (K, e, spec.kv_width // input_slices),
+        "output_projection.weight": (spec.width, H, e),
     }
     if spec.bias:
-        want |= {"read.q.bias": (H, d), "read.k.bias": (K, d), "read.v.bias": (K, e)}
+        want |= {"qkv.q.bias": (H, d), "qkv.k.bias": (K, d), "qkv.v.bias": (K, e)}
     if spec.out_bias:
-        want |= {"write.bias": (spec.width,)}
+        want |= {"output_projection.bias": (spec.width,)}
     if spec.softmax == "sink":
         want |= {"sink": (H,)}
     if spec.gated:
         want |= {"gate": (H,)}
-    if spec.buckets:
-        want |= {"position": (H, spec.buckets)}
+    if spec.t5_buckets:
+        want |= {"position_bias": (H, spec.t5_buckets)}
     state = make_layer(spec, storage=storage).state_dict()
     assert {key: tuple(value.shape) for key, value in state.items()} == want
 
 
 @torch.no_grad()
-def test_what_is_saved_are_the_heads() -> None:
+def test_state_dict_entries_equal_head_weights() -> None:
     layer = make_layer(LAYERS["grouped-query"])
     state = layer.state_dict()
     for head in layer.heads:
-        assert torch.equal(state["read.q.weight"][head.index], head.W_Q.mT)
-        assert torch.equal(state["read.k.weight"][head.kv_index], head.W_K.mT)
-        assert torch.equal(state["read.v.weight"][head.kv_index], head.W_V.mT)
-        assert torch.equal(state["write.weight"][:, head.index], head.W_O.mT)
+        assert torch.equal(state["qkv.q.weight"][head.index], head.W_Q.mT)
+        assert torch.equal(state["qkv.k.weight"][head.kv_index], head.W_K.mT)
+        assert torch.equal(state["qkv.v.weight"][head.kv_index], head.W_V.mT)
+        assert torch.equal(state["output_projection.weight"][:, head.index], head.W_O.mT)
 
 
 @each_storage
-def test_loading_leaves_the_given_state_as_it_was(storage: str) -> None:
-    given = make_layer(LAYERS["biases"]).state_dict()
-    before = {key: value.clone() for key, value in given.items()}
-    make_layer(LAYERS["biases"], seed=9, storage=storage).load_state_dict(given)
-    assert given.keys() == before.keys()
-    assert all(torch.equal(given[key], before[key]) for key in before)
+def test_load_state_dict_leaves_state_unchanged(storage: str) -> None:
+    state = make_layer(LAYERS["biases"]).state_dict()
+    before = {key: value.clone() for key, value in state.items()}
+    make_layer(LAYERS["biases"], seed=9, storage=storage).load_state_dict(state)
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[key], before[key]) for key in before)
 
 
 # Misfits, told by the names a person reads.
 
 
-def without(key: str) -> Callable[[dict[str, Tensor]], None]:
+def delete_key(key: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda state: state.__delitem__(key)
 
 
-def put(key: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
+def set_zeros(key: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
     return lambda state: state.__setitem__(key, torch.zeros(shape))
 
 
 MISFITS = {
-    "missing weight": (without("read.k.weight"), r'Missing key\(s\) in state_dict: "read.k.weight"\.'),
-    "missing bias": (without("read.v.bias"), r'Missing key\(s\) in state_dict: "read.v.bias"\.'),
-    "missing output": (without("write.weight"), r'Missing key\(s\) in state_dict: "write.weight"\.'),
-    "unexpected": (put("read.r.weight", 4, 6, 20), r'Unexpected key\(s\) in state_dict: "read.r.weight"\.'),
-    "unexpected gate": (put("gate", 4), r'Unexpected key\(s\) in state_dict: "gate"\.'),
-    "weight": (
-        put("read.q.weight", 4, 20, 6),
-        r"size mismatch for read.q.weight: it is \(4, 20, 6\), expected \(4, 6, 20\)\.",
+    "missing weight": (delete_key("qkv.k.weight"), r'Missing key\(s\) in state_dict: "qkv.k.weight"\.'),
+    "missing bias": (delete_key("qkv.v.bias"), r'Missing key\(s\) in state_dict: "qkv.v.bias"\.'),
+    "missing output": (
+        delete_key("output_projection.weight"),
+        r'Missing key\(s\) in state_dict: "output_projection.weight"\.',
     ),
-    "fused weight": (put("read.k.weight", 24, 20), r"size mismatch for read.k.weight: it is \(24, 20\), expected"),
-    "bias": (put("read.v.bias", 24), r"size mismatch for read.v.bias: it is \(24,\), expected \(4, 6\)\."),
-    "output": (put("write.weight", 20, 4, 5), "size mismatch for write.weight"),
-    "output, heads behind channels": (put("write.weight", 20, 6, 4), "size mismatch for write.weight"),
+    "unexpected": (set_zeros("qkv.r.weight", 4, 6, 20), r'Unexpected key\(s\) in state_dict: "qkv.r.weight"\.'),
+    "unexpected gate": (set_zeros("gate", 4), r'Unexpected key\(s\) in state_dict: "gate"\.'),
+    "weight": (
+        set_zeros("qkv.q.weight", 4, 20, 6),
+        r"size mismatch for qkv.q.weight: it is \(4, 20, 6\), expected \(4, 6, 20\)\.",
+    ),
+    "fused weight": (
+        set_zeros("qkv.k.weight", 24, 20),
+        r"size mismatch for qkv.k.weight: it is \(24, 20\), expected",
+    ),
+    "bias": (set_zeros("qkv.v.bias", 24), r"size mismatch for qkv.v.bias: it is \(24,\), expected \(4, 6\)\."),
+    "output": (set_zeros("output_projection.weight", 20, 4, 5), "size mismatch for output_projection.weight"),
+    "output, heads behind channels": (
+        set_zeros("output_projection.weight", 20, 6, 4),
+        "size mismatch for output_projection.weight",
+    ),
 }
 
 
 @each_storage
 @pytest.mark.parametrize(("spoil", "message"), MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_is_told_by_its_split_name(
+def test_load_state_dict_misfit_error_names_split_key(
     storage: str, spoil: Callable[[dict[str, Tensor]], None], message: str
 ) -> None:
     layer = make_layer(LAYERS["biases"], storage=storage)
     state = dict(layer.state_dict())
     spoil(state)
-    with pytest.raises(RuntimeError, match=message) as told:
+    with pytest.raises(RuntimeError, match=message) as error_info:
         layer.load_state_dict(state)
-    assert "qkv_" not in str(told.value), "how it is stored is nobody's business"
+    assert "qkv_" not in str(error_info.value), "how it is stored is nobody's business"
 
 
 @torch.no_grad()
-def test_a_misfit_loaded_leniently_is_returned_by_its_split_name() -> None:
+def test_load_state_dict_not_strict_returns_split_keys() -> None:
     layer = make_layer(LAYERS["biases"])
     state = dict(make_layer(LAYERS["biases"], seed=9).state_dict())
-    del state["read.k.weight"]
-    state["read.r.weight"] = torch.zeros(1)
-    told = layer.load_state_dict(state, strict=False)
-    assert (told.missing_keys, told.unexpected_keys) == (["read.k.weight"], ["read.r.weight"])
+    del state["qkv.k.weight"]
+    state["qkv.r.weight"] = torch.zeros(1)
+    result = layer.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["qkv.k.weight"], ["qkv.r.weight"])
 
 
-def test_biases_of_a_layer_that_has_none_are_unexpected() -> None:
+def test_load_state_dict_extra_biases_raise() -> None:
     state = make_layer(LAYERS["biases"]).state_dict()
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*read.q.bias"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*qkv.q.bias"):
         make_layer(LAYERS["plain"]).load_state_dict(state)
 
 
-def test_an_unknown_storage_is_refused() -> None:
+def test_attention_unknown_storage_raises() -> None:
     with pytest.raises(HeadwiseError, match=r"storage 'kqv' is unknown; use one of qkv | q,kv | q,k,v"):
         MultiHeadAttention(width=8, heads=2, storage="kqv")
 
@@ -155,16 +164,16 @@ def test_an_unknown_storage_is_refused() -> None:
 @each_model
 @each_storage
 @torch.no_grad()
-def test_a_model_without_memory_takes_given_tensors_over(name: str, storage: str) -> None:
+def test_load_state_dict_assign_meta_model_equals_source(name: str, storage: str) -> None:
     model = make_model(MODELS[name])
     empty = Transformer(MODELS[name], device="meta", storage=storage).eval()
     empty.load_state_dict(model.state_dict(), assign=True)
-    assert_equal(run(empty), run(model), 1e-12)
+    assert_equal(run_model(empty), run_model(model), 1e-12)
     assert all(parameter.requires_grad for parameter in empty.parameters())
 
 
-def test_tied_weights_stay_tied_when_taken_over() -> None:
+def test_load_state_dict_assign_keeps_tied_weights() -> None:
     spec = MODELS["decoder"]
     empty = Transformer(spec, device="meta")
     empty.load_state_dict(make_model(spec).state_dict(), assign=True)
-    assert sum(parameter.numel() for parameter in empty.parameters()) == spec.parameters
+    assert sum(parameter.numel() for parameter in empty.parameters()) == spec.num_parameters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.attached.models import BY_NAME, first
+from tests.attached.models import BY_NAME, main_output
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
@@ -26,7 +26,7 @@ def attached_model() -> Any:
 
 def forward(model: Any, ids: Tensor = IDS) -> Tensor:
     with torch.no_grad():
-        return model(ids) if isinstance(model, hw.Transformer) else first(model.model(ids))
+        return model(ids) if isinstance(model, hw.Transformer) else main_output(model.model(ids))
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -90,7 +90,7 @@ def test_thread_started_inside_silenced_sees_it_only_with_the_copied_context(bui
 @each_model
 def test_listener_in_one_thread_hears_no_call_of_another(build: Callable[[], Any]) -> None:
     model, heard = build(), []
-    with model.sites()[0].listen(heard.append):
+    with model.hook_points()[0].listen(heard.append):
         in_thread(lambda: forward(model))
         assert not heard
         forward(model)
@@ -113,19 +113,19 @@ def test_edit_closed_in_another_thread_raises() -> None:
 @each_model
 def test_two_threads_that_generate_leave_the_training_mode(build: Callable[[], Any]) -> None:
     """One thread leaves `eval_mode` while the other is inside; the mode comes back after the last."""
-    from headwise.model import quiet
+    from headwise.model import eval_mode
 
     model = build()
     model.train()
     entered, left = Event(), Event()
 
     def inner() -> None:
-        with quiet(model):
+        with eval_mode(model):
             entered.set()
             left.wait()
 
     thread = Thread(target=inner)
-    with quiet(model):
+    with eval_mode(model):
         thread.start()
         entered.wait()
     parts = list(model.modules())

@@ -11,11 +11,11 @@ import torch
 
 import headwise as hw
 from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer
-from headwise.training.token_file import encode
+from headwise.training.token_file import encode_corpus
 
 SURROGATE = "the cat \ud800 sat on the mat, and then the cat \ud800 sat"
 TEXTS = ["the cat sat on the mat, and then the cat sat"] * 6
-RECIPE = hw.Recipe(steps=2, batch=2, warmup=1)
+RECIPE = hw.Recipe(steps=2, batch_size=2, warmup=1)
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def model() -> hw.Transformer:
 FUNCTIONS: dict[str, Any] = {
     "encode": lambda model: model.tokenizer.encode(SURROGATE),
     "align": lambda model: model.tokenizer.align(SURROGATE),
-    "attend": lambda model: hw.attend(model, SURROGATE),
+    "attention_maps": lambda model: hw.attention_maps(model, SURROGATE),
     "profile": lambda model: hw.profile(model, [SURROGATE] * 4),
     "importance": lambda model: hw.importance(model, [SURROGATE] * 4),
-    "why": lambda model: hw.why(model, SURROGATE, "0.0", 3),
+    "explain": lambda model: hw.explain(model, SURROGATE, "0.0", 3),
     "generate": lambda model: model.generate(SURROGATE, 2),
     "train": lambda model: hw.train(model, SURROGATE * 20, RECIPE, progress=False),
-    "tokens": lambda model: list(encode(hw.Corpus.of(SURROGATE), model.tokenizer)),
+    "encode_corpus": lambda model: list(encode_corpus(hw.Corpus.of(SURROGATE), model.tokenizer)),
     "bpe_tokenizer": lambda model: bpe_tokenizer([SURROGATE], 300),
     "character_tokenizer": lambda model: character_tokenizer(SURROGATE),
 }
@@ -58,21 +58,21 @@ def test_corpus_file_name_not_utf8_is_read(model: hw.Transformer, tmp_path: Path
     assert trained.step == RECIPE.steps
 
 
-@pytest.mark.parametrize("kind", ["growing", "fixed"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("shape", [(0, 5), (0, 1), (1, 0)])
 @torch.no_grad()
 def test_transformer_empty_batch_with_cache_returns_empty_logits(
     model: hw.Transformer, kind: str, shape: tuple[int, int]
 ) -> None:
-    cache = model.cache(kind, size=20) if kind == "fixed" else model.cache(kind)
+    cache = model.cache(kind, size=20) if kind == "static" else model.cache(kind)
     assert model(torch.zeros(shape, dtype=torch.long), cache=cache).shape == (*shape, 257)
 
 
-@pytest.mark.parametrize("kind", ["growing", "fixed"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @torch.no_grad()
 def test_transformer_zero_tokens_after_prompt_leaves_cache_alone(model: hw.Transformer, kind: str) -> None:
     ids = torch.arange(6)[None]
-    cache = model.cache(kind, size=20) if kind == "fixed" else model.cache(kind)
+    cache = model.cache(kind, size=20) if kind == "static" else model.cache(kind)
     model(ids[:, :5], cache=cache)
     assert model(ids[:, :0], cache=cache).shape == (1, 0, 257)
     assert torch.allclose(model(ids[:, 5:], cache=cache), model(ids)[:, 5:], atol=1e-5)
@@ -80,16 +80,16 @@ def test_transformer_zero_tokens_after_prompt_leaves_cache_alone(model: hw.Trans
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 GRADIENT_FUNCTIONS: dict[str, Any] = {
-    "gradient": lambda model: hw.importance(model, TEXTS, by="gradient").mean,
-    "attribution": lambda model: hw.importance(model, TEXTS, by="attribution").mean,
+    "gradient": lambda model: hw.importance(model, TEXTS, ranking="gradient").mean,
+    "attribution": lambda model: hw.importance(model, TEXTS, ranking="attribution").mean,
     "calls": lambda model: (
         hw.importance(
-            model, [{"ids": torch.arange(4)[None]}], by="gradient", loss=lambda logits: logits.square().sum()
+            model, [{"ids": torch.arange(4)[None]}], ranking="gradient", loss=lambda logits: logits.square().sum()
         ).mean
     ),
-    "gates": lambda model: hw.prune(model, keep=0.5, on=TEXTS, by="gates").spec.addresses,
+    "gates": lambda model: hw.prune(model, keep=0.5, corpus=TEXTS, ranking="gates").spec.head_addresses,
     "train": lambda model: hw.train(model.spec, " ".join(TEXTS), RECIPE, tokenizer="byte", progress=False).loss,
-    "distil": lambda model: hw.distil(model.spec, model, " ".join(TEXTS * 5), RECIPE, progress=False).loss,
+    "distill": lambda model: hw.distill(model.spec, model, " ".join(TEXTS * 5), RECIPE, progress=False).loss,
 }
 
 
@@ -105,6 +105,6 @@ def test_gradient_function_inside_mode_equals_outside(model: hw.Transformer, nam
 
 def test_train_weights_made_in_inference_mode_raises(model: hw.Transformer) -> None:
     with torch.inference_mode():
-        made = hw.Transformer(model.spec)
+        inference_model = hw.Transformer(model.spec)
     with pytest.raises(hw.HeadwiseError, match=r"made under torch\.inference_mode"):
-        hw.train(made, " ".join(TEXTS), RECIPE, tokenizer="byte", progress=False)
+        hw.train(inference_model, " ".join(TEXTS), RECIPE, tokenizer="byte", progress=False)

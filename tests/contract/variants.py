@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.kernels import (
-    Alibi,
+    AlibiBias,
     Mask,
     alibi_slopes,
     attention,
     blockwise,
     causal,
     document_mask,
-    make_terms,
+    make_score_params,
     padding_mask,
     per_head,
     reference,
@@ -24,7 +24,7 @@ from headwise.kernels import (
 )
 
 # The same examples on every run and every worker: a failure is always reproducible.
-FIXED = settings(
+FIXED_SETTINGS = settings(
     derandomize=True,
     deadline=None,
     max_examples=100,
@@ -40,7 +40,7 @@ BATCHES = (1, 2)
 TOKENS = ((7, 11), (13, 11), (11, 11), (7, 13), (3, 7), (1, 11), (7, 1), (1, 1))
 CHANNELS = ((17, 17), (17, 5), (5, 19))  # of q and k, of v
 
-# How heads read key/value heads: (heads, key/value heads, groups).
+# How heads read key/value heads: (heads, key/value heads, kv_of_head).
 HEADS: tuple[tuple[int, int, tuple[int, ...] | None], ...] = (
     (3, 3, None),  # plain
     (6, 3, None),  # grouped-query
@@ -51,17 +51,17 @@ HEADS: tuple[tuple[int, int, tuple[int, ...] | None], ...] = (
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """The arguments of one call of `attention`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Mask | None = None
-    bias: Tensor | Alibi | None = None
+    bias: Tensor | AlibiBias | None = None
     softcap: float | None = None
     sink: Tensor | float | None = None
-    groups: tuple[int, ...] | None = None
+    kv_of_head: tuple[int, ...] | None = None
     scale: float | None = None
     dropout: float = 0.0
 
@@ -70,11 +70,11 @@ class Call:
         """Everything besides q, k and v, as keyword arguments."""
         return {name: value for name, value in vars(self).items() if name not in ("q", "k", "v")}
 
-    def to(self, dtype: torch.dtype) -> "Call":
+    def to(self, dtype: torch.dtype) -> "KernelCall":
         """The same numbers in another precision."""
-        given = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(
-            self, **{name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in given.items()}
+            self, **{name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in tensors.items()}
         )
 
     @property
@@ -83,42 +83,42 @@ class Call:
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and x.requires_grad}
 
 
-Kernel = Callable[[Call], Tensor]
+Kernel = Callable[[KernelCall], Tensor]
 
 
-def by_name(backend: str) -> Kernel:
+def backend_kernel(backend: str) -> Kernel:
     return lambda call: attention(call.q, call.k, call.v, **call.options, backend=backend)
 
 
-def in_blocks(row_block: int, head_block: int | None) -> Kernel:
-    def kernel(call: Call) -> Tensor:
-        terms = make_terms(call.q, call.k, call.v, **call.options)
-        return blockwise(call.q, call.k, call.v, terms, row_block=row_block, head_block=head_block)
+def blockwise_kernel(row_block: int, head_block: int | None) -> Kernel:
+    def kernel(call: KernelCall) -> Tensor:
+        params = make_score_params(call.q, call.k, call.v, **call.options)
+        return blockwise(call.q, call.k, call.v, params, row_block=row_block, head_block=head_block)
 
     return kernel
 
 
 KERNELS: dict[str, Kernel] = {
-    "batched": by_name("batched"),
-    "fused": by_name("fused"),
-    "blockwise": by_name("blockwise"),
-    "blockwise, 3 rows": in_blocks(3, None),
-    "blockwise, 3 rows, 2 heads": in_blocks(3, 2),
-    "auto": by_name("auto"),
+    "batched": backend_kernel("batched"),
+    "fused": backend_kernel("fused"),
+    "blockwise": backend_kernel("blockwise"),
+    "blockwise, 3 rows": blockwise_kernel(3, None),
+    "blockwise, 3 rows, 2 heads": blockwise_kernel(3, 2),
+    "auto": backend_kernel("auto"),
 }
 
 
-def oracle(call: Call) -> Tensor:
+def oracle(call: KernelCall) -> Tensor:
     """The reference kernel."""
-    return reference(call.q, call.k, call.v, make_terms(call.q, call.k, call.v, **call.options))
+    return reference(call.q, call.k, call.v, make_score_params(call.q, call.k, call.v, **call.options))
 
 
-def run_both_ways(kernel: Kernel, call: Call) -> dict[str, Tensor]:
+def forward_and_backward(kernel: Kernel, call: KernelCall) -> dict[str, Tensor]:
     """What a call returns and the gradients it sends back, for a fixed random gradient from above."""
     z = kernel(call)
-    above = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z.dtype)
+    output_grad = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z.dtype)
     leaves = call.leaves
-    grads = torch.autograd.grad(z, list(leaves.values()), above, materialize_grads=True) if leaves else ()
+    grads = torch.autograd.grad(z, list(leaves.values()), output_grad, materialize_grads=True) if leaves else ()
     return {"z": z.detach()} | {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
@@ -136,19 +136,19 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 
 
 @st.composite
-def coins(draw: st.DrawFn, *shape: int, share: float = 0.6) -> Tensor:
+def random_bools(draw: st.DrawFn, *shape: int, share: float = 0.6) -> Tensor:
     """A random bool tensor."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     return torch.rand(shape, generator=generator) < share
 
 
 @st.composite
-def allowed(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Mask:
+def dense_masks(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Mask:
     """An arbitrary mask of two, three or four axes, each whole or 1; sometimes with rows that see nothing."""
     full = (B, H, T, S)
     shape = draw(st.sampled_from([full, (B, T, S), (T, S), (1, H, T, S), (B, 1, 1, S), (B, H, T, 1), (1, 1, 1, 1)]))
-    tensor = draw(coins(*shape))
-    return Mask.of(tensor & draw(coins(*shape[:-1], 1)) if draw(st.booleans()) else tensor)
+    tensor = draw(random_bools(*shape))
+    return Mask.of(tensor & draw(random_bools(*shape[:-1], 1)) if draw(st.booleans()) else tensor)
 
 
 def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
@@ -159,7 +159,7 @@ def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
     return st.one_of(
         st.builds(causal, offsets),
         st.builds(window, sizes, st.none() | st.integers(0, S), offsets),
-        st.builds(padding_mask, batches.flatmap(lambda batch: coins(batch, S, share=0.7))),
+        st.builds(padding_mask, batches.flatmap(lambda batch: random_bools(batch, S, share=0.7))),
         st.builds(
             lambda batch, draws: document_mask(
                 torch.randint(3, (batch, S), generator=draws), torch.randint(3, (batch, T), generator=draws)
@@ -167,55 +167,55 @@ def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
             batches,
             documents,
         ),
-        allowed(B, H, T, S),
+        dense_masks(B, H, T, S),
     )
 
 
 def masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
     """Any mask: a leaf, one for each head, or several joined by & and |."""
     single = leaf_masks(B, H, T, S)
-    each = st.builds(per_head, st.lists(leaf_masks(B, 1, T, S), min_size=H, max_size=H))
-    one = single | each
+    head_masks = st.builds(per_head, st.lists(leaf_masks(B, 1, T, S), min_size=H, max_size=H))
+    base_mask = single | head_masks
     return st.one_of(
-        one,
-        st.builds(lambda a, b: a & b, one, one),
-        st.builds(lambda a, b: a | b, one, one),
-        st.builds(lambda a, b, c: (a & b) | c, one, one, one),
+        base_mask,
+        st.builds(lambda a, b: a & b, base_mask, base_mask),
+        st.builds(lambda a, b: a | b, base_mask, base_mask),
+        st.builds(lambda a, b, c: (a & b) | c, base_mask, base_mask, base_mask),
     )
 
 
 @st.composite
-def biases(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Tensor | Alibi | None:
+def biases(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Tensor | AlibiBias | None:
     """No bias, ALiBi, or a tensor, fixed or learned, with or without entries and whole rows of −inf."""
     kind = draw(st.sampled_from(("none", "alibi", "tensor", "tensor with −inf")))
     if kind == "none":
         return None
     if kind == "alibi":
-        return Alibi(alibi_slopes(H))
+        return AlibiBias(alibi_slopes(H))
     shape = draw(st.sampled_from([(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (1, 1, T, 1)]))
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))), dtype=torch.float64)
     if kind == "tensor with −inf":
-        bias = bias.masked_fill(~draw(coins(*shape, share=0.8)), -torch.inf)
-        bias = bias.masked_fill(~draw(coins(*shape[:-1], 1, share=0.8)), -torch.inf)
+        bias = bias.masked_fill(~draw(random_bools(*shape, share=0.8)), -torch.inf)
+        bias = bias.masked_fill(~draw(random_bools(*shape[:-1], 1, share=0.8)), -torch.inf)
     return bias.requires_grad_(draw(st.booleans()))
 
 
 @st.composite
-def calls(draw: st.DrawFn, capped: bool = True) -> Call:
+def calls(draw: st.DrawFn, capped: bool = True) -> KernelCall:
     """Any call, in float64, with gradients wanted by q, k, v and whatever is learned."""
     B = draw(st.sampled_from(BATCHES))
     (T, S), (d, e) = draw(st.sampled_from(TOKENS)), draw(st.sampled_from(CHANNELS))
-    H, K, groups = draw(st.sampled_from(HEADS))
+    H, K, kv_of_head = draw(st.sampled_from(HEADS))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 
     def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    return Call(
+    return KernelCall(
         q=tensor(B, H, T, d),
         k=tensor(B, K, S, d),
         v=tensor(B, K, S, e),
-        groups=groups,
+        kv_of_head=kv_of_head,
         mask=draw(st.none() | masks(B, H, T, S)),
         bias=draw(biases(B, H, T, S)),
         softcap=draw(st.sampled_from((None, None, 0.7, 20.0))) if capped else None,

@@ -1,5 +1,6 @@
-"""`hw.distil` as a person calls it: it learns, goes on where it stopped, asks its teacher once."""
+"""`hw.distill` as a person calls it: it learns, goes on where it stopped, asks its teacher once."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,49 +10,53 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.distillation import Lesson, teacher_logits_cache
-from headwise.distillation.activations import Watcher
-from headwise.distillation.distill import lesson_of
-from headwise.distillation.head_pairs import best_pairs, given_pairs, ordered_pairs
+from headwise.distillation import DistillConfig, teacher_logits_cache
+from headwise.distillation.activations import ActivationCapture
+from headwise.distillation.distill import distill_loss_factory
+from headwise.distillation.head_pairs import pair_heads_by_attention, pair_heads_by_order, parse_pairs
 from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text.build_tokenizers import character_tokenizer
 from headwise.training import Recipe
-from headwise.training.default_recipe import LITTLE
-from tests.distillation.tiny import make, rows
+from headwise.training.default_synthetic_run import DEFAULT_RECIPE
+from tests.distillation.tiny import make_batch, make_model
 
 TEXT = "to be or not to be that is the question " * 40
 RECIPE = Recipe(
-    steps=8, batch=4, context=16, warmup=1, rate=3e-3, evaluate_every=8, save_every=4, log_every=1, holdout=0.1
+    steps=8,
+    batch_size=4,
+    context=16,
+    warmup=1,
+    learning_rate=3e-3,
+    evaluate_every=8,
+    save_every=4,
+    log_every=1,
+    holdout=0.1,
 )
-SMALL = make().spec.resized(layers=1)
+SMALL = make_model().spec.resized(layers=1)
 
 
-def weights(model: Transformer) -> torch.Tensor:
+def flat_weights(model: Transformer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("by", ["logits", "hidden", "maps", "qkv", {"logits": 1.0, "maps": 0.5}])
-def test_every_loss_falls(by) -> None:
-    how: dict[str, Any] = {
-        "by": by,
-        "alpha": 1.0,
-        "text": 0.0,
-        "progress": False,
-    }  # a random teacher and the text disagree
-    made = hw.distil(SMALL, make(), TEXT, replace(RECIPE, steps=30, rate=1e-2), **how)
-    names = [by] if isinstance(by, str) else list(by)
+@pytest.mark.parametrize("losses", ["logits", "hidden", "maps", "qkv", {"logits": 1.0, "maps": 0.5}])
+def test_distill_each_loss_decreases(losses) -> None:
+    # A random teacher and the text disagree.
+    options: dict[str, Any] = {"losses": losses, "alpha": 1.0, "ce_weight": 0.0, "progress": False}
+    result = hw.distill(SMALL, make_model(), TEXT, replace(RECIPE, steps=30, learning_rate=1e-2), **options)
+    names = [losses] if isinstance(losses, str) else list(losses)
     for name in names:
-        told = [row[f"loss {name}"] for row in made.history if f"loss {name}" in row]
-        assert np.mean(told[-5:]) < np.mean(told[:5]), name
-    assert made.model.spec.layers == 1
-    assert made.stopped == "finished"
+        values = [row[f"loss {name}"] for row in result.history if f"loss {name}" in row]
+        assert np.mean(values[-5:]) < np.mean(values[:5]), name
+    assert result.model.spec.layers == 1
+    assert result.stop_reason == "finished"
 
 
-def test_a_broken_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"by": ("logits", "hidden", "maps", "qkv"), "progress": False}
-    spec = make().spec.resized(layers=1, width=8, heads=2)
-    whole = hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "whole", **how)
+def test_distill_interrupted_run_resumes_bitwise(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"losses": ("logits", "hidden", "maps", "qkv"), "progress": False}
+    spec = make_model().spec.resized(layers=1, width=8, heads=2)
+    uninterrupted = hw.distill(spec, make_model(), TEXT, RECIPE, out=tmp_path / "whole", **options)
 
     class BrokenError(Exception):
         pass
@@ -61,40 +66,47 @@ def test_a_broken_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
             raise BrokenError
 
     with pytest.raises(BrokenError):
-        hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "broken", call=stop, every=2, **how)
-    again = hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "broken", **how)
-    assert torch.equal(weights(again.model), weights(whole.model))
+        hw.distill(
+            spec, make_model(), TEXT, RECIPE, out=tmp_path / "broken", callback=stop, callback_every=2, **options
+        )
+    resumed = hw.distill(spec, make_model(), TEXT, RECIPE, out=tmp_path / "broken", **options)
+    assert torch.equal(flat_weights(resumed.model), flat_weights(uninterrupted.model))
     with pytest.raises(hw.HeadwiseError, match=r"holds another run \(loss was .*teacher '"):
-        hw.distil(spec, make(5), TEXT, RECIPE, out=tmp_path / "broken", **how)
+        hw.distill(spec, make_model(5), TEXT, RECIPE, out=tmp_path / "broken", **options)
     with pytest.raises(hw.HeadwiseError, match=r"holds another run \(loss was alpha 0.9, now 0.5\); choose"):
-        hw.distil(spec, make(), TEXT, RECIPE, out=tmp_path / "broken", alpha=0.5, **how)
+        hw.distill(spec, make_model(), TEXT, RECIPE, out=tmp_path / "broken", alpha=0.5, **options)
 
 
-def test_what_is_kept_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = make()
-    how: dict[str, Any] = {"keep": tmp_path / "kept", "top": 9, "progress": False}
-    first = hw.distil(SMALL, teacher, TEXT, RECIPE, **how)
+def test_distill_cached_logits_skip_teacher_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = make_model()
+    options: dict[str, Any] = {"logits_folder": tmp_path / "kept", "top_k": 9, "progress": False}
+    first = hw.distill(SMALL, teacher, TEXT, RECIPE, **options)
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) == RECIPE.steps
 
-    def refuse(self: Watcher, *given: Any, **named: Any) -> Any:
+    def reject_teacher(self: ActivationCapture, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not teacher, "the teacher was asked"
-        return call(self, *given, **named)
+        return original_call(self, *args, **kwargs)
 
-    call = Watcher.__call__
-    monkeypatch.setattr(Watcher, "__call__", refuse)
-    again = hw.distil(SMALL, teacher, TEXT, RECIPE, **how)
-    assert torch.equal(weights(first.model), weights(again.model))
-    with pytest.raises(hw.HeadwiseError, match="another teacher, k or temperature"):
-        hw.distil(SMALL, teacher, TEXT, RECIPE, keep=tmp_path / "kept", top=5, progress=False)
+    original_call = ActivationCapture.__call__
+    monkeypatch.setattr(ActivationCapture, "__call__", reject_teacher)
+    second = hw.distill(SMALL, teacher, TEXT, RECIPE, **options)
+    assert torch.equal(flat_weights(first.model), flat_weights(second.model))
+    metadata_file = tmp_path / "kept" / teacher_logits_cache.METADATA_FILE
+    with pytest.raises(hw.HeadwiseError, match="another teacher, top_k or temperature"):
+        hw.distill(SMALL, teacher, TEXT, RECIPE, logits_folder=tmp_path / "kept", top_k=5, progress=False)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "diary.txt").write_text("dear diary")
     with pytest.raises(hw.HeadwiseError, match="holds something else"):
-        hw.distil(SMALL, teacher, TEXT, RECIPE, keep=tmp_path / "other", progress=False)
-    assert teacher_logits_cache.NOTE in {path.name for path in (tmp_path / "kept").iterdir()}
+        hw.distill(SMALL, teacher, TEXT, RECIPE, logits_folder=tmp_path / "other", progress=False)
+    metadata = json.loads(metadata_file.read_text())
+    assert metadata.pop("format") == teacher_logits_cache.FORMAT
+    metadata_file.write_text(json.dumps(metadata))
+    with pytest.raises(hw.HeadwiseError, match=r"logits of format 1.*headwise distill … --logits-folder"):
+        hw.distill(SMALL, teacher, TEXT, RECIPE, **options)
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def hf_model():
     """A small GPT-2 of transformers', with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -103,122 +115,140 @@ def theirs():
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-@pytest.mark.parametrize("by", ["logits", "hidden", "maps", "qkv"])
-def test_an_attached_teacher(by: str, theirs) -> None:
-    before = {name: value.clone() for name, value in theirs.state_dict().items()}
-    with hw.attach(theirs, make().tokenizer) as teacher:
-        made = hw.distil(SMALL, teacher, TEXT, replace(RECIPE, steps=25, rate=1e-2), by=by, text=0.0, progress=False)
-    assert isinstance(made.model, Transformer)
-    told = [row[f"loss {by}"] for row in made.history if f"loss {by}" in row]
-    assert np.mean(told[-5:]) < np.mean(told[:5])
-    assert all(torch.equal(value, before[name]) for name, value in theirs.state_dict().items())
+@pytest.mark.parametrize("loss", ["logits", "hidden", "maps", "qkv"])
+def test_distill_attached_teacher_loss_decreases(loss: str, hf_model) -> None:
+    before = {name: value.clone() for name, value in hf_model.state_dict().items()}
+    with hw.attach(hf_model, make_model().tokenizer) as teacher:
+        result = hw.distill(
+            SMALL,
+            teacher,
+            TEXT,
+            replace(RECIPE, steps=25, learning_rate=1e-2),
+            losses=loss,
+            ce_weight=0.0,
+            progress=False,
+        )
+    assert isinstance(result.model, Transformer)
+    values = [row[f"loss {loss}"] for row in result.history if f"loss {loss}" in row]
+    assert np.mean(values[-5:]) < np.mean(values[:5])
+    assert all(torch.equal(value, before[name]) for name, value in hf_model.state_dict().items())
 
 
-def test_an_attached_teacher_says_what_it_says_as_a_model_of_ours(theirs, tmp_path: Path) -> None:
-    theirs.save_pretrained(tmp_path)
-    own = hw.load(tmp_path)
-    own.tokenizer = make().tokenizer
-    ids, targets = rows()
-    made = []
-    with hw.attach(theirs, make().tokenizer) as attached:
-        for teacher in (attached, own):
-            student = make(1, layers=1, heads=2)
-            lesson = Lesson(("logits", "hidden", "maps", "qkv"), pairs="order")
-            loss = lesson_of(teacher, lesson, TEXT)(student)
-            lost = loss(ids, targets)
-            torch.stack(list(lost.values())).sum().backward()
-            slopes = {name: value.grad for name, value in student.named_parameters() if value.grad is not None}
-            made.append({name: value.detach() for name, value in lost.items()} | slopes)
-    assert made[0].keys() == made[1].keys()
-    for name, value in made[0].items():
-        torch.testing.assert_close(value, made[1][name], rtol=1e-4, atol=1e-5, msg=name)
+def test_distill_attached_and_native_teacher_losses_equal(hf_model, tmp_path: Path) -> None:
+    hf_model.save_pretrained(tmp_path)
+    native = hw.load(tmp_path)
+    native.tokenizer = make_model().tokenizer
+    ids, targets = make_batch()
+    results = []
+    with hw.attach(hf_model, make_model().tokenizer) as attached:
+        for teacher in (attached, native):
+            student = make_model(1, layers=1, heads=2)
+            config = DistillConfig(("logits", "hidden", "maps", "qkv"), head_pairs="order")
+            loss = distill_loss_factory(teacher, config, TEXT)(student)
+            losses = loss(ids, targets)
+            torch.stack(list(losses.values())).sum().backward()
+            grads = {name: value.grad for name, value in student.named_parameters() if value.grad is not None}
+            results.append({name: value.detach() for name, value in losses.items()} | grads)
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_heads_in_order() -> None:
-    student, teacher = make(layers=2, heads=2), make(layers=4, heads=4)
-    pairs = [(str(one), str(other)) for one, other in ordered_pairs(student, teacher)]
+def test_ordered_pairs_fewer_student_heads_spread_evenly() -> None:
+    student, teacher = make_model(layers=2, heads=2), make_model(layers=4, heads=4)
+    pairs = [
+        (str(student_head), str(teacher_head)) for student_head, teacher_head in pair_heads_by_order(student, teacher)
+    ]
     assert pairs == [("0.0", "1.1"), ("0.1", "1.3"), ("1.0", "3.1"), ("1.1", "3.3")]
 
 
-def test_the_best_pairs_find_a_teacher_whose_heads_changed_places() -> None:
-    teacher = make(3, layers=1, heads=4)
-    student = make(3, layers=1, heads=4)
+def test_best_pairs_permuted_heads_are_found() -> None:
+    teacher = make_model(3, layers=1, heads=4)
+    student = make_model(3, layers=1, heads=4)
     order = [2, 0, 3, 1]
     with torch.no_grad():
-        for place, head in enumerate(order):
-            for letter in ("W_Q", "W_K", "W_V", "W_O"):
-                wanted = getattr(teacher.heads[Address("", 0, head)], letter)
-                getattr(student.heads[Address("", 0, place)], letter).copy_(wanted)
+        for index, head in enumerate(order):
+            for matrix in ("W_Q", "W_K", "W_V", "W_O"):
+                weight = getattr(teacher.heads[Address("", 0, head)], matrix)
+                getattr(student.heads[Address("", 0, index)], matrix).copy_(weight)
     texts = [list(range(40, 60)), list(range(97, 120)), [5, 9, 5, 200, 7, 7, 1]]
-    assert [str(other) for _, other in best_pairs(student, teacher, texts)] == [f"0.{head}" for head in order]
-    few = make(3, layers=1, heads=2)
-    more = best_pairs(teacher, few, texts)
-    assert {str(other) for _, other in more} == {"0.0", "0.1"}
-    assert len(more) == 4
+    assert [str(teacher_head) for _, teacher_head in pair_heads_by_attention(student, teacher, texts)] == [
+        f"0.{head}" for head in order
+    ]
+    small = make_model(3, layers=1, heads=2)
+    pairs = pair_heads_by_attention(teacher, small, texts)
+    assert {str(teacher_head) for _, teacher_head in pairs} == {"0.0", "0.1"}
+    assert len(pairs) == 4
+
+
+def distill_small(**options: Any) -> object:
+    return hw.distill(SMALL, make_model(), TEXT, RECIPE, **options)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="logit"), "no loss 'logit' to distil by"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by=()), "by names one or several"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by={"maps": 0}), "weight of maps must be"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, temperatur=2), "a lesson has no 'temperatur'"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, temperature=0), "temperature must be above 0"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, alpha=1.5), "between 0 and 1"),
-        (lambda: hw.distil(SMALL, make(kind="encoder"), TEXT, RECIPE), "the teacher of kind encoder"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="hidden", layers=[(0, 7)]), "the teacher 0 to 1"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="qkv", relation_layers=(0, 9)), "no heads in layer 9"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="qkv", relation_heads=7), "7 relation heads cannot share"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="maps", pairs="near"), '"order", "best" or a list'),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="maps", pairs=[("0.0", "9.0")]), "no head 9.0; it has 0.0 to 1.3"),
-        (lambda: hw.distil(SMALL, make(), TEXT, RECIPE, by="maps", keep="somewhere"), "by 'logits' alone"),
-        (lambda: hw.distil(SMALL, make(), TEXT, replace(RECIPE, compile=True), by="maps"), "compile goes with"),
-        (lambda: given_pairs(make(), make(), [("0.0",)]), "a pair is two heads"),  # pyright: ignore[reportArgumentType]
+        (lambda: distill_small(losses="logit"), "no loss 'logit' to distill with"),
+        (lambda: distill_small(losses=()), "losses names one or several"),
+        (lambda: distill_small(losses={"maps": 0}), "weight of maps must be"),
+        (lambda: distill_small(temperatur=2), "DistillConfig has no field 'temperatur'"),
+        (lambda: distill_small(temperature=0), "temperature must be above 0"),
+        (lambda: distill_small(alpha=1.5), "between 0 and 1"),
+        (lambda: hw.distill(SMALL, make_model(kind="encoder"), TEXT, RECIPE), "the teacher of kind encoder"),
+        (lambda: distill_small(losses="hidden", layers=[(0, 7)]), "the teacher 0 to 1"),
+        (lambda: distill_small(losses="qkv", relation_layers=(0, 9)), "no heads in layer 9"),
+        (lambda: distill_small(losses="qkv", relation_heads=7), "7 relation heads cannot share"),
+        (lambda: distill_small(losses="maps", head_pairs="near"), '"order", "best" or a list'),
+        (lambda: distill_small(losses="maps", head_pairs=[("0.0", "9.0")]), "no head 9.0; it has 0.0 to 1.3"),
+        (lambda: distill_small(losses="maps", logits_folder="somewhere"), "losses='logits' alone"),
+        (lambda: hw.distill(SMALL, make_model(), TEXT, replace(RECIPE, compile=True), losses="maps"), "compile goes with"),
+        (lambda: parse_pairs(make_model(), make_model(), [("0.0",)]), "a pair is two heads"),  # pyright: ignore[reportArgumentType]
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(call, said: str) -> None:
-    with pytest.raises(hw.HeadwiseError, match=said):
+def test_distill_invalid_arguments_raise(call, message: str) -> None:
+    with pytest.raises(hw.HeadwiseError, match=message):
         call()
 
 
-def test_no_corpus_is_what_it_is_in_training() -> None:
-    """The little language, read by its own recipe; a part of it here."""
-    how = replace(LITTLE, steps=3, batch=2, warmup=1)
-    teacher = hw.train(hw.preset("little").resized(layers=1, width=16, heads=2), recipe=how, progress=False).model
-    alike = hw.distil(teacher.spec, teacher, recipe=how, text=1.0, alpha=0.0, progress=False)
-    assert torch.equal(weights(alike.model), weights(teacher)), "text alone, by the same recipe: the same model"
+def test_distill_without_corpus_equals_training() -> None:
+    """The synthetic language, read by its own recipe; a part of it here."""
+    recipe = replace(DEFAULT_RECIPE, steps=3, batch_size=2, warmup=1)
+    teacher = hw.train(hw.preset("synthetic").resized(layers=1, width=16, heads=2), recipe=recipe, progress=False).model
+    distilled = hw.distill(teacher.spec, teacher, recipe=recipe, ce_weight=1.0, alpha=0.0, progress=False)
+    assert torch.equal(flat_weights(distilled.model), flat_weights(teacher)), (
+        "text alone, by the same recipe: the same model"
+    )
 
 
-def test_who_cannot_be_asked_for_tokens_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
-    silent = Transformer(replace(make().spec, output="none"))
-    silent.tokenizer = make().tokenizer
-    for student, teacher in ((SMALL, silent), (silent, make())):
+def test_distill_model_without_output_raises_and_writes_nothing(tmp_path: Path) -> None:
+    headless = Transformer(replace(make_model().spec, output="none"))
+    headless.tokenizer = make_model().tokenizer
+    for student, teacher in ((SMALL, headless), (headless, make_model())):
         with pytest.raises(hw.HeadwiseError, match="both need an output"):
-            hw.distil(student, teacher, TEXT, RECIPE, out=tmp_path / "run")
+            hw.distill(student, teacher, TEXT, RECIPE, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_in_bfloat16() -> None:
-    by, one = ("logits", "hidden", "maps", "qkv"), replace(RECIPE, steps=1)
-    exact, rounded = (
-        hw.distil(SMALL, make().to(kind), TEXT, one, by=by, progress=False).history[0]
-        for kind in (torch.float32, torch.bfloat16)
+def test_distill_bfloat16_teacher_close_to_float32() -> None:
+    losses, recipe = ("logits", "hidden", "maps", "qkv"), replace(RECIPE, steps=1)
+    exact, bfloat16 = (
+        hw.distill(SMALL, make_model().to(dtype), TEXT, recipe, losses=losses, progress=False).history[0]
+        for dtype in (torch.float32, torch.bfloat16)
     )
-    assert rounded != exact
-    for name in (f"loss {name}" for name in by):
-        assert rounded[name] == pytest.approx(exact[name], rel=0.05), name
+    assert bfloat16 != exact
+    for name in (f"loss {name}" for name in losses):
+        assert bfloat16[name] == pytest.approx(exact[name], rel=0.05), name
 
 
-def test_another_tokenizer_is_refused() -> None:
-    student = make()
+def test_distill_different_tokenizers_raise() -> None:
+    student = make_model()
     student.tokenizer = character_tokenizer("abc")
     with pytest.raises(hw.HeadwiseError, match=r"different tokenizers: .* is token"):
-        hw.distil(student, make(), TEXT, RECIPE)
+        hw.distill(student, make_model(), TEXT, RECIPE)
     student.tokenizer = None
     with pytest.raises(hw.HeadwiseError, match="the student has no tokenizer"):
-        hw.distil(student, make(), TEXT, RECIPE)
-    silent = make()
-    silent.tokenizer = None
+        hw.distill(student, make_model(), TEXT, RECIPE)
+    untokenized = make_model()
+    untokenized.tokenizer = None
     with pytest.raises(hw.HeadwiseError, match="the teacher has no tokenizer"):
-        hw.distil(SMALL, silent, TEXT, RECIPE)
+        hw.distill(SMALL, untokenized, TEXT, RECIPE)

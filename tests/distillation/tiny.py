@@ -11,15 +11,15 @@ from headwise.text.build_tokenizers import byte_tokenizer
 VOCAB = 257
 
 
-def make(
-    seed: int = 0, *, layers: int = 2, heads: int = 4, width: int = 16, kind: str = "decoder", **more
+def make_model(
+    seed: int = 0, *, layers: int = 2, heads: int = 4, width: int = 16, kind: str = "decoder", **attention_fields
 ) -> Transformer:
     torch.manual_seed(seed)
-    rotary = Rotary() if more.pop("rotary", False) else None
-    attention = AttentionSpec(width=width, heads=heads, rotary=rotary, **more)
+    rotary = Rotary() if attention_fields.pop("rotary", False) else None
+    attention = AttentionSpec(width=width, heads=heads, rotary=rotary, **attention_fields)
     output = "mlm" if kind == "encoder" else "lm"
-    how: dict[str, Any] = {"kind": kind, "output": output, "positions": "none" if rotary else "learned"}
-    spec = ModelSpec(vocab=VOCAB, context=64, layers=layers, attention=attention, **how)
+    fields: dict[str, Any] = {"kind": kind, "output": output, "positions": "none" if rotary else "learned"}
+    spec = ModelSpec(vocab=VOCAB, context=64, layers=layers, attention=attention, **fields)
     model = Transformer(spec)
     with torch.no_grad():
         for weight in model.parameters():
@@ -28,10 +28,10 @@ def make(
     return model.eval()
 
 
-def rows(B: int = 2, T: int = 11, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(B: int = 2, T: int = 11, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and targets, some of which are not asked for."""
-    dice = torch.Generator().manual_seed(seed)
-    ids = torch.randint(VOCAB, (B, T + 1), generator=dice)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (B, T + 1), generator=generator)
     targets = ids[:, 1:].clone()
     targets[-1, -3:] = -100
     return ids[:, :-1], targets

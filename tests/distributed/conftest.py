@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.process_fixtures import Crew
+from tests.distributed.process_fixtures import WorkerGroup
 
 
 @pytest.fixture(scope="package")
-def several(two: Crew) -> Iterator[dict[int, Crew]]:
-    others = {size: Crew(size) for size in (3, 4, 5)}
+def several(two: WorkerGroup) -> Iterator[dict[int, WorkerGroup]]:
+    others = {size: WorkerGroup(size) for size in (3, 4, 5)}
     yield {2: two, **others}
-    for crew in others.values():
-        crew.stop()
+    for group in others.values():
+        group.stop()

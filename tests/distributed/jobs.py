@@ -10,8 +10,8 @@ import torch
 from headwise.errors import HeadwiseError
 
 
-def square(number: int) -> int:
-    return number * number
+def square(value: int) -> int:
+    return value * value
 
 
 def threads(_: int) -> int:
@@ -23,28 +23,28 @@ def process(_: int) -> int:
     return os.getpid()
 
 
-def refuse(number: int) -> int:
-    if number == 2:
+def raise_on_two(value: int) -> int:
+    if value == 2:
         raise HeadwiseError("two is not taken; give another number.")
-    return number
+    return value
 
 
-def note(folder: str, number: int) -> int:
+def append_mark(folder: str, index: int) -> int:
     """Leaves a mark each time it is begun."""
-    with open(Path(folder) / str(number), "a") as file:
+    with open(Path(folder) / str(index), "a") as file:
         file.write("x")
-    return number
+    return index
 
 
-def die_once(folder: str, number: int) -> int:
+def die_once(folder: str, index: int) -> int:
     """The third is killed in the middle, the first time."""
-    note(folder, number)
+    append_mark(folder, index)
     mark = Path(folder) / "killed"
-    if number == 2 and not mark.exists():
+    if index == 2 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.3)
-    return number
+    return index
 
 
 def die(_: int) -> None:

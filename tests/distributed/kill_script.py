@@ -29,12 +29,12 @@ from headwise.training import train
 from tests.distributed.train_checks import RECIPE, SPECS
 from tests.training.tiny import TEXT
 
-NOTICED = 3  # the code of a process that was told the other is gone
-PATIENCE = 90.0  # seconds for a run that is killed
-WHOLE = 600.0  # and for one that is let finish: a busy machine takes long
+PEER_LOST_CODE = 3  # the code of a process that was told the other is gone
+KILLED_TIMEOUT = 90.0  # seconds for a run that is killed
+FULL_TIMEOUT = 600.0  # and for one that is let finish: a busy machine takes long
 
 
-def member(rank: int, meeting: str, work: Callable[[], object]) -> int:
+def fork_worker(rank: int, rendezvous: str, work: Callable[[], object]) -> int:
     """Start one of two processes; its number."""
     child = os.fork()
     if child:
@@ -43,13 +43,13 @@ def member(rank: int, meeting: str, work: Callable[[], object]) -> int:
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
         )
         work()
         code = 0
     except hw.HeadwiseError as error:
         sys.stderr.write(f"{error}\n")
-        code = NOTICED
+        code = PEER_LOST_CODE
     except BaseException as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
     finally:
@@ -57,7 +57,7 @@ def member(rank: int, meeting: str, work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def waited(child: int, until: float) -> int | None:
+def wait_for_exit(child: int, until: float) -> int | None:
     """How a process ended; None where it did not, and had to be ended."""
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -70,38 +70,40 @@ def waited(child: int, until: float) -> int | None:
 
 
 def main() -> None:
-    folder, name, parallel, *numbers = sys.argv[1:]
-    steps, kills, seed = map(int, numbers)
+    folder, name, parallel, *counts = sys.argv[1:]
+    steps, kills, seed = map(int, counts)
     recipe = replace(RECIPE, steps=steps, save_every=1, evaluate_every=4, parallel=parallel)  # pyright: ignore
-    dice, ends, longest = random.Random(seed), list[Any](), 0.0
+    rng, exit_codes, max_wait = random.Random(seed), list[Any](), 0.0
 
     def attempt(victim: int, moment: float, out: str = folder) -> list[int | None]:
         steps = list[float]()
 
-        def look(model: hw.Transformer, step: int) -> None:
+        def on_step(model: hw.Transformer, step: int) -> None:
             steps.append(time.monotonic())
             if len(steps) == 2 and dist.get_rank() == victim:
                 seconds = moment * (steps[1] - steps[0])
                 threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
         def work() -> None:
-            train(SPECS[name], TEXT, recipe, out=out, call=look, every=1, progress=False)
+            train(SPECS[name], TEXT, recipe, out=out, callback=on_step, callback_every=1, progress=False)
 
-        meeting = tempfile.mktemp(prefix="kill-")
-        children = [member(rank, meeting, work) for rank in range(2)]
-        nonlocal longest
-        patience = PATIENCE if victim >= 0 else WHOLE
-        first = waited(children[max(victim, 0)], time.monotonic() + patience)
+        rendezvous = tempfile.mktemp(prefix="kill-")
+        children = [fork_worker(rank, rendezvous, work) for rank in range(2)]
+        nonlocal max_wait
+        timeout = KILLED_TIMEOUT if victim >= 0 else FULL_TIMEOUT
+        first = wait_for_exit(children[max(victim, 0)], time.monotonic() + timeout)
         began = time.monotonic()
-        other = waited(children[1 - max(victim, 0)], time.monotonic() + patience)
-        longest = max(longest, time.monotonic() - began)
+        other = wait_for_exit(children[1 - max(victim, 0)], time.monotonic() + timeout)
+        max_wait = max(max_wait, time.monotonic() - began)
         return [first, other]
 
     for _ in range(kills):
-        ends.append(attempt(dice.randrange(2), dice.uniform(0.0, 1.5)))
-    last, noticed = attempt(-1, 0.0), longest
-    whole = attempt(-1, 0.0, f"{folder}-whole")
-    sys.stdout.write(json.dumps({"ends": ends, "last": last, "whole": whole, "longest": noticed}) + "\n")
+        exit_codes.append(attempt(rng.randrange(2), rng.uniform(0.0, 1.5)))
+    last, notice_time = attempt(-1, 0.0), max_wait
+    uninterrupted = attempt(-1, 0.0, f"{folder}-whole")
+    sys.stdout.write(
+        json.dumps({"ends": exit_codes, "last": last, "whole": uninterrupted, "longest": notice_time}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -7,36 +7,36 @@ from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text.build_tokenizers import byte_tokenizer
 
 
-def spec_of(attention: AttentionSpec, **more: object) -> ModelSpec:
-    return ModelSpec(**{"vocab": 53, "context": 32, "layers": 3, "attention": attention, "hidden": 22, **more})  # pyright: ignore
+def make_spec(attention: AttentionSpec, **overrides: object) -> ModelSpec:
+    return ModelSpec(**{"vocab": 53, "context": 32, "layers": 3, "attention": attention, "mlp_width": 22, **overrides})  # pyright: ignore
 
 
 LLAMA = {"activation": "swiglu", "norm": "rms", "positions": "none", "mlp_bias": False}
 SPECS = {
-    "grouped": spec_of(AttentionSpec(width=36, heads=9, kv_heads=3, rotary=Rotary()), **LLAMA),
-    "cut": spec_of(
+    "grouped": make_spec(AttentionSpec(width=36, heads=9, kv_heads=3, rotary=Rotary()), **LLAMA),
+    "cut": make_spec(
         AttentionSpec(width=36, heads=6, kv_heads=3, bias=True, out_bias=True),
-        kept={"0": (0, 1, 2, 3, 5), "1": (4,), "2": ()},
+        kept_heads={"0": (0, 1, 2, 3, 5), "1": (4,), "2": ()},
     ),
-    "one key": spec_of(AttentionSpec(width=36, heads=6, kv_heads=1, bias=True, head_dim=4, value_dim=6)),
-    "parallel": spec_of(
-        AttentionSpec(width=36, heads=4, alibi=True, softmax="sink", gated=True), form="parallel", tied=False
+    "one key": make_spec(AttentionSpec(width=36, heads=6, kv_heads=1, bias=True, head_dim=4, value_dim=6)),
+    "parallel": make_spec(
+        AttentionSpec(width=36, heads=4, alibi=True, softmax="sink", gated=True), norm_placement="parallel", tied=False
     ),
-    "encoder": spec_of(
-        AttentionSpec(width=36, heads=4, bias=True, out_bias=True, buckets=8),
-        kind="encoder", form="post", output="mlm", embed_norm=True, token_types=2,
+    "encoder": make_spec(
+        AttentionSpec(width=36, heads=4, bias=True, out_bias=True, t5_buckets=8),
+        kind="encoder", norm_placement="post", output="mlm", embed_norm=True, token_types=2,
     ),
-    "two stacks": spec_of(AttentionSpec(width=36, heads=5, head_dim=7), kind="encoder-decoder", encoder_layers=2, layers=2),
-    "slices": spec_of(AttentionSpec(width=36, heads=4, input="slice", softcap=5.0, window=5)),
+    "two stacks": make_spec(AttentionSpec(width=36, heads=5, head_dim=7), kind="encoder-decoder", encoder_layers=2, layers=2),
+    "slices": make_spec(AttentionSpec(width=36, heads=4, head_input="slice", softcap=5.0, window=5)),
 }  # fmt: skip
 # Nine heads with three key heads, five in the second layer, one in the last: a model that speaks.
-SPEAKS = spec_of(
+GENERATING_SPEC = make_spec(
     AttentionSpec(width=36, heads=9, kv_heads=3, rotary=Rotary(), out_bias=True),
-    vocab=257, context=64, hidden=40, kept={"1": (0, 1, 4, 5, 8), "2": (3,)}, **LLAMA,
+    vocab=257, context=64, mlp_width=40, kept_heads={"1": (0, 1, 4, 5, 8), "2": (3,)}, **LLAMA,
 )  # fmt: skip
 
 
-def model_of(spec: ModelSpec, double: bool = False) -> Transformer:
+def make_model(spec: ModelSpec, double: bool = False) -> Transformer:
     """A model whose weights are drawn the same everywhere; in float64 if need be."""
     torch.manual_seed(0)
     model = Transformer(spec)
@@ -47,8 +47,12 @@ def model_of(spec: ModelSpec, double: bool = False) -> Transformer:
     return (model.double() if double else model).eval()
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, beside the largest number."""
-    if one.shape != other.shape:
+    if actual.shape != expected.shape:
         return float("inf")
-    return float((one - other).detach().abs().max() / one.detach().abs().max().clamp(min=1e-12)) if one.numel() else 0.0
+    return (
+        float((actual - expected).detach().abs().max() / actual.detach().abs().max().clamp(min=1e-12))
+        if actual.numel()
+        else 0.0
+    )

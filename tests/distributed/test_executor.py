@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwise.distributed.executor import Processes, check_executor, work
+from headwise.distributed.job_executors import IsolatedProcessPool, check_executor, run_jobs
 from headwise.errors import HeadwiseError
 from tests.distributed import jobs
 
@@ -26,13 +26,15 @@ def slurm() -> str:
     return "slurm:cluster=local"
 
 
-def results(function: Any, given: list, **options: Any) -> list:
-    found = dict(work(function, [some if isinstance(some, tuple) else (some,) for some in given], **options))
-    return [found[number] for number in range(len(given))]
+def results(function: Any, arguments: list, **options: Any) -> list:
+    by_index = dict(
+        run_jobs(function, [value if isinstance(value, tuple) else (value,) for value in arguments], **options)
+    )
+    return [by_index[index] for index in range(len(arguments))]
 
 
 @pytest.mark.slow
-def test_processes() -> None:
+def test_work_processes_give_all_results() -> None:
     assert results(jobs.square, [1, 2, 3, 4, 5], processes=2) == [1, 4, 9, 16, 25]
     assert results(jobs.threads, [0, 1], processes=2) == [1, 1]
     assert len(set(results(jobs.process, [0, 1, 2, 3], processes=2))) == 2
@@ -40,62 +42,62 @@ def test_processes() -> None:
     assert results(jobs.square, [], processes=2) == []
 
 
-def test_one_that_is_killed_loses_its_own_piece_alone(tmp_path: Path) -> None:
-    given = [(str(tmp_path), number) for number in range(6)]
-    assert results(jobs.die_once, given, processes=2) == list(range(6))
-    begun = [len((tmp_path / str(number)).read_text()) for number in range(6)]
-    assert begun == [1, 1, 2, 1, 1, 1], "the others went on undisturbed"
+def test_work_killed_worker_repeats_only_its_job(tmp_path: Path) -> None:
+    arguments = [(str(tmp_path), index) for index in range(6)]
+    assert results(jobs.die_once, arguments, processes=2) == list(range(6))
+    starts = [len((tmp_path / str(index)).read_text()) for index in range(6)]
+    assert starts == [1, 1, 2, 1, 1, 1], "the others went on undisturbed"
 
 
 @pytest.mark.slow
-def test_one_that_always_dies_is_told() -> None:
+def test_work_worker_always_dying_raises() -> None:
     with pytest.raises(HeadwiseError, match="ended before it was done"):
         results(jobs.die, [0], processes=1)
 
 
 @pytest.mark.slow
-def test_an_error_a_person_can_put_right_comes_through() -> None:
+def test_work_headwise_error_is_raised() -> None:
     with pytest.raises(HeadwiseError, match="two is not taken"):
-        results(jobs.refuse, [1, 2, 3], processes=1)
+        results(jobs.raise_on_two, [1, 2, 3], processes=1)
 
 
-def test_one_of_your_own_stays_open() -> None:
+def test_work_own_executor_stays_open() -> None:
     with ThreadPoolExecutor(2) as own:
         assert results(jobs.square, [1, 2, 3], executor=own) == [1, 4, 9]
         assert results(jobs.threads, [0], executor=own) == [1]
         assert own.submit(jobs.square, 4).result() == 16
-    assert isinstance(Processes(1), Executor)
+    assert isinstance(IsolatedProcessPool(1), Executor)
 
 
 @pytest.mark.slow
-def test_dask_on_a_real_cluster(tmp_path: Path) -> None:
+def test_work_dask_cluster_gives_all_results(tmp_path: Path) -> None:
     with dask() as executor:
         assert results(jobs.square, [1, 2, 3, 4], executor=executor) == [1, 4, 9, 16]
         assert results(jobs.threads, [0], executor=executor) == [1]
         with pytest.raises(HeadwiseError, match="two is not taken"):
-            results(jobs.refuse, [1, 2, 3], executor=executor)
+            results(jobs.raise_on_two, [1, 2, 3], executor=executor)
 
 
 @pytest.mark.slow
-def test_a_worker_of_dask_is_killed(tmp_path: Path) -> None:
+def test_work_dask_killed_worker_repeats_job(tmp_path: Path) -> None:
     with dask() as executor:
-        given = [(str(tmp_path), number) for number in range(6)]
-        assert results(jobs.die_once, given, executor=executor) == list(range(6))
+        arguments = [(str(tmp_path), index) for index in range(6)]
+        assert results(jobs.die_once, arguments, executor=executor) == list(range(6))
     assert len((tmp_path / "2").read_text()) == 2
 
 
 @pytest.mark.slow
-def test_slurm_by_jobs_on_this_machine(tmp_path: Path) -> None:
+def test_work_slurm_local_jobs_give_all_results(tmp_path: Path) -> None:
     assert results(jobs.square, [3, 4], executor=slurm(), folder=tmp_path) == [9, 16]
     assert any((tmp_path / "jobs").iterdir())
 
 
 @pytest.mark.slow
-def test_jobs_of_slurm_that_fail(tmp_path: Path) -> None:
+def test_work_slurm_failed_jobs_raise_or_repeat(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=r"^two is not taken"):
-        results(jobs.refuse, [1, 2], executor=slurm(), folder=tmp_path)
-    given = [(str(tmp_path), number) for number in range(4)]
-    assert results(jobs.die_once, given, executor=slurm(), folder=tmp_path) == list(range(4))
+        results(jobs.raise_on_two, [1, 2], executor=slurm(), folder=tmp_path)
+    arguments = [(str(tmp_path), index) for index in range(4)]
+    assert results(jobs.die_once, arguments, executor=slurm(), folder=tmp_path) == list(range(4))
     with pytest.raises(HeadwiseError, match="ended before it was done"):
         results(jobs.die, [0], executor=slurm(), folder=tmp_path)
     import submitit
@@ -106,12 +108,12 @@ def test_jobs_of_slurm_that_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["ray", "Dask", 3, "", "dusk:tcp://a"])
-def test_unknown_ones_are_told(wrong: Any) -> None:
+def test_check_executor_unknown_raises(wrong: Any) -> None:
     with pytest.raises(HeadwiseError, match=r"there is no executor .*processes, dask, slurm"):
         check_executor(wrong)
 
 
-def test_what_cannot_be_reached_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_unreachable_executor_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed")
     from dask import config
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 import headwise as hw
-from tests.distributed.kill_script import NOTICED
+from tests.distributed.kill_script import PEER_LOST_CODE
 from tests.training.tiny import same_weights
 
 ROOT = Path(__file__).parents[2]
 
 
-def script(folder: Path, name: str, parallel: str, steps: int, kills: int, seed: int) -> dict[str, Any]:
+def run_kill_script(folder: Path, name: str, parallel: str, steps: int, kills: int, seed: int) -> dict[str, Any]:
     done = subprocess.run(
         [
             sys.executable,
@@ -36,31 +36,32 @@ def script(folder: Path, name: str, parallel: str, steps: int, kills: int, seed:
         env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
     assert done.returncode == 0, done.stderr
-    return {**json.loads(done.stdout.splitlines()[-1]), "said": done.stderr}
+    return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
 
-def killed(tmp_path: Path, name: str, parallel: str, steps: int, kills: int, seed: int) -> None:
-    told = script(tmp_path / "killed", name, parallel, steps, kills, seed)
-    assert told["last"] == [0, 0], told["said"]
-    assert [end[0] for end in told["ends"]] == [-signal.SIGKILL] * kills
-    assert {end[1] for end in told["ends"]} <= {NOTICED}, told["said"]  # the other was told, and ended by itself
-    assert told["longest"] < 60
-    assert told["whole"] == [0, 0], told["said"]
+def check_killed_run(tmp_path: Path, name: str, parallel: str, steps: int, kills: int, seed: int) -> None:
+    result = run_kill_script(tmp_path / "killed", name, parallel, steps, kills, seed)
+    assert result["last"] == [0, 0], result["stderr"]
+    assert [end[0] for end in result["ends"]] == [-signal.SIGKILL] * kills
+    # the other was told, and ended by itself
+    assert {end[1] for end in result["ends"]} <= {PEER_LOST_CODE}, result["stderr"]
+    assert result["longest"] < 60
+    assert result["whole"] == [0, 0], result["stderr"]
     assert same_weights(*(hw.load(tmp_path / run / "model") for run in ("killed", "killed-whole")))  # pyright: ignore
-    pieces = [tmp_path / run / "checkpoints" / f"step-{steps:08d}" / "pieces" for run in ("killed", "killed-whole")]
-    for one, other in zip(*(sorted(folder.iterdir()) for folder in pieces), strict=True):
-        a, b = load_file(one), load_file(other)
+    pieces = [tmp_path / run / "checkpoints" / f"step-{steps:08d}" / "shards" for run in ("killed", "killed-whole")]
+    for expected, actual in zip(*(sorted(folder.iterdir()) for folder in pieces), strict=True):
+        a, b = load_file(expected), load_file(actual)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)  # moments of the optimizer among them
-    left = [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()]
-    assert all(name.startswith("step-") for name in left)
+    folders = [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()]
+    assert all(name.startswith("step-") for name in folders)
 
 
-def test_killed_twice(tmp_path: Path) -> None:
-    killed(tmp_path, "grouped", "heads", 9, 2, 1)
+def test_train_killed_twice_resumes_same_weights(tmp_path: Path) -> None:
+    check_killed_run(tmp_path, "grouped", "heads", 9, 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "parallel"), [("noisy", "heads"), ("noisy", "fsdp")])
-def test_killed_at_random_many_times(tmp_path: Path, name: str, parallel: str) -> None:
-    killed(tmp_path, name, parallel, 80, 20, 2)
+def test_train_killed_many_times_resumes_same_weights(tmp_path: Path, name: str, parallel: str) -> None:
+    check_killed_run(tmp_path, name, parallel, 80, 20, 2)

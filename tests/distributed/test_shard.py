@@ -5,76 +5,74 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.spec.partition import share_out
-from tests.distributed.models import SPEAKS, SPECS, model_of
-from tests.distributed.process_fixtures import Crew
+from headwise.spec.rank_partition import partition_model
+from tests.distributed.models import GENERATING_SPEC, SPECS, make_model
+from tests.distributed.process_fixtures import WorkerGroup
 
 CHECKS = "tests.distributed.shard_checks"
 
 
 @pytest.mark.parametrize("name", ["grouped", "cut", "one key", "two stacks"])
-def test_logits_loss_and_gradients_are_those_of_one_process(two: Crew, name: str) -> None:
-    for found in two.run(f"{CHECKS}:numbers", name, True):
-        assert max(found.values()) < 1e-12
-    for found in two.run(f"{CHECKS}:numbers", name, False):
-        assert max(found.values()) < 1e-5
+def test_shard_forward_and_gradients_equal_one_process(two: WorkerGroup, name: str) -> None:
+    for differences in two.run(f"{CHECKS}:forward_and_gradients", name, True):
+        assert max(differences.values()) < 1e-12
+    for differences in two.run(f"{CHECKS}:forward_and_gradients", name, False):
+        assert max(differences.values()) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", SPECS)
-def test_so_they_are_for_every_model_and_any_number_of_processes(
-    several: dict[int, Crew], name: str, size: int
-) -> None:
-    for double, most in ((True, 1e-12), (False, 1e-5)):
-        for found in several[size].run(f"{CHECKS}:numbers", name, double):
-            assert max(found.values()) < most
+def test_shard_all_models_and_sizes_equal_one_process(several: dict[int, WorkerGroup], name: str, size: int) -> None:
+    for double, tolerance in ((True, 1e-12), (False, 1e-5)):
+        for differences in several[size].run(f"{CHECKS}:forward_and_gradients", name, double):
+            assert max(differences.values()) < tolerance
 
 
-def test_sites_show_the_heads_that_are_here_under_their_own_numbers(two: Crew) -> None:
-    one, other = two.run(f"{CHECKS}:shares", "cut")
-    assert one == [[0, 1, 5], [], []]
-    assert other == [[2, 3], [4], []]
+def test_shard_hook_points_show_local_heads(two: WorkerGroup) -> None:
+    first, second = two.run(f"{CHECKS}:local_heads", "cut")
+    assert first == [[0, 1, 5], [], []]
+    assert second == [[2, 3], [4], []]
 
 
-def test_generation_with_every_cache(two: Crew) -> None:
-    for found in two.run(f"{CHECKS}:generation"):
-        assert all(found.values()), found
+def test_shard_generate_any_cache_equals_one_process(two: WorkerGroup) -> None:
+    for results in two.run(f"{CHECKS}:generation"):
+        assert all(results.values()), results
 
 
-def test_weights_and_caches_are_halved(two: Crew) -> None:
-    for found in two.run(f"{CHECKS}:memory"):
-        assert found["cache"][1] * 2 == found["cache"][0]
-        assert found["weights"][1] < 0.53 * found["weights"][0]  # norms and positions are everywhere
+def test_shard_two_processes_halve_weights_and_caches(two: WorkerGroup) -> None:
+    for sizes in two.run(f"{CHECKS}:memory"):
+        assert sizes["cache"][1] * 2 == sizes["cache"][0]
+        assert sizes["weights"][1] < 0.53 * sizes["weights"][0]  # norms and positions are everywhere
 
 
-def test_silence_gates_and_masks_by_head(two: Crew) -> None:
-    for found in two.run(f"{CHECKS}:edits"):
-        assert max(found.values()) < 1e-5, found
+def test_shard_edits_equal_one_process(two: WorkerGroup) -> None:
+    for differences in two.run(f"{CHECKS}:edits"):
+        assert max(differences.values()) < 1e-5, differences
 
 
-def test_recordings_and_maps(two: Crew) -> None:
-    for found in two.run(f"{CHECKS}:looks"):
-        assert max(found.values()) < 1e-5, found
+def test_shard_recordings_equal_one_process(two: WorkerGroup) -> None:
+    for differences in two.run(f"{CHECKS}:recordings"):
+        assert max(differences.values()) < 1e-5, differences
 
 
 @pytest.mark.parametrize(
-    "by", ["gradient", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ablation", "attribution"))]
+    "ranking", ["gradient", *(pytest.param(method, marks=pytest.mark.slow) for method in ("ablation", "attribution"))]
 )
-def test_what_heads_are_worth(two: Crew, by: str) -> None:
-    assert max(two.run(f"{CHECKS}:worth", by)) < 1e-4
+def test_shard_importance_equals_one_process(two: WorkerGroup, ranking: str) -> None:
+    assert max(two.run(f"{CHECKS}:importance_difference", ranking)) < 1e-4
 
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_profiles(two: Crew, causal: bool) -> None:
-    assert max(two.run(f"{CHECKS}:profiled", causal)) < 1e-4
+def test_shard_profile_equals_one_process(two: WorkerGroup, causal: bool) -> None:
+    assert max(two.run(f"{CHECKS}:profile_difference", causal)) < 1e-4
 
 
-def test_bad_input_is_told_in_every_process(two: Crew) -> None:
-    one, other = two.run(f"{CHECKS}:refusals")
-    assert one == other
-    for told, said in zip(
-        one,
+def test_shard_invalid_input_raises_in_every_process(two: WorkerGroup) -> None:
+    first, second = two.run(f"{CHECKS}:error_messages")
+    assert first == second
+    for message, fragment in zip(
+        first,
         [
             "a mesh is made by torch.distributed.init_device_mesh",
             "the processes have different models",
@@ -88,65 +86,65 @@ def test_bad_input_is_told_in_every_process(two: Crew) -> None:
         ],
         strict=True,
     ):
-        assert said in told
+        assert fragment in message
 
 
 @pytest.mark.parametrize("storage", ["qkv", "q,k,v"])
-def test_a_folder_is_read_in_parts(two: Crew, tmp_path: Path, storage: str) -> None:
-    model = hw.Transformer(SPEAKS, storage=storage)
-    model.load_state_dict(model_of(SPEAKS).state_dict())
+def test_load_sharded_reads_parts_and_saves_full(two: WorkerGroup, tmp_path: Path, storage: str) -> None:
+    model = hw.Transformer(GENERATING_SPEC, storage=storage)
+    model.load_state_dict(make_model(GENERATING_SPEC).state_dict())
     model.save(tmp_path / "model")
-    for found in two.run(f"{CHECKS}:loaded", str(tmp_path / "model")):
-        assert found["off"] < 1e-6
-        assert found["held"][1] < 0.55 * found["held"][0]
-        assert found["saved"]  # by both, and whole again bit by bit
-        assert found["kept"] < 0.56 * found["held"][0]  # nothing of the others' parts is kept alive
+    for result in two.run(f"{CHECKS}:load_sharded", str(tmp_path / "model")):
+        assert result["off"] < 1e-6
+        assert result["held"][1] < 0.55 * result["held"][0]
+        assert result["saved"]  # by both, and whole again bit by bit
+        assert result["kept"] < 0.56 * result["held"][0]  # nothing of the others' parts is kept alive
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
-def test_weights_at_few_bits_too(two: Crew, tmp_path: Path, bits: int) -> None:
-    hw.quantise(model_of(SPEAKS), {"*": bits, "0.1": 32, "1.4": 8, "mlp": bits, "vocabulary": bits}).save(
+def test_load_sharded_quantized_equals_full(two: WorkerGroup, tmp_path: Path, bits: int) -> None:
+    hw.quantize(make_model(GENERATING_SPEC), {"*": bits, "0.1": 32, "1.4": 8, "mlp": bits, "vocabulary": bits}).save(
         tmp_path / "few"
     )
-    for found in two.run(f"{CHECKS}:loaded", str(tmp_path / "few")):
-        assert found["off"] < 1e-5
+    for result in two.run(f"{CHECKS}:load_sharded", str(tmp_path / "few")):
+        assert result["off"] < 1e-5
 
 
 @pytest.mark.slow
-def test_families_of_others_are_read_in_parts(two: Crew, tmp_path: Path) -> None:
+def test_load_sharded_exported_families_equal_full(two: WorkerGroup, tmp_path: Path) -> None:
     for family, spec in (("gpt2", hw.preset("gpt2")), ("llama", hw.preset("smollm2-135m"))):
         small = spec.resized(layers=2, width=36, heads=3)
         hw.Transformer(small).export(tmp_path / family, family)
-        for found in two.run(f"{CHECKS}:loaded", str(tmp_path / family)):
-            assert found["off"] < 1e-5
-            assert found["kept"] < 0.62 * found["held"][0]
+        for result in two.run(f"{CHECKS}:load_sharded", str(tmp_path / family)):
+            assert result["off"] < 1e-5
+            assert result["kept"] < 0.62 * result["held"][0]
 
 
 @pytest.mark.slow
-def test_a_real_model(two: Crew) -> None:
-    found = two.run(f"{CHECKS}:smollm2", patience=400)[0]
-    assert found["off"] < 1e-3
-    assert found["same"]
-    assert found["weights"][1] < 0.51 * found["weights"][0]
-    assert found["cache"][1] * 2 == found["cache"][0]
+def test_load_sharded_smollm2_equals_full(two: WorkerGroup) -> None:
+    result = two.run(f"{CHECKS}:smollm2", timeout=400)[0]
+    assert result["off"] < 1e-3
+    assert result["same"]
+    assert result["weights"][1] < 0.51 * result["weights"][0]
+    assert result["cache"][1] * 2 == result["cache"][0]
 
 
 @pytest.mark.parametrize("processes", range(1, 10))
-def test_shares_are_whole_groups_and_balanced(processes: int) -> None:
+def test_partition_groups_are_full_and_balanced(processes: int) -> None:
     spec = hw.preset("smollm2-135m")
-    shares = share_out(spec, processes)
-    for site in spec.sites:
-        here = [share.by_layer[str(site)] for share in shares]
-        assert sorted(number for some in here for number in some) == list(range(9))
+    partitions = partition_model(spec, processes)
+    for layer_address in spec.layer_addresses:
+        by_process = [partition.heads_by_layer[str(layer_address)] for partition in partitions]
+        assert sorted(head for heads in by_process for head in heads) == list(range(9))
         if processes <= 3:  # as many as there are groups
-            assert all(len({number // 3 for number in some}) * 3 == len(some) for some in here)
-        assert max(map(len, here)) <= {1: 9, 2: 6}.get(processes, 3)
-    totals = [sum(map(len, share.by_layer.values())) for share in shares]
+            assert all(len({head // 3 for head in heads}) * 3 == len(heads) for heads in by_process)
+        assert max(map(len, by_process)) <= {1: 9, 2: 6}.get(processes, 3)
+    totals = [sum(map(len, partition.heads_by_layer.values())) for partition in partitions]
     assert max(totals) - min(totals) <= 3
 
 
 @pytest.mark.parametrize("processes", [0, 10, True])
-def test_shares_that_cannot_be(processes: int) -> None:
+def test_partition_invalid_process_count_raises(processes: int) -> None:
     with pytest.raises(hw.HeadwiseError, match="process"):
-        share_out(hw.preset("smollm2-135m"), processes)
+        partition_model(hw.preset("smollm2-135m"), processes)

@@ -1,30 +1,36 @@
-"""A lab whose points tell what a test says: any loss, any marks, so that what is measured of them is known beforehand."""
+"""A lab whose points tell what a test says: any loss, any accuracy, so that what is measured of them is known beforehand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.experiments.engine.experiment_config import Made, Point
-from headwise.experiments.engine.store import Store
-from headwise.experiments.experiment import Lab
-from tests.experiments.tiny import SIZE, TOLD, tiny_lab
+from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
+from headwise.experiments.engine.experiment_store import ExperimentStore
+from headwise.experiments.experiment_context import ExperimentContext
+from tests.experiments.tiny import DEFAULT_RESULTS, SIZE, tiny_experiment
 
-Tell = Callable[[Point], dict[str, Any]]  # what a point tells beside the usual: {"loss": 2.5}
+ResultsFunction = Callable[[ExperimentConfig], dict[str, Any]]  # what a point tells beside the usual: {"loss": 2.5}
 
 
 @dataclass(frozen=True)
-class Told(Lab):
-    """What is told of each point comes from `tell`; with `models` there are some as well, as in a tiny lab."""
+class StubExperiment(ExperimentContext):
+    """What is told of each point comes from `results_for`; with `models` there are some as well, as in a tiny lab."""
 
-    tell: Tell = lambda point: {}
+    results_for: ResultsFunction = lambda config: {}
     models: bool = False
 
-    def made(self, point: Point) -> Made:
-        made = tiny_lab(self.store.folder).made(point) if self.models else Made(point, self.store.folder, TOLD)
-        return replace(made, results={**made.results, **self.tell(point)})
+    def train_or_load(self, config: ExperimentConfig) -> TrainedModel:
+        trained = (
+            tiny_experiment(self.store.folder).train_or_load(config)
+            if self.models
+            else TrainedModel(config, self.store.folder, DEFAULT_RESULTS)
+        )
+        return replace(trained, results={**trained.results, **self.results_for(config)})
 
 
-def told_lab(folder: Path, tell: Tell, seeds: tuple[int, ...] = (0,), models: bool = False) -> Told:
+def stub_experiment(
+    folder: Path, results_for: ResultsFunction, seeds: tuple[int, ...] = (0,), models: bool = False
+) -> StubExperiment:
     """One for a test's own folder."""
-    return Told(Store(folder), seeds, SIZE, tell, models)
+    return StubExperiment(ExperimentStore(folder), seeds, SIZE, results_for, models)

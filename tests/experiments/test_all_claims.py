@@ -2,21 +2,21 @@
 
 import pytest
 
-import headwise as hw
-from headwise.experiments.claim import WORDS
-from headwise.experiments.experiment import LabSize
+from headwise.experiments.claim import VERDICTS
+from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import all_claims
+from headwise.experiments.run_claims import claims
 
-TINY = LabSize(width=16, heads=4, steps=16, batch=4, documents=30)
+TINY = ExperimentSize(width=16, heads=4, steps=16, batch_size=4, documents=30)
 
 
 @pytest.mark.slow
-def test_every_claim_runs_and_is_the_same_again(tmp_path):
-    made = hw.claims(size=TINY, cache=tmp_path / "one", processes=2)
-    assert [result.claim.number for result in made] == [*range(1, 28)]
-    assert all(result.verdict.word in WORDS for result in made)
-    steady = [claim.name for claim in all_claims() if not claim.timed]
-    again = hw.claims(steady, size=TINY, cache=tmp_path / "two", processes=1)
-    first = {result.claim.name: result.to_dict() for result in made}
-    for result in again:
+def test_claims_all_run_and_repeat_exactly(tmp_path):
+    results = claims(size=TINY, cache=tmp_path / "one", processes=2)
+    assert [result.claim.number for result in results] == [*range(1, 28)]
+    assert all(result.verdict.word in VERDICTS for result in results)
+    untimed = [claim.name for claim in all_claims() if not claim.timed]
+    repeated = claims(untimed, size=TINY, cache=tmp_path / "two", processes=1)
+    first = {result.claim.name: result.to_dict() for result in results}
+    for result in repeated:
         assert result.to_dict() == first[result.claim.name]

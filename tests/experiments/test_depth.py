@@ -3,60 +3,61 @@
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.depth import LAYERS, deep, same_cut
-from headwise.experiments.engine.store import Store
-from headwise.experiments.experiment import Lab, LabSize
+from headwise.experiments.engine.experiment_store import ExperimentStore
+from headwise.experiments.equal_parameter_specs import LAYERS, deep_experiment, equal_parameter_specs
+from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
 
-def spec_of(layers: int = 6, heads: int = 8, **attention) -> ModelSpec:
+def make_spec(layers: int = 6, heads: int = 8, **attention) -> ModelSpec:
     return ModelSpec(
         vocab=50, context=16, layers=layers, attention=AttentionSpec(width=48, heads=heads, head_dim=6, **attention)
     )
 
 
-def held(spec: ModelSpec) -> int:
+def num_parameters(spec: ModelSpec) -> int:
     return sum(weight.numel() for weight in Transformer(spec).parameters())
 
 
-def test_half_of_the_heads_of_six_layers_weigh_a_block():
-    full = spec_of()
-    shallow, narrow = same_cut(full)
+def test_equal_parameter_specs_half_heads_equal_one_block():
+    full = make_spec()
+    shallow, narrow = equal_parameter_specs(full)
     assert (shallow.layers, shallow.attention) == (5, full.attention)
     assert (narrow.layers, narrow.attention.heads, narrow.attention.head_dim) == (6, 4, 6)
-    assert held(full) - held(shallow) == 12 * 48**2 + 9 * 48  # 5 biases of the MLP's and 4 of two norms, each D
-    assert held(full) - held(narrow) == 12 * 48**2
+    # 5 biases of the MLP's and 4 of two norms, each D
+    assert num_parameters(full) - num_parameters(shallow) == 12 * 48**2 + 9 * 48
+    assert num_parameters(full) - num_parameters(narrow) == 12 * 48**2
 
 
-@pytest.mark.parametrize(("layers", "left"), [(4, 2), (5, 3), (12, 6)])
-def test_the_closest_count_is_taken(layers, left):
+@pytest.mark.parametrize(("layers", "remaining"), [(4, 2), (5, 3), (12, 6)])
+def test_equal_parameter_specs_takes_closest_head_count(layers, remaining):
     # A head of every layer has 4·D·d parameters, L·4·D·d in all; a block has about 12·D². With D = 8d: 24/L heads go.
-    assert same_cut(spec_of(layers))[1].attention.heads == left == 8 - round(24 / layers)
+    assert equal_parameter_specs(make_spec(layers))[1].attention.heads == remaining == 8 - round(24 / layers)
 
 
-def test_shared_keys_stay_shared_as_they_were():
-    narrow = same_cut(spec_of(layers=8, kv_heads=4))[1].attention
+def test_equal_parameter_specs_keeps_kv_sharing():
+    narrow = equal_parameter_specs(make_spec(layers=8, kv_heads=4))[1].attention
     assert narrow.heads == 2 * narrow.kv_heads
-    assert same_cut(spec_of(layers=8, kv_heads=1))[1].attention.kv_heads == 1
+    assert equal_parameter_specs(make_spec(layers=8, kv_heads=1))[1].attention.kv_heads == 1
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
-        (spec_of(layers=2), "more layers"),
-        (spec_of(layers=1), "none to spare"),
-        (spec_of(heads=1), "none to spare"),
-        (spec_of().without("0.1"), "cut already"),
+        (make_spec(layers=2), "more layers"),
+        (make_spec(layers=1), "none to spare"),
+        (make_spec(heads=1), "none to spare"),
+        (make_spec().without("0.1"), "cut already"),
         (ModelSpec(50, 16, 6, AttentionSpec(width=48, heads=8), kind="encoder-decoder"), "two kinds"),
     ],
 )
-def test_what_cannot_be_is_said(spec, said):
-    with pytest.raises(HeadwiseError, match=said):
-        same_cut(spec)
+def test_equal_parameter_specs_unsupported_raises(spec, message):
+    with pytest.raises(HeadwiseError, match=message):
+        equal_parameter_specs(spec)
 
 
-def test_the_deeper_lab(tmp_path):
-    lab = deep(Lab(Store(tmp_path), (0, 1), LabSize(steps=100)))
-    assert (lab.size.layers, lab.size.steps, lab.seeds) == (LAYERS, 60, (0, 1))
-    assert lab.point(0).spec.layers == LAYERS
+def test_deep_experiment_has_more_layers(tmp_path):
+    experiment = deep_experiment(ExperimentContext(ExperimentStore(tmp_path), (0, 1), ExperimentSize(steps=100)))
+    assert (experiment.size.layers, experiment.size.steps, experiment.seeds) == (LAYERS, 60, (0, 1))
+    assert experiment.make_config(0).spec.layers == LAYERS

@@ -1,25 +1,25 @@
 import torch
 
-from headwise.experiments.engine.memory import rise
-from headwise.experiments.engine.pool import apart
+from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.training_pool import run_in_subprocess
 
 MB = 2**18  # numbers of float32
 
 
-def tell(megabytes: int) -> float:
-    return rise(lambda: torch.ones(megabytes * MB), lambda: torch.ones(MB))
+def allocate_and_measure(megabytes: int) -> float:
+    return peak_memory(lambda: torch.ones(megabytes * MB), lambda: torch.ones(MB))
 
 
-def test_as_much_as_was_filled():
+def test_peak_memory_equals_allocated_megabytes():
     big = torch.ones(200 * MB)  # what the asking process holds must not count
-    assert abs(apart(tell, 100) - 100) < 8
+    assert abs(run_in_subprocess(allocate_and_measure, 100) - 100) < 8
     del big
 
 
-def tell_behind_a_peak(megabytes: int) -> float:
+def measure_after_peak(megabytes: int) -> float:
     torch.ones(3 * megabytes * MB)
-    return tell(megabytes)
+    return allocate_and_measure(megabytes)
 
 
-def test_forgets_what_was_freed():
-    assert abs(apart(tell_behind_a_peak, 50) - 50) < 8
+def test_peak_memory_ignores_freed_memory():
+    assert abs(run_in_subprocess(measure_after_peak, 50) - 50) < 8

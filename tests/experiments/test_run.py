@@ -8,15 +8,16 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.experiments import run
+from headwise.experiments import run_claims
 from headwise.experiments.claim import Verdict
 from headwise.experiments.engine import train_model
-from headwise.experiments.engine.statistic import Figures
-from headwise.experiments.experiment import LabSize
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import all_claims, find_claims
+from headwise.experiments.run_claims import claims
 from headwise.spec import AttentionSpec, ModelSpec
 
-TINY = LabSize(width=16, heads=4, steps=8, batch=4, documents=20)
+TINY = ExperimentSize(width=16, heads=4, steps=8, batch_size=4, documents=20)
 
 
 @pytest.fixture
@@ -25,129 +26,140 @@ def model() -> hw.Transformer:
     return hw.Transformer(ModelSpec(vocab=257, context=64, layers=2, attention=AttentionSpec(width=16, heads=4)))
 
 
-def test_found_by_name_and_by_number():
+def test_find_claims_by_name_and_number():
     assert [claim.number for claim in find_claims(["parameters", "1", "3"])] == [3, 1]
     assert find_claims() == all_claims()
 
 
-def test_an_unknown_claim_is_refused_with_the_close_ones():
+def test_claims_unknown_name_suggests_matches():
     with pytest.raises(HeadwiseError, match="no claim 'same-number'; did you mean same-numbers"):
-        hw.claims(["same-number"])
+        claims(["same-number"])
     with pytest.raises(HeadwiseError, match="no claim '77'; known: "):
-        hw.claims(["77"])
+        claims(["77"])
 
 
-def test_what_was_found_is_not_done_again(tmp_path, monkeypatch):
-    asked = ["same-numbers", "parameters"]
-    first = hw.claims(asked, size=TINY, cache=tmp_path, processes=1)
+def test_claims_cached_results_are_reused(tmp_path, monkeypatch):
+    names = ["same-numbers", "parameters"]
+    first = claims(names, size=TINY, cache=tmp_path, processes=1)
     assert [result.claim.number for result in first] == [1, 3]
-    assert all(result.indicative for result in first)
-    assert first[0].again == "headwise claims same-numbers"
+    assert all(result.has_few_seeds for result in first)
+    assert first[0].rerun_command == "headwise claims same-numbers"
     monkeypatch.setattr(
-        run, "work", lambda function, jobs, *more, **named: iter([]) if not jobs else pytest.fail("done again")
+        run_claims,
+        "run_jobs",
+        lambda function, jobs, *args, **kwargs: iter([]) if not jobs else pytest.fail("done again"),
     )
-    again = hw.claims(asked, size=TINY, cache=tmp_path)
-    assert [result.to_dict() for result in again] == [result.to_dict() for result in first]
+    second = claims(names, size=TINY, cache=tmp_path)
+    assert [result.to_dict() for result in second] == [result.to_dict() for result in first]
 
 
-def test_another_size_or_more_seeds_is_another_experiment(tmp_path):
+def test_claim_key_depends_on_size_and_seeds(tmp_path):
     (claim,) = find_claims(["parameters"])
-    lab = run.Lab(run.Store(tmp_path), (0,), TINY)
-    keys = {run._key(claim, one) for one in (lab, replace(lab, seeds=(0, 1, 2)), replace(lab, size=LabSize()))}
+    experiment = run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), (0,), TINY)
+    keys = {
+        run_claims._result_key(claim, variant)
+        for variant in (experiment, replace(experiment, seeds=(0, 1, 2)), replace(experiment, size=ExperimentSize()))
+    }
     assert len(keys) == 3
 
 
-def test_a_rule_that_changed_judges_kept_figures_anew(tmp_path, monkeypatch):
-    (first,) = hw.claims(["parameters"], size=TINY, cache=tmp_path, processes=1)
+def test_claims_changed_rule_rejudges_cached_statistics(tmp_path, monkeypatch):
+    (first,) = claims(["parameters"], size=TINY, cache=tmp_path, processes=1)
     (claim,) = find_claims(["parameters"])
-    changed = replace(claim, judge=lambda figures: Verdict("does not hold"))
-    monkeypatch.setattr(run, "find_claims", lambda names=(): (changed,))
-    (again,) = hw.claims(["parameters"], size=TINY, cache=tmp_path, processes=1)
-    assert first.verdict.word != again.verdict.word
-    assert again.figures.to_rows() == first.figures.to_rows()
+    changed = replace(claim, judge=lambda statistics: Verdict("does not hold"))
+    monkeypatch.setattr(run_claims, "find_claims", lambda names=(): (changed,))
+    (rejudged,) = claims(["parameters"], size=TINY, cache=tmp_path, processes=1)
+    assert first.verdict.word != rejudged.verdict.word
+    assert rejudged.statistics.to_rows() == first.statistics.to_rows()
 
 
-def test_timed_claims_run_here_alone_and_are_kept(tmp_path, monkeypatch):
+def test_claims_timed_run_in_process_and_are_cached(tmp_path, monkeypatch):
     (claim,) = find_claims(["parameters"])
     calls = []
 
-    def measure(lab):
-        calls.append(lab.seeds)
-        return Figures().add("most over fewest", "plain", 1.0)
+    def measure(experiment):
+        calls.append(experiment.seeds)
+        return StatisticTable().add("most over fewest", "plain", 1.0)
 
     timed = replace(claim, measure=measure, timed=True)
-    monkeypatch.setattr(run, "find_claims", lambda names=(): (timed,))
+    monkeypatch.setattr(run_claims, "find_claims", lambda names=(): (timed,))
     for _ in range(2):
-        (made,) = hw.claims(["parameters"], full=True, size=TINY, cache=tmp_path)
-        assert made.verdict.word == "true by construction"
-        assert not made.indicative
-        assert made.seen  # these seeds, while the rules were made
+        (result,) = claims(["parameters"], full=True, size=TINY, cache=tmp_path)
+        assert result.verdict.word == "true by construction"
+        assert not result.has_few_seeds
+        assert result.is_exploratory  # these seeds, while the rules were made
     assert calls == [(0, 1, 2)]
-    (made,) = hw.claims(["parameters"], seeds=5, size=TINY, cache=tmp_path)
-    assert (calls[1:], made.again) == ([(0, 1, 2, 3, 4)], "headwise claims parameters --seeds 5")
+    (result,) = claims(["parameters"], seeds=5, size=TINY, cache=tmp_path)
+    assert (calls[1:], result.rerun_command) == ([(0, 1, 2, 3, 4)], "headwise claims parameters --seeds 5")
     with pytest.raises(HeadwiseError, match="give one of them"):
-        hw.claims(["parameters"], full=True, seeds=5)
-    (made,) = hw.claims(["parameters"], seeds=2, first_seed=100, size=TINY, cache=tmp_path)
-    assert (calls[2:], made.again) == ([(100, 101)], "headwise claims parameters --seeds 2 --first-seed 100")
-    assert not made.seen
+        claims(["parameters"], full=True, seeds=5)
+    (result,) = claims(["parameters"], seeds=2, first_seed=100, size=TINY, cache=tmp_path)
+    assert (calls[2:], result.rerun_command) == ([(100, 101)], "headwise claims parameters --seeds 2 --first-seed 100")
+    assert not result.is_exploratory
     with pytest.raises(HeadwiseError, match="the first one cannot be -1"):
-        hw.claims(["parameters"], first_seed=-1)
+        claims(["parameters"], first_seed=-1)
     with pytest.raises(HeadwiseError, match="there already"):
-        hw.claims(["parameters"], first_seed=3, on="smollm2")
+        claims(["parameters"], first_seed=3, model="smollm2")
 
 
-def test_every_claim_trains_on_the_seeds_that_were_asked_for(tmp_path):
-    lab = run.Lab(run.Store(tmp_path), (100, 101, 102, 103), TINY)
+def test_claims_train_on_requested_seeds(tmp_path):
+    experiment = run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), (100, 101, 102, 103), TINY)
     for claim in all_claims():
-        assert {point.recipe.seed for point in claim.points(lab)} <= set(lab.seeds), claim.name
+        assert {config.recipe.seed for config in claim.training_configs(experiment)} <= set(experiment.seeds), (
+            claim.name
+        )
 
 
-def test_texts_and_exams_follow_the_seeds(tmp_path, monkeypatch):
-    lab, other = (run.Lab(run.Store(tmp_path), seeds, TINY) for seeds in ((0,), (100,)))
-    shared = [[item.text for item in one.documents().items()] for one in (lab, other)]
+def test_experiment_texts_and_evaluation_follow_seeds(tmp_path, monkeypatch):
+    experiment, other = (
+        run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), seeds, TINY) for seeds in ((0,), (100,))
+    )
+    shared = [[item.text for item in current.held_out_corpus().items()] for current in (experiment, other)]
     assert not set(shared[0]) & set(shared[1])
-    asked = []
-    monkeypatch.setattr(train_model, "exam", lambda model, *, documents, seed: asked.append(seed) or ())
-    train_model.examine(cast(hw.Transformer, None), 7)
-    assert asked == [20_007]
+    seen_seeds = []
+    monkeypatch.setattr(train_model, "synthetic_eval", lambda model, *, documents, seed: seen_seeds.append(seed) or ())
+    train_model.evaluate_synthetic(cast(hw.Transformer, None), 7)
+    assert seen_seeds == [20_007]
 
 
-def test_on_a_given_model(model):
-    (made,) = hw.claims(["same-numbers"], on=model)
-    assert (made.on, made.again) == ("Transformer", 'hw.claims(["same-numbers"], on=model)')
-    assert made.verdict.word == "holds"
+def test_claims_given_model_gives_result(model):
+    (result,) = claims(["same-numbers"], model=model)
+    assert (result.model_name, result.rerun_command) == ("Transformer", 'claims(["same-numbers"], model=model)')
+    assert result.verdict.word == "holds"
 
 
-def test_a_claim_that_trains_models_is_not_tried_on_one(model):
-    with pytest.raises(HeadwiseError, match=r"hill cannot be tried on a given model.*same-numbers"):
-        hw.claims(["hill"], on=model)
+def test_claims_training_claim_on_given_model_raises(model):
+    with pytest.raises(HeadwiseError, match=r"loss-vs-head-count cannot be tried on a given model.*same-numbers"):
+        claims(["loss-vs-head-count"], model=model)
 
 
-def test_a_claim_that_does_not_fit_a_model_is_left_out_and_said(model, monkeypatch):
-    def refuse(given, text):
+def test_claims_unsupported_claim_is_skipped_with_message(model, monkeypatch):
+    def raise_unsupported(candidate, text):
         raise HeadwiseError("it has no wheels.")
 
     (claim,) = find_claims(["parameters"])
-    monkeypatch.setattr(run, "find_claims", lambda names=(): (replace(claim, on=refuse),))
-    told = []
-    assert hw.claims(on=model, say=told.append) == []
-    assert told == ["parameters is left out: it has no wheels."]
+    monkeypatch.setattr(run_claims, "find_claims", lambda names=(): (replace(claim, measure_model=raise_unsupported),))
+    messages = []
+    assert claims(model=model, log=messages.append) == []
+    assert messages == ["parameters is left out: it has no wheels."]
     with pytest.raises(HeadwiseError, match="no wheels"):
-        hw.claims(["parameters"], on=model)
+        claims(["parameters"], model=model)
 
 
-def test_what_is_installed_is_part_of_a_key(tmp_path):
+def test_claim_key_depends_on_installed_packages(tmp_path):
     (claim,) = find_claims(["parameters"])
-    lab = run.Lab(run.Store(tmp_path), (0,), TINY)
-    assert run._key(claim, lab) != run._key(replace(claim, also=lambda: "smollm2"), lab)
+    experiment = run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), (0,), TINY)
+    assert run_claims._result_key(claim, experiment) != run_claims._result_key(
+        replace(claim, extra_key=lambda: "smollm2"), experiment
+    )
 
 
-def test_code_that_changed_meanwhile_is_refused(tmp_path):
+def test_measure_changed_code_raises(tmp_path):
     with pytest.raises(HeadwiseError, match="changed while the lab was at work"):
-        run._measure("parameters", str(tmp_path), (0,), TINY.to_json(), "another key")
+        run_claims._measure("parameters", str(tmp_path), (0,), TINY.to_json(), "another key")
 
 
-def test_a_model_of_ones_own_by_name_and_with_a_text(tmp_path, model):
+def test_claims_model_path_and_text_in_command(tmp_path, model):
     model.save(tmp_path / "a model")
-    (made,) = hw.claims(["same-numbers"], on=str(tmp_path / "a model"), corpus="to be")
-    assert made.again == f"headwise claims same-numbers --on '{tmp_path}/a model' --text 'to be'"
+    (result,) = claims(["same-numbers"], model=str(tmp_path / "a model"), corpus="to be")
+    assert result.rerun_command == f"headwise claims same-numbers --model '{tmp_path}/a model' --corpus 'to be'"

@@ -7,59 +7,59 @@ from pathlib import Path
 
 import torch
 
-from headwise.experiments.engine.experiment_config import STARTS, Made, Point
-from headwise.experiments.engine.store import Store
-from headwise.experiments.experiment import Lab, LabSize
+from headwise.experiments.engine.experiment_config import INITIALIZERS, ExperimentConfig, TrainedModel
+from headwise.experiments.engine.experiment_store import ExperimentStore
+from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.model import Transformer
-from headwise.text.build_tokenizers import add_frame, make_tokenizer
+from headwise.text.build_tokenizers import add_bos_eos, make_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic import VOCABULARY
 
-SIZE = LabSize(width=16, heads=4, layers=2, steps=8, batch=4, documents=20)
-TOLD = {"loss": 3.0, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
+SIZE = ExperimentSize(width=16, heads=4, layers=2, steps=8, batch_size=4, documents=20)
+DEFAULT_RESULTS = {"loss": 3.0, "curve": [], "probe_accuracy": {}, "tokens": 0, "speed": None, "memory": None}
 
 
-class Untrained(Lab):
-    """`made` gives a point without training it."""
+class UntrainedExperiment(ExperimentContext):
+    """Return random models without training them."""
 
-    def made(self, point: Point) -> Made:
-        place = self.store.place(point)
-        for step in (*point.watch, point.recipe.steps):
-            folder = place / ("model" if step == point.recipe.steps else f"step-{step}")
+    def train_or_load(self, config: ExperimentConfig) -> TrainedModel:
+        root = self.store.folder_of(config)
+        for step in (*config.checkpoint_steps, config.recipe.steps):
+            folder = root / ("model" if step == config.recipe.steps else f"step-{step}")
             if not folder.is_dir():
-                place.mkdir(exist_ok=True)
-                _drawn(point, 1000 * point.recipe.seed + step).save(folder)
-        return Made(point, place, json.loads(json.dumps(TOLD)))
+                root.mkdir(exist_ok=True)
+                _random_model(config, 1000 * config.recipe.seed + step).save(folder)
+        return TrainedModel(config, root, json.loads(json.dumps(DEFAULT_RESULTS)))
 
 
-def tiny_lab(folder: Path, seeds: tuple[int, ...] = (0,)) -> Lab:
+def tiny_experiment(folder: Path, seeds: tuple[int, ...] = (0,)) -> ExperimentContext:
     """One for a test's own folder."""
-    return Untrained(Store(folder), seeds, SIZE)
+    return UntrainedExperiment(ExperimentStore(folder), seeds, SIZE)
 
 
 @torch.no_grad()
-def make_copies(model: Transformer) -> None:
+def copy_first_head(model: Transformer) -> None:
     """Every head of a layer becomes its first."""
     for layer in model.attention_layers():
         for head in list(layer.heads)[1:]:
-            for letter in "QKVO":
-                getattr(head, f"W_{letter}").copy_(getattr(layer.heads[0], f"W_{letter}"))
+            for matrix in "QKVO":
+                getattr(head, f"W_{matrix}").copy_(getattr(layer.heads[0], f"W_{matrix}"))
 
 
-def _drawn(point: Point, seed: int) -> Transformer:
+def _random_model(config: ExperimentConfig, seed: int) -> Transformer:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Transformer(replace(point.spec, vocab=len(_words())))
+        model = Transformer(replace(config.spec, vocab=len(_word_tokenizer())))
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(4 if value.ndim > 1 else 1)  # so that heads look somewhere
-    begin = STARTS[point.start]
-    if begin is not None:
-        begin(model)
-    model.tokenizer = _words()
+    apply_start = INITIALIZERS[config.init]
+    if apply_start is not None:
+        apply_start(model)
+    model.tokenizer = _word_tokenizer()
     return model
 
 
 @cache
-def _words():
-    return add_frame(make_tokenizer("word", Corpus.of([" ".join(VOCABULARY)])))  # as training leaves it
+def _word_tokenizer():
+    return add_bos_eos(make_tokenizer("word", Corpus.of([" ".join(VOCABULARY)])))  # as training leaves it

@@ -7,69 +7,75 @@ import pytest
 import torch
 
 from headwise.heads import MultiHeadAttention
-from headwise.heads.balanced_basis import Matrices, balanced, balanced_pair, shuffled, turned_pair
-from tests.contract.layers import LAYERS, assert_equal, call, make_layer, numbers
+from headwise.heads.balanced_basis import (
+    LayerHeadMatrices,
+    balance_factors,
+    balance_rotary_pair,
+    balanced_basis,
+    random_basis,
+)
+from tests.contract.layers import LAYERS, assert_equal, call_layer, make_layer, random_tensor
 
 
-def with_matrices(layer: MultiHeadAttention, made: Matrices) -> MultiHeadAttention:
+def with_matrices(layer: MultiHeadAttention, matrices: LayerHeadMatrices) -> MultiHeadAttention:
     """A copy of a layer with these weights."""
     other = copy.deepcopy(layer)
     with torch.no_grad():
-        for letter in "qkv":
-            other.read.weight(letter).copy_(getattr(made, letter))
-            bias = other.read.bias(letter)
+        for projection in "qkv":
+            other.qkv.weight(projection).copy_(getattr(matrices, projection))
+            bias = other.qkv.bias(projection)
             if bias is not None:
-                bias.copy_(getattr(made, f"b_{letter}"))
-        other.write.slices.copy_(made.o)
+                bias.copy_(getattr(matrices, f"b_{projection}"))
+        other.output_projection.head_weights.copy_(matrices.o)
     return other
 
 
-@pytest.mark.parametrize("change", [balanced, shuffled])
+@pytest.mark.parametrize("change", [balanced_basis, random_basis])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_heads_are_the_same(name: str, change: Callable[..., Matrices]) -> None:
+def test_basis_change_keeps_heads(name: str, change: Callable[..., LayerHeadMatrices]) -> None:
     layer = make_layer(LAYERS[name])
-    made = change(Matrices.of(layer), layer.spec)
-    other = with_matrices(layer, made)
-    assert_equal(call(other), call(layer), 1e-9)
+    matrices = change(LayerHeadMatrices.from_layer(layer), layer.spec)
+    other = with_matrices(layer, matrices)
+    assert_equal(call_layer(other), call_layer(layer), 1e-9)
     for head, same in zip(layer.heads, other.heads, strict=True):
         assert_equal(same.OV.dense(), head.OV.dense(), 1e-10)
     if layer.spec.head_ids:
-        assert not torch.equal(made.q, layer.read.weight("q"))  # it did something
+        assert not torch.equal(matrices.q, layer.qkv.weight("q"))  # it did something
 
 
-def test_values_and_writes_share_singular_values() -> None:
+def test_balanced_values_and_outputs_share_singular_values() -> None:
     """W_V = U√Σ, W_O = √ΣVᵀ: both Gram matrices between them are Σ, of the product's singular values."""
     layer = make_layer(LAYERS["plain"])
-    made = balanced(Matrices.of(layer), layer.spec)
+    matrices = balanced_basis(LayerHeadMatrices.from_layer(layer), layer.spec)
     for head in layer.heads:
         sizes = torch.diag(torch.linalg.svdvals(head.OV.dense())[: layer.spec.value_dim])
-        assert_equal(made.v[head.index] @ made.v[head.index].mT, sizes, 1e-9)
-        assert_equal(made.o[head.index] @ made.o[head.index].mT, sizes, 1e-9)
+        assert_equal(matrices.v[head.index] @ matrices.v[head.index].mT, sizes, 1e-9)
+        assert_equal(matrices.o[head.index] @ matrices.o[head.index].mT, sizes, 1e-9)
 
 
-def test_any_basis_comes_to_the_same() -> None:
+def test_balanced_pair_any_basis_gives_same_result() -> None:
     """W_V G and G⁻¹ W_O are the same head, so what they are balanced to is the same numbers."""
-    left, right, G = numbers(13, 5), numbers(5, 17, seed=2), numbers(5, 5, seed=3)
-    one = balanced_pair(left, right)
-    other = balanced_pair(left @ G, torch.linalg.solve(G, right))
-    for mine, theirs in zip(one, other, strict=True):
-        assert_equal(mine, theirs, 1e-9)
+    left, right, G = random_tensor(13, 5), random_tensor(5, 17, seed=2), random_tensor(5, 5, seed=3)
+    first = balance_factors(left, right)
+    second = balance_factors(left @ G, torch.linalg.solve(G, right))
+    for expected, actual in zip(first, second, strict=True):
+        assert_equal(expected, actual, 1e-9)
 
 
-def test_any_turn_and_stretch_of_a_pair_comes_to_the_same() -> None:
-    queries, keys = numbers(13, 2), numbers(11, 2, seed=2)
+def test_balance_rotary_pair_any_rotation_gives_same_result() -> None:
+    queries, keys = random_tensor(13, 2), random_tensor(11, 2, seed=2)
     angle = torch.tensor(0.7, dtype=torch.float64)
-    turn = torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
-    one, other = turned_pair(queries, keys), turned_pair(3 * queries @ turn, keys @ turn / 3)
-    for mine, theirs in zip(one, other, strict=True):
-        assert_equal(mine.abs(), theirs.abs(), 1e-9)  # up to half a turn
-    assert_equal(one[0].norm(), one[1].norm(), 1e-9)
-    gram = one[0].mT @ one[0] + one[1].mT @ one[1]
+    rotation = torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
+    first, second = balance_rotary_pair(queries, keys), balance_rotary_pair(3 * queries @ rotation, keys @ rotation / 3)
+    for expected, actual in zip(first, second, strict=True):
+        assert_equal(expected.abs(), actual.abs(), 1e-9)  # up to half a turn
+    assert_equal(first[0].norm(), first[1].norm(), 1e-9)
+    gram = first[0].mT @ first[0] + first[1].mT @ first[1]
     assert_equal(gram[0, 1], torch.zeros((), dtype=torch.float64), 1e-9)
     assert gram[0, 0] > gram[1, 1]
 
 
-def test_a_head_that_writes_nothing_stays_one() -> None:
-    one, other = balanced_pair(numbers(7, 3), torch.zeros(3, 5, dtype=torch.float64))
-    assert one.isfinite().all()
-    assert not (one @ other).any()
+def test_balanced_pair_zero_output_stays_zero() -> None:
+    first, second = balance_factors(random_tensor(7, 3), torch.zeros(3, 5, dtype=torch.float64))
+    assert first.isfinite().all()
+    assert not (first @ second).any()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.heads.torch_compat import TorchAttention
+from headwise.heads.torch_mha_replacement import TorchAttention
 
 D, H, B, T, S = 12, 3, 2, 5, 7
-SAME: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}  # float64
+TOLERANCE: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}  # float64
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no bias": {"bias": False},
@@ -27,160 +27,166 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def random_tensor(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-SEEN = torch.arange(S) == 0  # the first key is never hidden, so that no row is empty
-HIDE = (drawn(T, S, seed=3) > 0.3) & ~SEEN
-HIDE_EACH = (drawn(B * H, T, S, seed=4) > 0.3) & ~SEEN
+FIRST_KEY = torch.arange(S) == 0  # the first key is never hidden, so that no row is empty
+HIDE = (random_tensor(T, S, seed=3) > 0.3) & ~FIRST_KEY
+HIDE_EACH = (random_tensor(B * H, T, S, seed=4) > 0.3) & ~FIRST_KEY
 PAD = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
 AHEAD = torch.ones(T, S, dtype=torch.bool).triu(1)  # T queries, S keys: aligned at the upper left, as torch's hint is
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bool": {"attn_mask": HIDE},
     "bool for each head": {"attn_mask": HIDE_EACH},
-    "float": {"attn_mask": drawn(T, S, seed=5)},
-    "float for each head": {"attn_mask": drawn(B * H, T, S, seed=6)},
+    "float": {"attn_mask": random_tensor(T, S, seed=5)},
+    "float for each head": {"attn_mask": random_tensor(B * H, T, S, seed=6)},
     "minus infinity": {"attn_mask": torch.zeros(T, S, dtype=torch.float64).masked_fill(HIDE, -torch.inf)},
     "padding": {"key_padding_mask": PAD},
-    "float padding": {"key_padding_mask": drawn(B, S, seed=7)},
+    "float padding": {"key_padding_mask": random_tensor(B, S, seed=7)},
     "bool and padding": {"attn_mask": HIDE, "key_padding_mask": PAD},
-    "float and float padding": {"attn_mask": drawn(T, S, seed=5), "key_padding_mask": drawn(B, S, seed=7)},
+    "float and float padding": {
+        "attn_mask": random_tensor(T, S, seed=5),
+        "key_padding_mask": random_tensor(B, S, seed=7),
+    },
     "causal": {"attn_mask": AHEAD, "is_causal": True},
     "causal and padding": {"attn_mask": AHEAD, "is_causal": True, "key_padding_mask": PAD},
 }
 
 
-def pair(**options: Any) -> tuple[nn.MultiheadAttention, TorchAttention]:
+def make_pair(**options: Any) -> tuple[nn.MultiheadAttention, TorchAttention]:
     """The same seed for both: they begin with the same numbers."""
-    made = []
+    layers = []
     for build in (nn.MultiheadAttention, hw.MultiHeadAttention.like_torch):
         torch.manual_seed(0)
-        made.append(build(D, H, dtype=torch.float64, **options))
-    theirs, ours = made
-    for name, parameter in theirs.named_parameters():
+        layers.append(build(D, H, dtype=torch.float64, **options))
+    reference, native = layers
+    for name, parameter in reference.named_parameters():
         if "bias" in name:
             nn.init.normal_(parameter)  # torch begins with zeros, which would hide a bias that is forgotten
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    native.load_state_dict(reference.state_dict())
+    return reference, native
 
 
 def inputs(layer: TorchAttention) -> list[Tensor]:
     sizes = ((T, D), (S, layer.kdim), (S, layer.vdim))
-    made = [drawn(B, tokens, width, seed=10 + i) for i, (tokens, width) in enumerate(sizes)]
-    return [(x if layer.batch_first else x.transpose(0, 1)).requires_grad_() for x in made]
+    tensors = [random_tensor(B, tokens, width, seed=10 + i) for i, (tokens, width) in enumerate(sizes)]
+    return [(x if layer.batch_first else x.transpose(0, 1)).requires_grad_() for x in tensors]
 
 
-def check(theirs: nn.Module, ours: nn.Module, given: list[Tensor], **named: Any) -> None:
-    wanted, weights = theirs(*given, **named)
-    if named.get("is_causal"):  # see below: without weights torch hides extra keys
-        wanted, _ = theirs(*given, **{**named, "need_weights": True})
-    found, own = ours(*given, **named)
-    torch.testing.assert_close(found, wanted, **SAME)
-    assert (own is None) == (weights is None)
+def check_equal(reference: nn.Module, native: nn.Module, tensors: list[Tensor], **kwargs: Any) -> None:
+    expected, weights = reference(*tensors, **kwargs)
+    if kwargs.get("is_causal"):  # see below: without weights torch hides extra keys
+        expected, _ = reference(*tensors, **{**kwargs, "need_weights": True})
+    actual, native_weights = native(*tensors, **kwargs)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    assert (native_weights is None) == (weights is None)
     if weights is not None:
-        torch.testing.assert_close(own, weights, **SAME)
-    for got, want in zip(*(torch.autograd.grad(out.square().sum(), given) for out in (found, wanted)), strict=True):
-        torch.testing.assert_close(got, want, **SAME)
+        torch.testing.assert_close(native_weights, weights, **TOLERANCE)
+    for got, want in zip(
+        *(torch.autograd.grad(out.square().sum(), tensors) for out in (actual, expected)), strict=True
+    ):
+        torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_call_gives_what_torch_gives(options: dict[str, Any]) -> None:
+def test_torch_attention_any_call_equals_torch(options: dict[str, Any]) -> None:
     for batch_first in (True, False):
-        theirs, ours = pair(**options, batch_first=batch_first)
-        given = inputs(ours)
+        reference, native = make_pair(**options, batch_first=batch_first)
+        tensors = inputs(native)
         for named, need, average in product(CALLS.values(), (True, False), (True, False)):
-            check(theirs, ours, given, **named, need_weights=need, average_attn_weights=average)
+            check_equal(reference, native, tensors, **named, need_weights=need, average_attn_weights=average)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_without_a_batch(options: dict[str, Any]) -> None:
-    theirs, ours = pair(**options)
-    given = [x[:, 0].detach().requires_grad_() for x in inputs(ours)]  # (T, D) (S, ·) (S, ·)
+def test_torch_attention_unbatched_equals_torch(options: dict[str, Any]) -> None:
+    reference, native = make_pair(**options)
+    tensors = [x[:, 0].detach().requires_grad_() for x in inputs(native)]  # (T, D) (S, ·) (S, ·)
     calls: list[dict[str, Any]] = [
         {}, {"average_attn_weights": False}, {"need_weights": False}, {"key_padding_mask": PAD[0]},
         {"attn_mask": HIDE}, {"attn_mask": HIDE_EACH[:H], "key_padding_mask": PAD[0]},
     ]  # fmt: skip
     for named in calls:
-        check(theirs, ours, given, **named)
+        check_equal(reference, native, tensors, **named)
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_dice_alike() -> None:
+def test_torch_attention_same_seed_gives_same_weights() -> None:
     states = []
     for build in (nn.MultiheadAttention, hw.MultiHeadAttention.like_torch):
         torch.manual_seed(0)
         states.append((build(D, H, add_bias_kv=True).state_dict(), torch.rand(1)))
-    (theirs, after), (ours, our_after) = states
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert torch.equal(after, our_after)
+    (reference, rng_sample), (native, native_rng_sample) = states
+    assert set(native) == set(reference)
+    assert all(torch.equal(native[name], reference[name]) for name in reference)
+    assert torch.equal(rng_sample, native_rng_sample)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_state_dicts_are_exchanged_both_ways(options: dict[str, Any]) -> None:
-    theirs, ours = pair(**options)
+def test_torch_attention_state_dict_exchanges_with_torch(options: dict[str, Any]) -> None:
+    reference, native = make_pair(**options)
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for parameter in native.parameters():
             parameter.normal_()
-    assert {n: tuple(x.shape) for n, x in ours.state_dict().items()} == {
-        n: tuple(x.shape) for n, x in theirs.state_dict().items()
+    assert {n: tuple(x.shape) for n, x in native.state_dict().items()} == {
+        n: tuple(x.shape) for n, x in reference.state_dict().items()
     }
-    theirs.load_state_dict(ours.state_dict())
-    check(theirs, ours, inputs(ours))
-    check(theirs, copy.deepcopy(ours), inputs(ours))
-    holder, other = nn.ModuleDict({"attention": theirs}), nn.ModuleDict({"attention": pair(**options)[1]})
+    reference.load_state_dict(native.state_dict())
+    check_equal(reference, native, inputs(native))
+    check_equal(reference, copy.deepcopy(native), inputs(native))
+    holder, other = nn.ModuleDict({"attention": reference}), nn.ModuleDict({"attention": make_pair(**options)[1]})
     other.load_state_dict(holder.state_dict())  # inside a larger model
-    check(theirs, other["attention"], inputs(ours))
+    check_equal(reference, other["attention"], inputs(native))
 
 
-def test_rows_that_see_nothing_are_zeros_where_torch_has_nan() -> None:
-    theirs, ours = pair(bias=False)
-    given = inputs(ours)
-    nothing = torch.ones(T, S, dtype=torch.bool)
-    assert theirs(*given, attn_mask=nothing)[0].isnan().all()
-    out, weights = ours(*given, attn_mask=nothing)
+def test_torch_attention_fully_masked_rows_give_zeros() -> None:
+    reference, native = make_pair(bias=False)
+    tensors = inputs(native)
+    all_hidden = torch.ones(T, S, dtype=torch.bool)
+    assert reference(*tensors, attn_mask=all_hidden)[0].isnan().all()
+    out, weights = native(*tensors, attn_mask=all_hidden)
     assert not out.any()
     assert weights is not None
     assert not weights.any()
 
 
-def test_a_hint_is_no_mask_and_weights_change_nothing() -> None:
-    theirs, ours = pair(add_zero_attn=True)
-    given = inputs(ours)
+def test_torch_attention_causal_hint_does_not_change_outputs() -> None:
+    reference, native = make_pair(add_zero_attn=True)
+    tensors = inputs(native)
     outs = [
-        [layer(*given, attn_mask=AHEAD, is_causal=True, need_weights=n)[0] for n in (True, False)]
-        for layer in (theirs, ours)
+        [layer(*tensors, attn_mask=AHEAD, is_causal=True, need_weights=n)[0] for n in (True, False)]
+        for layer in (reference, native)
     ]
     assert not torch.allclose(*outs[0])  # torch's answer hangs on whether one looks
     assert torch.equal(*outs[1])
     for mask in (AHEAD, torch.zeros(T, S, dtype=torch.float64).masked_fill(AHEAD, -torch.inf)):
         calls = []
-        with ours.site.listen(calls.append):
-            ours(*given, attn_mask=mask, is_causal=True)
-        assert calls[0].terms.bias is None
-    wrong, _ = ours(*given, attn_mask=HIDE, is_causal=True, need_weights=False)
-    torch.testing.assert_close(wrong, ours(*given, attn_mask=HIDE)[0])
+        with native.hook_point.listen(calls.append):
+            native(*tensors, attn_mask=mask, is_causal=True)
+        assert calls[0].params.bias is None
+    wrong, _ = native(*tensors, attn_mask=HIDE, is_causal=True, need_weights=False)
+    torch.testing.assert_close(wrong, native(*tensors, attn_mask=HIDE)[0])
 
 
-def test_in_torchs_own_encoder_layer() -> None:
+def test_torch_attention_in_encoder_layer_equals_torch() -> None:
     for train in (True, False):
         block = nn.TransformerEncoderLayer(D, H, 20, dropout=0.0, batch_first=True, dtype=torch.float64).train(train)
-        x = drawn(B, T, D, seed=1)
+        x = random_tensor(B, T, D, seed=1)
         with torch.set_grad_enabled(train):
-            wanted = block(x, src_key_padding_mask=PAD[:, 2:])
-            theirs = block.self_attn
+            expected = block(x, src_key_padding_mask=PAD[:, 2:])
+            reference = block.self_attn
             block.self_attn = hw.MultiHeadAttention.like_torch(D, H, batch_first=True, dtype=torch.float64).train(train)  # pyright: ignore
-            block.self_attn.load_state_dict(theirs.state_dict())
+            block.self_attn.load_state_dict(reference.state_dict())
             calls = []
-            with block.self_attn.site.listen(calls.append):  # pyright: ignore
-                found = block(x, src_key_padding_mask=PAD[:, 2:])
+            with block.self_attn.hook_point.listen(calls.append):  # pyright: ignore
+                actual = block(x, src_key_padding_mask=PAD[:, 2:])
         assert len(calls) == 1  # no path around the layer
-        seen = ~PAD[:, 2:]
-        torch.testing.assert_close(found[seen], wanted[seen], **SAME)  # torch's quick path leaves zeros in padding
+        real_tokens = ~PAD[:, 2:]
+        # torch's quick path leaves zeros in padding
+        torch.testing.assert_close(actual[real_tokens], expected[real_tokens], **TOLERANCE)
 
 
-def test_dropout_follows_training() -> None:
+def test_torch_attention_dropout_follows_training_mode() -> None:
     layer = hw.MultiHeadAttention.like_torch(D, H, 0.5, batch_first=True)
     x = torch.randn(B, T, D)
     assert not torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
@@ -188,56 +194,56 @@ def test_dropout_follows_training() -> None:
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x, need_weights=False)[0])  # looking changes nothing
 
 
-def test_its_heads_are_heads() -> None:
-    _, layer = pair(add_bias_kv=True, batch_first=True)
-    x = drawn(B, T, D, seed=1)
+def test_torch_attention_heads_match_recording() -> None:
+    _, layer = make_pair(add_bias_kv=True, batch_first=True)
+    x = random_tensor(B, T, D, seed=1)
     out, weights = layer(x, x, x, average_attn_weights=False)
     with hw.record(layer, "0.1") as recording:
         layer(x, x, x)
     assert weights is not None
-    torch.testing.assert_close(recording["0.1"].map(), weights[:, 1], **SAME)
-    torch.testing.assert_close(layer.attention_weights(x), weights, **SAME)
-    torch.testing.assert_close(layer.per_head(x).total(), out, **SAME)
+    torch.testing.assert_close(recording["0.1"].map(), weights[:, 1], **TOLERANCE)
+    torch.testing.assert_close(layer.attention_weights(x), weights, **TOLERANCE)
+    torch.testing.assert_close(layer.per_head_output(x).layer_output(), out, **TOLERANCE)
     with layer.heads[1].silenced():
         quiet, _ = layer(x, x, x)
-    torch.testing.assert_close(out - quiet, recording["0.1"].write, **SAME)
+    torch.testing.assert_close(out - quiet, recording["0.1"].output, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         ({"is_causal": True}, "give attn_mask too"),
         ({"attn_mask": HIDE[:, 1:]}, r"attn_mask is \(5, 6\) but must be \(5, 7\) or \(6, 5, 7\)"),
         ({"key_padding_mask": PAD[:, 1:]}, r"key_padding_mask is \(2, 6\) but must be \(2, 7\)"),
     ],
 )
-def test_what_does_not_fit_is_said(named: dict[str, Any], said: str) -> None:
-    _, layer = pair()
-    with pytest.raises(HeadwiseError, match=said):
+def test_torch_attention_wrong_mask_raises(named: dict[str, Any], message: str) -> None:
+    _, layer = make_pair()
+    with pytest.raises(HeadwiseError, match=message):
         layer(*inputs(layer), **named)
 
 
-def test_shapes_that_do_not_fit_are_said() -> None:
-    _, layer = pair(kdim=11, vdim=13)
+def test_torch_attention_wrong_shapes_raise() -> None:
+    _, layer = make_pair(kdim=11, vdim=13)
     q, k, v = inputs(layer)
     with pytest.raises(HeadwiseError, match=r"key must be \(tokens, batch, 11\)"):
         layer(q, v, v)
     with pytest.raises(HeadwiseError, match="need a source each"):
-        layer.attend(q, k)
+        layer.compute_z(q, k)
     with pytest.raises(HeadwiseError, match="not divisible"):
         hw.MultiHeadAttention.like_torch(13, 3)
 
 
-def test_back_to_torch_with_everything_it_has() -> None:
+def test_to_torch_any_options_equals_original() -> None:
     for options in OPTIONS.values():
-        theirs, ours = pair(**options)
-        check(theirs, hw.to_torch(ours).train(False), inputs(ours))
+        reference, native = make_pair(**options)
+        check_equal(reference, hw.to_torch(native).train(False), inputs(native))
     with pytest.raises(HeadwiseError, match="like_torch"):
-        hw.from_torch(pair(add_bias_kv=True)[0])
+        hw.from_torch(make_pair(add_bias_kv=True)[0])
 
 
 @pytest.mark.parametrize(
-    ("given", "named", "said"),
+    ("num_inputs", "named", "message"),
     [
         (3, {}, r"3 tensors were given: write layer\(x\) for self-attention"),
         (1, {"key_padding_mask": PAD}, r"for key_padding_mask= write mask=hw.padding_mask\(~key_padding_mask\)"),
@@ -247,14 +253,14 @@ def test_back_to_torch_with_everything_it_has() -> None:
         (1, {"maks": None}, "no argument 'maks'; did you mean mask"),
     ],
 )
-def test_the_plain_layer_says_what_to_write(given: int, named: dict[str, Any], said: str) -> None:
+def test_attention_torch_arguments_error_suggests_fix(num_inputs: int, named: dict[str, Any], message: str) -> None:
     layer, x = hw.MultiHeadAttention(width=8, heads=2), torch.randn(1, 4, 8)
-    with pytest.raises(HeadwiseError, match=said) as error:
-        layer(*[x] * given, **named)
+    with pytest.raises(HeadwiseError, match=message) as error:
+        layer(*[x] * num_inputs, **named)
     assert "hw.MultiHeadAttention.like_torch(embed_dim, num_heads)" in str(error.value)
 
 
-def test_weights_by_head_are_those_of_the_recording() -> None:
+def test_attention_weights_equal_recorded_maps() -> None:
     layer = hw.MultiHeadAttention(width=12, heads=4, kv_heads=2)
     x, mask = torch.randn(B, T, 12), hw.causal()
     weights = layer.attention_weights(x, mask=mask)  # (B, H, T, T)
@@ -262,13 +268,14 @@ def test_weights_by_head_are_those_of_the_recording() -> None:
     assert not weights.triu(1).any()
     with hw.record(layer) as recording:
         layer(x, mask=mask)
-    for number, head in enumerate(recording):
-        torch.testing.assert_close(head.map(), weights[:, number])
-    v = layer.read(x)[2][:, [0, 0, 1, 1]]
-    torch.testing.assert_close(layer.attend(x, mask=mask), weights @ v)
+    for index, head in enumerate(recording):
+        torch.testing.assert_close(head.map(), weights[:, index])
+    v = layer.qkv(x)[2][:, [0, 0, 1, 1]]
+    torch.testing.assert_close(layer.compute_z(x, mask=mask), weights @ v)
 
 
-PORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the table of docs/heads.md: torch's call, and ours
+# the table of docs/heads.md: torch's call, and ours
+PORTED_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding": ({"key_padding_mask": PAD}, {"mask": hw.padding_mask(~PAD)}),
     "float padding": (
         {"key_padding_mask": CALLS["float padding"]["key_padding_mask"]},
@@ -285,13 +292,13 @@ PORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the table of docs/
 }
 
 
-@pytest.mark.parametrize(("torchs", "ours"), PORT.values(), ids=PORT)
-def test_the_port_table(torchs: dict[str, Any], ours: dict[str, Any]) -> None:
-    theirs, _ = pair(kdim=11, vdim=11, batch_first=True)
+@pytest.mark.parametrize(("torch_kwargs", "native_kwargs"), PORTED_ARGUMENTS.values(), ids=PORTED_ARGUMENTS)
+def test_attention_ported_arguments_equal_torch(torch_kwargs: dict[str, Any], native_kwargs: dict[str, Any]) -> None:
+    reference, _ = make_pair(kdim=11, vdim=11, batch_first=True)
     layer = hw.MultiHeadAttention(width=D, heads=H, kv_width=11, bias=True, out_bias=True).double()
-    layer.load_state_dict(hw.from_torch(theirs).state_dict())
-    x, source = drawn(B, T, D, seed=1), drawn(B, S, 11, seed=2)
-    out, averaged = theirs(x, source, source, **torchs)
-    torch.testing.assert_close(layer(x, source, **ours), out, **SAME)
-    torch.testing.assert_close(layer.attention_weights(x, source, **ours).mean(1), averaged, **SAME)
-    torch.testing.assert_close(layer(x[:1], source[:1])[0], theirs(x[0], source[0], source[0])[0], **SAME)
+    layer.load_state_dict(hw.from_torch(reference).state_dict())
+    x, source = random_tensor(B, T, D, seed=1), random_tensor(B, S, 11, seed=2)
+    out, averaged = reference(x, source, source, **torch_kwargs)
+    torch.testing.assert_close(layer(x, source, **native_kwargs), out, **TOLERANCE)
+    torch.testing.assert_close(layer.attention_weights(x, source, **native_kwargs).mean(1), averaged, **TOLERANCE)
+    torch.testing.assert_close(layer(x[:1], source[:1])[0], reference(x[0], source[0], source[0])[0], **TOLERANCE)

@@ -10,19 +10,19 @@ from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention, from_torch, to_torch
 from headwise.kernels import Mask, causal
 from headwise.kernels.torch_masks import from_mha, from_mha_padding
-from tests.contract.layers import HEADS, WIDTH, B, S, T, assert_equal, numbers
+from tests.contract.layers import HEADS, WIDTH, B, S, T, assert_equal, random_tensor
 
 SOURCE_WIDTH = 13
 HIDDEN = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])  # True: padding
 AHEAD = torch.ones(T, S, dtype=torch.bool).triu(3)  # True: hidden
-LEAN = numbers(T, S, seed=5)
+FLOAT_MASK = random_tensor(T, S, seed=5)
 EACH_HEAD = (torch.rand(B * HEADS, T, S, generator=torch.Generator().manual_seed(6)) < 0.3) & (torch.arange(S) > 0)
 
 TORCH_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "bool mask": ({"attn_mask": AHEAD}, {"mask": from_mha(AHEAD, HEADS)}),
     "bool mask for each head": ({"attn_mask": EACH_HEAD}, {"mask": from_mha(EACH_HEAD, HEADS)}),
-    "float mask": ({"attn_mask": LEAN}, {"bias": from_mha(LEAN, HEADS)}),
+    "float mask": ({"attn_mask": FLOAT_MASK}, {"bias": from_mha(FLOAT_MASK, HEADS)}),
     "padding": ({"key_padding_mask": HIDDEN}, {"mask": from_mha_padding(HIDDEN)}),
     "both": (
         {"key_padding_mask": HIDDEN, "attn_mask": AHEAD},
@@ -41,81 +41,84 @@ each_torch_layer = pytest.mark.parametrize("options", TORCH_LAYERS.values(), ids
 
 def torch_layer(**options: Any) -> nn.MultiheadAttention:
     torch.manual_seed(0)
-    theirs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **options)
-    for name, parameter in theirs.named_parameters():
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **options)
+    for name, parameter in layer.named_parameters():
         if "bias" in name:
             nn.init.normal_(parameter)
-    return theirs
+    return layer
 
 
-def gradients_of_ours(ours: MultiHeadAttention) -> dict[str, Tensor]:
+def native_gradients(native: MultiHeadAttention) -> dict[str, Tensor]:
     """The gradients our layer holds, in the names of torch's."""
-    read, write = ours.read, ours.write
-    kept = {id(p): p.grad for p in ours.parameters()}
+    read, write = native.qkv, native.output_projection
+    gradients = {id(p): p.grad for p in native.parameters()}
     slabs = {name.split("_")[0]: (name, p) for name, p in read.named_parameters() if name.endswith("weight")}
-    weight = torch.cat([kept[id(p)].flatten() for _, p in slabs.values()])  # pyright: ignore
-    told = {"in": weight, "out_proj.weight": write.weight.grad}
+    weight = torch.cat([gradients[id(p)].flatten() for _, p in slabs.values()])  # pyright: ignore
+    by_name = {"in": weight, "out_proj.weight": write.weight.grad}
     if write.bias is not None:
-        told["out_proj.bias"] = write.bias.grad
-        told["in_proj_bias"] = torch.cat([p.grad for n, p in read.named_parameters() if n.endswith("bias")])  # pyright: ignore
-    return told  # pyright: ignore[reportReturnType]
+        by_name["out_proj.bias"] = write.bias.grad
+        by_name["in_proj_bias"] = torch.cat([p.grad for n, p in read.named_parameters() if n.endswith("bias")])  # pyright: ignore
+    return by_name  # pyright: ignore[reportReturnType]
 
 
-def gradients_of_theirs(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
-    told = {name: p.grad for name, p in theirs.named_parameters()}
+def torch_gradients(reference: nn.MultiheadAttention) -> dict[str, Tensor]:
+    by_name = {name: p.grad for name, p in reference.named_parameters()}
     names = (
         ("in_proj_weight",)
-        if theirs.in_proj_weight is not None
+        if reference.in_proj_weight is not None
         else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     )
-    told["in"] = torch.cat([told.pop(name).flatten() for name in names])  # pyright: ignore
-    return told  # pyright: ignore[reportReturnType]
+    by_name["in"] = torch.cat([by_name.pop(name).flatten() for name in names])  # pyright: ignore
+    return by_name  # pyright: ignore[reportReturnType]
 
 
 @each_torch_layer
 @pytest.mark.parametrize(("theirs_takes", "ours_takes"), TORCH_CALLS.values(), ids=TORCH_CALLS)
-def test_equals_torch_forward_and_backward(options: dict, theirs_takes: dict, ours_takes: dict) -> None:
-    theirs = torch_layer(**options)
-    ours = from_torch(theirs)
-    x, source = numbers(B, T, WIDTH).requires_grad_(), numbers(B, S, theirs.kdim, seed=2).requires_grad_()
+def test_from_torch_forward_and_backward_equal_torch(options: dict, theirs_takes: dict, ours_takes: dict) -> None:
+    reference = torch_layer(**options)
+    native = from_torch(reference)
+    x, source = (
+        random_tensor(B, T, WIDTH).requires_grad_(),
+        random_tensor(B, S, reference.kdim, seed=2).requires_grad_(),
+    )
     x2, source2 = x.detach().requires_grad_(), source.detach().requires_grad_()
-    above = numbers(B, T, WIDTH, seed=3)
+    output_grad = random_tensor(B, T, WIDTH, seed=3)
 
-    want, _ = theirs(x, source, source, need_weights=False, **theirs_takes)
-    got = ours(x2, source2, **ours_takes)
-    want.backward(above)
-    got.backward(above)
+    want, _ = reference(x, source, source, need_weights=False, **theirs_takes)
+    got = native(x2, source2, **ours_takes)
+    want.backward(output_grad)
+    got.backward(output_grad)
 
     assert_equal(got, want, 1e-12)
     assert_equal((x2.grad, source2.grad), (x.grad, source.grad), 1e-12)
-    assert_equal(gradients_of_ours(ours), gradients_of_theirs(theirs), 1e-12)
+    assert_equal(native_gradients(native), torch_gradients(reference), 1e-12)
 
 
 @torch.no_grad()
-def test_equals_torch_attending_to_itself() -> None:
-    theirs = torch_layer().eval()
-    x = numbers(B, T, WIDTH)
+def test_from_torch_self_attention_equals_torch() -> None:
+    reference = torch_layer().eval()
+    x = random_tensor(B, T, WIDTH)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    want, _ = theirs(x, x, x, attn_mask=future, need_weights=False)
-    assert_equal(from_torch(theirs)(x, mask=causal()), want, 1e-12)
+    want, _ = reference(x, x, x, attn_mask=future, need_weights=False)
+    assert_equal(from_torch(reference)(x, mask=causal()), want, 1e-12)
 
 
 @each_torch_layer
 @pytest.mark.parametrize("training", [True, False])
-def test_there_and_back_is_exact(options: dict, training: bool) -> None:
-    theirs = torch_layer(dropout=0.25, **options).train(training)
-    ours = from_torch(theirs)
-    back = to_torch(ours)
-    assert ours.training == back.training == training
-    assert (back.dropout, back.add_zero_attn, back.batch_first) == (0.25, theirs.add_zero_attn, True)
-    theirs_state, back_state = theirs.state_dict(), back.state_dict()
-    assert theirs_state.keys() == back_state.keys()
-    assert all(torch.equal(theirs_state[key], back_state[key]) for key in theirs_state)
+def test_from_torch_to_torch_round_trip_is_exact(options: dict, training: bool) -> None:
+    reference = torch_layer(dropout=0.25, **options).train(training)
+    native = from_torch(reference)
+    back = to_torch(native)
+    assert native.training == back.training == training
+    assert (back.dropout, back.add_zero_attn, back.batch_first) == (0.25, reference.add_zero_attn, True)
+    reference_state, back_state = reference.state_dict(), back.state_dict()
+    assert reference_state.keys() == back_state.keys()
+    assert all(torch.equal(reference_state[key], back_state[key]) for key in reference_state)
     again = from_torch(back).state_dict()
-    assert all(torch.equal(again[key], value) for key, value in ours.state_dict().items())
+    assert all(torch.equal(again[key], value) for key, value in native.state_dict().items())
 
 
-def test_what_we_cannot_hold_of_theirs_is_refused() -> None:
+def test_from_torch_unsupported_layer_raises() -> None:
     with pytest.raises(HeadwiseError, match="add_bias_kv=True learns an extra key and value"):
         from_torch(torch_layer(add_bias_kv=True))
     with pytest.raises(HeadwiseError, match="kdim 13 and vdim 7 differ"):
@@ -124,23 +127,23 @@ def test_what_we_cannot_hold_of_theirs_is_refused() -> None:
 
 BEYOND_TORCH: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"kv_heads": 2}, "grouped key/value heads"),
-    "cut": ({"kept": (0, 3)}, "heads that were cut"),
+    "cut": ({"kept_heads": (0, 3)}, "heads that were cut"),
     "head_dim": ({"head_dim": 6}, "head_dim other than width / heads"),
     "value_dim": ({"value_dim": 3}, "value_dim other than head_dim"),
     "bias": ({"bias": True}, "a bias on q, k, v but not on the output"),
     "scale": ({"scale": 1.0}, "a scale of its own"),
     "alibi": ({"alibi": True}, "a bias by distance"),
-    "buckets": ({"buckets": 8}, "a bias by distance"),
+    "buckets": ({"t5_buckets": 8}, "a bias by distance"),
     "window": ({"window": 3}, "a window"),
     "softcap": ({"softcap": 3.0}, "a score cap"),
     "sink": ({"softmax": "sink"}, "a learned sink"),
-    "slice": ({"input": "slice"}, "input='slice'"),
+    "slice": ({"head_input": "slice"}, "head_input='slice'"),
     "gated": ({"gated": True}, "gates"),
     "head dropout": ({"head_dropout": 0.1}, "head dropout"),
 }
 
 
-@pytest.mark.parametrize(("fields", "what"), BEYOND_TORCH.values(), ids=BEYOND_TORCH)
-def test_what_they_cannot_hold_of_ours_is_refused(fields: dict[str, Any], what: str) -> None:
-    with pytest.raises(HeadwiseError, match=f"nn.MultiheadAttention cannot hold {what}"):
+@pytest.mark.parametrize(("fields", "feature"), BEYOND_TORCH.values(), ids=BEYOND_TORCH)
+def test_to_torch_unsupported_field_raises(fields: dict[str, Any], feature: str) -> None:
+    with pytest.raises(HeadwiseError, match=f"nn.MultiheadAttention cannot hold {feature}"):
         to_torch(MultiHeadAttention(width=WIDTH, heads=HEADS, **fields))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def files_up_to(size: int) -> Iterator[None]:
+def limited_file_size(size: int) -> Iterator[None]:
     """As on a disk that is full: writing further fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headwise as hw
-from headwise.io.aligned_safetensors import ALIGNMENT, aligned, read_tensors, write_tensors
-from headwise.training.optimizer import make_optimizer, optimizer_state, restore_optimizer, trainable
-from tests.contract.layers import MODELS, make_model, run
-from tests.weights.checkpoints import make_llama, moved, same, write_gguf
+from headwise.io.aligned_safetensors import ALIGNMENT, align, read_tensors, write_tensors
+from headwise.training.optimizer import make_optimizer, optimizer_state, restore_optimizer, trainable_parameters
+from tests.contract.layers import MODELS, make_model, run_model
+from tests.weights.checkpoints import assert_same_model, copy_to_own_memory, make_llama, write_gguf
 
 ODD = {  # sizes in bytes: 12, 128, 0, 6, 4, 64, 3, 40, 192
     "three": torch.arange(3.0),
@@ -29,37 +29,37 @@ ODD = {  # sizes in bytes: 12, 128, 0, 6, 4, 64, 3, 40, 192
 }
 
 
-def crooked(model: torch.nn.Module) -> list[str]:
+def misaligned(model: torch.nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.data_ptr() % ALIGNMENT]
 
 
-def places(file: Path) -> dict[str, tuple[int, int]]:
+def tensor_spans(file: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor begins and ends in a file, read by hand."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header.pop("__metadata__", None)
     assert content[8:9] == b"{"
-    return {name: tuple(8 + length + offset for offset in told["data_offsets"]) for name, told in header.items()}
+    return {name: tuple(8 + length + offset for offset in entry["data_offsets"]) for name, entry in header.items()}
 
 
-def test_a_file_is_straight_and_has_no_holes(tmp_path: Path) -> None:
+def test_write_tensors_aligns_without_gaps(tmp_path: Path) -> None:
     write_tensors(ODD, tmp_path / "m", {"said": "ä"})
-    found = places(tmp_path / "m")
-    assert {name for name, (start, _) in found.items() if start % 64 == 0} >= {
+    spans = tensor_spans(tmp_path / "m")
+    assert {name for name, (start, _) in spans.items() if start % 64 == 0} >= {
         "sixteen",
         "nothing",
         "integers",
         "turned",
     }
-    assert all(start % ODD[name].element_size() == 0 for name, (start, _) in found.items())
-    ends = sorted(found.values())
+    assert all(start % ODD[name].element_size() == 0 for name, (start, _) in spans.items())
+    ends = sorted(spans.values())
     assert ends[0][0] % 64 == 0
     assert [start for start, _ in ends[1:]] == [end for _, end in ends[:-1]]
     assert ends[-1][1] == (tmp_path / "m").stat().st_size
 
 
-def test_the_safetensors_package_reads_what_is_written(tmp_path: Path) -> None:
+def test_write_tensors_is_read_by_safetensors(tmp_path: Path) -> None:
     write_tensors(ODD, tmp_path / "m", {"said": "ä"})
     back = load_file(tmp_path / "m")
     assert back.keys() == ODD.keys()
@@ -71,26 +71,26 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path: Path) -> None:
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read_tensors(tmp_path / "m").values())
 
 
-def test_no_tensors_are_a_file_too(tmp_path: Path) -> None:
+def test_write_tensors_empty_writes_file(tmp_path: Path) -> None:
     write_tensors({}, tmp_path / "m")
     assert load_file(tmp_path / "m") == {}
 
 
-def test_a_type_that_has_no_name_is_refused(tmp_path: Path) -> None:
+def test_write_tensors_unsupported_dtype_raises(tmp_path: Path) -> None:
     with pytest.raises(hw.HeadwiseError, match=r"odd is of type torch.complex64, .* convert it first"):
         write_tensors({"odd": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "m")
 
 
-def test_a_copy_keeps_which_way_round(tmp_path: Path) -> None:
-    lying = torch.arange(25.0)[1:].reshape(4, 6).t()
-    assert lying.data_ptr() % 64
-    assert aligned(lying).stride() == lying.stride()
+def test_aligned_copy_keeps_strides(tmp_path: Path) -> None:
+    transposed = torch.arange(25.0)[1:].reshape(4, 6).t()
+    assert transposed.data_ptr() % 64
+    assert align(transposed).stride() == transposed.stride()
 
 
 @pytest.mark.usefixtures("straight")
 @pytest.mark.parametrize("written", ["by us", "by others"])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_of_our_format_lie_straight(name: str, written: str, tmp_path: Path) -> None:
+def test_load_native_file_gives_aligned_weights(name: str, written: str, tmp_path: Path) -> None:
     """Also where somebody else's writer put the same tensors in their places."""
     model = make_model(MODELS[name])
     model.save(tmp_path / "m")
@@ -100,16 +100,16 @@ def test_weights_of_our_format_lie_straight(name: str, written: str, tmp_path: P
             metadata = opened.metadata() | {"odd": ""}
         save_file({key: tensor.clone() for key, tensor in load_file(file).items()}, file, metadata=metadata)
     back = hw.load(tmp_path / "m", dtype=None)
-    assert crooked(back) == []
-    same(back, model)
-    assert torch.equal(run(back), run(moved(model)))
+    assert misaligned(back) == []
+    assert_same_model(back, model)
+    assert torch.equal(run_model(back), run_model(copy_to_own_memory(model)))
 
 
 @pytest.mark.usefixtures("straight")
 @pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is told on Linux")
-def test_weights_of_our_format_stay_in_the_file(tmp_path: Path) -> None:
+def test_load_native_file_keeps_weights_mapped(tmp_path: Path) -> None:
     """All but the crooked few: here every size is a multiple of 64."""
-    spec = hw.ModelSpec(vocab=32, context=16, layers=1, attention=hw.AttentionSpec(width=32, heads=2), hidden=64)
+    spec = hw.ModelSpec(vocab=32, context=16, layers=1, attention=hw.AttentionSpec(width=32, heads=2), mlp_width=64)
     hw.Transformer(spec, storage="q,k,v").save(tmp_path / "m")
     back = hw.load(tmp_path / "m")
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "model.safetensors" in line]
@@ -119,37 +119,39 @@ def test_weights_of_our_format_stay_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("straight")
-def test_weights_of_a_gguf_file_lie_straight(tmp_path: Path) -> None:
+def test_load_gguf_gives_aligned_weights(tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf")
-    assert crooked(hw.load(tmp_path / "m.gguf")) == []
+    assert misaligned(hw.load(tmp_path / "m.gguf")) == []
 
 
-def test_what_an_optimizer_remembers_lies_straight(tmp_path: Path) -> None:
+def test_restore_optimizer_gives_aligned_state(tmp_path: Path) -> None:
     def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = make_model(MODELS["decoder"])
-        optimizer = make_optimizer(dict(trainable(model)), hw.Recipe())
-        run(model).square().mean().backward()
+        optimizer = make_optimizer(dict(trainable_parameters(model)), hw.Recipe())
+        run_model(model).square().mean().backward()
         optimizer.step()
         return model, optimizer
 
     model, optimizer = stepped()
     before: dict[str, Tensor] = {
-        name: value.clone() for name, value in optimizer_state(dict(trainable(model)), optimizer).items()
+        name: value.clone() for name, value in optimizer_state(dict(trainable_parameters(model)), optimizer).items()
     }
     write_tensors(before, tmp_path / "o")
     other, fresh = stepped()
-    restore_optimizer(dict(trainable(other)), fresh, read_tensors(tmp_path / "o"))
-    after = optimizer_state(dict(trainable(other)), fresh)
+    restore_optimizer(dict(trainable_parameters(other)), fresh, read_tensors(tmp_path / "o"))
+    after = optimizer_state(dict(trainable_parameters(other)), fresh)
     assert all(value.data_ptr() % 64 == 0 and torch.equal(value, before[name]) for name, value in after.items())
 
 
 @pytest.mark.usefixtures("straight")
-def test_training_moves_weights_that_lie_crooked() -> None:
+def test_train_misaligned_weights_are_realigned() -> None:
     """A resumed run must take the same way through each product as the first, wherever its model came from."""
-    model = hw.Transformer(hw.preset("little").resized(layers=1, width=16))
+    model = hw.Transformer(hw.preset("synthetic").resized(layers=1, width=16))
     for parameter in model.parameters():
-        room = torch.zeros(parameter.numel() + 1)
-        parameter.data = room[1:].view(parameter.shape).copy_(parameter.data)
-    assert crooked(model)
-    hw.train(model, "to be or not to be " * 9, hw.Recipe(steps=1, batch=2, context=8), tokenizer="byte", progress=False)
-    assert crooked(model) == []
+        storage = torch.zeros(parameter.numel() + 1)
+        parameter.data = storage[1:].view(parameter.shape).copy_(parameter.data)
+    assert misaligned(model)
+    hw.train(
+        model, "to be or not to be " * 9, hw.Recipe(steps=1, batch_size=2, context=8), tokenizer="byte", progress=False
+    )
+    assert misaligned(model) == []

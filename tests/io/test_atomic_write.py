@@ -5,30 +5,30 @@ from pathlib import Path
 import pytest
 
 from headwise.io import atomic_write
-from headwise.io.atomic_write import whole_folder
+from headwise.io.atomic_write import atomic_folder
 
 
-def write(folder: Path, text: str) -> None:
-    with whole_folder(folder, ("mark",)) as new:
+def write_folder(folder: Path, text: str) -> None:
+    with atomic_folder(folder, ("mark",)) as new:
         (new / "mark").write_text(text)
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["in one step", "in two"])
-def test_the_new_one_replaces_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
+def test_atomic_folder_replaces_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
     if not swaps:
         monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)  # as on a system that cannot
     for text in ("old", "new", "newer"):
-        write(tmp_path / "made", text)
+        write_folder(tmp_path / "made", text)
         assert (tmp_path / "made" / "mark").read_text() == text
         assert [file.name for file in tmp_path.iterdir()] == ["made"]
 
 
 @pytest.mark.parametrize("stopped", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize("step", [0, 1])
-def test_stopped_between_two_steps(
+def test_atomic_folder_interrupted_keeps_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: type[BaseException], step: int
 ) -> None:
-    write(tmp_path / "made", "old")
+    write_folder(tmp_path / "made", "old")
     monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
     rename, steps = Path.rename, []
 
@@ -40,6 +40,6 @@ def test_stopped_between_two_steps(
 
     monkeypatch.setattr(Path, "rename", stop)
     with pytest.raises((KeyboardInterrupt, atomic_write.HeadwiseError)):
-        write(tmp_path / "made", "new")
+        write_folder(tmp_path / "made", "new")
     assert (tmp_path / "made" / "mark").read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["made"]

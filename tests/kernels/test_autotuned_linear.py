@@ -10,152 +10,161 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.kernels.autotuned_linear import FEW_ROWS, PRODUCTS, SETTING, _chosen, can, chosen, linear, step
+from headwise.kernels.autotuned_linear import (
+    KERNEL_ENV_VAR,
+    MATMUL_KERNELS,
+    MAX_DECODE_ROWS,
+    _tuned,
+    autotuned_decode_step,
+    is_matmul_supported,
+    linear,
+    tuned_matmul_choices,
+)
 
 SIZES = [(34, 51), (35, 17), (37, 8), (1024, 96)]  # outputs that 2, 5, nothing and 2 divide
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def reset_choices() -> Iterator[None]:
     """Each test makes its own choices."""
-    before = dict(_chosen)
-    _chosen.clear()
+    before = dict(_tuned)
+    _tuned.clear()
     yield
-    _chosen.clear()
-    _chosen.update(before)
+    _tuned.clear()
+    _tuned.update(before)
 
 
 def decoder(width: int = 34) -> hw.Transformer:
     torch.manual_seed(0)
     heads = hw.AttentionSpec(width=width, heads=4, kv_heads=2, head_dim=8, bias=True)
-    return hw.Transformer(hw.ModelSpec(vocab=35, context=40, layers=2, attention=heads, hidden=51)).eval()
+    return hw.Transformer(hw.ModelSpec(vocab=35, context=40, layers=2, attention=heads, mlp_width=51)).eval()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, FEW_ROWS])
+@pytest.mark.parametrize("name", MATMUL_KERNELS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, MAX_DECODE_ROWS])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("lies", ["rows", "columns"])
-def test_every_product_is_the_same_product(name: str, rows: int, size: tuple[int, int], lies: str) -> None:
-    if not can(name, size[0], lies):
+def test_matmul_kernels_any_shape_equal_linear(name: str, rows: int, size: tuple[int, int], lies: str) -> None:
+    if not is_matmul_supported(name, size[0], lies):
         pytest.skip("not for such a weight")
     torch.manual_seed(0)
     weight = torch.randn(size) if lies == "rows" else torch.randn(size[::-1]).T
     for x in (torch.randn(rows, size[1]), torch.randn(rows, 1, 2 * size[1])[..., ::2]):
         for bias in (torch.randn(size[0]), None):
             want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-            got = PRODUCTS[name](x, weight, bias)
+            got = MATMUL_KERNELS[name](x, weight, bias)
             assert got.shape == want.shape
             assert (got.double() - want).abs().max() < 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_a_model_writes_the_same_by_every_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MATMUL_KERNELS)
+def test_generate_any_matmul_kernel_gives_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = decoder(), torch.tensor([[3, 1, 4], [1, 5, 9]])
     want = model.generate(ids, 20)
     logits = model(want)[:, -1]
-    monkeypatch.setenv(SETTING, name)
-    _chosen.clear()
+    monkeypatch.setenv(KERNEL_ENV_VAR, name)
+    _tuned.clear()
     assert torch.equal(decoder().generate(ids, 20), want)
     with torch.no_grad():
         cache = model.cache()
         steps = [model(token, cache=cache) for token in want.split(1, 1)]
     assert torch.allclose(steps[-1][:, -1], logits, atol=1e-5)
-    assert set(chosen().values()) <= {name, "torch"}
-    assert name in chosen().values()
+    assert set(tuned_matmul_choices().values()) <= {name, "torch"}
+    assert name in tuned_matmul_choices().values()
 
 
 @torch.no_grad()
-def test_the_choice_holds_whoever_listens_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SETTING, "measured")
+def test_autotune_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL_ENV_VAR, "measured")
     model, ids = decoder(), torch.tensor([[3]])
 
     def steps() -> Tensor:
         cache = model.cache()
         return torch.cat([model(ids + i, cache=cache) for i in range(4)], 1)
 
-    first, made = steps(), chosen()
-    assert made
+    first, choices = steps(), tuned_matmul_choices()
+    assert choices
     with hw.record(model):
         assert torch.equal(steps(), first)
     with model.heads["0.1"].scaled(1.0):
         assert torch.equal(steps(), first)
     model.generate(ids, 5)
     assert torch.equal(steps(), first)
-    assert {shape: name for shape, name in chosen().items() if shape in made} == made
+    assert {shape: name for shape, name in tuned_matmul_choices().items() if shape in choices} == choices
 
 
 @torch.no_grad()
-def test_what_is_saved_and_loaded_steps_in_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in PRODUCTS:
-        monkeypatch.setenv(SETTING, name)
-        _chosen.clear()
+def test_load_saved_model_same_decode_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MATMUL_KERNELS:
+        monkeypatch.setenv(KERNEL_ENV_VAR, name)
+        _tuned.clear()
         model = decoder()
         again = hw.load(model.save(tmp_path / name))
         assert isinstance(again, hw.Transformer)
-        one, other = (m(torch.tensor([[7]]), cache=m.cache()) for m in (model, again))
-        assert torch.equal(one, other)
+        original, loaded = (m(torch.tensor([[7]]), cache=m.cache()) for m in (model, again))
+        assert torch.equal(original, loaded)
 
 
-def test_only_steps_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotune_only_decode_steps_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a call without a cache, one with gradients, many rows, another dtype; and gradients flow as ever."""
-    monkeypatch.setenv(SETTING, "parts")
-    model, many = decoder(), torch.arange(FEW_ROWS + 1)[None]
+    monkeypatch.setenv(KERNEL_ENV_VAR, "parts")
+    model, ids = decoder(), torch.arange(MAX_DECODE_ROWS + 1)[None]
     with torch.no_grad():
-        model(many[:, :3])
-        model(many, cache=model.cache())
+        model(ids[:, :3])
+        model(ids, cache=model.cache())
         doubled = decoder().double()
-        doubled(many[:, :3], cache=doubled.cache())
-    assert not chosen()
-    model(many[:, :3], cache=model.cache()).sum().backward()
-    assert not chosen()
+        doubled(ids[:, :3], cache=doubled.cache())
+    assert not tuned_matmul_choices()
+    model(ids[:, :3], cache=model.cache()).sum().backward()
+    assert not tuned_matmul_choices()
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "embed.pos" not in name)
     with torch.no_grad():
-        model(many[:, :3], cache=model.cache())
-    assert "parts" in chosen().values()
+        model(ids[:, :3], cache=model.cache())
+    assert "parts" in tuned_matmul_choices().values()
 
 
 @torch.no_grad()
-def test_threads_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SETTING, "measured")
-    model, made = decoder(), []
+def test_autotune_threads_get_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL_ENV_VAR, "measured")
+    model, outputs = decoder(), []
 
     def run() -> None:
         with torch.no_grad():
-            made.append(model(torch.tensor([[3]]), cache=model.cache()))
+            outputs.append(model(torch.tensor([[3]]), cache=model.cache()))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert all(torch.equal(one, made[0]) for one in made)
+    for item in threads:
+        item.start()
+    for item in threads:
+        item.join()
+    assert all(torch.equal(item, outputs[0]) for item in outputs)
 
 
 @torch.no_grad()
-def test_weights_of_another_kind_go_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_tensor_subclass_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Special(Tensor):
         """As one that is spread over processes."""
 
-    monkeypatch.setenv(SETTING, "parts")
+    monkeypatch.setenv(KERNEL_ENV_VAR, "parts")
     weight = nn.Parameter(torch.randn(4, 6).as_subclass(Special), requires_grad=False)
-    with step(nn.Identity(), 1):
+    with autotuned_decode_step(nn.Identity(), 1):
         linear(torch.randn(1, 6), weight.data)
-        assert not chosen()
+        assert not tuned_matmul_choices()
         empty = linear(torch.randn(1, 6), torch.zeros(0, 6))
     assert empty.shape == (1, 0)
 
 
-def test_a_product_nobody_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SETTING, "onedn")
-    with pytest.raises(hw.HeadwiseError, match=r"HEADWISE_PRODUCT is 'onedn'; .*onednn"):
+def test_matmul_kernel_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL_ENV_VAR, "onedn")
+    with pytest.raises(hw.HeadwiseError, match=r"HEADWISE_MATMUL is 'onedn'; .*onednn"):
         decoder().generate(torch.tensor([[3]]), 2)
 
 
-def test_queries_with_a_strange_stride_stay_on_the_flash_kernel() -> None:
+def test_attention_strided_queries_use_flash_kernel() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 64).transpose(-1, -2).unbind()  # (1, 2, 64, 8), channels not neighbours
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile() as profiler:
         got = hw.attention(q, k, v, mask=hw.causal())
-    names = {event.key for event in seen.key_averages()}
+    names = {event.key for event in profiler.key_averages()}
     assert any("flash_attention_for_cpu" in name for name in names)
     assert torch.allclose(got, hw.attention(q, k, v, mask=hw.causal(), backend="reference"), atol=1e-5)

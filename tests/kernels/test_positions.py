@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.kernels import Alibi, Angles, alibi_slopes, sinusoidal
+from headwise.kernels import AlibiBias, RotaryTable, alibi_slopes, sinusoidal
 from headwise.kernels.positions import rotary_frequencies
 from headwise.spec import Rotary, RotaryScaling
 
@@ -24,83 +24,83 @@ def random_heads(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [2, 13, 64])
-def test_sinusoids_follow_the_formula(width: int) -> None:
-    places = [0, 1, 2, 17, 4096]
-    table = sinusoidal(torch.tensor(places), width)
-    assert table.shape == (len(places), width)
-    for row, place in enumerate(places):
+def test_sinusoidal_any_width_equals_formula(width: int) -> None:
+    positions = [0, 1, 2, 17, 4096]
+    table = sinusoidal(torch.tensor(positions), width)
+    assert table.shape == (len(positions), width)
+    for row, position in enumerate(positions):
         for channel in range(width):
-            angle = place / 10000 ** (2 * (channel // 2) / width)
+            angle = position / 10000 ** (2 * (channel // 2) / width)
             want = math.cos(angle) if channel % 2 else math.sin(angle)
             assert table[row, channel].item() == pytest.approx(want, abs=1e-6)
 
 
-def test_sinusoids_keep_leading_axes() -> None:
-    places = torch.tensor([[0, 1, 2], [5, 6, 7]])
-    assert torch.equal(sinusoidal(places, 6)[1], sinusoidal(places[1], 6))
+def test_sinusoidal_batched_positions_keep_leading_axes() -> None:
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    assert torch.equal(sinusoidal(positions, 6)[1], sinusoidal(positions[1], 6))
 
 
 # Rotary: https://arxiv.org/abs/2104.09864. A pair of channels is a complex number, turned by its place times its speed.
 
 
-def turn_as_complex(x: Tensor, places: Tensor, rotary: Rotary) -> np.ndarray:
+def rotate_as_complex(x: Tensor, positions: Tensor, rotary: Rotary) -> np.ndarray:
     """Rotate (B, H, T, dims) by multiplying complex numbers; `places` is (B, T)."""
-    dims, numbers = x.shape[-1], x.numpy()
+    dims, values = x.shape[-1], x.numpy()
     half = dims // 2
     first, second = (
         (slice(0, half), slice(half, None)) if rotary.layout == "half" else (slice(0, None, 2), slice(1, None, 2))
     )
     speed = rotary.theta ** (-2 * np.arange(half) / dims)
-    pairs = numbers[..., first] + 1j * numbers[..., second]
-    pairs = pairs * np.exp(1j * places.numpy()[:, None, :, None] * speed)
-    turned = np.empty_like(numbers)
-    turned[..., first], turned[..., second] = pairs.real, pairs.imag
-    return turned
+    pairs = values[..., first] + 1j * values[..., second]
+    pairs = pairs * np.exp(1j * positions.numpy()[:, None, :, None] * speed)
+    rotated = np.empty_like(values)
+    rotated[..., first], rotated[..., second] = pairs.real, pairs.imag
+    return rotated
 
 
 @each_layout
 @pytest.mark.parametrize("theta", [10000.0, 500.0])
-def test_rotary_is_complex_multiplication(layout, theta: float) -> None:
+def test_rotary_table_rotate_equals_complex_product(layout, theta: float) -> None:
     rotary, x = Rotary(theta=theta, layout=layout), random_heads(B, H, T, d)
-    places = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 0, 9, 4, 31, 2, 100]])  # each batch row may stand elsewhere
-    got = Angles.at(places, rotary, d, torch.float64).turn(x)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 0, 9, 4, 31, 2, 100]])  # each batch row may stand elsewhere
+    got = RotaryTable.at(positions, rotary, d, torch.float64).rotate(x)
     # The angles are made in float32, as in the models they have to equal: 100 radians are known to 4e-6.
-    np.testing.assert_allclose(got.numpy(), turn_as_complex(x, places, rotary), atol=2e-5)
+    np.testing.assert_allclose(got.numpy(), rotate_as_complex(x, positions, rotary), atol=2e-5)
 
 
 @each_layout
-def test_one_run_of_places_serves_the_whole_batch(layout) -> None:
+def test_rotary_table_shared_positions_equal_per_row(layout) -> None:
     rotary, x = Rotary(layout=layout), random_heads(B, H, T, d)
-    run = torch.arange(3, 3 + T)
-    together = Angles.at(run, rotary, d, torch.float64).turn(x)
-    apart = Angles.at(run.expand(B, T), rotary, d, torch.float64).turn(x)
-    assert torch.equal(together, apart)
+    positions = torch.arange(3, 3 + T)
+    shared = RotaryTable.at(positions, rotary, d, torch.float64).rotate(x)
+    per_row = RotaryTable.at(positions.expand(B, T), rotary, d, torch.float64).rotate(x)
+    assert torch.equal(shared, per_row)
 
 
 @each_layout
-def test_scores_depend_on_the_distance_only(layout) -> None:
+def test_rotary_scores_depend_on_distance_only(layout) -> None:
     """The same query and key at every place: the scores are constant along each diagonal."""
     query, key = random_heads(2, 1, 1, 1, d).expand(2, 1, 1, T, d)
-    angles = Angles.at(torch.arange(5, 5 + T), Rotary(layout=layout), d, torch.float64)
-    scores = (angles.turn(query) @ angles.turn(key).mT)[0, 0]  # (T, T)
+    rotary_table = RotaryTable.at(torch.arange(5, 5 + T), Rotary(layout=layout), d, torch.float64)
+    scores = (rotary_table.rotate(query) @ rotary_table.rotate(key).mT)[0, 0]  # (T, T)
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], atol=1e-5, rtol=0)
     assert (scores[0, 0] - scores[3, 0]).abs() > 1e-2, "and they do depend on it"
 
 
 @each_layout
-def test_channels_beyond_dims_pass_through(layout) -> None:
+def test_rotary_channels_beyond_dims_unchanged(layout) -> None:
     x = random_heads(B, H, T, d)
-    places = torch.arange(T)
-    turned = Angles.at(places, Rotary(layout=layout, dims=6), d, torch.float64).turn(x)
-    assert torch.equal(turned[..., 6:], x[..., 6:])
+    positions = torch.arange(T)
+    rotated = RotaryTable.at(positions, Rotary(layout=layout, dims=6), d, torch.float64).rotate(x)
+    assert torch.equal(rotated[..., 6:], x[..., 6:])
     # Those that turn do so as if the head had no others.
-    alone = Angles.at(places, Rotary(layout=layout), 6, torch.float64).turn(x[..., :6])
-    assert torch.equal(turned[..., :6], alone)
+    alone = RotaryTable.at(positions, Rotary(layout=layout), 6, torch.float64).rotate(x[..., :6])
+    assert torch.equal(rotated[..., :6], alone)
 
 
-def test_angles_are_float32_unless_asked() -> None:
-    assert Angles.at(torch.arange(T), Rotary(), d).cos.dtype == torch.float32
-    assert Angles.at(torch.arange(T), Rotary(), d, torch.bfloat16).sin.dtype == torch.bfloat16
+def test_rotary_table_default_dtype_is_float32() -> None:
+    assert RotaryTable.at(torch.arange(T), Rotary(), d).cos.dtype == torch.float32
+    assert RotaryTable.at(torch.arange(T), Rotary(), d, torch.bfloat16).sin.dtype == torch.bfloat16
 
 
 SCALINGS = {
@@ -115,7 +115,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_scaled_frequencies_equal_those_of_transformers(scaling: RotaryScaling, head_dim: int) -> None:
+def test_rotary_frequencies_scaled_equal_transformers(scaling: RotaryScaling, head_dim: int) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -131,10 +131,10 @@ def test_scaled_frequencies_equal_those_of_transformers(scaling: RotaryScaling, 
             "original_max_position_embeddings": scaling.original_context,
         },
     )
-    theirs, attention_factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
     assert attention_factor == 1.0
-    ours = rotary_frequencies(Rotary(theta=500000.0, scaling=scaling), head_dim)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    actual = rotary_frequencies(Rotary(theta=500000.0, scaling=scaling), head_dim)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 # ALiBi: https://arxiv.org/abs/2108.12409. For 8 heads the paper prints 1/2 … 1/256; for 12 its published code takes
@@ -149,27 +149,27 @@ PUBLISHED_SLOPES = {
 
 
 @pytest.mark.parametrize("heads", PUBLISHED_SLOPES)
-def test_alibi_slopes_are_the_published_ones(heads: int) -> None:
+def test_alibi_slopes_equal_published(heads: int) -> None:
     torch.testing.assert_close(alibi_slopes(heads), torch.tensor(PUBLISHED_SLOPES[heads]), rtol=1e-6, atol=0)
 
 
-def test_alibi_needs_a_head() -> None:
+def test_alibi_slopes_zero_heads_raise() -> None:
     with pytest.raises(HeadwiseError, match="ALiBi needs at least one head, got 0"):
         alibi_slopes(0)
 
 
 @pytest.mark.parametrize("S", [7, 11, 5])
-def test_alibi_leans_away_from_what_is_far(S: int) -> None:
+def test_alibi_bias_block_equals_formula(S: int) -> None:
     """The last query stands at the last key, as with a cache; distance counts in both directions."""
     slopes = alibi_slopes(H)
-    whole = Alibi(slopes).block(range(T), range(S), T, S)
-    assert whole.shape == (1, H, T, S)
+    full = AlibiBias(slopes).block(range(T), range(S), T, S)
+    assert full.shape == (1, H, T, S)
     for head, query, key in np.ndindex(H, T, S):
         want = -slopes[head].item() * abs(query + S - T - key)
-        assert whole[0, head, query, key].item() == pytest.approx(want)
+        assert full[0, head, query, key].item() == pytest.approx(want)
 
 
-def test_an_alibi_block_is_a_slice_of_the_whole() -> None:
-    alibi = Alibi(alibi_slopes(H))
-    whole = alibi.block(range(T), range(11), T, 11)
-    assert torch.equal(alibi.block(range(2, 5), range(3, 10), T, 11), whole[:, :, 2:5, 3:10])
+def test_alibi_bias_block_equals_slice_of_full() -> None:
+    alibi = AlibiBias(alibi_slopes(H))
+    full = alibi.block(range(T), range(11), T, 11)
+    assert torch.equal(alibi.block(range(2, 5), range(3, 10), T, 11), full[:, :, 2:5, 3:10])

@@ -9,17 +9,17 @@ import headwise as hw
 from headwise.model import ModelCache
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8, 1]])
-BOTH = {"kind": "encoder-decoder", "positions": "sinusoidal"}
+ENCODER_DECODER = {"kind": "encoder-decoder", "positions": "sinusoidal"}
 
 
-def make(context: int = 12, heads: dict | None = None, **model: object) -> hw.Transformer:
+def make_model(context: int = 12, heads: dict | None = None, **model: object) -> hw.Transformer:
     torch.manual_seed(0)
     attention = hw.AttentionSpec(width=8, heads=2, **(heads or {}))
     spec = hw.ModelSpec(vocab=11, context=context, layers=2, attention=attention, **model)  # pyright: ignore
     return hw.Transformer(spec).eval()
 
 
-REFUSED: dict[str, tuple[dict, Callable[[hw.Transformer, ModelCache], object]]] = {
+FAILING_STEPS: dict[str, tuple[dict, Callable[[hw.Transformer, ModelCache], object]]] = {
     "another batch": ({}, lambda model, cache: model(IDS[:1], cache=cache)),
     "an unknown token": ({}, lambda model, cache: model(torch.full((2, 1), 99), cache=cache)),
     "too many positions": ({}, lambda model, cache: model(IDS, cache=cache)),
@@ -31,9 +31,9 @@ REFUSED: dict[str, tuple[dict, Callable[[hw.Transformer, ModelCache], object]]] 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_step_leaves_the_cache_as_it_was(name: str) -> None:
-    model, step = make(**REFUSED[name][0]), REFUSED[name][1]
+@pytest.mark.parametrize("name", FAILING_STEPS)
+def test_forward_failed_step_restores_cache(name: str) -> None:
+    model, step = make_model(**FAILING_STEPS[name][0]), FAILING_STEPS[name][1]
     cache = model.cache()
     model(IDS[:, :6], cache=cache)
     with pytest.raises((hw.HeadwiseError, RuntimeError)):
@@ -43,8 +43,8 @@ def test_a_refused_step_leaves_the_cache_as_it_was(name: str) -> None:
 
 
 @torch.no_grad()
-def test_a_step_refused_for_want_of_a_source_can_be_taken_again() -> None:
-    model = make(**BOTH)  # pyright: ignore[reportArgumentType]
+def test_forward_missing_source_can_be_retried() -> None:
+    model = make_model(**ENCODER_DECODER)  # pyright: ignore[reportArgumentType]
     cache = model.cache()
     with pytest.raises(hw.HeadwiseError, match="needs what it reads"):
         model(IDS[:, :3], cache=cache)
@@ -56,30 +56,30 @@ def test_a_step_refused_for_want_of_a_source_can_be_taken_again() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4], [5, 1, 1]])
-def test_a_sliding_cache_forgets_alike_however_the_text_is_cut(pieces: list[int]) -> None:
-    model = make()
+def test_sliding_cache_any_split_equals_window(pieces: list[int]) -> None:
+    model = make_model()
     cache = model.cache("sliding", size=3)
     got = torch.cat([model(piece, cache=cache) for piece in IDS.split(pieces, 1)], 1)
     assert torch.allclose(got, model(IDS, mask=hw.window(3)), atol=1e-6)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [{"window": 3}, {"alibi": True}, {"buckets": 8}])
-def test_padding_on_the_right_is_refused_where_places_are_counted(heads: dict) -> None:
-    model = make(heads=heads)
+@pytest.mark.parametrize("heads", [{"window": 3}, {"alibi": True}, {"t5_buckets": 8}])
+def test_forward_right_padding_with_distances_raises(heads: dict) -> None:
+    model = make_model(heads=heads)
     right = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
     with pytest.raises(hw.HeadwiseError, match="padded on the left; padding follows a token"):
-        model(IDS, padding=right, cache=model.cache())
-    model(IDS, padding=right.flip(1), cache=model.cache())
+        model(IDS, attention_mask=right, cache=model.cache())
+    model(IDS, attention_mask=right.flip(1), cache=model.cache())
 
 
-def test_a_cache_comes_from_the_model() -> None:
-    with pytest.raises(hw.HeadwiseError, match=r"cache must come from model\.cache\(\), got 'growing'"):
-        make()(IDS, cache="growing")
+def test_forward_cache_of_wrong_type_raises() -> None:
+    with pytest.raises(hw.HeadwiseError, match=r"cache must come from model\.cache\(\), got 'dynamic'"):
+        make_model()(IDS, cache="dynamic")
 
 
-def test_a_cache_and_checkpointing_do_not_go_together() -> None:
-    model = make()
+def test_forward_cache_with_checkpointing_raises() -> None:
+    model = make_model()
     model.checkpointing = True
     with pytest.raises(hw.HeadwiseError, match="a cache holds numbers, not graphs"):
         model(IDS, cache=model.cache())
@@ -87,8 +87,8 @@ def test_a_cache_and_checkpointing_do_not_go_together() -> None:
         model(IDS, cache=model.cache())
 
 
-def test_parts_that_were_frozen_stay_so_after_generating() -> None:
-    model = make().train()
+def test_generate_frozen_parts_stay_in_eval() -> None:
+    model = make_model().train()
     model.blocks[0].eval()
     model.generate(IDS[:, :2], 2)
     assert model.training
@@ -97,19 +97,19 @@ def test_parts_that_were_frozen_stay_so_after_generating() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_ids_of_any_whole_kind_will_do(dtype: torch.dtype) -> None:
-    model = make()
+def test_forward_any_integer_dtype_gives_same_output(dtype: torch.dtype) -> None:
+    model = make_model()
     assert torch.equal(model(IDS.to(dtype)), model(IDS))
 
 
-def test_bare_numbers_are_not_taken_for_layers() -> None:
+def test_gates_bare_layer_number_raises() -> None:
     """5,1 is one keystroke from 5.1, and would silence two whole layers."""
     with pytest.raises(hw.HeadwiseError, match=r"'0' names a layer, not heads; write 0\.\* for all its heads"):
-        make()(IDS, gates={"0,1": 0.0})
+        make_model()(IDS, gates={"0,1": 0.0})
 
 
-def test_gates_are_named_by_address_and_prompts_are_lists() -> None:
+def test_gates_or_prompt_of_wrong_type_raises() -> None:
     with pytest.raises(hw.HeadwiseError, match=r"gates name heads by address, '5\.1' or '5\.\*'; got 0"):
-        make()(IDS, gates={0: 0.0})  # pyright: ignore[reportArgumentType]
+        make_model()(IDS, gates={0: 0.0})  # pyright: ignore[reportArgumentType]
     with pytest.raises(hw.HeadwiseError, match="a prompt is a text, a list of token ids, or a tensor; got ndarray"):
-        make().generate(IDS[0].numpy(), 2)  # pyright: ignore[reportArgumentType]
+        make_model().generate(IDS[0].numpy(), 2)  # pyright: ignore[reportArgumentType]

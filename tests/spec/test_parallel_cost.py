@@ -15,25 +15,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.distributed import parallel_strategy as team_layout
-from headwise.distributed.process_group import Team
+from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError
-from headwise.spec.parallel_cost import Layout, forward_flops, layout
-from tests.distributed.models import SPEAKS, SPECS
+from headwise.spec.parallel_cost import ParallelCost, forward_flops_per_token, layout
+from tests.distributed.models import GENERATING_SPEC, SPECS
 
 TOKENS, BATCH = 16, 2
 BIASES = hw.ModelSpec(
     vocab=96, context=32, layers=4, attention=hw.AttentionSpec(width=48, heads=4, bias=True, out_bias=True)
 )
-KEPT = SPEAKS.caching({"0.*": hw.Keeps(bits=8), "1.0": hw.Keeps(first=2, last=4), "1.1": 4})
-MODELS = {**SPECS, "biases": BIASES, "kept": KEPT}
+MIXED_CACHE = GENERATING_SPEC.with_cache(
+    {"0.*": hw.CachePolicy(bits=8), "1.0": hw.CachePolicy(sink_tokens=2, window=4), "1.1": 4}
+)
+MODELS = {**SPECS, "biases": BIASES, "kept": MIXED_CACHE}
 
 
-def named(made: tuple[Layout, ...]) -> dict[str, Layout]:
-    return {one.name: one for one in made}
+def by_name(costs: tuple[ParallelCost, ...]) -> dict[str, ParallelCost]:
+    return {cost.name: cost for cost in costs}
 
 
 @dataclass
-class Found:
+class MeasuredCost:
     """What one process was seen to hold and to send, in bytes; a ring as layouts count it."""
 
     weights: int
@@ -43,7 +45,7 @@ class Found:
     step: int
 
 
-class Traffic(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """Counts what is given to other processes."""
 
     def __init__(self) -> None:
@@ -52,10 +54,10 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.namespace == "c10d" and "barrier" not in func.name():
-            given = [x for some in args for x in (some if isinstance(some, list) else [some])]
-            size = next(dist.ProcessGroup.unbox(x).size() for x in given if isinstance(x, torch.ScriptObject))
-            whole = max(x.nbytes for x in given if isinstance(x, Tensor))  # what is put together, or cut up
-            self.sent += (2 if "allreduce" in func.name() else 1) * (size - 1) / size * whole
+            flat_args = [x for argument in args for x in (argument if isinstance(argument, list) else [argument])]
+            size = next(dist.ProcessGroup.unbox(x).size() for x in flat_args if isinstance(x, torch.ScriptObject))
+            num_bytes = max(x.nbytes for x in flat_args if isinstance(x, Tensor))  # what is put together, or cut up
+            self.sent += (2 if "allreduce" in func.name() else 1) * (size - 1) / size * num_bytes
         return func(*args, **(kwargs or {}))
 
 
@@ -73,13 +75,13 @@ class Loss(nn.Module):
         return self.model.output.cross_entropy(hidden.flatten(0, 1), ids.flatten())
 
 
-def states(model: hw.Transformer, ids: Tensor, **more: Any) -> Tensor:
+def states(model: hw.Transformer, ids: Tensor, **extra: Any) -> Tensor:
     source = {"source": ids} if model.spec.kind == "encoder-decoder" else {}
-    return model(ids, hidden=True, **source, **more)
+    return model(ids, hidden=True, **source, **extra)
 
 
 @contextmanager
-def alone_of(processes: int, rank: int) -> Iterator[None]:
+def fake_group(processes: int, rank: int) -> Iterator[None]:
     """One process of a group whose others are made up: what it sends goes nowhere."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
@@ -88,12 +90,14 @@ def alone_of(processes: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def measured(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_processes: int = 2) -> Found:
-    with alone_of(processes, rank):
-        where = team_layout.TeamLayout.of(kind, Team(rank, processes, torch.device("cpu")), head_processes)
-        model = where.arranged(hw.Transformer(spec))
-        where.cut(model)
-        module, gathered, buckets = where.wrap(Loss(model), unused=False), [0], list[int]()
+def measure_cost(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_processes: int = 2) -> MeasuredCost:
+    with fake_group(processes, rank):
+        strategy = team_layout.ParallelStrategy.of(
+            kind, ProcessGroup(rank, processes, torch.device("cpu")), head_processes
+        )
+        model = strategy.place_model(hw.Transformer(spec))
+        strategy.apply_fsdp(model)
+        module, gathered, buckets = strategy.wrap_ddp(Loss(model), find_unused=False), [0], list[int]()
         if kind == "ddp" and processes > 1:
 
             def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
@@ -103,38 +107,40 @@ def measured(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_proc
                 return done
 
             module.register_comm_hook(None, hook)  # pyright: ignore[reportCallIssue]
-        weights = sum(team_layout.local(p).nbytes for p in model.parameters())
+        weights = sum(team_layout.local_tensor(p).nbytes for p in model.parameters())
 
-        def look(*_: Any) -> None:
+        def record_gathered(*_: Any) -> None:
             gathered.append(sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor)))
 
         for block in (*model.blocks, *model.encoder_blocks):
-            block.get_submodule("mlp").register_forward_hook(look)
+            block.get_submodule("mlp").register_forward_hook(record_gathered)
         ids, cached = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS), None
         if spec.kind != "encoder":
-            cached = model.cache("fixed", TOKENS)
-        with Traffic() as reading, torch.no_grad():
+            cached = model.cache("static", TOKENS)
+        with TrafficCounter() as forward_traffic, torch.no_grad():
             states(model, ids, **({} if cached is None else {"cache": cached}))
-        team_layout.settle(model)
+        team_layout.reshard(model)
         if kind == "ddp":
             module(ids).backward()
             step = sum(2 * (processes - 1) / processes * size for size in buckets)
         else:
-            with Traffic() as stepping:
+            with TrafficCounter() as step_traffic:
                 module(ids).backward()
-            step = stepping.sent
-        held = 0 if cached is None else cached.bytes
-        return Found(weights, held, max(gathered), round(reading.sent), round(step))
+            step = step_traffic.sent
+        cache_bytes = 0 if cached is None else cached.nbytes
+        return MeasuredCost(weights, cache_bytes, max(gathered), round(forward_traffic.sent), round(step))
 
 
-def told_and_found(kind: str, name: str, processes: int) -> tuple[Layout, Found]:
+def predicted_and_measured(kind: str, name: str, processes: int) -> tuple[ParallelCost, MeasuredCost]:
     """What is told, and the most that was found in any process."""
-    told = named(layout(MODELS[name], processes, TOKENS, batch=BATCH, element=4))[kind]
-    found = [measured(kind, MODELS[name], processes, rank) for rank in range(processes)]
-    return told, Found(*(max(some) for some in zip(*(vars(one).values() for one in found), strict=True)))
+    predicted = by_name(layout(MODELS[name], processes, TOKENS, batch=BATCH, element_bytes=4))[kind]
+    per_rank = [measure_cost(kind, MODELS[name], processes, rank) for rank in range(processes)]
+    return predicted, MeasuredCost(
+        *(max(values) for values in zip(*(vars(cost).values() for cost in per_rank), strict=True))
+    )
 
 
-def padding(model: nn.Module, processes: int) -> tuple[int, int]:
+def fsdp_padding(model: nn.Module, processes: int) -> tuple[int, int]:
     """FSDP cuts each tensor by rows, as many for everyone: what that adds to one process, and to all of them."""
     ranks = [(-(-len(p) // processes), p) for p in model.parameters() if p.numel()]
     return tuple(
@@ -145,93 +151,110 @@ def padding(model: nn.Module, processes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["cut", "one key", "two stacks", "slices", "kept"])
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_heads_in_parallel_to_the_byte(name: str, processes: int) -> None:
-    told, found = told_and_found("heads", name, processes)
-    assert (told.weights, told.cache) == (found.weights, found.cache)
-    assert (told.forward, told.step) == pytest.approx((found.forward, found.step), abs=2)  # as a third of a byte is
+def test_layout_head_parallel_equals_measured_bytes(name: str, processes: int) -> None:
+    predicted, actual = predicted_and_measured("heads", name, processes)
+    assert (predicted.weight_bytes, predicted.cache_bytes) == (actual.weights, actual.cache)
+    # as a third of a byte is
+    assert (predicted.forward_traffic, predicted.step_traffic) == pytest.approx((actual.forward, actual.step), abs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_so_it_is_for_every_model(name: str, processes: int) -> None:
-    test_heads_in_parallel_to_the_byte(name, processes)
+def test_layout_head_parallel_all_models_equal_measured_bytes(name: str, processes: int) -> None:
+    test_layout_head_parallel_equals_measured_bytes(name, processes)
 
 
 @pytest.mark.parametrize(
     "name", ["cut", "kept", *(pytest.param(n, marks=pytest.mark.slow) for n in set(SPECS) - {"cut"})]
 )
 @pytest.mark.parametrize("processes", [2, 3])
-def test_weights_in_shares_but_for_what_fills_rows_up(name: str, processes: int) -> None:
-    told, found = told_and_found("fsdp", name, processes)
+def test_layout_fsdp_equals_measured_bytes_plus_padding(name: str, processes: int) -> None:
+    predicted, actual = predicted_and_measured("fsdp", name, processes)
     model = hw.Transformer(MODELS[name])
-    blocks = [padding(block, processes)[1] for block in (*model.blocks, *model.encoder_blocks)]
-    one, every = padding(model, processes)
-    share = (processes - 1) / processes
-    assert told.cache == found.cache
-    assert told.gathered == found.gathered
-    assert told.weights + one == pytest.approx(found.weights, abs=processes)
-    assert told.forward + share * every == pytest.approx(found.forward, abs=processes)
-    assert told.step + share * (2 * every + sum(blocks)) == pytest.approx(found.step, abs=2 * processes)
+    blocks = [fsdp_padding(block, processes)[1] for block in (*model.blocks, *model.encoder_blocks)]
+    rank_padding, total_padding = fsdp_padding(model, processes)
+    fraction = (processes - 1) / processes
+    assert predicted.cache_bytes == actual.cache
+    assert predicted.gathered_bytes == actual.gathered
+    assert predicted.weight_bytes + rank_padding == pytest.approx(actual.weights, abs=processes)
+    assert predicted.forward_traffic + fraction * total_padding == pytest.approx(actual.forward, abs=processes)
+    assert predicted.step_traffic + fraction * (2 * total_padding + sum(blocks)) == pytest.approx(
+        actual.step, abs=2 * processes
+    )
 
 
-def test_a_grid_of_both() -> None:
-    told, found = told_and_found("fsdp+heads", "biases", 4)
-    assert told.axes == "2 × 2"
-    assert (told.weights, told.cache, told.gathered) == (found.weights, found.cache, found.gathered)
-    assert (told.forward, told.step) == (found.forward, found.step)
+def test_layout_fsdp_head_grid_equals_measured_bytes() -> None:
+    predicted, actual = predicted_and_measured("fsdp+heads", "biases", 4)
+    assert predicted.mesh_shape == "2 × 2"
+    assert (predicted.weight_bytes, predicted.cache_bytes, predicted.gathered_bytes) == (
+        actual.weights,
+        actual.cache,
+        actual.gathered,
+    )
+    assert (predicted.forward_traffic, predicted.step_traffic) == (actual.forward, actual.step)
 
 
 @pytest.mark.parametrize("name", ["grouped", "biases"])
-def test_the_whole_model_each(name: str) -> None:
-    told, found = told_and_found("ddp", name, 3)
-    assert (told.weights, told.cache, told.forward, told.gathered) == (found.weights, found.cache, found.forward, 0)
-    assert told.step == pytest.approx(found.step, abs=3)
+def test_layout_ddp_equals_measured_bytes(name: str) -> None:
+    predicted, actual = predicted_and_measured("ddp", name, 3)
+    assert (predicted.weight_bytes, predicted.cache_bytes, predicted.forward_traffic, predicted.gathered_bytes) == (
+        actual.weights,
+        actual.cache,
+        actual.forward,
+        0,
+    )
+    assert predicted.step_traffic == pytest.approx(actual.step, abs=3)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_process_holds_the_whole_and_sends_nothing(name: str) -> None:
-    whole = sum(p.numel() for p in hw.Transformer(MODELS[name]).parameters())
-    for one in layout(MODELS[name], 1, TOKENS, element=4):
-        if one.refused:
-            assert one.name == "fsdp+heads"
+def test_layout_one_process_sends_nothing(name: str) -> None:
+    num_parameters = sum(p.numel() for p in hw.Transformer(MODELS[name]).parameters())
+    for cost in layout(MODELS[name], 1, TOKENS, element_bytes=4):
+        if cost.error:
+            assert cost.name == "fsdp+heads"
             continue
-        assert (one.weights, one.training, one.forward, one.step) == (4 * whole, 16 * whole, 0, 0)
+        assert (cost.weight_bytes, cost.training_bytes, cost.forward_traffic, cost.step_traffic) == (
+            4 * num_parameters,
+            16 * num_parameters,
+            0,
+            0,
+        )
 
 
-def test_by_hand() -> None:
+def test_layout_gpt2_widths_equal_hand_count() -> None:
     """GPT-2's widths are easy to count: a block has 12 D² + 13 D parameters."""
     D, L, V, C, n = 48, 4, 96, 32, 4 * TOKENS
-    whole = L * (12 * D * D + 13 * D) + V * D + C * D + 2 * D
-    made = named(layout(BIASES, 4, TOKENS, batch=4, element=2))
-    assert BIASES.parameters == whole
-    assert made["ddp"].weights == 2 * whole
-    assert made["ddp"].step == 2 * 3 * 4 * whole // 4
-    assert made["fsdp"].training == 4 * whole
-    assert made["fsdp"].forward == 3 * 2 * whole // 4
-    rest = V * D + C * D + 2 * D
-    assert made["fsdp"].gathered == 4 * (rest + 12 * D * D + 13 * D)
-    assert made["fsdp"].step == 3 * 4 * (3 * whole - rest) // 4
-    assert made["heads"].forward == 2 * 3 * (2 * L + 1) * n * D * 2 // 4
-    assert made["heads"].step == 2 * 3 * ((4 * L + 2) * n * D + 3 * n) * 4 // 4
-    assert made["heads"].cache == made["ddp"].cache // 4 == 2 * L * D * 2 * n // 4
-    assert forward_flops(BIASES, TOKENS) == 2 * (whole - C * D + L * 2 * D * TOKENS // 2)
+    total = L * (12 * D * D + 13 * D) + V * D + C * D + 2 * D
+    costs = by_name(layout(BIASES, 4, TOKENS, batch=4, element_bytes=2))
+    assert BIASES.num_parameters == total
+    assert costs["ddp"].weight_bytes == 2 * total
+    assert costs["ddp"].step_traffic == 2 * 3 * 4 * total // 4
+    assert costs["fsdp"].training_bytes == 4 * total
+    assert costs["fsdp"].forward_traffic == 3 * 2 * total // 4
+    outside_blocks = V * D + C * D + 2 * D
+    assert costs["fsdp"].gathered_bytes == 4 * (outside_blocks + 12 * D * D + 13 * D)
+    assert costs["fsdp"].step_traffic == 3 * 4 * (3 * total - outside_blocks) // 4
+    assert costs["heads"].forward_traffic == 2 * 3 * (2 * L + 1) * n * D * 2 // 4
+    assert costs["heads"].step_traffic == 2 * 3 * ((4 * L + 2) * n * D + 3 * n) * 4 // 4
+    assert costs["heads"].cache_bytes == costs["ddp"].cache_bytes // 4 == 2 * L * D * 2 * n // 4
+    assert forward_flops_per_token(BIASES, TOKENS) == 2 * (total - C * D + L * 2 * D * TOKENS // 2)
 
 
-def test_what_cannot_be_is_told() -> None:
-    made = named(layout(SPECS["grouped"], 10, TOKENS))
-    assert "10 processes are more than the 9 heads" in made["heads"].refused
-    assert made["fsdp+heads"].axes == "5 × 2"
-    assert not made["fsdp"].refused
-    assert "no grid of 2" in named(layout(SPECS["grouped"], 7, TOKENS))["fsdp+heads"].refused
-    assert "more than the 5 heads" in named(layout(SPECS["cut"], 12, TOKENS, head_processes=6))["fsdp+heads"].refused
+def test_layout_impossible_settings_are_reported() -> None:
+    costs = by_name(layout(SPECS["grouped"], 10, TOKENS))
+    assert "10 processes are more than the 9 heads" in costs["heads"].error
+    assert costs["fsdp+heads"].mesh_shape == "5 × 2"
+    assert not costs["fsdp"].error
+    assert "no grid of 2" in by_name(layout(SPECS["grouped"], 7, TOKENS))["fsdp+heads"].error
+    assert "more than the 5 heads" in by_name(layout(SPECS["cut"], 12, TOKENS, head_processes=6))["fsdp+heads"].error
     for wrong in (
         {"processes": 0},
         {"batch": 0},
         {"context": 0},
         {"context": -5},
         {"processes": True},
-        {"element": 0.5},
+        {"element_bytes": 0.5},
     ):
         with pytest.raises(HeadwiseError, match=f"{next(iter(wrong))} is a whole number of at least 1"):
             layout(SPECS["grouped"], **{"processes": 2, **wrong})  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 FILE = Path(__file__).with_name("llama_cpp.json")
-PARTS = [
+FRAGMENTS = [
     "a",
     "B",
     "c",
@@ -74,44 +74,44 @@ PARTS = [
 ]
 
 
-def fields(pre: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
+def gguf_fields(pre: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
     """A GGUF file's; the last token is an added one, the first two stand around a text."""
     types = [3, 3, *[1] * (len(tokens) - 3), 4]
-    told = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "token_type": types}
-    told |= {"bos_token_id": 0, "eos_token_id": 1}
-    return {f"tokenizer.ggml.{name}": value for name, value in told.items()}
+    values = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "token_type": types}
+    values |= {"bos_token_id": 0, "eos_token_id": 1}
+    return {f"tokenizer.ggml.{name}": value for name, value in values.items()}
 
 
-def vocabulary(texts: list[str]) -> tuple[list[str], list[str]]:
+def train_vocabulary(texts: list[str]) -> tuple[list[str], list[str]]:
     """Merges learnt from uncut texts, so that there are some across every place where one might be cut."""
-    made = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(r"[\s\S]{1,40}"), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])  # pyright: ignore
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])  # pyright: ignore
     trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
         vocab_size=560,
         special_tokens=["<s>", "<e>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(texts, trainer)
-    model = json.loads(made.to_str())["model"]
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return [*tokens, "qzx", "Ġqzx", "<tool>"], [" ".join(pair) for pair in model["merges"]]  # qzx: no merge makes it
 
 
-def write(file: Path, told: dict[str, Any]) -> None:
+def write_gguf_model(file: Path, tokenizer_fields: dict[str, Any]) -> None:
     """The smallest model there is around a tokenizer."""
     import gguf
     import numpy as np
 
-    writer, width, vocab = gguf.GGUFWriter(str(file), "llama"), 32, len(told["tokenizer.ggml.tokens"])
+    writer, width, vocab = gguf.GGUFWriter(str(file), "llama"), 32, len(tokenizer_fields["tokenizer.ggml.tokens"])
     for name, value in {
         "context_length": 64, "embedding_length": width, "block_count": 1, "feed_forward_length": 32, "head_count": 2,
         "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 16, "vocab_size": vocab,
-        "tokenizer_model": "gpt2", "tokenizer_pre": told["tokenizer.ggml.pre"],
-        "token_list": told["tokenizer.ggml.tokens"], "token_types": told["tokenizer.ggml.token_type"],
-        "token_merges": told["tokenizer.ggml.merges"], "bos_token_id": 0, "eos_token_id": 1,
+        "tokenizer_model": "gpt2", "tokenizer_pre": tokenizer_fields["tokenizer.ggml.pre"],
+        "token_list": tokenizer_fields["tokenizer.ggml.tokens"], "token_types": tokenizer_fields["tokenizer.ggml.token_type"],
+        "token_merges": tokenizer_fields["tokenizer.ggml.merges"], "bos_token_id": 0, "eos_token_id": 1,
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
     shapes = {
@@ -129,7 +129,7 @@ def write(file: Path, told: dict[str, Any]) -> None:
     writer.close()
 
 
-def ask(file: str) -> None:
+def tokenize_texts(file: str) -> None:
     """llama.cpp's ids of texts on standard input; in a process of its own, for the server does not end."""
     import os
     from importlib import import_module
@@ -148,23 +148,23 @@ def ask(file: str) -> None:
 
 
 def main() -> None:
-    from headwise.text.gguf_pretokenizers import CUTS
+    from headwise.text.gguf_pretokenizers import PRE_TOKENIZERS
 
-    draws = random.Random(0)
-    drawn = ["".join(draws.choice(PARTS) for _ in range(draws.randrange(2, 22))) for _ in range(400)]
-    texts = ["Hello World's 12345 tests!!\n\n  don't WE'RE 3.14\n", *drawn[:40]]
-    tokens, merges = vocabulary([text.replace("qzx", "").replace("<tool>", "") for text in drawn])
-    by_cut = {cut: name for name, cut in CUTS.items()}
+    rng = random.Random(0)
+    samples = ["".join(rng.choice(FRAGMENTS) for _ in range(rng.randrange(2, 22))) for _ in range(400)]
+    texts = ["Hello World's 12345 tests!!\n\n  don't WE'RE 3.14\n", *samples[:40]]
+    tokens, merges = train_vocabulary([text.replace("qzx", "").replace("<tool>", "") for text in samples])
+    name_of_pre_tokenizer = {pre_tokenizer: name for name, pre_tokenizer in PRE_TOKENIZERS.items()}
     ids = {}
-    for name in sorted(by_cut.values()):
+    for name in sorted(name_of_pre_tokenizer.values()):
         with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder, "m.gguf"), fields(name, tokens, merges))
+            write_gguf_model(Path(folder, "m.gguf"), gguf_fields(name, tokens, merges))
             command = [sys.executable, "-m", "tests.text.llama_cpp", folder + "/m.gguf"]
-            told = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True).stdout
-        ids[name] = [json.loads(line) for line in told.splitlines() if line.startswith("[")]
-    made = {"tokens": tokens, "merges": merges, "texts": texts, "ids": ids}
-    FILE.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in made.items()) + "\n}\n")
+            output = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True).stdout
+        ids[name] = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    data = {"tokens": tokens, "merges": merges, "texts": texts, "ids": ids}
+    FILE.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items()) + "\n}\n")
 
 
 if __name__ == "__main__":
-    ask(sys.argv[1]) if len(sys.argv) > 1 else main()
+    tokenize_texts(sys.argv[1]) if len(sys.argv) > 1 else main()

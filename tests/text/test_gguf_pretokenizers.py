@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.text.gguf import tokenizer_from_gguf
-from headwise.text.gguf_pretokenizers import CUTS, UNREAD
-from tests.text.llama_cpp import FILE, fields
+from headwise.text.gguf_pretokenizers import PRE_TOKENIZERS, UNSUPPORTED
+from headwise.text.gguf_tokenizer import tokenizer_from_gguf
+from tests.text.llama_cpp import FILE, gguf_fields
 
 # Every name llama.cpp's llama-vocab.cpp tells apart.
 NAMES = [
@@ -107,74 +107,79 @@ NAMES = [
 
 
 @cache
-def told() -> dict[str, Any]:
+def llama_cpp_data() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 @cache
-def made(pre: str, **more: Any) -> hw.Tokenizer:
-    changed = {f"tokenizer.ggml.{name}": value for name, value in more.items()}
-    return tokenizer_from_gguf(fields(pre, told()["tokens"], told()["merges"]) | changed)
+def make_gguf_tokenizer(pre: str, **extra_fields: Any) -> hw.Tokenizer:
+    changed = {f"tokenizer.ggml.{name}": value for name, value in extra_fields.items()}
+    return tokenizer_from_gguf(gguf_fields(pre, llama_cpp_data()["tokens"], llama_cpp_data()["merges"]) | changed)
 
 
-def test_every_name_is_read_or_refused() -> None:
-    assert sorted([*CUTS, *UNREAD]) == sorted(NAMES)
-    assert {CUTS[name] for name in told()["ids"]} == set(CUTS.values())  # each is compared below
+def test_pretokenizers_cover_every_llama_cpp_name() -> None:
+    assert sorted([*PRE_TOKENIZERS, *UNSUPPORTED]) == sorted(NAMES)
+    # each is compared below
+    assert {PRE_TOKENIZERS[name] for name in llama_cpp_data()["ids"]} == set(PRE_TOKENIZERS.values())
 
 
-@pytest.mark.parametrize("pre", sorted(CUTS))
-def test_ids_are_llama_cpps(pre: str) -> None:
-    like = next(name for name in told()["ids"] if CUTS[name] == CUTS[pre])
-    cased = any(r"\p{Lu}" in pattern for pattern in CUTS[pre].patterns)
-    for text, ids in zip(told()["texts"], told()["ids"][like], strict=True):
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_gguf_tokenizer_ids_equal_llama_cpp(pre: str) -> None:
+    reference_name = next(name for name in llama_cpp_data()["ids"] if PRE_TOKENIZERS[name] == PRE_TOKENIZERS[pre])
+    cased = any(r"\p{Lu}" in pattern for pattern in PRE_TOKENIZERS[pre].patterns)
+    for text, ids in zip(llama_cpp_data()["texts"], llama_cpp_data()["ids"][reference_name], strict=True):
         if not (cased and "\u0301" in text):  # see below
-            assert made(pre).encode(text) == ids, text
+            assert make_gguf_tokenizer(pre).encode(text) == ids, text
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "tekken"])
-def test_llama_3s_start_token_and_whole_pieces(pre: str) -> None:
+def test_gguf_tokenizer_llama3_adds_bos_and_keeps_vocabulary_words(pre: str) -> None:
     """By default a start token; and a piece that is in the vocabulary is one token, though no merge makes it."""
-    whole = told()["tokens"].index("Ġqzx")
-    assert made(pre).encode(" qzx") == [0, whole]
-    assert made(pre, add_bos_token=False).encode(" qzx") == [whole]
-    assert made("gpt-2").encode(" qzx") == [told()["tokens"].index(token) for token in "Ġqzx"]
+    token_id = llama_cpp_data()["tokens"].index("Ġqzx")
+    assert make_gguf_tokenizer(pre).encode(" qzx") == [0, token_id]
+    assert make_gguf_tokenizer(pre, add_bos_token=False).encode(" qzx") == [token_id]
+    assert make_gguf_tokenizer("gpt-2").encode(" qzx") == [llama_cpp_data()["tokens"].index(token) for token in "Ġqzx"]
 
 
-def test_an_end_token_where_the_file_asks_for_one() -> None:
-    assert made("gpt-2", add_eos_token=True).encode("1") == [told()["tokens"].index("1"), 1]
-    assert made("llama3", add_eos_token=True).encode("1") == [0, told()["tokens"].index("1"), 1]
+def test_gguf_tokenizer_adds_eos_if_requested() -> None:
+    assert make_gguf_tokenizer("gpt-2", add_eos_token=True).encode("1") == [llama_cpp_data()["tokens"].index("1"), 1]
+    assert make_gguf_tokenizer("llama3", add_eos_token=True).encode("1") == [
+        0,
+        llama_cpp_data()["tokens"].index("1"),
+        1,
+    ]
     with pytest.raises(hw.HeadwiseError, match="asks for an end token but names none"):
-        made("gpt-2", add_eos_token=True, eos_token_id=None)
+        make_gguf_tokenizer("gpt-2", add_eos_token=True, eos_token_id=None)
 
 
-def test_an_added_token_is_text() -> None:
-    tool = told()["tokens"].index("<tool>")
-    assert made("gpt-2").encode("<tool>") == [tool]
-    assert made("gpt-2").decode([tool, 1]) == "<tool>"
+def test_gguf_tokenizer_added_token_is_text() -> None:
+    tool = llama_cpp_data()["tokens"].index("<tool>")
+    assert make_gguf_tokenizer("gpt-2").encode("<tool>") == [tool]
+    assert make_gguf_tokenizer("gpt-2").decode([tool, 1]) == "<tool>"
 
 
-def test_capitals_and_marks_follow_the_models_own_tokenizer() -> None:
+def test_gguf_tokenizer_tekken_capitals_and_accents_follow_unicode() -> None:
     r"""Ω is a capital, \p{Lu}: it begins a new word. An accent, \p{M}, is part of its word. llama.cpp's pattern knows A-Z
     alone and no accents, so there the two differ."""
-    cut = made("tekken", add_bos_token=False).backend.pre_tokenizer
-    assert cut is not None
-    assert [span for _, span in cut.pre_tokenize_str("qzxΩ")] == [(0, 3), (3, 4)]
-    assert [span for _, span in cut.pre_tokenize_str("cafe\u0301s")] == [(0, 6)]
+    pre_tokenizer = make_gguf_tokenizer("tekken", add_bos_token=False).backend.pre_tokenizer
+    assert pre_tokenizer is not None
+    assert [span for _, span in pre_tokenizer.pre_tokenize_str("qzxΩ")] == [(0, 3), (3, 4)]
+    assert [span for _, span in pre_tokenizer.pre_tokenize_str("cafe\u0301s")] == [(0, 6)]
 
 
 @pytest.mark.parametrize(
-    ("pre", "said"),
+    ("pre", "message"),
     [
         (None, r"does not say how its tokenizer cuts text \(tokenizer\.ggml\.pre\); convert it again"),
         ("kimi-k2", r"the 'kimi-k2' way .*llama\.cpp knows, but Headwise does not read; use the model's folder"),
         ("mine", r"the 'mine' way .*which is not known; use the model's folder with its tokenizer\.json"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(pre: str | None, said: str) -> None:
-    with pytest.raises(hw.HeadwiseError, match=said):
-        made(pre)  # pyright: ignore
+def test_gguf_tokenizer_unknown_pretokenizer_raises(pre: str | None, message: str) -> None:
+    with pytest.raises(hw.HeadwiseError, match=message):
+        make_gguf_tokenizer(pre)  # pyright: ignore
 
 
-def test_a_vocabulary_with_a_token_twice() -> None:
+def test_gguf_tokenizer_duplicate_token_raises() -> None:
     with pytest.raises(hw.HeadwiseError, match="holds 'a' twice"):
-        tokenizer_from_gguf(fields("gpt-2", ["<s>", "<e>", "a", "a", "<tool>"], []))
+        tokenizer_from_gguf(gguf_fields("gpt-2", ["<s>", "<e>", "a", "a", "<tool>"], []))

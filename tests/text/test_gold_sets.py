@@ -6,17 +6,21 @@ from pathlib import Path
 import pytest
 
 from bench.gold_sets import count_gold_sets, filled
-from headwise.analysis.metrics.relation_metrics import NO_ROLE
-from headwise.analysis.recording.tokenized_corpus import DOCUMENTS
-from headwise.analysis.roles.roles import ROLE_OF
+from headwise.analysis.metrics.directed_relations import CONTROL_RELATIONS
+from headwise.analysis.recording.tokenized_corpus import DEFAULT_DOCUMENTS
+from headwise.analysis.roles.roles import ROLE_OF_RELATION
+from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document
 from headwise.text.probe import probe_set
 from headwise.ui.role_descriptions import RELATION_ROLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "gold-sets.md"
-LITTLE = [one for one in Corpus.little("held-out", documents=DOCUMENTS, seed=1).items() if isinstance(one, Document)]
-SETS = {"probe": probe_set(), "little": LITTLE}
+SYNTHETIC = [
+    item
+    for item in Corpus.synthetic("held-out", documents=DEFAULT_DOCUMENTS, seed=1).items()
+    if isinstance(item, Document)
+]
+SETS = {"probe": probe_set(), "synthetic": SYNTHETIC}
 POSSESSIVES = {"his", "her", "its", "their", "whose"}
 PERSONAL = {"he", "she", "it", "they", "him", "her", "them"}
 ASKING = {"who", "whom", "whose", "what", "which", "where", "when", "why", "how", "?", "do", "does"}
@@ -30,8 +34,8 @@ WORDS_AT_ENDS = {
 
 def ends(documents, relation):
     """The words at both ends of a relation's arcs, in lower case."""
-    arcs = [(one.words, arc) for one in documents for arc in one.relations if arc.name == relation]
-    return [tuple(words[place].lower() for place in (arc.source, arc.target)) for words, arc in arcs]
+    arcs = [(document.words, arc) for document in documents for arc in document.relations if arc.name == relation]
+    return [tuple(words[index].lower() for index in (arc.source, arc.target)) for words, arc in arcs]
 
 
 def test_gold_sets_page_counted_again_is_unchanged():
@@ -43,7 +47,10 @@ def test_possessive_arcs_of_the_probe_set_never_lead_to_the_owned_word():
     assert (counted.texts, counted.arcs, counted.second_earlier, counted.second_later) == (46, 46, 41, 5)
     assert counted.first_end == Counter(their=14, its=12, his=8, her=8, whose=4)
     later = {
-        one.words[arc.target] for one in probe_set("possessive") for arc in one.relations if arc.target > arc.source
+        document.words[arc.target]
+        for document in probe_set("possessive")
+        for arc in document.relations
+        if arc.target > arc.source
     }
     assert later == {"painter", "players", "island", "pilot", "geese"}, "the owned words are youth, injuries, shape …"
 
@@ -58,10 +65,11 @@ def test_arcs_of_either_set_join_the_words_their_description_names(name, relatio
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_gold_set_has_a_role_description_for_both_directions(name):
-    roles = {ROLE_OF.get(one, one) for one in count_gold_sets(SETS[name]) if one not in NO_ROLE}
+    relations = set(count_gold_sets(SETS[name])) - CONTROL_RELATIONS
+    roles = {ROLE_OF_RELATION.get(relation, relation) for relation in relations}
     assert roles <= set(RELATION_ROLES)
 
 
 def test_every_relation_role_has_a_gold_set():
     counted = {relation for documents in SETS.values() for relation in count_gold_sets(documents)}
-    assert set(RELATION_ROLES) == {ROLE_OF.get(one, one) for one in counted - NO_ROLE}
+    assert set(RELATION_ROLES) == {ROLE_OF_RELATION.get(relation, relation) for relation in counted - CONTROL_RELATIONS}

@@ -8,21 +8,21 @@ from itertools import pairwise
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.text.documents import Relation, best_offset, offsets
+from headwise.text.annotated_document import Relation, best_offset, count_relation_offsets
 from headwise.text.probe import RELATIONS, probe_set
-from headwise.text.probe.markup import MARKS, parse_file, parse_line
+from headwise.text.probe.markup import RELATION_BY_TAG, parse_file, parse_line
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_forty_sentences_that_no_fixed_offset_solves(relation: str) -> None:
+def test_probe_set_relation_is_not_solved_by_offset(relation: str) -> None:
     documents = probe_set(relation)
-    counts = offsets(documents)[relation]
+    counts = count_relation_offsets(documents)[relation]
     assert len(documents) >= 40
     assert best_offset(counts)[1] <= 0.5
     assert len(counts) >= 8  # distances in all
 
 
-def test_the_whole_set_is_its_files() -> None:
+def test_probe_set_contains_every_line_of_its_files() -> None:
     lines = [
         line
         for entry in files("headwise.text.probe").iterdir()
@@ -31,14 +31,14 @@ def test_the_whole_set_is_its_files() -> None:
         if line and not line.startswith("#")
     ]
     assert len(probe_set()) == len(lines)
-    assert set(offsets(probe_set())) == set(RELATIONS)
+    assert set(count_relation_offsets(probe_set())) == set(RELATIONS)
 
 
-def test_no_sentence_stands_twice() -> None:
+def test_probe_set_has_no_duplicates() -> None:
     assert [text for text, times in Counter(d.text.lower() for d in probe_set()).items() if times > 1] == []
 
 
-def test_words_cover_the_text_and_sentences_are_of_readable_length() -> None:
+def test_probe_set_words_cover_text_and_length_is_readable() -> None:
     for document in probe_set():
         assert "".join(document.words) == re.sub(r"\s", "", document.text)
         assert 6 <= sum(word[0].isalnum() for word in document.words) <= 30, document.text
@@ -47,12 +47,12 @@ def test_words_cover_the_text_and_sentences_are_of_readable_length() -> None:
         assert not re.search(r"[{}>#]|\s\s|\s[.,;:!?]", document.text), document.text
 
 
-def test_no_arc_touches_the_first_word() -> None:
+def test_probe_set_arcs_avoid_first_word() -> None:
     """Many heads rest on the first token: an arc that ended there would credit them with a relation."""
     assert [d.text for d in probe_set() if any(0 in (arc.source, arc.target) for arc in d.relations)] == []
 
 
-def test_each_related_pair_stands_beside_its_control() -> None:
+def test_probe_set_related_pairs_have_controls() -> None:
     pairs = probe_set("related", "unrelated")
     assert len(pairs) % 4 == 0
     by_turns = [(a, b) if n % 2 == 0 else (b, a) for n, (a, b) in enumerate(zip(pairs[::2], pairs[1::2], strict=True))]
@@ -64,13 +64,13 @@ def test_each_related_pair_stands_beside_its_control() -> None:
         assert changed == [arc.target], related.text
 
 
-def test_twins_differ_only_behind_the_pronoun_and_mean_different_nouns() -> None:
+def test_probe_set_pronoun_twins_have_different_antecedents() -> None:
     twins = 0
-    for one, two in pairwise(probe_set("pronoun-antecedent")):
-        (arc, *_), (other, *_) = one.relations, two.relations
-        if one.words[: arc.source + 1] == two.words[: other.source + 1]:
-            assert arc.target != other.target, one.text
-            assert len(one.words) == len(two.words), one.text
+    for first, second in pairwise(probe_set("pronoun-antecedent")):
+        (arc, *_), (other, *_) = first.relations, second.relations
+        if first.words[: arc.source + 1] == second.words[: other.source + 1]:
+            assert arc.target != other.target, first.text
+            assert len(first.words) == len(second.words), first.text
             twins += 1
     assert twins >= 20
 
@@ -79,21 +79,21 @@ PAIRS = {")": "(", "]": "[", "”": "“", "’": "‘", '"': '"', "'": "'"}
 
 
 @pytest.mark.parametrize("relation", ["bracket", "quote"])
-def test_marks_pair_and_nest(relation: str) -> None:
+def test_probe_set_brackets_and_quotes_nest(relation: str) -> None:
     marks = set("()[]") if relation == "bracket" else set("“”‘’\"'")
     for document in probe_set(relation):
         inside: list[int] = []  # places of the marks open so far
         expected = []
-        for place, word in enumerate(document.words):
+        for position, word in enumerate(document.words):
             if word in PAIRS and inside and document.words[inside[-1]] == PAIRS[word] and word in marks:
-                expected.append(Relation(relation, place, inside.pop()))
+                expected.append(Relation(relation, position, inside.pop()))
             elif word in marks:
-                inside.append(place)
+                inside.append(position)
         assert not inside, document.text
         assert set(document.relations) == set(expected), document.text
 
 
-def test_arcs_run_as_each_relation_says() -> None:
+def test_probe_set_arc_sources_match_relation() -> None:
     asking = {"who", "whom", "whose", "what", "which", "where", "when", "why", "how", "?"}
     sources = {
         "if-then": {"if"},
@@ -101,21 +101,21 @@ def test_arcs_run_as_each_relation_says() -> None:
         "pronoun-antecedent": {"he", "she", "it", "they", "him", "her", "them"},
         "question-answer": asking,
     }
-    for name, known in sources.items():
+    for name, source_words in sources.items():
         for document in probe_set(name):
             for arc in document.relations:
-                assert document.words[arc.source].lower() in known, document.text
+                assert document.words[arc.source].lower() in source_words, document.text
                 assert name != "if-then" or document.words[arc.target] == "then", document.text
 
 
-def test_a_selection_keeps_its_own_arcs_only() -> None:
+def test_probe_set_selection_keeps_only_its_arcs() -> None:
     assert {arc.name for d in probe_set("quote", "bracket") for arc in d.relations} == {"quote", "bracket"}
     assert probe_set() is probe_set()
     with pytest.raises(HeadwiseError, match=r"no relation 'posessive'.*did you mean possessive"):
         probe_set("posessive")
 
 
-def test_several_arcs_and_numbered_words() -> None:
+def test_parse_line_several_arcs_and_numbered_words() -> None:
     document = parse_line('The{det>dog} dog{subj>"#2, obj>saw} "saw"{quote>"#1} it.')
     assert document.text == 'The dog "saw" it.'
     assert document.relations == (
@@ -124,7 +124,7 @@ def test_several_arcs_and_numbered_words() -> None:
         Relation("verb-object", 1, 3),
         Relation("quote", 4, 2),
     )
-    assert set(MARKS.values()) == set(RELATIONS)
+    assert set(RELATION_BY_TAG.values()) == set(RELATIONS)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,6 @@ def test_several_arcs_and_numbered_words() -> None:
         ("The old dog sleeps.", "has no mark"),
     ],
 )
-def test_malformed_lines_are_named_by_file_and_line(line: str, message: str) -> None:
+def test_parse_file_malformed_line_raises_with_line(line: str, message: str) -> None:
     with pytest.raises(HeadwiseError, match=rf"^dogs\.txt, line 4: .*{message}"):
         list(parse_file(f"# dogs\n\nThe{{det>dog}} dog sleeps.\n{line}\n", "dogs.txt"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.text.documents import Document, Relation
-from headwise.text.file_formats import read_stored
+from headwise.text.annotated_document import Document, Relation
+from headwise.text.file_formats import read_corpus_file
 from headwise.text.treebank import read_conllu, read_documents, read_gap
 
 DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
@@ -17,23 +17,23 @@ needs_data = pytest.mark.skipif(
 )
 
 
-def row(number: str, form: str, upos: str, head: str, relation: str) -> str:
-    return "\t".join([number, form, "_", upos, "_", "_", head, relation, "_", "_"])
+def conllu_row(index: str, form: str, upos: str, head: str, relation: str) -> str:
+    return "\t".join([index, form, "_", upos, "_", "_", head, relation, "_", "_"])
 
 
 TREE = "\n".join(
     [
         "# text = Old dogs don't bark.",
-        row("1", "Old", "ADJ", "2", "amod"),
-        row("2", "dogs", "NOUN", "5", "nsubj"),
-        row("3-4", "don't", "_", "_", "_"),
-        row("3", "do", "AUX", "5", "aux"),
-        row("4", "n't", "PART", "5", "advmod"),
-        row("5", "bark", "VERB", "0", "root"),
-        row("5.1", "left-out", "VERB", "_", "_"),
-        row("6", ".", "PUNCT", "5", "punct"),
+        conllu_row("1", "Old", "ADJ", "2", "amod"),
+        conllu_row("2", "dogs", "NOUN", "5", "nsubj"),
+        conllu_row("3-4", "don't", "_", "_", "_"),
+        conllu_row("3", "do", "AUX", "5", "aux"),
+        conllu_row("4", "n't", "PART", "5", "advmod"),
+        conllu_row("5", "bark", "VERB", "0", "root"),
+        conllu_row("5.1", "left-out", "VERB", "_", "_"),
+        conllu_row("6", ".", "PUNCT", "5", "punct"),
         "",
-        row("1", "Yes", "INTJ", "0", "root"),
+        conllu_row("1", "Yes", "INTJ", "0", "root"),
     ]
 )
 
@@ -44,7 +44,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_a_treebank(tmp_path: Path) -> None:
+def test_read_documents_conllu(tmp_path: Path) -> None:
     first, second = read_documents(write(tmp_path, "a.conllu", TREE))
     assert first.text == "Old dogs don't bark."
     assert first.words == ("Old", "dogs", "do", "n't", "bark", ".")
@@ -54,9 +54,13 @@ def test_a_treebank(tmp_path: Path) -> None:
     assert (second.words, second.relations) == (("Yes",), ())
 
 
-def test_words_written_otherwise_than_analysed_are_joined(tmp_path: Path) -> None:
+def test_read_conllu_words_not_in_text_are_joined(tmp_path: Path) -> None:
     tree = "# text = du vin\n" + "\n".join(
-        [row("1", "de", "ADP", "3", "case"), row("2", "le", "DET", "3", "det"), row("3", "vin", "NOUN", "0", "root")]
+        [
+            conllu_row("1", "de", "ADP", "3", "case"),
+            conllu_row("2", "le", "DET", "3", "det"),
+            conllu_row("3", "vin", "NOUN", "0", "root"),
+        ]
     )
     (document,) = read_conllu(write(tmp_path, "a.conllu", tree))
     assert document.text == "de le vin"
@@ -71,24 +75,24 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_malformed_treebank_is_told_by_line(name: str, tmp_path: Path) -> None:
+def test_read_conllu_malformed_file_raises_with_line(name: str, tmp_path: Path) -> None:
     text, message = BROKEN[name]
     with pytest.raises(HeadwiseError, match=message):
         list(read_conllu(write(tmp_path, "a.conllu", text)))
 
 
 def documents(path: Path) -> list[Document]:
-    return [item for item in read_stored(path) if isinstance(item, Document)]
+    return [item for item in read_corpus_file(path) if isinstance(item, Document)]
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_read_stored_json_lines_documents(tmp_path: Path) -> None:
     lines = [
         {"words": ["Ann", "saw", "her"], "relations": [["coref", 2, 0]], "classes": ["N", "V", "P"]},
         {"words": ["Go"], "relations": [], "text": "Go!"},
     ]
-    one, two = documents(write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n"))
-    assert (one.text, one.relations, one.classes) == ("Ann saw her", (Relation("coref", 2, 0),), ("N", "V", "P"))
-    assert two.text == "Go!"
+    first, second = documents(write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n"))
+    assert (first.text, first.relations, first.classes) == ("Ann saw her", (Relation("coref", 2, 0),), ("N", "V", "P"))
+    assert second.text == "Go!"
 
 
 @pytest.mark.parametrize(
@@ -104,13 +108,13 @@ def test_json_lines(tmp_path: Path) -> None:
         ('{"words": ["a", "b"], "relations": [], "classes": ["N"]}', r"line 2: there are 2 words and 1 classes"),
     ],
 )
-def test_a_malformed_line_is_told(line: str, message: str, tmp_path: Path) -> None:
+def test_read_stored_malformed_line_raises(line: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"words": ["a"], "relations": []}\n' + line)
     with pytest.raises(HeadwiseError, match=message):
         documents(path)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_read_documents_other_files_raise(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=r"not a file of relations; known: \.conllu, \.tsv"):
         read_documents(tmp_path / "a.txt")
     path = tmp_path / "a.jsonl"
@@ -122,33 +126,33 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 HEADER = "ID\tText\tPronoun\tPronoun-offset\tA\tA-offset\tA-coref\tB\tB-offset\tB-coref\tURL\n"
 
 
-def test_gap(tmp_path: Path) -> None:
+def test_read_gap_pronoun_and_names(tmp_path: Path) -> None:
     text = 'Ann Lee met Eva. "Then she left."'
-    case = f"d-1\t{text}\tshe\t{text.index('she')}\tAnn Lee\t0\tTRUE\tEva\t{text.index('Eva')}\tFALSE\thttp://x\n"
-    (found,) = read_gap(write(tmp_path, "gap.tsv", HEADER + case))
-    words = found.document.words
-    assert (words[found.pronoun], [words[i] for i in found.a], [words[i] for i in found.b]) == (
+    gap_row = f"d-1\t{text}\tshe\t{text.index('she')}\tAnn Lee\t0\tTRUE\tEva\t{text.index('Eva')}\tFALSE\thttp://x\n"
+    (example,) = read_gap(write(tmp_path, "gap.tsv", HEADER + gap_row))
+    words = example.document.words
+    assert (words[example.pronoun], [words[i] for i in example.a], [words[i] for i in example.b]) == (
         "she",
         ["Ann", "Lee"],
         ["Eva"],
     )
-    assert (found.answer, found.nearer) == ("A", "B")
-    assert found.document.relations == (Relation("coref", found.pronoun, 1),)
+    assert (example.answer, example.nearest_name) == ("A", "B")
+    assert example.document.relations == (Relation("coref", example.pronoun, 1),)
     with pytest.raises(HeadwiseError, match=r"gap\.tsv, line 2: 'she' does not stand at character 3"):
-        list(read_gap(write(tmp_path, "gap.tsv", HEADER + case.replace(f"she\t{text.index('she')}", "she\t3"))))
+        list(read_gap(write(tmp_path, "gap.tsv", HEADER + gap_row.replace(f"she\t{text.index('she')}", "she\t3"))))
     with pytest.raises(HeadwiseError, match=r"line 1: the columns Text, .* are missing"):
         list(read_gap(write(tmp_path, "gap.tsv", "a\tb\n")))
 
 
 @needs_data
-def test_the_real_files_are_read_whole() -> None:
+def test_read_documents_and_gap_real_files_are_complete() -> None:
     trees = list(read_documents(DATA / "ud-english-ewt" / "en_ewt-ud-test.conllu"))
     text = (DATA / "ud-english-ewt" / "en_ewt-ud-test.conllu").read_text(encoding="utf-8")
     assert len(trees) == text.count("# sent_id")
     assert sum(len(tree.words) for tree in trees) == sum(line.split("\t")[0].isdigit() for line in text.splitlines())
-    cases = list(read_gap(DATA / "gap-coreference" / "gap-development.tsv"))
-    assert len(cases) == 2000
+    examples = list(read_gap(DATA / "gap-coreference" / "gap-development.tsv"))
+    assert len(examples) == 2000
     assert all(
-        case.document.words[case.pronoun].lower().split("'")[0] in {"he", "she", "him", "her", "his", "hers"}
-        for case in cases
+        example.document.words[example.pronoun].lower().split("'")[0] in {"he", "she", "him", "her", "his", "hers"}
+        for example in examples
     )

@@ -9,31 +9,38 @@ from pathlib import Path
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.training import Recipe
-from tests.training.tiny import NOISY, Stop, run
+from tests.training.tiny import NOISY, RunInterrupted, run
 
-STILL = replace(NOISY, dropout=0.0, attention=replace(NOISY.attention, dropout=0.0, head_dropout=0.0))
+NO_DROPOUT = replace(NOISY, dropout=0.0, attention=replace(NOISY.attention, dropout=0.0, head_dropout=0.0))
 SPECS: dict[str, ModelSpec] = {
-    "causal": STILL,
-    "masked": replace(STILL, kind="encoder", output="mlm"),
-    "pooler": replace(STILL, kind="encoder", output="mlm", pooler=True),
+    "causal": NO_DROPOUT,
+    "masked": replace(NO_DROPOUT, kind="encoder", output="mlm"),
+    "pooler": replace(NO_DROPOUT, kind="encoder", output="mlm", pooler=True),
     "noisy": NOISY,
 }
-RECIPE = Recipe(steps=10, batch=8, rate=1e-3, warmup=2, save_every=4, log_every=3, evaluate_every=5, seed=4)
+RECIPE = Recipe(
+    steps=10, batch_size=8, learning_rate=1e-3, warmup=2, save_every=4, log_every=3, evaluate_every=5, seed=4
+)
 
 
 def main() -> None:
     folder, kind = sys.argv[1:3]
-    at = int(sys.argv[3]) if len(sys.argv) > 3 else -1
+    stop_step = int(sys.argv[3]) if len(sys.argv) > 3 else -1
 
-    def look(model: Transformer, step: int) -> None:
-        if step == at:
-            raise Stop
+    def stop_at_step(model: Transformer, step: int) -> None:
+        if step == stop_step:
+            raise RunInterrupted
 
-    recipe = replace(RECIPE, accumulate=2) if kind == "causal" else RECIPE
-    made = run(SPECS[kind], recipe, None if folder == "-" else Path(folder), call=look, every=1)
-    told = {"rank": int(os.environ.get("RANK", "0")), "loss": made.loss, "valid": made.valid_loss, "step": made.step}
-    told["weight"] = float(sum(value.detach().double().abs().sum() for value in made.model.parameters()))
-    sys.stdout.write(json.dumps(told) + "\n")
+    recipe = replace(RECIPE, accumulation_steps=2) if kind == "causal" else RECIPE
+    result = run(SPECS[kind], recipe, None if folder == "-" else Path(folder), callback=stop_at_step, callback_every=1)
+    summary = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "loss": result.loss,
+        "valid": result.valid_loss,
+        "step": result.step,
+    }
+    summary["weight"] = float(sum(value.detach().double().abs().sum() for value in result.model.parameters()))
+    sys.stdout.write(json.dumps(summary) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 
 import headwise as hw
 from tests.training.team_script import RECIPE, SPECS
-from tests.training.tiny import distance, run, same_weights
+from tests.training.tiny import max_weight_difference, run, same_weights
 
 ROOT = Path(__file__).parents[2]
 
 
-def team(*arguments: str, good: bool = True, script: str = "tests.training.team_script") -> list[dict[str, Any]]:
+def run_two_processes(
+    *arguments: str, succeeds: bool = True, script: str = "tests.training.team_script"
+) -> list[dict[str, Any]]:
     """Run a script in two processes; what each told."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -30,25 +32,25 @@ def team(*arguments: str, good: bool = True, script: str = "tests.training.team_
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=120,
     )
-    assert (done.returncode == 0) == good, done.stderr
+    assert (done.returncode == 0) == succeeds, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_two_share_a_batch_and_end_where_one_does(tmp_path: Path) -> None:
-    told = team(str(tmp_path / "two"), "causal")
-    assert sorted(row["rank"] for row in told) == [0, 1]
-    assert told[0]["weight"] == told[1]["weight"]  # both hold the same model
-    assert told[0]["loss"] == told[1]["loss"]
-    assert told[0]["valid"] == told[1]["valid"]
-    one = run(SPECS["causal"], replace(RECIPE, accumulate=2))
-    assert distance(one.model, hw.load(tmp_path / "two" / "model")) < 1e-5
-    assert told[0]["loss"] == pytest.approx(one.loss, abs=1e-4)
-    assert told[0]["valid"] == pytest.approx(one.valid_loss, abs=1e-4)
+def test_train_two_processes_equal_one(tmp_path: Path) -> None:
+    reports = run_two_processes(str(tmp_path / "two"), "causal")
+    assert sorted(row["rank"] for row in reports) == [0, 1]
+    assert reports[0]["weight"] == reports[1]["weight"]  # both hold the same model
+    assert reports[0]["loss"] == reports[1]["loss"]
+    assert reports[0]["valid"] == reports[1]["valid"]
+    single = run(SPECS["causal"], replace(RECIPE, accumulation_steps=2))
+    assert max_weight_difference(single.model, hw.load(tmp_path / "two" / "model")) < 1e-5
+    assert reports[0]["loss"] == pytest.approx(single.loss, abs=1e-4)
+    assert reports[0]["valid"] == pytest.approx(single.valid_loss, abs=1e-4)
     rows = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [row["step"] for row in one.history]  # one of them writes
-    for row, alone in zip(rows, one.history, strict=True):
-        for name in ("loss", "valid_loss", "gradient"):
-            assert row.get(name) == pytest.approx(alone.get(name), abs=1e-4)
+    assert [row["step"] for row in rows] == [row["step"] for row in single.history]  # one of them writes
+    for row, single_row in zip(rows, single.history, strict=True):
+        for name in ("loss", "valid_loss", "grad_norm"):
+            assert row.get(name) == pytest.approx(single_row.get(name), abs=1e-4)
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
         *("checkpoints", "metrics.jsonl", "model", "run.json", "tokens")
     ]
@@ -56,32 +58,32 @@ def test_two_share_a_batch_and_end_where_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked", "pooler"])
-def test_where_tokens_are_hidden_too(kind: str, tmp_path: Path) -> None:
-    told = team(str(tmp_path / "two"), kind)
-    one = run(SPECS[kind], RECIPE)
-    assert told[0]["weight"] == told[1]["weight"]
-    assert told[0]["valid"] == pytest.approx(one.valid_loss, abs=1e-3)
-    assert distance(one.model, hw.load(tmp_path / "two" / "model")) < 1e-5
+def test_train_masked_two_processes_equal_one(kind: str, tmp_path: Path) -> None:
+    reports = run_two_processes(str(tmp_path / "two"), kind)
+    single = run(SPECS[kind], RECIPE)
+    assert reports[0]["weight"] == reports[1]["weight"]
+    assert reports[0]["valid"] == pytest.approx(single.valid_loss, abs=1e-3)
+    assert max_weight_difference(single.model, hw.load(tmp_path / "two" / "model")) < 1e-5
 
 
 @pytest.mark.slow
-def test_a_team_needs_no_folder() -> None:
-    told = team("-", "causal")
-    one = run(SPECS["causal"], replace(RECIPE, accumulate=2))
-    assert [row["step"] for row in told] == [10, 10]
-    assert told[0]["weight"] == told[1]["weight"]
-    assert told[0]["loss"] == pytest.approx(one.loss, abs=1e-4)
+def test_train_two_processes_without_folder_equal_one() -> None:
+    reports = run_two_processes("-", "causal")
+    single = run(SPECS["causal"], replace(RECIPE, accumulation_steps=2))
+    assert [row["step"] for row in reports] == [10, 10]
+    assert reports[0]["weight"] == reports[1]["weight"]
+    assert reports[0]["loss"] == pytest.approx(single.loss, abs=1e-4)
 
 
 @pytest.mark.slow
-def test_a_team_resumes_bitwise(tmp_path: Path) -> None:
-    whole = team(str(tmp_path / "whole"), "noisy")
-    assert whole[0]["weight"] == whole[1]["weight"]
-    team(str(tmp_path / "broken"), "noisy", "7", good=False)
+def test_train_two_processes_resume_bitwise(tmp_path: Path) -> None:
+    reports = run_two_processes(str(tmp_path / "whole"), "noisy")
+    assert reports[0]["weight"] == reports[1]["weight"]
+    run_two_processes(str(tmp_path / "broken"), "noisy", "7", succeeds=False)
     assert not (tmp_path / "broken" / "model").exists()
-    team(str(tmp_path / "broken"), "noisy")
-    one, other = (hw.load(tmp_path / name / "model") for name in ("whole", "broken"))
-    assert same_weights(one, other)
+    run_two_processes(str(tmp_path / "broken"), "noisy")
+    uninterrupted, resumed = (hw.load(tmp_path / name / "model") for name in ("whole", "broken"))
+    assert same_weights(uninterrupted, resumed)
     files = [
         tmp_path / name / "checkpoints" / "step-00000010" / "optimizer.safetensors" for name in ("whole", "broken")
     ]

@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.training.checkpoint import Checkpoints
-from tests.runner import Done, headwise
-from tests.training.tiny import TEXT, checkpoint, same_file, same_weights, there
+from headwise.training.checkpoint import CheckpointFolder
+from tests.runner import CommandResult, run_command
+from tests.training.tiny import TEXT, checkpoint_folder, checkpoint_steps, same_tensors, same_weights
 
-SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--batch", "4", "--warmup", "2"]
+SIZES = ["--layers", "1", "--num-heads", "2", "--width", "16", "--context", "8", "--batch-size", "4", "--warmup", "2"]
 
 
-def command(text: Path, out: Path, steps: int, *more: str) -> list[str]:
-    asked = ["--out", str(out), "--steps", str(steps), "--json", *SIZES, *more]
-    return [sys.executable, "-m", "headwise", "train", str(text), *asked]
+def train_command(text: Path, out: Path, steps: int, *extra: str) -> list[str]:
+    options = ["--out", str(out), "--steps", str(steps), "--json", *SIZES, *extra]
+    return [sys.executable, "-m", "headwise", "train", str(text), *options]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def train(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(), timeout=100)
+def run_train_process(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(train_command(*arguments), capture_output=True, text=True, env=environment(), timeout=100)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def room_for(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """No file may grow beyond so many bytes: as on a disk that is full, but for this process alone."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -54,110 +54,108 @@ def room_for(size: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     (folder / "words.txt").write_text(TEXT)
-    done = train(folder / "words.txt", folder / "run", 12, "--save-every", "3")
+    done = run_train_process(folder / "words.txt", folder / "run", 12, "--save-every", "3")
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
 
-def run(*arguments: Any) -> Done:
-    return headwise(*command(*arguments)[3:])
+def run_train(*arguments: Any) -> CommandResult:
+    return run_command(*train_command(*arguments)[3:])
 
 
 # Too little room for the optimizer's file, for the weights, for the tokenizer, for the very first record.
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors", "tokenizer.json", "spec.json"])
-def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
-    name: str, text: Path, whole: Path, tmp_path: Path
-) -> None:
-    size, out = (checkpoint(whole, 12) / name).stat().st_size, tmp_path / "run"
-    with room_for(size - 100):
-        said = run(text, out, 12, "--save-every", "3")
-    assert "could not be written" in said.refused
+def test_train_full_disk_reports_and_resumes(name: str, text: Path, finished_run: Path, tmp_path: Path) -> None:
+    size, out = (checkpoint_folder(finished_run, 12) / name).stat().st_size, tmp_path / "run"
+    with file_size_limit(size - 100):
+        done = run_train(text, out, 12, "--save-every", "3")
+    assert "could not be written" in done.error_line
     assert not (out / "model").exists()
     assert [path for path in out.rglob(".*") if path.is_dir()] == []  # nothing half-written stays
-    said = run(text, out, 12, "--save-every", "3")
-    assert said.code == 0, said.err
-    assert same_weights(hw.load(out / "model"), hw.load(whole / "model"))
+    done = run_train(text, out, 12, "--save-every", "3")
+    assert done.code == 0, done.err
+    assert same_weights(hw.load(out / "model"), hw.load(finished_run / "model"))
 
 
-def test_a_disk_that_fills_up_leaves_the_checkpoint_before(
-    text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_train_disk_fills_up_keeps_previous_checkpoint(
+    text: Path, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, count, out = Checkpoints.save, 0, tmp_path / "run"
+    original_save, count, out = CheckpointFolder.save, 0, tmp_path / "run"
 
     def save(*arguments: Any) -> None:
         nonlocal count
         count += 1
-        with room_for(30_000 if count >= 3 else 1 << 40):
-            saved(*arguments)
+        with file_size_limit(30_000 if count >= 3 else 1 << 40):
+            original_save(*arguments)
 
-    monkeypatch.setattr(Checkpoints, "save", save)
-    assert "could not be written" in run(text, out, 12, "--save-every", "3").refused
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+    assert "could not be written" in run_train(text, out, 12, "--save-every", "3").error_line
     monkeypatch.undo()
-    assert there(out) == [3, 6]
+    assert checkpoint_steps(out) == [3, 6]
     assert not list((out / "checkpoints").glob(".*"))
-    done = train(text, out, 12, "--save-every", "3")
+    done = run_train_process(text, out, 12, "--save-every", "3")
     assert done.returncode == 0, done.stderr
     assert "going on from step 6" in done.stderr
-    assert same_weights(hw.load(out / "model"), hw.load(whole / "model"))
+    assert same_weights(hw.load(out / "model"), hw.load(finished_run / "model"))
 
 
-def strict(text: str) -> dict[str, Any]:
+def parse_strict_json(text: str) -> dict[str, Any]:
     """JSON as the standard has it: no NaN."""
 
-    def refuse(constant: str) -> None:
+    def reject_constant(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=reject_constant)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_asked_to_stop_it_saves_and_tells(number: int, text: Path, tmp_path: Path) -> None:
+def test_train_signal_saves_checkpoint_and_reports(number: int, text: Path, tmp_path: Path) -> None:
     steps, out = 3000, tmp_path / "run"
-    started = subprocess.Popen(
-        command(text, out, steps, "--save-every", "2"),
+    process = subprocess.Popen(
+        train_command(text, out, steps, "--save-every", "2"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
     )
-    until = time.monotonic() + 60
-    while not there(out) and time.monotonic() < until:
+    deadline = time.monotonic() + 60
+    while not checkpoint_steps(out) and time.monotonic() < deadline:
         time.sleep(0.01)
-    started.send_signal(number)
-    said, errors = started.communicate(timeout=60)
-    assert started.returncode == 130, errors
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    told = json.loads(said)
-    assert told["stopped"] == "interrupted"
-    assert 2 <= told["steps"] < steps
-    assert there(out)[-1] == told["steps"]
+    report = json.loads(output)
+    assert report["stop_reason"] == "interrupted"
+    assert 2 <= report["steps"] < steps
+    assert checkpoint_steps(out)[-1] == report["steps"]
     assert not (out / "model").exists()
-    strict(said)  # stopped before the first loss was logged, it has no loss to tell, and says so in JSON
+    parse_strict_json(output)  # stopped before the first loss was logged, it has no loss to tell, and says so in JSON
 
 
 @pytest.mark.slow
-def test_stopped_thrice_it_ends_in_the_same_bits(text: Path, tmp_path: Path) -> None:
+def test_train_interrupted_three_times_ends_bitwise_equal(text: Path, tmp_path: Path) -> None:
     arguments = (300, "--save-every", "50", "--evaluate-every", "70")
     for n in range(3):
-        started = subprocess.Popen(
-            command(text, tmp_path / "run", *arguments),  # pyright: ignore[reportArgumentType]
+        process = subprocess.Popen(
+            train_command(text, tmp_path / "run", *arguments),  # pyright: ignore[reportArgumentType]
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
         )
-        until, before = time.monotonic() + 60, there(tmp_path / "run")
-        while there(tmp_path / "run") == before and started.poll() is None and time.monotonic() < until:
+        deadline, before = time.monotonic() + 60, checkpoint_steps(tmp_path / "run")
+        while checkpoint_steps(tmp_path / "run") == before and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        started.send_signal(signal.SIGINT)
-        _, errors = started.communicate(timeout=60)
-        assert started.returncode == 130, (n, errors)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, (n, errors)
     for name in ("run", "whole"):
-        done = train(text, tmp_path / name, *arguments)
+        done = run_train_process(text, tmp_path / name, *arguments)
         assert done.returncode == 0, done.stderr
     assert same_weights(hw.load(tmp_path / "run" / "model"), hw.load(tmp_path / "whole" / "model"))
-    last = [checkpoint(tmp_path / name, 300) / "optimizer.safetensors" for name in ("run", "whole")]
-    assert same_file(*last)
+    last = [checkpoint_folder(tmp_path / name, 300) / "optimizer.safetensors" for name in ("run", "whole")]
+    assert same_tensors(*last)

@@ -11,13 +11,13 @@ import pytest
 
 import headwise as hw
 from headwise.training import Recipe
-from tests.training.kill_script import LONG, QUICK
-from tests.training.tiny import NOISY, checkpoint, run, same_file, same_weights, there, timeless
+from tests.training.kill_script import FAST_RECIPE, LONG_RECIPE
+from tests.training.tiny import NOISY, checkpoint_folder, checkpoint_steps, drop_timing, run, same_tensors, same_weights
 
 ROOT = Path(__file__).parents[2]
 
 
-def script(*arguments: str) -> dict[str, Any]:
+def run_kill_script(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.kill_script", *arguments],
         capture_output=True,
@@ -29,81 +29,84 @@ def script(*arguments: str) -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "said": done.stderr}
 
 
-def compare(out: Path, whole: Path, recipe: Recipe) -> None:
+def check_same_run(out: Path, reference: Path, recipe: Recipe) -> None:
     """A folder that went through kills holds what an unbroken run's folder holds, and nothing else."""
-    assert same_weights(hw.load(out / "model"), hw.load(whole / "model"))
-    assert set(there(whole)) <= set(there(out))  # one killed before it tidied up may have one more
+    assert same_weights(hw.load(out / "model"), hw.load(reference / "model"))
+    # one killed before it tidied up may have one more
+    assert set(checkpoint_steps(reference)) <= set(checkpoint_steps(out))
     for name in ("optimizer.safetensors", "model.safetensors"):
-        assert same_file(checkpoint(out, recipe.steps) / name, checkpoint(whole, recipe.steps) / name)
-    rows = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (out, whole)]
-    assert timeless(rows[0]) == timeless(rows[1])
+        assert same_tensors(
+            checkpoint_folder(out, recipe.steps) / name, checkpoint_folder(reference, recipe.steps) / name
+        )
+    rows = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (out, reference)]
+    assert drop_timing(rows[0]) == drop_timing(rows[1])
     assert not [path for path in (out / "checkpoints").iterdir() if not path.name.startswith("step-")]
 
 
-def litter(out: Path) -> list[str]:
+def hidden_files(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir() if path.name.startswith("."))
 
 
-def by_event(tmp_path: Path, first: int, step: int) -> None:
-    run(NOISY, QUICK, tmp_path / "whole")
-    told = script("by-event", str(tmp_path / "runs"), str(first), str(step))
-    assert told["last"] == 0, told["said"]
-    assert len(told["codes"]) >= 3
-    stuck = [event for event, code in told["codes"].items() if code != 0]
-    assert stuck == [], told["said"]
-    for event in told["codes"]:
-        compare(tmp_path / "runs" / event, tmp_path / "whole", QUICK)
+def check_kills_at_events(tmp_path: Path, first: int, step: int) -> None:
+    run(NOISY, FAST_RECIPE, tmp_path / "whole")
+    report = run_kill_script("by-event", str(tmp_path / "runs"), str(first), str(step))
+    assert report["last"] == 0, report["said"]
+    assert len(report["codes"]) >= 3
+    stuck = [event for event, code in report["codes"].items() if code != 0]
+    assert stuck == [], report["said"]
+    for event in report["codes"]:
+        check_same_run(tmp_path / "runs" / event, tmp_path / "whole", FAST_RECIPE)
 
 
-def test_killed_at_some_file_events(tmp_path: Path) -> None:
-    by_event(tmp_path, 7, 37)
+def test_train_killed_at_some_file_events_resumes_exactly(tmp_path: Path) -> None:
+    check_kills_at_events(tmp_path, 7, 37)
 
 
 @pytest.mark.slow
-def test_killed_at_every_file_event(tmp_path: Path) -> None:
-    by_event(tmp_path, 1, 1)
+def test_train_killed_at_every_file_event_resumes_exactly(tmp_path: Path) -> None:
+    check_kills_at_events(tmp_path, 1, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_killed_at_random_many_times(seed: int, tmp_path: Path) -> None:
-    told = script("at-random", str(tmp_path / "run"), "25", str(seed))
-    assert told["last"] == 0, told["said"]
-    run(NOISY, LONG, tmp_path / "whole")
-    compare(tmp_path / "run", tmp_path / "whole", LONG)
+def test_train_killed_at_random_times_resumes_exactly(seed: int, tmp_path: Path) -> None:
+    report = run_kill_script("at-random", str(tmp_path / "run"), "25", str(seed))
+    assert report["last"] == 0, report["said"]
+    run(NOISY, LONG_RECIPE, tmp_path / "whole")
+    check_same_run(tmp_path / "run", tmp_path / "whole", LONG_RECIPE)
 
 
-def test_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    told = script("while-writing", str(tmp_path / "run"), "3")
-    assert told["last"] == 0, told["said"]
-    assert (told["kills"], told["writing"]) == (3, 3)
-    run(NOISY, LONG, tmp_path / "whole")
-    compare(tmp_path / "run", tmp_path / "whole", LONG)
+def test_train_killed_during_checkpoint_write_resumes_exactly(tmp_path: Path) -> None:
+    report = run_kill_script("while-writing", str(tmp_path / "run"), "3")
+    assert report["last"] == 0, report["said"]
+    assert (report["kills"], report["writing"]) == (3, 3)
+    run(NOISY, LONG_RECIPE, tmp_path / "whole")
+    check_same_run(tmp_path / "run", tmp_path / "whole", LONG_RECIPE)
 
 
 @pytest.mark.slow
-def test_killed_while_checkpoints_are_written_many_times(tmp_path: Path) -> None:
-    told = script("while-writing", str(tmp_path / "run"), "25")
-    assert told["last"] == 0, told["said"]
-    assert told["kills"] == 25
-    assert told["writing"] >= 20
-    run(NOISY, LONG, tmp_path / "whole")
-    compare(tmp_path / "run", tmp_path / "whole", LONG)
-    assert litter(tmp_path / "run") == []
+def test_train_killed_during_many_checkpoint_writes_resumes_exactly(tmp_path: Path) -> None:
+    report = run_kill_script("while-writing", str(tmp_path / "run"), "25")
+    assert report["last"] == 0, report["said"]
+    assert report["kills"] == 25
+    assert report["writing"] >= 20
+    run(NOISY, LONG_RECIPE, tmp_path / "whole")
+    check_same_run(tmp_path / "run", tmp_path / "whole", LONG_RECIPE)
+    assert hidden_files(tmp_path / "run") == []
 
 
-def test_a_kill_as_the_folder_is_claimed_does_not_lock_it(tmp_path: Path) -> None:
+def test_train_partial_run_json_does_not_block_folder(tmp_path: Path) -> None:
     """The record of a run is written beside its place first: a kill there leaves that, and it belongs to nobody else."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".run.json-abcd1234").write_text('{"spec"')
-    assert run(NOISY, QUICK, tmp_path / "run").step == 4
+    assert run(NOISY, FAST_RECIPE, tmp_path / "run").step == 4
 
 
-def test_what_kills_leave_behind_is_swept_up(tmp_path: Path) -> None:
-    run(NOISY, QUICK, tmp_path / "run")
+def test_train_finished_run_removes_partial_files(tmp_path: Path) -> None:
+    run(NOISY, FAST_RECIPE, tmp_path / "run")
     for name in (".model-abcd1234", ".tokens-abcd1234"):
         (tmp_path / "run" / name).mkdir()
         (tmp_path / "run" / name / "model.safetensors").write_bytes(b"half")
     (tmp_path / "run" / ".metrics.jsonl-abcd1234").write_text("half")
-    run(NOISY, QUICK, tmp_path / "run")
-    assert litter(tmp_path / "run") == []
+    run(NOISY, FAST_RECIPE, tmp_path / "run")
+    assert hidden_files(tmp_path / "run") == []

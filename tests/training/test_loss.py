@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.memory import rise
+from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.model import Transformer
-from headwise.model import loss as room
-from headwise.model.loss import IGNORE
+from headwise.model import loss as model_loss
+from headwise.model.loss import IGNORE_INDEX
 from headwise.spec import ModelSpec
-from headwise.training.loss import LanguageLoss
+from headwise.training.language_loss import LanguageLoss
 from tests.training.tiny import ODD, PLAIN
 
 SPECS: dict[str, ModelSpec] = {
@@ -25,7 +25,7 @@ SPECS: dict[str, ModelSpec] = {
 }
 
 
-def shaken(spec: ModelSpec) -> Transformer:
+def make_random_model(spec: ModelSpec) -> Transformer:
     """Weights away from where they begin, so that biases and norms count."""
     torch.manual_seed(0)
     model = Transformer(spec)
@@ -35,66 +35,70 @@ def shaken(spec: ModelSpec) -> Transformer:
     return model.eval()
 
 
-def batch(vocab: int, rows: int = 5, context: int = 8, asked: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    dice = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab, (rows, context), generator=dice)
-    targets = torch.randint(vocab, (rows, context), generator=dice)
-    targets[torch.rand(rows, context, generator=dice) >= asked] = IGNORE
+def make_batch(
+    vocab: int, rows: int = 5, context: int = 8, target_fraction: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (rows, context), generator=generator)
+    targets = torch.randint(vocab, (rows, context), generator=generator)
+    targets[torch.rand(rows, context, generator=generator) >= target_fraction] = IGNORE_INDEX
     return ids, targets
 
 
-def compare(spec: ModelSpec, asked: float, tolerance: float = 2e-5) -> None:
-    ours = shaken(spec)
-    plain = deepcopy(ours)
-    ids, targets = batch(spec.vocab, asked=asked)
-    got = LanguageLoss(ours)(ids, targets)
-    expected = F.cross_entropy(plain(ids).flatten(0, 1).double(), targets.flatten(), ignore_index=IGNORE)
+def check_against_full_logits(spec: ModelSpec, target_fraction: float, tolerance: float = 2e-5) -> None:
+    model = make_random_model(spec)
+    plain = deepcopy(model)
+    ids, targets = make_batch(spec.vocab, target_fraction=target_fraction)
+    got = LanguageLoss(model)(ids, targets)
+    expected = F.cross_entropy(plain(ids).flatten(0, 1).double(), targets.flatten(), ignore_index=IGNORE_INDEX)
     assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     got.backward()
     expected.backward()
-    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert a.grad is not None, name
         assert b.grad is not None, name
         scale = max(1e-3, float(b.grad.abs().max()))
         assert float((a.grad - b.grad).abs().max()) < tolerance * scale, name
 
 
-@pytest.mark.parametrize("asked", [1.0, 0.3])
+@pytest.mark.parametrize("target_fraction", [1.0, 0.3])
 @pytest.mark.parametrize("name", SPECS)
-def test_value_and_gradients_are_those_of_full_logits(name: str, asked: float) -> None:
-    compare(SPECS[name], asked)
+def test_language_loss_value_and_gradients_equal_full_logits(name: str, target_fraction: float) -> None:
+    check_against_full_logits(SPECS[name], target_fraction)
 
 
-@pytest.mark.parametrize("asked", [1.0, 0.3])
+@pytest.mark.parametrize("target_fraction", [1.0, 0.3])
 @pytest.mark.parametrize("name", SPECS)
-def test_in_chunks_too(name: str, asked: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "WHOLE", 1)
-    compare(SPECS[name], asked)
+def test_language_loss_chunked_equals_full_logits(
+    name: str, target_fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_loss, "MAX_LOGITS", 1)
+    check_against_full_logits(SPECS[name], target_fraction)
 
 
 @pytest.mark.parametrize("name", ["lm", "mlm"])
-def test_a_large_vocabulary_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "WHOLE", 1 << 16)
-    compare(replace(SPECS[name], vocab=20_011), 0.7)
+def test_language_loss_large_vocabulary_chunked_equals_full_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loss, "MAX_LOGITS", 1 << 16)
+    check_against_full_logits(replace(SPECS[name], vocab=20_011), 0.7)
 
 
-def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary() -> None:
+def test_language_loss_uniform_prediction_is_log_vocab() -> None:
     model = Transformer(PLAIN)
     with torch.no_grad():
         model.embed.tokens.weight.zero_()  # tied: all logits are 0
-    ids, targets = batch(PLAIN.vocab)
+    ids, targets = make_batch(PLAIN.vocab)
     loss = LanguageLoss(model.eval())(ids, targets)
     assert float(loss.detach()) == pytest.approx(torch.tensor(257.0).log().item(), rel=1e-6)
 
 
-def test_models_that_cannot_be_trained_so_are_told() -> None:
+def test_language_loss_unsupported_model_raises() -> None:
     with pytest.raises(HeadwiseError, match="no output"):
         LanguageLoss(Transformer(replace(PLAIN, output="none")))
     with pytest.raises(HeadwiseError, match="needs what it reads"):
-        LanguageLoss(Transformer(replace(PLAIN, kind="encoder-decoder")))(*batch(PLAIN.vocab))
+        LanguageLoss(Transformer(replace(PLAIN, kind="encoder-decoder")))(*make_batch(PLAIN.vocab))
 
 
-def test_logits_of_a_large_vocabulary_are_never_held() -> None:
+def test_cross_entropy_large_vocabulary_never_holds_logits() -> None:
     rows, vocab = 3000, 50_000  # 572 MB of logits, and as much again for their gradient
     model = Transformer(replace(PLAIN, vocab=vocab))
     hidden = torch.randn(rows, 16, requires_grad=True)
@@ -104,4 +108,4 @@ def test_logits_of_a_large_vocabulary_are_never_held() -> None:
         assert model.output is not None
         model.output.cross_entropy(hidden, targets).backward()
 
-    assert rise(work) < 572 / 3
+    assert peak_memory(work) < 572 / 3

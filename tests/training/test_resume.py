@@ -18,21 +18,21 @@ from tests.training.tiny import (
     ODD,
     PLAIN,
     SHORT,
-    Stop,
-    broken,
-    checkpoint,
-    distance,
+    RunInterrupted,
+    assert_same_run,
+    checkpoint_folder,
+    checkpoint_steps,
+    drop_timing,
+    max_weight_difference,
+    random_words,
     run,
-    same_run,
+    run_interrupted,
     same_weights,
-    there,
-    timeless,
-    words,
 )
 
 RUNS: dict[str, tuple[ModelSpec, Recipe]] = {
     "plain": (PLAIN, SHORT),
-    "dropout, head dropout, accumulation": (NOISY, replace(SHORT, accumulate=2)),
+    "dropout, head dropout, accumulation": (NOISY, replace(SHORT, accumulation_steps=2)),
     "masked": (MASKED, SHORT),
     "untied, gated, sink, grouped": (ODD, SHORT),
     "recomputing": (NOISY, replace(SHORT, checkpointing=True)),
@@ -40,28 +40,30 @@ RUNS: dict[str, tuple[ModelSpec, Recipe]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_stopped_and_resumed_is_bitwise_the_same(name: str, tmp_path: Path) -> None:
+def test_train_interrupted_resumes_bitwise(name: str, tmp_path: Path) -> None:
     spec, recipe = RUNS[name]
-    whole = run(spec, recipe, tmp_path / "whole")
-    for at in (2, 6, 17):  # before the first checkpoint, behind one, behind a few and an evaluation
-        broken(spec, recipe, tmp_path / "broken", at)
-    again = run(spec, recipe, tmp_path / "broken")
-    same_run(whole, again)
-    told = [json.loads(line) for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
-    assert timeless(told) == timeless(whole.history)
+    uninterrupted = run(spec, recipe, tmp_path / "whole")
+    for step in (2, 6, 17):  # before the first checkpoint, behind one, behind a few and an evaluation
+        run_interrupted(spec, recipe, tmp_path / "broken", step)
+    resumed = run(spec, recipe, tmp_path / "broken")
+    assert_same_run(uninterrupted, resumed)
+    rows = [json.loads(line) for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert drop_timing(rows) == drop_timing(uninterrupted.history)
 
 
 @pytest.mark.parametrize("name", ["plain", "masked"])
-def test_a_run_goes_on_from_its_folder_alone(name: str, tmp_path: Path) -> None:
+def test_resume_from_folder_alone_is_bitwise(name: str, tmp_path: Path) -> None:
     spec, recipe = RUNS[name]
-    whole = run(spec, recipe, tmp_path / "whole")
-    for at in (2, 6):
-        broken(spec, recipe, tmp_path / "broken", at)
-    same_run(whole, resume(tmp_path / "broken", progress=False))
-    assert same_weights(whole.model, hw.load(tmp_path / "broken")), "a run's folder is a model's, when it has finished"
+    uninterrupted = run(spec, recipe, tmp_path / "whole")
+    for step in (2, 6):
+        run_interrupted(spec, recipe, tmp_path / "broken", step)
+    assert_same_run(uninterrupted, resume(tmp_path / "broken", progress=False))
+    assert same_weights(uninterrupted.model, hw.load(tmp_path / "broken")), (
+        "a run's folder is a model's, when it has finished"
+    )
 
 
-def test_only_a_run_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_resume_not_a_run_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=r"there is no run in .*; *|it has no run.json"):
         resume(tmp_path)
     (tmp_path / "run.json").write_text("[]")
@@ -71,110 +73,147 @@ def test_only_a_run_can_be_gone_on_with(tmp_path: Path) -> None:
         hw.load(tmp_path)
 
 
-def test_a_warm_up_as_long_as_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_warmup_as_long_as_run_warns(capsys: pytest.CaptureFixture[str]) -> None:
     run(PLAIN, replace(SHORT, steps=4, warmup=4))
     assert "the warm-up of 4 steps is not shorter than the run of 4" in capsys.readouterr().err
     run(PLAIN, replace(SHORT, steps=4, warmup=3))
     assert "warm-up" not in capsys.readouterr().err
 
 
-def test_the_folder_changes_nothing(tmp_path: Path) -> None:
-    without, having = run(NOISY, SHORT), run(NOISY, SHORT, tmp_path / "run")
-    assert same_weights(without.model, having.model)
-    assert timeless(without.history) == timeless(having.history)
+def test_train_with_folder_equals_without(tmp_path: Path) -> None:
+    without, with_folder = run(NOISY, SHORT), run(NOISY, SHORT, tmp_path / "run")
+    assert same_weights(without.model, with_folder.model)
+    assert drop_timing(without.history) == drop_timing(with_folder.history)
 
 
-def test_resuming_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken(PLAIN, SHORT, tmp_path / "run", 10)
+def test_resume_reports_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_interrupted(PLAIN, SHORT, tmp_path / "run", 10)
     steps: list[int] = []
-    run(PLAIN, SHORT, tmp_path / "run", call=lambda model, step: steps.append(step), every=1)
-    said = capsys.readouterr()
-    assert "step 8" in said.err
-    assert said.out == ""
+    run(PLAIN, SHORT, tmp_path / "run", callback=lambda model, step: steps.append(step), callback_every=1)
+    captured = capsys.readouterr()
+    assert "step 8" in captured.err
+    assert captured.out == ""
     assert steps == list(range(9, 21))  # nothing before is done again
 
 
-def test_a_checkpoint_is_a_model(tmp_path: Path) -> None:
-    seen: dict[int, Transformer] = {}
-    recipe = replace(SHORT, keep=20)
-    run(ODD, recipe, tmp_path / "run", call=lambda model, step: seen.update({step: deepcopy(model)}), every=1)
-    assert 4 in there(tmp_path / "run")
-    for step in there(tmp_path / "run"):
-        assert same_weights(hw.load(checkpoint(tmp_path / "run", step)), seen[step])
+def test_load_checkpoint_gives_model_of_that_step(tmp_path: Path) -> None:
+    models: dict[int, Transformer] = {}
+    recipe = replace(SHORT, keep_checkpoints=20)
+    run(
+        ODD,
+        recipe,
+        tmp_path / "run",
+        callback=lambda model, step: models.update({step: deepcopy(model)}),
+        callback_every=1,
+    )
+    assert 4 in checkpoint_steps(tmp_path / "run")
+    for step in checkpoint_steps(tmp_path / "run"):
+        assert same_weights(hw.load(checkpoint_folder(tmp_path / "run", step)), models[step])
 
 
-def test_a_finished_run_comes_back_at_once(tmp_path: Path) -> None:
+def test_train_finished_run_returns_without_training(tmp_path: Path) -> None:
     first = run(NOISY, SHORT, tmp_path / "run")
-    called: list[int] = []
-    again = run(NOISY, SHORT, tmp_path / "run", call=lambda model, step: called.append(step), every=1)
-    assert called == []
-    same_run(first, again)
+    called_steps: list[int] = []
+    second = run(
+        NOISY, SHORT, tmp_path / "run", callback=lambda model, step: called_steps.append(step), callback_every=1
+    )
+    assert called_steps == []
+    assert_same_run(first, second)
 
 
 # Checkpoints that are kept.
 
 
-def test_the_newest_are_kept_and_the_best(tmp_path: Path) -> None:
-    recipe = Recipe(steps=12, batch=4, rate=1e-9, warmup=0, save_every=2, evaluate_every=3, keep=2, log_every=5)
-    text = words(400)
-    made = run(PLAIN, replace(recipe, floor=1.0), tmp_path / "run", text=text)
-    kept = there(tmp_path / "run")
-    assert kept[-1] == 12
-    assert made.best_step in kept
-    others = [step for step in kept if step != made.best_step]
+def test_checkpoints_keep_newest_and_best(tmp_path: Path) -> None:
+    recipe = Recipe(
+        steps=12,
+        batch_size=4,
+        learning_rate=1e-9,
+        warmup=0,
+        save_every=2,
+        evaluate_every=3,
+        keep_checkpoints=2,
+        log_every=5,
+    )
+    text = random_words(400)
+    result = run(PLAIN, replace(recipe, final_lr_fraction=1.0), tmp_path / "run", text=text)
+    steps = checkpoint_steps(tmp_path / "run")
+    assert steps[-1] == 12
+    assert result.best_step in steps
+    others = [step for step in steps if step != result.best_step]
     assert set(others) <= {10, 12}
-    one = run(PLAIN, replace(recipe, keep=1, evaluate_every=100), tmp_path / "one", text=text)
-    assert there(tmp_path / "one") == [12]
-    assert one.best_step == 12
+    single = run(PLAIN, replace(recipe, keep_checkpoints=1, evaluate_every=100), tmp_path / "one", text=text)
+    assert checkpoint_steps(tmp_path / "one") == [12]
+    assert single.best_step == 12
 
 
-def test_the_best_outlives_the_newest(tmp_path: Path) -> None:
+def test_checkpoints_best_is_kept_beyond_newest(tmp_path: Path) -> None:
     """A held-out text unlike the text: fitting the one makes the other worse, so an early evaluation stays the best."""
-    recipe = Recipe(steps=16, batch=8, rate=3e-2, warmup=0, save_every=1, evaluate_every=1, keep=3, log_every=1)
-    made = run(PLAIN, recipe, tmp_path / "run", text="ab" * 300, valid="ba cd " * 40 + "xyz" * 60)
-    losses = {int(row["step"]): row["valid_loss"] for row in made.history if "valid_loss" in row}
+    recipe = Recipe(
+        steps=16,
+        batch_size=8,
+        learning_rate=3e-2,
+        warmup=0,
+        save_every=1,
+        evaluate_every=1,
+        keep_checkpoints=3,
+        log_every=1,
+    )
+    result = run(PLAIN, recipe, tmp_path / "run", text="ab" * 300, valid="ba cd " * 40 + "xyz" * 60)
+    losses = {int(row["step"]): row["valid_loss"] for row in result.history if "valid_loss" in row}
     best = min(losses, key=lambda step: losses[step])
     assert best < 13
-    assert made.best_step == best
-    assert there(tmp_path / "run") == [best, 14, 15, 16]
+    assert result.best_step == best
+    assert checkpoint_steps(tmp_path / "run") == [best, 14, 15, 16]
 
 
 # Stopping early.
 
-EARLY = Recipe(steps=60, batch=8, rate=3e-2, warmup=0, save_every=7, evaluate_every=2, patience=4, log_every=3, keep=1)
+EARLY = Recipe(
+    steps=60,
+    batch_size=8,
+    learning_rate=3e-2,
+    warmup=0,
+    save_every=7,
+    evaluate_every=2,
+    patience=4,
+    log_every=3,
+    keep_checkpoints=1,
+)
 HELD_OUT = "ba cd " * 40 + "xyz" * 60
 
 
-def test_early_stop_gives_the_best_weights_and_survives_a_stop(tmp_path: Path) -> None:
-    made = run(PLAIN, EARLY, tmp_path / "whole", text="ab" * 300, valid=HELD_OUT)
-    losses = {int(row["step"]): row["valid_loss"] for row in made.history if "valid_loss" in row}
+def test_train_early_stop_returns_best_and_resumes(tmp_path: Path) -> None:
+    result = run(PLAIN, EARLY, tmp_path / "whole", text="ab" * 300, valid=HELD_OUT)
+    losses = {int(row["step"]): row["valid_loss"] for row in result.history if "valid_loss" in row}
     best = min(losses, key=lambda step: losses[step])
-    assert made.stopped == "early"
-    assert made.best_step == best
-    assert made.step == best + 2 * EARLY.patience
-    assert same_weights(made.model, hw.load(checkpoint(tmp_path / "whole", best)))
+    assert result.stop_reason == "early"
+    assert result.best_step == best
+    assert result.step == best + 2 * EARLY.patience
+    assert same_weights(result.model, hw.load(checkpoint_folder(tmp_path / "whole", best)))
     in_memory = run(PLAIN, EARLY, text="ab" * 300, valid=HELD_OUT)
-    assert same_weights(made.model, in_memory.model)
+    assert same_weights(result.model, in_memory.model)
 
-    broken(PLAIN, EARLY, tmp_path / "broken", made.step - 1, text="ab" * 300, valid=HELD_OUT)
-    same_run(made, run(PLAIN, EARLY, tmp_path / "broken", text="ab" * 300, valid=HELD_OUT))
-    same_run(made, run(PLAIN, EARLY, tmp_path / "broken", text="ab" * 300, valid=HELD_OUT))  # and once more: at once
+    run_interrupted(PLAIN, EARLY, tmp_path / "broken", result.step - 1, text="ab" * 300, valid=HELD_OUT)
+    assert_same_run(result, run(PLAIN, EARLY, tmp_path / "broken", text="ab" * 300, valid=HELD_OUT))
+    # and once more: at once
+    assert_same_run(result, run(PLAIN, EARLY, tmp_path / "broken", text="ab" * 300, valid=HELD_OUT))
 
 
 # Folders of others.
 
 
-def test_a_folder_of_another_run_is_refused_and_the_difference_named(tmp_path: Path) -> None:
+def test_train_folder_of_other_run_raises_with_difference(tmp_path: Path) -> None:
     run(PLAIN, SHORT, tmp_path / "run")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(HeadwiseError, match=r"another run.*seed 5, now 6"):
         run(PLAIN, replace(SHORT, seed=6), tmp_path / "run")
     with pytest.raises(HeadwiseError, match=r"another run.*layers 1, now 2"):
         run(replace(PLAIN, layers=2), SHORT, tmp_path / "run")
-    with pytest.raises(HeadwiseError, match=r"another run.*text"):
-        run(PLAIN, SHORT, tmp_path / "run", text=words(400, seed=1))
-    with pytest.raises(HeadwiseError, match=r"another run.*held out"):
-        run(PLAIN, SHORT, tmp_path / "run", valid=words(100, seed=2))
+    with pytest.raises(HeadwiseError, match=r"another run.*corpus"):
+        run(PLAIN, SHORT, tmp_path / "run", text=random_words(400, seed=1))
+    with pytest.raises(HeadwiseError, match=r"another run.*valid"):
+        run(PLAIN, SHORT, tmp_path / "run", valid=random_words(100, seed=2))
     with pytest.raises(HeadwiseError, match=r"another run.*tokenizer.*character"):
         run(PLAIN, SHORT, tmp_path / "run", tokenizer="character")
     with pytest.raises(HeadwiseError, match=r"another run.*weights"):
@@ -182,7 +221,18 @@ def test_a_folder_of_another_run_is_refused_and_the_difference_named(tmp_path: P
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_train_folder_of_older_format_raises(tmp_path: Path) -> None:
+    run(PLAIN, SHORT, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    del record["format"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(HeadwiseError, match=r"format 1.*Start the run again in a new folder"):
+        run(PLAIN, SHORT, tmp_path / "run")
+    with pytest.raises(HeadwiseError, match=r"format 1.*Start the run again in a new folder"):
+        resume(tmp_path / "run", progress=False)
+
+
+def test_train_folder_with_other_files_raises(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear all")
     with pytest.raises(HeadwiseError, match="something else"):
@@ -197,37 +247,37 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 # A model that was given.
 
 
-def test_a_model_goes_on_from_its_weights_and_resumes(tmp_path: Path) -> None:
+def test_train_given_model_starts_from_its_weights(tmp_path: Path) -> None:
     base = run(PLAIN, SHORT).model
-    slow = replace(SHORT, rate=1e-12, weight_decay=0.0)
+    slow = replace(SHORT, learning_rate=1e-12, weight_decay=0.0)
     near = run(deepcopy(base), slow).model
-    assert distance(base, near) < 1e-9
-    whole = run(deepcopy(base), SHORT, tmp_path / "whole")
-    assert not same_weights(whole.model, base)
-    broken(deepcopy(base), SHORT, tmp_path / "broken", 10)
-    same_run(whole, run(deepcopy(base), SHORT, tmp_path / "broken"))
+    assert max_weight_difference(base, near) < 1e-9
+    uninterrupted = run(deepcopy(base), SHORT, tmp_path / "whole")
+    assert not same_weights(uninterrupted.model, base)
+    run_interrupted(deepcopy(base), SHORT, tmp_path / "broken", 10)
+    assert_same_run(uninterrupted, run(deepcopy(base), SHORT, tmp_path / "broken"))
 
 
-def test_a_model_that_changed_meanwhile_is_never_gone_on_with_wrongly(tmp_path: Path) -> None:
+def test_resume_changed_model_raises_or_restores(tmp_path: Path) -> None:
     """A model is trained in place, so behind a stop the very same object is another one: refused, or put right."""
     base = run(PLAIN, SHORT).model
     twin = deepcopy(base)
-    broken(base, SHORT, tmp_path / "broken", 10)
+    run_interrupted(base, SHORT, tmp_path / "broken", 10)
     assert not same_weights(base, twin)
     try:
-        made = run(base, SHORT, tmp_path / "broken")
+        result = run(base, SHORT, tmp_path / "broken")
     except HeadwiseError as error:
         assert "weights" in str(error)  # noqa: PT017
     else:
-        assert same_weights(made.model, run(twin, SHORT).model)
+        assert same_weights(result.model, run(twin, SHORT).model)
 
 
-def test_a_stop_leaves_the_caller_an_error_and_the_model_in_eval(tmp_path: Path) -> None:
+def test_train_exception_in_call_propagates_and_model_is_in_eval(tmp_path: Path) -> None:
     model = Transformer(PLAIN)
 
-    def stop(model: Transformer, step: int) -> None:
-        raise Stop
+    def raise_interrupt(model: Transformer, step: int) -> None:
+        raise RunInterrupted
 
-    with pytest.raises(Stop):
-        run(model, SHORT, tmp_path / "run", call=stop)
+    with pytest.raises(RunInterrupted):
+        run(model, SHORT, tmp_path / "run", callback=raise_interrupt)
     assert not model.training

@@ -6,7 +6,7 @@ import pytest
 
 from headwise.ui.report import write_report
 from tests.ui import report_fixtures
-from tests.ui.browser import HEADS, LAYERS, TOKENS, find_browser, opened
+from tests.ui.browser import HEADS, LAYERS, TOKENS, find_browser, open_page
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,22 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def book():
+def report_data():
     sentences = [
         report_fixtures.make_sentence(LAYERS, HEADS, TOKENS),
         report_fixtures.make_sentence(LAYERS, HEADS, 7, seed=1),
     ]
-    return report_fixtures.six_digits(report_fixtures.make_book(LAYERS, HEADS, sentences, name="a <i>made</i> book"))
+    return report_fixtures.round_six_digits(
+        report_fixtures.make_report_data(LAYERS, HEADS, sentences, name="a <i>made</i> book")
+    )
 
 
 @pytest.fixture(scope="module")
-def report(book, tmp_path_factory):
-    return write_report(book, tmp_path_factory.mktemp("report") / "heads.html")
+def report(report_data, tmp_path_factory):
+    return write_report(report_data, tmp_path_factory.mktemp("report") / "heads.html")
 
 
 @pytest.fixture
 def page(browser):
-    with opened(browser) as made:
-        yield made
+    with open_page(browser) as opened_page:
+        yield opened_page

@@ -19,8 +19,8 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic import VOCABULARY
-from headwise.ui.live_session import Live
-from headwise.ui.request_guard import App
+from headwise.ui.live_session import LiveSession
+from headwise.ui.request_guard import ASGIApp
 from headwise.ui.server import make_app
 
 ROOT = Path(__file__).parents[2]
@@ -28,43 +28,43 @@ TEXT = "the cat likes the dog"
 FILES = {"index.html": b"<!doctype html><head><title>x</title></head>", "style.css": b"p {}", "main.js": b"1;"}
 
 
-def make_model(**more: Any) -> Transformer:
-    """Two layers of four heads that matter, over the words of the little language."""
+def make_model(**fields: Any) -> Transformer:
+    """Two layers of four heads that matter, over the words of the synthetic language."""
     tokenizer = word_tokenizer(VOCABULARY)
     attention = AttentionSpec(width=24, heads=4, kv_heads=2)
     torch.manual_seed(0)
-    spec = ModelSpec(vocab=len(tokenizer), context=128, layers=2, attention=attention, hidden=16)
-    model = Transformer(replace(spec, **more)).eval()
+    spec = ModelSpec(vocab=len(tokenizer), context=128, layers=2, attention=attention, mlp_width=16)
+    model = Transformer(replace(spec, **fields)).eval()
     with torch.no_grad():
         for layer in model.attention_layers():
-            layer.write.weight.mul_(20)
+            layer.output_projection.weight.mul_(20)
         for value in model.parameters():
             value.mul_(3)  # probabilities apart enough to be told from each other
     model.tokenizer = tokenizer
     return model
 
 
-def make_view(model: Transformer, **options: Any) -> App:
+def make_live_app(model: Transformer, **options: Any) -> ASGIApp:
     """Its app, with a page and a book of next to nothing."""
-    return make_app(Live(model), {"version": 1}, files=FILES, **options)
+    return make_app(LiveSession(model), {"version": 1}, files=FILES, **options)
 
 
-def make_folder(place: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     """The model and its profile in files, so that a server starts at once."""
     model = make_model()
-    model.save(place / "small")
-    hw.profile(model, TEXT, relations=Corpus.little("held-out", documents=20), causal=False).save(place / "profile")
-    return place
+    model.save(folder / "small")
+    hw.profile(model, TEXT, relations=Corpus.synthetic("held-out", documents=20), causal=False).save(folder / "profile")
+    return folder
 
 
-class View(NamedTuple):
+class ViewProcess(NamedTuple):
     process: subprocess.Popen[str]
     port: int
     url: str
 
 
 @contextmanager
-def viewing(folder: Path, *more: str, code: str = "") -> Iterator[View]:
+def running_view(folder: Path, *options: str, code: str = "") -> Iterator[ViewProcess]:
     """`headwise view` in a process of its own; `code` is run in it first."""
     arguments = [
         "headwise",
@@ -76,7 +76,7 @@ def viewing(folder: Path, *more: str, code: str = "") -> Iterator[View]:
         "0",
         "--json",
     ]
-    code = f"import sys; sys.argv = {[*arguments, *more]!r}\n{code}\nfrom headwise.cli import main; main()"
+    code = f"import sys; sys.argv = {[*arguments, *options]!r}\n{code}\nfrom headwise.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -91,7 +91,7 @@ def viewing(folder: Path, *more: str, code: str = "") -> Iterator[View]:
         line = process.stdout.readline()
         assert line, process.stderr and process.stderr.read()
         url = json.loads(line)["url"]
-        yield View(process, int(url.split(":")[2].split("/")[0]), url)
+        yield ViewProcess(process, int(url.split(":")[2].split("/")[0]), url)
     finally:
         if process.poll() is None:
             process.kill()

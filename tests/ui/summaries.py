@@ -7,36 +7,36 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.default_metrics import usual_measures
-from headwise.analysis.metrics.metric import Measure
-from headwise.analysis.metrics.relations import Relations
-from headwise.analysis.metrics.role_examples import Cases
-from headwise.analysis.metrics.runner import Runner
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.metrics.token_classes import CLASSES
-from headwise.analysis.recording.batching import Unit, make_batch
-from headwise.analysis.recording.text_buckets import bucket_of
+from headwise.analysis.recording.batching import TextSample, make_batch
+from headwise.analysis.recording.text_hash_split import bucket_of_text
 from headwise.analysis.roles.profile_result import Profile
 from headwise.kernels import causal
 from headwise.spec import Address
 from headwise.text import Alignment
-from headwise.text.align import find_words
+from headwise.text.annotated_document import Document, Relation
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document, Relation
 from headwise.text.probe import probe_set
-from headwise.ui.head_facts import Facts
-from headwise.ui.head_summary import story
-from tests.analysis.dense_reference import by_scores
+from headwise.text.token_alignment import find_word_spans
+from headwise.ui.head_facts import HeadFacts
+from headwise.ui.head_summary import summary_lines
+from tests.analysis.dense_reference import call_from_scores
 
 # For each word of a document the place of the word that gets all the weight.
 Rule = Callable[[Document], Sequence[int]]
 SHARP = 200.0  # a score beside which all others vanish
-MARKS = {"[SEP]": "special", ",": "delimiter", "Anna": "capitalised", "7": "digit"}
+MARKS = {"[SEP]": "special", ",": "delimiter", "Anna": "capitalized", "7": "digit"}
 
 
-def summary(profile: Profile, head: str, facts: Facts | None = None) -> list[str]:
+def summary(profile: Profile, head: str, facts: HeadFacts | None = None) -> list[str]:
     """The sentences of one head."""
-    return [sentence.text for sentence in story(profile, profile[head], facts)]
+    return [sentence.text for sentence in summary_lines(profile, profile[head], facts)]
 
 
 def profile_of(
@@ -51,25 +51,27 @@ def profile_of(
         surface: measure offsets and token classes instead of relations.
     """
     vocabulary = sorted({word for document in documents for word in document.words})
-    tally, heads = Tally(len(rules)), tuple(Address.parse(f"0.{number}") for number in range(len(rules)))
+    accumulator, heads = Accumulator(len(rules)), tuple(Address.parse(f"0.{number}") for number in range(len(rules)))
     flags = torch.zeros(len(vocabulary), len(CLASSES))
     for word, name in MARKS.items():
         if word in vocabulary:
             flags[vocabulary.index(word), CLASSES.index(name)] = 1
-    relations = None if surface else Relations.of(tally, documents, causal=not ahead)
-    measures: list[Measure] = usual_measures(flags) if relations is None else [relations]
-    runner = Runner(tally, measures)
+    relations = None if surface else RelationMetric.of(accumulator, documents, causal=not ahead)
+    metrics: list[Metric] = default_metrics(flags) if relations is None else [relations]
+    runner = MetricRunner(accumulator, metrics)
     for number, document in enumerate(documents):
-        spans = find_words(document.text, document.words)
+        spans = find_word_spans(document.text, document.words)
         ids = [vocabulary.index(word) for word in document.words]
         aligned = Alignment.of(document.text, ids, document.words, spans, document.words)
-        unit = Unit(number, bucket_of(document.text), aligned.ids, document, partial(lambda one: one, aligned))
+        sample = TextSample(
+            number, bucket_of_text(document.text), aligned.ids, document, partial(lambda alignment: alignment, aligned)
+        )
         eye = torch.eye(len(ids), dtype=torch.float64)
         scores = torch.stack([SHARP * eye[list(rule(document))] for rule in rules])[None]
-        runner.see(by_scores(scores, None if ahead else causal()), make_batch([unit]), 0)
-    numbers = {number.name: number for measure in measures for number in measure.numbers}
-    about = {"texts": len(documents), "layers": ["0"], "read": "texts made by hand", "asked": "gold arcs"}
-    return Profile.of(heads, tally, relations, [[] for _ in rules], Cases(len(rules)), about, numbers)
+        runner.on_call(call_from_scores(scores, None if ahead else causal()), make_batch([sample]), 0)
+    metric_specs = {metric_spec.name: metric_spec for metric in metrics for metric_spec in metric.metric_specs}
+    about = {"texts": len(documents), "layers": ["0"], "corpus": "texts made by hand", "relations_corpus": "gold arcs"}
+    return Profile.of(heads, accumulator, relations, [[] for _ in rules], ExampleStore(len(rules)), about, metric_specs)
 
 
 def follow(*relations: str, rate: float = 1.0, gold: dict[str, Document] | None = None) -> Rule:
@@ -87,9 +89,9 @@ def follow(*relations: str, rate: float = 1.0, gold: dict[str, Document] | None 
             return targets
         for arc in (gold or {}).get(document.text, document).relations:
             for relation in relations:
-                name, way = relation.rsplit(" ", 1)
+                name, direction = relation.rsplit(" ", 1)
                 if name == arc.name:
-                    source, target = (arc.source, arc.target) if way == ">" else (arc.target, arc.source)
+                    source, target = (arc.source, arc.target) if direction == ">" else (arc.target, arc.source)
                     targets[source] = targets[source] or target
         return targets
 
@@ -113,7 +115,9 @@ def shuffled_gold(documents: Sequence[Document], seed: int = 0) -> list[Document
 
 GOLD = {document.text: document for document in probe_set()}
 ARCS = tuple(
-    f"{relation} {way}" for relation in sorted({a.name for d in probe_set() for a in d.relations}) for way in "><"
+    f"{relation} {direction}"
+    for relation in sorted({a.name for d in probe_set() for a in d.relations})
+    for direction in "><"
 )
 SEVERAL = ("bracket >", "possessive >", "quote >", "cause-effect >", "question-answer <")
 
@@ -151,16 +155,18 @@ def followers_of_shuffled_gold() -> dict[str, list[str]]:
 
 
 @cache
-def little_followers() -> dict[str, list[str]]:
-    """Summaries on the gold arcs, phrases and word classes of the little language, and on a relation of another name."""
-    corpus = Corpus.little("held-out", documents=150, seed=1)
-    documents = [_with_nsubj(one) for one in corpus.items() if isinstance(one, Document)]
+def synthetic_followers() -> dict[str, list[str]]:
+    """Summaries on the gold arcs, phrases and word classes of the synthetic language, and on a relation of another name."""
+    corpus = Corpus.synthetic("held-out", documents=150, seed=1)
+    documents = [_with_nsubj(document) for document in corpus.items() if isinstance(document, Document)]
     rules: dict[str, Rule] = {
-        f"{name} {way}": follow(f"{name} {way}") for name in ("copy", "delimiter", "nsubj") for way in "><"
+        f"{name} {direction}": follow(f"{name} {direction}")
+        for name in ("copy", "delimiter", "nsubj")
+        for direction in "><"
     }
-    for way, later in ((">", True), ("<", False)):
-        rules[f"same phrase {way}"] = partial(attend_to_mate, mates=phrase_mates, later=later)
-        rules[f"same class {way}"] = partial(attend_to_mate, mates=class_mates, later=later)
+    for direction, later in ((">", True), ("<", False)):
+        rules[f"same phrase {direction}"] = partial(attend_to_mate, mates=phrase_mates, later=later)
+        rules[f"same class {direction}"] = partial(attend_to_mate, mates=class_mates, later=later)
     return _named(profile_of(documents, list(rules.values())), rules)
 
 
@@ -168,7 +174,7 @@ def attend_to_mate(document: Document, mates: Callable[[Document, int], set[int]
     """Attend to the nearest mate of a word, after it or before it; else to the first word."""
     targets = []
     for place in range(len(document.words)):
-        free = sorted(one for one in mates(document, place) if (one > place if later else 0 < one < place))
+        free = sorted(mate for mate in mates(document, place) if (mate > place if later else 0 < mate < place))
         targets.append((free[0] if later else free[-1]) if free else 0)
     return targets
 
@@ -195,10 +201,10 @@ def surface_heads() -> dict[str, list[str]]:
         documents.append(Document.of([f"text{number}", *words]))
     rules: dict[str, Rule] = {name: partial(attend_to_word, word=word) for word, name in MARKS.items()}
     rules |= {
-        "before delimiter": lambda one: [max(place - 1, 0) for place in attend_to_word(one, ",")],
-        "long range": lambda one: [max(place - 32 - place % 7, 0) for place in range(len(one.words))],
-        "near": lambda one: [max(place - 20 - place % 7, 0) for place in range(len(one.words))],
-        "first token": lambda one: [0] * len(one.words),
+        "before delimiter": lambda document: [max(place - 1, 0) for place in attend_to_word(document, ",")],
+        "long range": lambda document: [max(place - 32 - place % 7, 0) for place in range(len(document.words))],
+        "near": lambda document: [max(place - 20 - place % 7, 0) for place in range(len(document.words))],
+        "first token": lambda document: [0] * len(document.words),
     }
     return _named(profile_of(documents, list(rules.values()), ahead=False, surface=True), rules)
 

@@ -1,4 +1,4 @@
-"""What the page is told of prices: bits, caches and costs, counted by hand; and who may be told of them."""
+"""What the page shows of costs: bits, caches and costs, counted by hand; and who may be told of them."""
 
 from pathlib import Path
 
@@ -6,82 +6,89 @@ import pytest
 
 import headwise as hw
 from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
-from headwise.compression.plan import Plan
 from headwise.errors import HeadwiseError
-from headwise.spec import Keeps
-from headwise.ui.cost_view import LENGTH, tell_prices
-from headwise.ui.report_data import make_book
-from tests.distillation.tiny import make
-from tests.runner import headwise
+from headwise.spec import CachePolicy
+from headwise.ui.cost_page_data import CACHE_TOKENS, head_cost_data
+from headwise.ui.report_data import make_report_data
+from tests.distillation.tiny import make_model
+from tests.runner import run_command
 
 TEXTS = ["to be or not to be, that is the question", "whether 'tis nobler in the mind"]
 
 
-def test_prices_of_a_plan() -> None:
-    model = make(kv_heads=2)
-    cache: dict[str, Keeps | int] = {"0.1": Keeps(first=4, last=28), "1.*": 8}
+def test_cost_rows_of_plan_equal_closed_form() -> None:
+    model = make_model(kv_heads=2)
+    cache: dict[str, CachePolicy | int] = {"0.1": CachePolicy(sink_tokens=4, window=28), "1.*": 8}
     weights = {"0.1": 4, "0.2:vo": 3}
-    plan = Plan.make(model, cache=cache, weights=weights, cut="1.0,1.1", fold=False)
-    assert plan.after == plan.apply(model).spec
-    found = sensitivity(model, TEXTS, bits=(3,), parts=("qk", "values"))
-    told, whole = tell_prices(model.spec.addresses, model.spec, found, plan)
-    assert whole is not None
-    assert told["1.0"]["cut"]
-    assert told["1.0"]["bits"] is None
-    assert told["1.0"]["cache"]["keeps"] == "nothing: no head reads it"
-    assert told["0.1"]["bits"] == {"qk": 4, "vo": 4}
-    assert told["0.2"]["bits"] == {"qk": 32, "vo": 3}
-    assert told["0.2"]["shares"] == ["0.3"]
+    plan = hw.plan_pruning(model, cache=cache, weights=weights, prune="1.0,1.1", fold_mean=False)
+    assert plan.changed_spec == hw.apply(plan, model).spec
+    costs = sensitivity(model, TEXTS, bits=(3,), parts=("qk", "values"))
+    rows, summary = head_cost_data(model.spec.head_addresses, model.spec, costs, plan)
+    assert summary is not None
+    assert rows["1.0"]["pruned"]
+    assert rows["1.0"]["bits"] is None
+    assert rows["1.0"]["cache"]["policy"] == "nothing: no head reads it"
+    assert rows["0.1"]["bits"] == {"qk": 4, "vo": 4}
+    assert rows["0.2"]["bits"] == {"qk": 32, "vo": 3}
+    assert rows["0.2"]["kv_siblings"] == ["0.3"]
     # A key and a value of 4 numbers at each token; streaming keeps 32 of them; at 8 bits a row takes 4 bytes and a scale.
-    assert told["0.3"]["cache"]["bytes"] == 32 * 2 * 4 * 4
-    assert told["0.0"]["cache"]["bytes"] == told["0.0"]["cache"]["whole"] == LENGTH * 2 * 4 * 4
-    assert told["1.2"]["cache"]["bytes"] == LENGTH * 2 * (4 + 4)
-    assert whole["cache"] == [4 * LENGTH * 32, LENGTH * 32 + 32 * 32 + LENGTH * 16]
-    cost = found["0.1", "values", 3]
-    assert told["0.2"]["costs"] == told["0.3"]["costs"]
-    assert told["0.2"]["costs"][1] == {
-        "part": "values", "bits": 3, "more": cost.more, "low": cost.low, "high": cost.high, "drift": cost.drift,
+    assert rows["0.3"]["cache"]["bytes"] == 32 * 2 * 4 * 4
+    assert rows["0.0"]["cache"]["bytes"] == rows["0.0"]["cache"]["full_bytes"] == CACHE_TOKENS * 2 * 4 * 4
+    assert rows["1.2"]["cache"]["bytes"] == CACHE_TOKENS * 2 * (4 + 4)
+    assert summary["cache"] == [4 * CACHE_TOKENS * 32, CACHE_TOKENS * 32 + 32 * 32 + CACHE_TOKENS * 16]
+    cost = costs["0.1", "values", 3]
+    assert rows["0.2"]["costs"] == rows["0.3"]["costs"]
+    assert rows["0.2"]["costs"][1] == {
+        "part": "values", "bits": 3, "loss_increase": cost.loss_increase, "low": cost.low, "high": cost.high,
+        "kl_divergence": cost.kl_divergence,
     }  # fmt: skip
 
 
-def test_a_model_says_itself_what_it_keeps() -> None:
-    model = make()
-    told, whole = tell_prices(model.spec.addresses, model.spec)
-    assert whole is None, "there is nothing to say of a model as it comes"
-    assert told["0.1"]["cache"]["keeps"] == "everything"
-    small = Plan.make(model, cache={"0.1": Keeps(first=1, last=7)}).apply(model)
-    told, whole = tell_prices(small.spec.addresses, small.spec)
-    assert whole is not None
-    assert not whole["given"]
-    assert told["0.1"]["cache"]["streams"]
-    assert whole["whole"] > whole["cache"][1]
-    encoder = make(kind="encoder")
-    told, _ = tell_prices(encoder.spec.addresses, encoder.spec)
-    assert told["0.1"]["cache"] is None
+def test_cost_rows_without_plan_use_model_spec() -> None:
+    model = make_model()
+    rows, summary = head_cost_data(model.spec.head_addresses, model.spec)
+    assert summary is None, "there is nothing to say of a model as it comes"
+    assert rows["0.1"]["cache"]["policy"] == "everything"
+    small = hw.apply(hw.plan_pruning(model, cache={"0.1": CachePolicy(sink_tokens=1, window=7)}), model)
+    rows, summary = head_cost_data(small.spec.head_addresses, small.spec)
+    assert summary is not None
+    assert not summary["has_plan"]
+    assert rows["0.1"]["cache"]["streaming"]
+    assert summary["full_cache"] > summary["cache"][1]
+    encoder = make_model(kind="encoder")
+    rows, _ = head_cost_data(encoder.spec.head_addresses, encoder.spec)
+    assert rows["0.1"]["cache"] is None
 
 
-def test_another_model_is_refused() -> None:
-    model, other = make(), make(heads=2)
-    seen = hw.profile(model, TEXTS, relations=False, causal=False)
+def test_cost_rows_other_model_raises() -> None:
+    model, other = make_model(), make_model(heads=2)
+    head_profile = hw.profile(model, TEXTS, relations=False, causal=False)
     with pytest.raises(HeadwiseError, match="another model"):
-        make_book(seen, model, plan=Plan.make(other, cache={"*": 8}))
+        make_report_data(head_profile, model, plan=hw.plan_pruning(other, cache={"*": 8}))
     with pytest.raises(HeadwiseError, match=r"has no head 0\.2"):
-        tell_prices(other.spec.addresses, other.spec, sensitivity(model, TEXTS, heads="0.2", bits=(4,)))
+        head_cost_data(other.spec.head_addresses, other.spec, sensitivity(model, TEXTS, heads="0.2", bits=(4,)))
     with pytest.raises(HeadwiseError, match="give the model"):
-        make_book(seen, plan=Plan.make(model, cache={"*": 8}))
+        make_report_data(head_profile, plan=hw.plan_pruning(model, cache={"*": 8}))
 
 
-def test_prices_come_from_files(tmp_path: Path) -> None:
-    model = make()
+def test_profile_report_costs_come_from_files(tmp_path: Path) -> None:
+    model = make_model()
     model.save(tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n".join(TEXTS * 3))
-    Plan.make(model, cache={"0.*": Keeps(first=1, last=7)}).save(tmp_path / "plan.json")
+    hw.plan_pruning(model, cache={"0.*": CachePolicy(sink_tokens=1, window=7)}).save(tmp_path / "plan.json")
     sensitivity(model, TEXTS, heads="0.1", bits=(4,), out=tmp_path / "bits.jsonl")
     assert len(Sensitivity.load(tmp_path / "bits.jsonl")) == 2
-    how = ("heads", tmp_path / "model", tmp_path / "text.txt", "--no-causal", "--costs", tmp_path / "bits.jsonl")
-    assert "--report" in headwise(*how).refused
-    shown = headwise(*how, "--plan", tmp_path / "plan.json", "--report", tmp_path / "heads.html", "--json")
-    assert '"heads"' in shown.told
+    command = (
+        "profile",
+        tmp_path / "model",
+        tmp_path / "text.txt",
+        "--no-causal",
+        "--sensitivity",
+        tmp_path / "bits.jsonl",
+    )
+    assert "--report" in run_command(*command).error_line
+    done = run_command(*command, "--plan", tmp_path / "plan.json", "--report", tmp_path / "heads.html", "--json")
+    assert '"heads"' in done.output
     page = (tmp_path / "heads.html").read_text()
     assert "streaming 1 + 7" in page
     assert '"part":"vo"' in page

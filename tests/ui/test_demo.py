@@ -6,101 +6,110 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.ui.demo import Demo
-from headwise.ui.demo_training import ALLOWED, Training, training
-from headwise.ui.head_summary import story
+from headwise.ui.demo_pretrained import Demo
+from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_demo_training
+from headwise.ui.head_summary import summary_lines
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return training(tmp_path_factory.mktemp("show") / "demo", quick=True)
+def result(tmp_path_factory: pytest.TempPathFactory) -> DemoTrainResult:
+    return run_demo_training(tmp_path_factory.mktemp("show") / "demo", quick=True)
 
 
-def test_everything_is_written(made: Training) -> None:
-    there = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*") if path.is_file()}
-    assert there == set(made.files)
-    pictures = {"roles.png", "depth.png", "pruning.png", "sentence.png", "lives.png"}
-    assert there >= pictures | {"report.html", "plan.json", "profile.npz", "model/spec.json", "small/spec.json"}
-    assert all((made.folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
-    assert b'id="book"' in (made.folder / "report.html").read_bytes()
+def test_demo_training_writes_all_listed_files(result: DemoTrainResult) -> None:
+    written = {str(path.relative_to(result.folder)) for path in result.folder.rglob("*") if path.is_file()}
+    assert written == set(result.files)
+    figures = {"roles.png", "depth.png", "pruning.png", "sentence.png", "history.png"}
+    assert written >= figures | {"report.html", "plan.json", "profile.npz", "model/spec.json", "small/spec.json"}
+    assert all((result.folder / name).read_bytes().startswith(b"\x89PNG") for name in figures)
+    assert b'id="report-data"' in (result.folder / "report.html").read_bytes()
 
 
-def test_the_models_are_the_ones_that_were_measured(made: Training) -> None:
-    model, small = (hw.load(made.folder / name) for name in ("model", "small"))
-    gone = set(model.spec.addresses) - set(small.spec.addresses)
-    assert {str(head) for head in gone} == set(made.plan.cut)
-    assert 1 <= len(gone) < len(model.spec.addresses)
-    assert (made.report.before.heads, made.report.after.heads) == (len(model.spec.addresses), len(small.spec.addresses))
-    assert hw.Plan.load(made.folder / "plan.json").apply(model).spec == small.spec
-    assert hw.Profile.load(made.folder / "profile.npz").table() == made.profile.table()
-    assert made.report.more.mean < 10 * ALLOWED * made.report.loss_before.mean, "heads of a model that knows nothing"
+def test_demo_training_saved_models_match_report(result: DemoTrainResult) -> None:
+    model, small = (hw.load(result.folder / name) for name in ("model", "small"))
+    pruned_heads = set(model.spec.head_addresses) - set(small.spec.head_addresses)
+    assert {str(head) for head in pruned_heads} == set(result.plan.pruned_heads)
+    assert 1 <= len(pruned_heads) < len(model.spec.head_addresses)
+    assert (result.report.before.heads, result.report.after.heads) == (
+        len(model.spec.head_addresses),
+        len(small.spec.head_addresses),
+    )
+    assert hw.apply(hw.Plan.load(result.folder / "plan.json"), model).spec == small.spec
+    assert hw.Profile.load(result.folder / "profile.npz").table() == result.profile.table()
+    assert result.report.loss_increase.mean < 10 * MAX_LOSS_INCREASE * result.report.loss_before.mean, (
+        "heads of a model that knows nothing"
+    )
 
 
-def test_the_result_is_plain_data(made: Training) -> None:
-    told = json.loads(json.dumps(made.to_dict()))
-    assert told["cut"] == list(made.plan.cut)
-    assert {mark["quiz"] for mark in told["exam"]} == {"bracket", "surname", "agreement", "referent"}
+def test_demo_training_to_dict_is_json(result: DemoTrainResult) -> None:
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["pruned_heads"] == list(result.plan.pruned_heads)
+    assert {score["probe"] for score in data["synthetic_eval"]} == {"bracket", "surname", "agreement", "referent"}
 
 
-def test_it_can_be_run_again_into_the_same_folder(made: Training) -> None:
-    again = training(made.folder, quick=True)
-    assert again.plan.cut == made.plan.cut
-    assert again.report.loss_after == made.report.loss_after
+def test_demo_training_repeated_gives_same_result(result: DemoTrainResult) -> None:
+    second = run_demo_training(result.folder, quick=True)
+    assert second.plan.pruned_heads == result.plan.pruned_heads
+    assert second.report.loss_after == result.report.loss_after
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*given: object, **more: object) -> None:
+def test_demo_training_interrupted_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.ui.demo_training.train", stop)
+    monkeypatch.setattr("headwise.ui.demo_training.train", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        training(tmp_path / "demo", quick=True)
+        run_demo_training(tmp_path / "demo", quick=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_births_are_of_what_random_heads_do_not_do(made: Training) -> None:
-    for step, head, what, share in made.births():
-        first = made.history.of(head, what if what == "induction" else f"{what} hits")
+def test_demo_training_births_start_below_threshold(result: DemoTrainResult) -> None:
+    for step, head, metric_name, final_value in result.emergence():
+        values = result.history.curve(head, metric_name if metric_name == "induction" else f"{metric_name} hits")
         assert step > 0
-        assert first[0] < 0.5 <= max(first)
-        assert share == first[-1]
+        assert values[0] < 0.5 <= max(values)
+        assert final_value == values[-1]
 
 
-def test_real_models_stage_by_stage(tmp_path: Path) -> None:
+def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
     demo, pieces = Demo(tmp_path / "demo", quick=True), []
-    text = demo.write_on(pieces.append)
+    text = demo.generate(pieces.append)
     assert "".join(pieces) == text
     assert len(text.split()) > 8
-    assert demo.look().strongest(3, "their")[0].word == "their"
-    seen, most = demo.heads()
+    assert demo.attention_view().top_edges(3, "their")[0].word == "their"
+    head_profile, top_head = demo.profile_encoder()
     assert (tmp_path / "demo" / "minilm" / "report.html").is_file()
-    assert str(most.address) in story(seen, most)[0].text
+    assert str(top_head.address) in summary_lines(head_profile, top_head)[0].text
 
 
 @pytest.mark.slow
-def test_heads_of_a_real_model_are_cut_and_healed(tmp_path: Path) -> None:
-    cut = Demo(tmp_path / "demo", quick=True).cut()
-    assert len(cut.plan.cut) == 27, "a tenth of 270"
-    assert cut.report.healed is not None
-    assert hw.Plan.load(cut.saved).cut == cut.plan.cut
+def test_demo_prune_recovers_real_model(tmp_path: Path) -> None:
+    pruned = Demo(tmp_path / "demo", quick=True).prune()
+    assert len(pruned.plan.pruned_heads) == 27, "a tenth of 270"
+    assert pruned.report.recovered is not None
+    assert hw.Plan.load(pruned.plan_path).pruned_heads == pruned.plan.pruned_heads
 
 
 @pytest.mark.slow
-def test_two_heads_are_priced_and_the_cut_model_runs_in_llama_cpp(tmp_path: Path) -> None:
-    from headwise.ui.demo_costs import HEADS, ask_prices, cache_rows, run_elsewhere
+def test_demo_costs_and_pruned_model_runs_in_llama_cpp(tmp_path: Path) -> None:
+    from headwise.ui.demo_costs import DEMO_HEADS, cache_rows, measure_demo_costs, run_llama_cpp
 
     model = hw.load("smollm2")
-    found = ask_prices(model, 4)
-    assert {cost.part for cost in found} == {"qk", "vo", "keys", "values"}
-    assert all(any(head in cost.heads.split() for head in HEADS) for cost in found)
+    costs = measure_demo_costs(model, 4)
+    assert {cost.part for cost in costs} == {"qk", "vo", "keys", "values"}
+    assert all(any(head in cost.heads.split() for head in DEMO_HEADS) for cost in costs)
     assert [row[3] for row in cache_rows(model)] == [
         4096 * 2 * 64 * 4 / 1e6
     ] * 2  # keys and values of 64 numbers, 4 bytes
     pytest.importorskip("xllamacpp")
-    made = run_elsewhere(
-        model, hw.Plan.make(model, cut="3.0,5.1,20.4", fold=False), tmp_path / "elsewhere", "Once upon a time", 6
+    sample = run_llama_cpp(
+        model,
+        hw.plan_pruning(model, prune="3.0,5.1,20.4", fold_mean=False),
+        tmp_path / "elsewhere",
+        "Once upon a time",
+        6,
     )
-    assert made is not None
-    assert made.file.stat().st_size > 10**8
-    assert made.same >= 1
-    assert made.theirs.startswith("Once upon a time")
+    assert sample is not None
+    assert sample.file.stat().st_size > 10**8
+    assert sample.num_equal_tokens >= 1
+    assert sample.engine_text.startswith("Once upon a time")

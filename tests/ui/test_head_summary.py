@@ -1,4 +1,4 @@
-"""A head's story: every number in it is one it was given, every sentence points to a heading that is there."""
+"""A head's summary: every number in it is one it was given, every sentence points to a heading that is there."""
 
 import re
 from dataclasses import replace
@@ -9,30 +9,39 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.ablation.importance import Worth
-from headwise.analysis.ablation.sensitivity import Cost
-from headwise.analysis.attribution.direct_effect import DirectEffect, direct_effects
-from headwise.analysis.attribution.ov_analysis import Promoted
-from headwise.analysis.metrics.long_offsets import KEEPS
-from headwise.analysis.metrics.role_examples import Example
-from headwise.analysis.roles.effects import Effect
-from headwise.analysis.roles.roles import Support
-from headwise.compression.evaluation import Estimate
-from headwise.compression.streaming_cost import BOUND, KINDS, StreamingCost, StreamingTest
+from headwise.analysis.ablation.importance import HeadImportance
+from headwise.analysis.ablation.sensitivity import QuantizationCost
+from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
+from headwise.analysis.attribution.ov_analysis import TokenEffects
+from headwise.analysis.metrics.long_offsets import STREAMING_POLICY
+from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.roles import RoleEvidence
+from headwise.compression.paired_evaluation import LossEstimate
+from headwise.compression.streaming_cost import BOUND, KINDS, StreamingCost, StreamingTestResult
 from headwise.text.build_tokenizers import byte_tokenizer
-from headwise.ui.glossary import WORDS
-from headwise.ui.head_facts import Facts, Kin, Less, Missed, Wrote, ask
-from headwise.ui.head_summary import story
+from headwise.ui.glossary import GLOSSARY
+from headwise.ui.head_facts import (
+    AblationSummary,
+    ComposedHead,
+    CompressionCostSummary,
+    HeadFacts,
+    OVSummary,
+    gather_facts,
+)
+from headwise.ui.head_summary import summary_lines
 from headwise.ui.role_descriptions import RELATION_ROLES, TOKEN_ROLES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTS = [
-    f"The {one} saw the {other}, and then the {one} left." for one in ("dog", "cat", "cow") for other in ("hen", "fox")
+    f"The {subject} saw the {companion}, and then the {subject} left."
+    for subject in ("dog", "cat", "cow")
+    for companion in ("hen", "fox")
 ]
 
 
 @pytest.fixture(scope="module")
-def random():
+def random_model():
     """A model that has learned nothing."""
     torch.manual_seed(0)
     model = hw.Transformer(hw.preset("nano").resized(layers=2, width=32, heads=4))
@@ -41,77 +50,88 @@ def random():
 
 
 @pytest.fixture(scope="module")
-def profile(random):
-    return hw.profile(random, TEXTS, causal=False)
+def profile(random_model):
+    return hw.profile(random_model, TEXTS, causal=False)
 
 
-def role(name, rung, score, **more):
-    told = Support(name, "", rung, score, 0.0625, (0.5, 0.71), 0.5, 0.0004, 1.0, None, 1234, on="the probe set")
-    return replace(told, **more)
+def make_evidence(name, evidence_level, score, **fields):
+    evidence = RoleEvidence(
+        name, "", evidence_level, score, 0.0625, (0.5, 0.71), 0.5, 0.0004, 1.0, None, 1234, corpus_label="the probe set"
+    )
+    return replace(evidence, **fields)
 
 
-def lines(profile, head, known=None):
-    return {line.about: line.text for line in reversed(story(profile, head, known))}  # the first of each kind
+def lines_by_term(profile, head, facts=None):
+    return {line.term: line.text for line in reversed(summary_lines(profile, head, facts))}  # the first of each kind
 
 
-def test_of_a_random_model_nothing_is_found_and_that_is_said(random, profile):
+def test_head_summary_random_model_reports_nothing_found(random_model, profile):
     for head in profile:
-        told = lines(profile, head)
-        assert set(told) == {"unclear", "rests"}
-        assert told["unclear"].startswith(f"Head {head.address}: nothing found. On 6 texts no role of it")
-        assert f"{profile.family:,} tests" in told["unclear"]
+        summary = lines_by_term(profile, head)
+        assert set(summary) == {"unclear", "idle pattern"}
+        assert summary["unclear"].startswith(f"Head {head.address}: nothing found. On 6 texts no role of it")
+        assert f"{profile.family_size:,} tests" in summary["unclear"]
     head = next(iter(profile))
-    found = ask(random, head, TEXTS)
-    assert found.refused == ()
-    told = lines(profile, head, found)
-    assert found.wrote is not None
-    effect = found.wrote.effect
+    facts = gather_facts(random_model, head, TEXTS)
+    assert facts.errors == ()
+    summary = lines_by_term(profile, head, facts)
+    assert facts.ov_summary is not None
+    effect = facts.ov_summary.effect
     assert effect is not None
-    assert effect == direct_effects(random, TEXTS, "0.0")["0.0"]
+    assert effect == direct_effects(random_model, TEXTS, "0.0")["0.0"]
     verb = {1: "raises the", -1: "lowers the", 0: "does not measurably change the"}[effect.sign]
-    assert f"Its output {verb} logit of the token it attends to most" in told["direct effect"]
-    assert f"95% CI {effect.low:+.2f} to {effect.high:+.2f}" in told["direct effect"]
-    exact = hw.importance(random, hw.Reading.of(random, TEXTS), heads="0.*")["0.0"]
-    assert f"loses {exact.worth:.2g} nats a token (95 % CI {exact.low:.2g} to {exact.high:.2g}" in told["worth"]
+    assert f"Its output {verb} logit of the token it attends to most" in summary["direct effect"]
+    assert f"95% CI {effect.low:+.2f} to {effect.high:+.2f}" in summary["direct effect"]
+    exact = hw.importance(random_model, hw.TokenizedCorpus.of(random_model, TEXTS), heads="0.*")["0.0"]
+    assert (
+        f"loses {exact.importance:.2g} nats a token (95 % CI {exact.low:.2g} to {exact.high:.2g}"
+        in summary["importance"]
+    )
 
 
-def test_every_number_given_is_told(profile):
+def test_head_summary_contains_every_number(profile):
     head = next(iter(profile))
-    cost = Effect(0.5, 0.01, control=0.0625, more=0.25, interval=(0.125, 0.375), on="random tokens")
-    also = replace(cost, cost=0.75, control=None, on="running text")
-    first = role("induction", "causal", 0.61, effects=(cost, also), causal_on=("random tokens", "running text"))
-    second = role("possessive", "effective", 0.875, relation=True, hits=True, detail=">")
+    cost = CausalEffect(
+        0.5, 0.01, control_cost=0.0625, effect=0.25, effect_interval=(0.125, 0.375), corpus_label="random tokens"
+    )
+    also = replace(cost, cost=0.75, control_cost=None, corpus_label="running text")
+    first = make_evidence(
+        "induction", "causal", 0.61, effects=(cost, also), causal_on=("random tokens", "running text")
+    )
+    second = make_evidence("possessive", "value-weighted", 0.875, is_relation=True, hits=True, detail=">")
     third, fourth = (
-        role("same phrase", "selective", 0.5, relation=True, detail="<"), role("digit", "selective", 0.4, gain=0.25),
+        make_evidence("same phrase", "attention", 0.5, is_relation=True, detail="<"),
+        make_evidence("digit", "attention", 0.4, gain=0.25),
     )  # fmt: skip
-    case = Example(True, 0.8, "ship", "sea", "sea", 0.8, "[ship] at *sea*", (("token", "ship"),))
-    head = replace(head, role="induction", rung="causal",
+    example = RoleExample(True, 0.8, "ship", "sea", "sea", 0.8, "[ship] at *sea*", (("token", "ship"),))
+    head = replace(head, role="induction", evidence_level="causal",
                    roles=(first, second, third, fourth),
-                   evidence=(case, replace(case, hit=False)),
-                   rest=("sink",), measures={**head.measures, "first": 0.62})  # fmt: skip
-    known = Facts(
-        Wrote(-0.45, 0.02, (Promoted(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),),
-              DirectEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
-        Missed(Worth("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
-        Less((Cost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token", 16, 2_097_152, "0.0",
-             StreamingTest(hw.Keeps(first=4, last=128),
-                           (StreamingCost("nouns repeated", 2.85, Estimate(3.1, 2.8, 3.4), 12),))),
-        ("0.1", "0.2"), Kin("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
+                   examples=(example, replace(example, hit=False)),
+                   idle_pattern=("sink",), metrics={**head.metrics, "first": 0.62})  # fmt: skip
+    facts = HeadFacts(
+        OVSummary(-0.45, 0.02, (TokenEffects(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),),
+              AttendedLogitEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
+        AblationSummary(HeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
+        CompressionCostSummary((QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token",
+             16, 2_097_152, "0.0",
+             StreamingTestResult(hw.CachePolicy(sink_tokens=4, window=128),
+                           (StreamingCost("nouns repeated", 2.85, LossEstimate(3.1, 2.8, 3.4), 12),))),
+        ("0.1", "0.2"), ComposedHead("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
-    told = story(profile, head, known)
-    text = " ".join(line.text for line in told)
+    summary = summary_lines(profile, head, facts)
+    text = " ".join(line.text for line in summary)
     for part in (
         "attends from the second copy of a random token to the token after the first copy (induction): in the cases measured "
         "61 % of its weight goes there",
         "1,234 held-out cases (the probe set): 95 % CI 50 % to 71 %; its baseline has 6 %; p = 0.0004",
-        f"correction for {profile.family:,} tests", "It was tested on random tokens and running text.",
+        f"correction for {profile.family_size:,} tests", "It was tested on random tokens and running text.",
         "On random tokens, without", "loses +0.500 nats an answer", "and +0.062 where the same answers are",
         "On running text, without", "loses +0.750 nats an answer; nowhere were the same answers found",
             "; +0.250 more than without others of its layer (95 % CI +0.125 to +0.375)",
         "It also attends from a possessive pronoun to its owner (possessive >): in 88 % of the cases the right word gets the "
         "largest weight of all words (",
         "attends from a word to earlier words of the same phrase (same phrase <): in the cases measured 50 % of its weight",
-        "Further roles at the same evidence level (selective, p up to 0.0004), less far above their baselines: digit 40 % "
+        "Further roles at the same evidence level (attention, p up to 0.0004), less far above their baselines: digit 40 % "
         "(baseline 6 %).",
         "[ship] at *sea* (0.80). Of 2 held-out cases kept as examples 1 is a hit.",
         "Idle pattern: attention sink, on average 62 % of its weight lies on the first token.",
@@ -126,13 +146,14 @@ def test_every_number_given_is_told(profile):
         "looks most like 1.1 (0.12 nats apart)",
     ):  # fmt: skip
         assert part in text, part
-    assert [line.about for line in told] == [
-        "role", "evidence", "role", "role", "role", "hit", "rests", "direct effect", "writes", "worth", "bits", "cache",
+    assert [line.term for line in summary] == [
+        "role", "evidence", "role", "role", "role", "hit", "idle pattern", "direct effect", "output", "importance",
+        "bits", "cache",
         "streaming", "partners",
     ]  # fmt: skip
 
 
-def test_story_direct_effect_sentence_follows_the_interval(profile):
+def test_head_summary_direct_effect_sentence_follows_the_interval(profile):
     head = next(iter(profile))
     claims = {
         (0.1, 0.3): "raises the logit",
@@ -141,26 +162,28 @@ def test_story_direct_effect_sentence_follows_the_interval(profile):
     }
     for (low, high), claim in claims.items():
         for score in (-0.9, 0.9, float("nan")):  # the eigenvalue score decides nothing
-            wrote = Wrote(score, 0.02, (), DirectEffect((low + high) / 2, low, high, 50, 0.1, 9))
-            assert claim in lines(profile, head, Facts(wrote))["direct effect"]
-    assert set(lines(profile, head, Facts(Wrote(0.9, 0.02)))) == {"unclear", "rests"}, "nothing measured, nothing said"
+            ov_summary = OVSummary(score, 0.02, (), AttendedLogitEffect((low + high) / 2, low, high, 50, 0.1, 9))
+            assert claim in lines_by_term(profile, head, HeadFacts(ov_summary))["direct effect"]
+    assert set(lines_by_term(profile, head, HeadFacts(OVSummary(0.9, 0.02)))) == {"unclear", "idle pattern"}, (
+        "nothing measured, nothing said"
+    )
 
 
-def test_story_encoder_has_no_direct_effect_sentence():
+def test_head_summary_encoder_has_no_direct_effect_sentence():
     torch.manual_seed(0)
     attention = hw.AttentionSpec(width=16, heads=2)
     model = hw.Transformer(hw.ModelSpec(vocab=257, context=64, layers=1, kind="encoder", attention=attention)).eval()
     model.tokenizer = byte_tokenizer()
     head = hw.profile(model, TEXTS, causal=False)["0.1"]
-    wrote = ask(model, head, TEXTS).wrote
-    assert wrote is not None
-    assert wrote.effect is None
+    ov_summary = gather_facts(model, head, TEXTS).ov_summary
+    assert ov_summary is not None
+    assert ov_summary.effect is None
 
 
 def costs(**highs):
     """Loss increases of every kind with these upper ends; 0.01 if none is given."""
     ends = {kind: highs.get(kind.split()[0], 0.01) for kind in KINDS}
-    return tuple(StreamingCost(kind, 2.5, Estimate(0.0, -0.01, high), 12) for kind, high in ends.items())
+    return tuple(StreamingCost(kind, 2.5, LossEstimate(0.0, -0.01, high), 12) for kind, high in ends.items())
 
 
 @pytest.mark.parametrize(
@@ -177,79 +200,83 @@ def costs(**highs):
         (True, (), False),
     ],
 )
-def test_story_streaming_recommended_only_if_attention_and_all_losses_allow_it(
+def test_head_summary_streaming_recommended_only_if_attention_and_all_losses_allow_it(
     profile, monkeypatch, local, measured, recommended
 ):
     flags = None if local is None else np.full(len(profile), local)
-    monkeypatch.setattr("headwise.ui.head_summary.could_stream", lambda tally: flags)
-    known = Facts(less=Less(key="0.0", streamed=StreamingTest(KEEPS, measured)))
-    text = lines(profile, next(iter(profile)), known).get("streaming", "")
+    monkeypatch.setattr("headwise.ui.head_summary.streamable_heads", lambda accumulator: flags)
+    facts = HeadFacts(
+        cost=CompressionCostSummary(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
+    )
+    text = lines_by_term(profile, next(iter(profile)), facts).get("streaming", "")
     assert ("can stream" in text) == recommended
     assert all(f"{cost.kind} 2.50" in text for cost in measured)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.012, 0.4])
-def test_story_attention_outside_the_window_is_a_figure_and_no_recommendation(profile, value):
+def test_head_summary_attention_outside_the_window_is_a_figure_and_no_recommendation(profile, value):
     head = next(iter(profile))
-    text = lines(profile, replace(head, measures={**head.measures, "beyond": value}))
+    text = lines_by_term(profile, replace(head, metrics={**head.metrics, "outside window": value}))
     assert "stream" not in " ".join(text.values())
-    assert text["beyond"].startswith(
+    assert text["outside window"].startswith(
         f"{100 * value:.2g}% of its attention falls outside 4 sink tokens and a window of 32"
     )
 
 
-def test_ask_measures_streaming_only_if_attention_is_local(random, profile):
+def test_gather_facts_measures_streaming_only_if_attention_is_local(random_model, profile):
     head = profile["0.1"]
     for beyond, measured in ((0.4, False), (float("nan"), False), (0.01, True)):
-        less = ask(random, replace(head, measures={**head.measures, "beyond": beyond}), TEXTS).less
-        assert less is not None
-        assert (less.streamed is not None) == measured
+        cost = gather_facts(random_model, replace(head, metrics={**head.metrics, "outside window": beyond}), TEXTS).cost
+        assert cost is not None
+        assert (cost.streaming_cost is not None) == measured
 
 
-def test_somebody_elses_model_has_a_story_too():
+def test_head_summary_attached_model():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    theirs = hw.attach(
+    attached = hw.attach(
         GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=257, n_positions=64)).eval()
     )
-    theirs.tokenizer = byte_tokenizer()
-    seen = hw.profile(theirs, TEXTS, causal=False)
-    head = seen["1.1"]
-    told = lines(seen, head, ask(theirs, head, TEXTS))
-    assert {"unclear", "rests", "direct effect", "worth", "bits", "partners"} <= set(told)
-    assert "nothing found" in told["unclear"]
+    attached.tokenizer = byte_tokenizer()
+    head_profile = hw.profile(attached, TEXTS, causal=False)
+    head = head_profile["1.1"]
+    summary = lines_by_term(head_profile, head, gather_facts(attached, head, TEXTS))
+    assert {"unclear", "idle pattern", "direct effect", "importance", "bits", "partners"} <= set(summary)
+    assert "nothing found" in summary["unclear"]
 
 
-def test_every_pointer_leads_to_a_heading():
-    for name, word in WORDS.items():
-        page, _, anchor = word.docs.partition("#")
+def test_glossary_links_point_to_headings():
+    for name, entry in GLOSSARY.items():
+        page, _, anchor = entry.docs.partition("#")
         text = (DOCS / page).read_text()
         headings = [
             re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)
         ]
-        assert not anchor or anchor in headings, (name, word.docs)
+        assert not anchor or anchor in headings, (name, entry.docs)
 
 
-def test_roles_of_the_probe_set_have_a_sentence():
-    from headwise.analysis.recording.tokenized_corpus import documents_for
+def test_role_descriptions_cover_probe_set():
+    from headwise.analysis.recording.tokenized_corpus import default_corpus
     from headwise.analysis.roles.roles import role_names
-    from headwise.text.documents import Document
+    from headwise.text.annotated_document import Document
 
-    names = role_names(one for one in documents_for(hw.load("minilm")).items() if isinstance(one, Document))
+    names = role_names(
+        document for document in default_corpus(hw.load("minilm")).items() if isinstance(document, Document)
+    )
     assert names - {*TOKEN_ROLES, *RELATION_ROLES} == set()
 
 
-def test_an_encoder_decoder_is_told_as_far_as_texts_go():
+def test_head_summary_encoder_decoder_without_pairs():
     torch.manual_seed(0)
     attention = hw.AttentionSpec(width=16, heads=2)
     model = hw.Transformer(
         hw.ModelSpec(vocab=257, context=64, layers=1, kind="encoder-decoder", attention=attention)
     ).eval()
     model.tokenizer = byte_tokenizer()
-    seen = hw.profile(model, TEXTS[:3], causal=False)
+    head_profile = hw.profile(model, TEXTS[:3], causal=False)
     for address in ("enc.0.1", "dec.0.0", "cross.0.1"):
-        found = ask(model, seen[address])
-        assert found.loss is None
-        assert any("pairs" in why for why in found.refused)
-        assert "nothing found" in lines(seen, seen[address], found)["unclear"]
+        facts = gather_facts(model, head_profile[address])
+        assert facts.ablation is None
+        assert any("pairs" in reason for reason in facts.errors)
+        assert "nothing found" in lines_by_term(head_profile, head_profile[address], facts)["unclear"]

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 import headwise.ui
-from headwise.ui.figures.roles import STRENGTH
-from headwise.ui.role_badges import COLOURS, SIGNS, letter_ink, luminance, sign
+from headwise.ui.figures.role_grid import LEVEL_ALPHA
+from headwise.ui.role_badges import ROLE_BADGES, ROLE_COLORS, luminance, role_badge, text_color
 
 PAGE = Path(headwise.ui.__file__).parent / "page"
-PAPERS = ("#ffffff", "#181c24")  # of the page, light and dark
+BACKGROUNDS = ("#ffffff", "#181c24")  # of the page, light and dark
 # G. M. Machado, M. M. Oliveira, L. A. F. Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency,
 # IEEE TVCG 15(6), 2009, https://doi.org/10.1109/TVCG.2009.113; severity 1.0, on linear RGB.
-EYES = {
+COLOR_VISION = {
     "usual": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
@@ -34,59 +34,60 @@ TO_LAB = [
 ]
 
 
-def bytes_of(colour: str) -> np.ndarray:
-    return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+def hex_to_rgb(color: str) -> np.ndarray:
+    return np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
 
 
-def seen(parts: np.ndarray, eyes: str) -> np.ndarray:
+def to_oklab(rgb: np.ndarray, vision: str) -> np.ndarray:
     """Where a colour lies in OKLab, for some eyes."""
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ np.clip(np.array(EYES[eyes]) @ linear, 0, 1))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ np.clip(np.array(COLOR_VISION[vision]) @ linear, 0, 1))
 
 
-def nearest(colours: list[np.ndarray], eyes: str) -> float:
-    return min(float(np.linalg.norm(seen(a, eyes) - seen(b, eyes))) for a, b in combinations(colours, 2))
+def min_color_distance(colors: list[np.ndarray], vision: str) -> float:
+    return min(float(np.linalg.norm(to_oklab(a, vision) - to_oklab(b, vision))) for a, b in combinations(colors, 2))
 
 
-def test_oklab_is_oklab() -> None:
+def test_to_oklab_known_colors() -> None:
     """White, and the pure red of Ottosson's page, within its digits."""
-    assert np.allclose(seen(np.ones(3), "usual"), [1, 0, 0], atol=1e-4)
-    assert np.allclose(seen(np.array([1.0, 0, 0]), "usual"), [0.628, 0.225, 0.126], atol=1e-3)
+    assert np.allclose(to_oklab(np.ones(3), "usual"), [1, 0, 0], atol=1e-4)
+    assert np.allclose(to_oklab(np.array([1.0, 0, 0]), "usual"), [0.628, 0.225, 0.126], atol=1e-3)
 
 
-def test_any_two_colours_are_far_apart_in_all_eyes() -> None:
+def test_role_colors_distinct_in_all_color_vision() -> None:
     """A difference of 0.02 is about the least one sees; three hues of green before had 0.03 and less between them."""
-    for eyes in EYES:
-        assert nearest([bytes_of(colour) for colour in COLOURS], eyes) >= 0.14, eyes
+    for vision in COLOR_VISION:
+        assert min_color_distance([hex_to_rgb(color) for color in ROLE_COLORS], vision) >= 0.14, vision
 
 
-def test_so_they_are_where_the_evidence_is_weak_and_colours_faint() -> None:
-    for paper in PAPERS:
-        for eyes in EYES:
+def test_role_colors_distinct_at_weak_evidence() -> None:
+    for background in BACKGROUNDS:
+        for vision in COLOR_VISION:
             blended = [
-                STRENGTH["selective"] * bytes_of(c) + (1 - STRENGTH["selective"]) * bytes_of(paper) for c in COLOURS
+                LEVEL_ALPHA["attention"] * hex_to_rgb(c) + (1 - LEVEL_ALPHA["attention"]) * hex_to_rgb(background)
+                for c in ROLE_COLORS
             ]
-            assert nearest(blended, eyes) >= 0.06, (paper, eyes)
+            assert min_color_distance(blended, vision) >= 0.06, (background, vision)
 
 
-def test_colours_stand_out_from_both_papers_and_letters_from_colours() -> None:
-    def contrast(one: str, other: str) -> float:
-        low, high = sorted((luminance(one), luminance(other)))
+def test_role_colors_contrast_with_background_and_text() -> None:
+    def contrast(first: str, second: str) -> float:
+        low, high = sorted((luminance(first), luminance(second)))
         return (high + 0.05) / (low + 0.05)
 
-    assert min(contrast(colour, paper) for colour in COLOURS for paper in PAPERS) >= 2
-    assert min(contrast(colour, letter_ink(colour)) for colour in COLOURS) >= 4.5
+    assert min(contrast(color, background) for color in ROLE_COLORS for background in BACKGROUNDS) >= 2
+    assert min(contrast(color, text_color(color)) for color in ROLE_COLORS) >= 4.5
 
 
-def test_no_two_roles_share_letters_and_those_once_green_differ_in_colour() -> None:
-    assert len({letters for letters, _ in SIGNS.values()}) == len(SIGNS)
-    assert len({sign(role)[1] for role in ("semantic", "cause-effect", "if-then")}) == 3
+def test_role_badges_have_unique_letters() -> None:
+    assert len({letters for letters, _ in ROLE_BADGES.values()}) == len(ROLE_BADGES)
+    assert len({role_badge(role)[1] for role in ("semantic", "cause-effect", "if-then")}) == 3
 
 
-def test_the_page_has_the_same_colours() -> None:
-    text = (PAGE / "colour.js").read_text()
-    found = re.search(r"const COLOURS = (\[.*?\]);", text)
-    assert found is not None
-    assert json.loads(found[1]) == list(COLOURS)
+def test_page_colors_equal_python_colors() -> None:
+    text = (PAGE / "color.js").read_text()
+    match = re.search(r"const COLORS = (\[.*?\]);", text)
+    assert match is not None
+    assert json.loads(match[1]) == list(ROLE_COLORS)
     style = (PAGE / "style.css").read_text()
-    assert [re.findall(r"--paper: (#\w+)", style)[i] for i in (0, 1)] == list(PAPERS)
+    assert [re.findall(r"--paper: (#\w+)", style)[i] for i in (0, 1)] == list(BACKGROUNDS)

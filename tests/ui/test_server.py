@@ -15,12 +15,12 @@ from starlette.testclient import TestClient
 import headwise as hw
 from headwise.analysis.recording.recording import record
 from headwise.model import Transformer
-from headwise.text.build_tokenizers import add_mask, byte_tokenizer
+from headwise.text.build_tokenizers import add_mask_token, byte_tokenizer
 from headwise.ui import request_guard
-from headwise.ui.live_session import CHARACTERS, Live
-from tests.ui.live_model import FILES, TEXT, make_model, make_view
+from headwise.ui.live_session import MAX_CHARACTERS, LiveSession
+from tests.ui.live_model import FILES, TEXT, make_live_app, make_model
 
-HOME = "http://127.0.0.1:8642"
+BASE_URL = "http://127.0.0.1:8642"
 
 
 @pytest.fixture(scope="module")
@@ -30,112 +30,112 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def client(model: Transformer) -> Iterator[TestClient]:
-    with TestClient(make_view(model), base_url=HOME) as opened:
+    with TestClient(make_live_app(model), base_url=BASE_URL) as opened:
         yield opened
 
 
-def ask(client: TestClient, what: str, **asked: Any) -> dict[str, Any]:
-    answer = client.post(f"/api/{what}", json=asked)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    return answer.json()
+def post_json(client: TestClient, endpoint: str, **body: Any) -> dict[str, Any]:
+    response = client.post(f"/api/{endpoint}", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/json"
+    return response.json()
 
 
-def test_page_and_book(client: TestClient) -> None:
+def test_server_page_and_report_data(client: TestClient) -> None:
     for name in ("style.css", "main.js"):
-        answer = client.get(f"/{name}")
-        assert (answer.status_code, answer.content) == (200, FILES[name])
+        response = client.get(f"/{name}")
+        assert (response.status_code, response.content) == (200, FILES[name])
     page = client.get("/").text
     assert page == client.get("/index.html").text
     assert page == '<!doctype html><head>\n<meta name="headwise-live" content="yes"><title>x</title></head>'
     assert client.get("/main.js").headers["content-type"] == "text/javascript; charset=utf-8"
-    assert client.get("/api/book").json() == {"version": 1}
+    assert client.get("/api/report").json() == {"version": 1}
     assert client.head("/").status_code == 200
 
 
-def test_headers_are_on_every_answer(client: TestClient) -> None:
-    answers = (client.get("/"), client.get("/none"), client.post("/api/step"), client.get("/", headers={"host": "x"}))
-    assert [answer.status_code for answer in answers] == [200, 404, 415, 421]
-    for answer in answers:
-        policy = answer.headers["content-security-policy"]
+def test_server_security_headers_on_every_response(client: TestClient) -> None:
+    responses = (client.get("/"), client.get("/none"), client.post("/api/step"), client.get("/", headers={"host": "x"}))
+    assert [response.status_code for response in responses] == [200, 404, 415, 421]
+    for response in responses:
+        policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "script-src 'self';" in policy
         assert "unsafe" not in policy
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
-        assert answer.headers["cache-control"] == "no-store"
-        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["cache-control"] == "no-store"
+        assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_predictions_are_the_models_own(client: TestClient, model: Transformer) -> None:
+def test_server_predict_equals_model(client: TestClient, model: Transformer) -> None:
     assert model.tokenizer is not None
     ids = torch.tensor([model.tokenizer.encode(TEXT)])
     with torch.no_grad():
-        whole = torch.softmax(model(ids)[0, -1], 0)
+        full_probabilities = torch.softmax(model(ids)[0, -1], 0)
         with model.heads["1.1,0.2"].silenced():
-            without = torch.softmax(model(ids)[0, -1], 0)
-    told = ask(client, "predict", text=TEXT, silenced=["1.1", "0.2"])
-    for side, chances in (("before", whole), ("after", without)):
-        values, places = chances.topk(10)
-        assert [token for token, _ in told[side]] == [model.tokenizer.decode([id]) for id in places.tolist()]
-        assert [chance for _, chance in told[side]] == pytest.approx(values.tolist(), rel=1e-5)
-    assert told["before"] != told["after"]
-    unchanged = ask(client, "predict", text=TEXT, silenced=[])
-    assert unchanged["before"] == unchanged["after"] == told["before"]
-    assert ask(client, "predict", text=TEXT) == unchanged
+            silenced_probabilities = torch.softmax(model(ids)[0, -1], 0)
+    result = post_json(client, "predict", text=TEXT, silenced=["1.1", "0.2"])
+    for side, probabilities in (("before", full_probabilities), ("after", silenced_probabilities)):
+        values, token_ids = probabilities.topk(10)
+        assert [token for token, _ in result[side]] == [model.tokenizer.decode([id]) for id in token_ids.tolist()]
+        assert [probability for _, probability in result[side]] == pytest.approx(values.tolist(), rel=1e-5)
+    assert result["before"] != result["after"]
+    unchanged = post_json(client, "predict", text=TEXT, silenced=[])
+    assert unchanged["before"] == unchanged["after"] == result["before"]
+    assert post_json(client, "predict", text=TEXT) == unchanged
 
 
-def test_a_step_is_greedy_and_shows_each_heads_row(client: TestClient, model: Transformer) -> None:
+def test_server_step_is_greedy_with_head_rows(client: TestClient, model: Transformer) -> None:
     assert model.tokenizer is not None
     ids = torch.tensor([model.tokenizer.encode(TEXT)])
-    with model.heads["0.*"].silenced(), torch.no_grad(), record(model, what="map") as recording:
+    with model.heads["0.*"].silenced(), torch.no_grad(), record(model, tensors="map") as recording:
         best = int(model(ids)[0, -1].argmax())
-    told = ask(client, "step", text=TEXT, silenced=["0.0", "0.1", "0.2", "0.3"])
-    assert told["token"] == model.tokenizer.decode([best])
-    assert told["text"] == f"{TEXT} {told['token']}"
-    assert told["tokens"] == TEXT.split()
-    assert list(told["rows"]) == [str(address) for address in model.spec.addresses]
-    for head, row in told["rows"].items():
+    result = post_json(client, "step", text=TEXT, silenced=["0.0", "0.1", "0.2", "0.3"])
+    assert result["token"] == model.tokenizer.decode([best])
+    assert result["text"] == f"{TEXT} {result['token']}"
+    assert result["tokens"] == TEXT.split()
+    assert list(result["rows"]) == [str(address) for address in model.spec.head_addresses]
+    for head, row in result["rows"].items():
         assert row == pytest.approx(recording[head].map(rows=[-1])[0, 0].tolist(), abs=1e-6)
     text = TEXT
     for _ in range(4):
-        text = ask(client, "step", text=text)["text"]
+        text = post_json(client, "step", text=text)["text"]
     assert text == model.generate(TEXT, 4)
 
 
-def test_a_sentence_shows_every_head(client: TestClient) -> None:
-    told = ask(client, "sentence", text=TEXT)
-    assert (told["text"], told["tokens"], len(told["heads"])) == (TEXT, TEXT.split(), 8)
+def test_server_sentence_returns_every_head(client: TestClient) -> None:
+    result = post_json(client, "sentence", text=TEXT)
+    assert (result["text"], result["tokens"], len(result["heads"])) == (TEXT, TEXT.split(), 8)
 
 
-def test_nobody_else_sees_a_silenced_head(client: TestClient, model: Transformer) -> None:
+def test_server_silencing_leaves_model_unchanged(client: TestClient, model: Transformer) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = torch.tensor([[3, 5, 7]])
-    whole = model(ids)
+    before_logits = model(ids)
     model.train()
     try:
-        ask(client, "predict", text=TEXT, silenced=["0.1"])
-        ask(client, "step", text=TEXT, silenced=["0.1"])
-        assert all(part.training for part in model.modules())
+        post_json(client, "predict", text=TEXT, silenced=["0.1"])
+        post_json(client, "step", text=TEXT, silenced=["0.1"])
+        assert all(module.training for module in model.modules())
     finally:
         model.eval()
-    assert torch.equal(model(ids), whole)
+    assert torch.equal(model(ids), before_logits)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(site.is_open for site in model.sites())
+    assert not any(hook_point.is_active for hook_point in model.hook_points())
 
 
-def test_script_comes_back_as_text(client: TestClient) -> None:
+def test_server_script_text_is_returned_as_json(client: TestClient) -> None:
     text = "<script>alert(1)</script> the cat"
-    answer = client.post("/api/sentence", json={"text": text})
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.json()["text"] == text
+    response = client.post("/api/sentence", json={"text": text})
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["text"] == text
     assert client.get("/<script>alert(1)</script>").headers["content-type"] == "application/json"
 
 
-GOOD = {"content-type": "application/json"}
+JSON_HEADERS = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("what", ["sentence", "predict", "step"])
+@pytest.mark.parametrize("endpoint", ["sentence", "predict", "step"])
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -155,19 +155,21 @@ GOOD = {"content-type": "application/json"}
         (b'{"text": " \\n "}', 422, "empty"),
         (b'{"text": "the \\u0000 cat"}', 422, "NUL"),
         (b'{"text": "the \\ud800 cat"}', 422, "half a character"),
-        (json.dumps({"text": "a" * (CHARACTERS + 1)}).encode(), 413, f"{CHARACTERS + 1} characters"),
+        (json.dumps({"text": "a" * (MAX_CHARACTERS + 1)}).encode(), 413, f"{MAX_CHARACTERS + 1} characters"),
         (json.dumps({"text": "the " * 129}).encode(), 413, "129 tokens; at most 128"),
         (b'{"text": "' + b"a" * 50_000_000 + b'"}', 413, "larger than"),
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_hostile_bodies(client: TestClient, what: str, body: bytes, status: int, message: str) -> None:
-    answer = client.post(f"/api/{what}", content=body, headers=GOOD)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
-    assert message in answer.json()["error"]
+def test_server_invalid_body_returns_error(
+    client: TestClient, endpoint: str, body: bytes, status: int, message: str
+) -> None:
+    response = client.post(f"/api/{endpoint}", content=body, headers=JSON_HEADERS)
+    assert (response.status_code, response.headers["content-type"]) == (status, "application/json")
+    assert message in response.json()["error"]
 
 
-@pytest.mark.parametrize("what", ["predict", "step"])
+@pytest.mark.parametrize("endpoint", ["predict", "step"])
 @pytest.mark.parametrize(
     ("silenced", "status", "message"),
     [
@@ -181,21 +183,28 @@ def test_hostile_bodies(client: TestClient, what: str, body: bytes, status: int,
         (["enc.0.1"], 422, "there is no head enc.0.1"),
     ],
 )
-def test_unknown_heads(client: TestClient, what: str, silenced: Any, status: int, message: str) -> None:
-    answer = client.post(f"/api/{what}", json={"text": TEXT, "silenced": silenced})
-    assert answer.status_code == status
-    assert message in answer.json()["error"]
+def test_server_unknown_heads_return_error(
+    client: TestClient, endpoint: str, silenced: Any, status: int, message: str
+) -> None:
+    response = client.post(f"/api/{endpoint}", json={"text": TEXT, "silenced": silenced})
+    assert response.status_code == status
+    assert message in response.json()["error"]
 
 
-LOOK = {"text": TEXT, "head": "1.1", "at": 4, "to": 1, "words": False}
+EXPLAIN_REQUEST = {"text": TEXT, "head": "1.1", "query": 4, "key": 1, "words": False}
 
 
-def test_why_is_what_the_library_says(client: TestClient, model: Transformer) -> None:
-    answer = client.post("/api/why", json=LOOK)
-    assert answer.status_code == 200
-    made = hw.why(model, TEXT, "1.1", 4, 1, lead=True, words=False)
-    assert (answer.json()["at"], answer.json()["to"]) == (made.at, made.to)
-    assert [tuple(pair.values()) for pair in answer.json()["pairs"]] == [tuple(pair) for pair in made.pairs[:12]]
+def test_server_explain_equals_library(client: TestClient, model: Transformer) -> None:
+    response = client.post("/api/explain", json=EXPLAIN_REQUEST)
+    assert response.status_code == 200
+    attribution = hw.explain(model, TEXT, "1.1", 4, 1, relative_to_mean=True, words=False)
+    assert (response.json()["query_token"], response.json()["key_token"]) == (
+        attribution.query_token,
+        attribution.key_token,
+    )
+    assert [tuple(pair.values()) for pair in response.json()["pairs"]] == [
+        tuple(pair) for pair in attribution.pairs[:12]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -203,39 +212,41 @@ def test_why_is_what_the_library_says(client: TestClient, model: Transformer) ->
     [
         ({"head": 5}, 400, "head must be an address"),
         ({"head": "9" * 5000}, 400, "head must be an address"),
-        ({"at": "4"}, 400, "whole numbers"),
-        ({"to": True}, 400, "whole numbers"),
+        ({"query": "4"}, 400, "whole numbers"),
+        ({"key": True}, 400, "whole numbers"),
         ({"words": 1}, 400, "true or false"),
         ({"silenced": []}, 400, "'silenced' is not asked for"),
         ({"head": "7.1"}, 422, "there is no head 7.1"),
-        ({"at": 99}, 422, "there is no word 99"),
-        ({"at": 1, "to": 4}, 422, "cannot see"),
+        ({"query": 99}, 422, "there is no word 99"),
+        ({"query": 1, "key": 4}, 422, "cannot see"),
     ],
 )
-def test_unknown_looks(client: TestClient, change: dict[str, Any], status: int, message: str) -> None:
-    answer = client.post("/api/why", json=LOOK | change)
-    assert answer.status_code == status
-    assert message in answer.json()["error"]
+def test_server_explain_invalid_request_returns_error(
+    client: TestClient, change: dict[str, Any], status: int, message: str
+) -> None:
+    response = client.post("/api/explain", json=EXPLAIN_REQUEST | change)
+    assert response.status_code == status
+    assert message in response.json()["error"]
 
 
-def test_a_body_without_a_length_is_cut_off(client: TestClient) -> None:
+def test_server_unbounded_body_returns_413(client: TestClient) -> None:
     def endless() -> Iterator[bytes]:
         yield b'{"text": "'
         for _ in range(1000):
             yield b"a" * 10_000
 
-    answer = client.post("/api/step", content=endless(), headers=GOOD)
-    assert answer.status_code == 413
+    response = client.post("/api/step", content=endless(), headers=JSON_HEADERS)
+    assert response.status_code == 413
 
 
-def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_object_slow_body_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.sleep(30)
 
-    monkeypatch.setattr(request_guard, "SECONDS", 0.05)
+    monkeypatch.setattr(request_guard, "BODY_TIMEOUT", 0.05)
     with pytest.raises(request_guard.RequestError, match="did not come within"):
-        asyncio.run(request_guard.read_object(GOOD, slow()))
+        asyncio.run(request_guard.read_json_object(JSON_HEADERS, slow()))
 
 
 @pytest.mark.parametrize(
@@ -255,36 +266,36 @@ def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "/api/../server.py",
     ],
 )
-def test_there_is_no_way_out(client: TestClient, path: str) -> None:
-    for answer in (client.get(path), client.get(f"{HOME}{path}")):
-        assert (answer.status_code, answer.headers["content-type"]) == (404, "application/json")
-        assert "there is no such thing" in answer.json()["error"]
+def test_server_path_traversal_returns_404(client: TestClient, path: str) -> None:
+    for response in (client.get(path), client.get(f"{BASE_URL}{path}")):
+        assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
+        assert "there is no such thing" in response.json()["error"]
 
 
-def test_unknown_methods(client: TestClient) -> None:
+def test_server_unknown_methods_return_405(client: TestClient) -> None:
     for method, path in (
-        ("PUT", "/"), ("DELETE", "/api/book"), ("GET", "/api/step"), ("OPTIONS", "/api/step"), ("TRACE", "/"),
-        ("BREW", "/api/predict"), ("POST", "/api/book"), ("POST", "/"),
+        ("PUT", "/"), ("DELETE", "/api/report"), ("GET", "/api/step"), ("OPTIONS", "/api/step"), ("TRACE", "/"),
+        ("BREW", "/api/predict"), ("POST", "/api/report"), ("POST", "/"),
     ):  # fmt: skip
-        answer = client.request(method, path, headers={"access-control-request-method": "POST"})
-        assert answer.status_code == 405, (method, path)
-        assert "is not answered here" in answer.json()["error"]
+        response = client.request(method, path, headers={"access-control-request-method": "POST"})
+        assert response.status_code == 405, (method, path)
+        assert "is not answered here" in response.json()["error"]
 
 
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", "localhost@evil.example", "10.0.0.7:8642", ""],
 )
-def test_foreign_hosts(client: TestClient, host: str) -> None:
-    for answer in (
-        client.get("/api/book", headers={"host": host}),
+def test_server_foreign_host_returns_421(client: TestClient, host: str) -> None:
+    for response in (
+        client.get("/api/report", headers={"host": host}),
         client.post("/api/step", json={"text": TEXT}, headers={"host": host}),
     ):
-        assert answer.status_code == 421
-        assert "does not answer to the name" in answer.json()["error"]
+        assert response.status_code == 421
+        assert "does not answer to the name" in response.json()["error"]
 
 
-def test_our_own_names(client: TestClient) -> None:
+def test_server_local_hosts_are_accepted(client: TestClient) -> None:
     for host in ("127.0.0.1:8642", "localhost:9000", "LOCALHOST", "[::1]:8642", "127.0.0.2"):
         headers = {"host": host, "origin": f"http://{host}"}
         assert client.post("/api/step", json={"text": TEXT}, headers=headers).status_code == 200
@@ -304,36 +315,40 @@ def test_our_own_names(client: TestClient) -> None:
         {"sec-fetch-site": "same-site"},
     ],
 )
-def test_other_pages(client: TestClient, headers: dict[str, str]) -> None:
-    answer = client.post("/api/predict", json={"text": TEXT}, headers=headers)
-    assert answer.status_code == 403
-    assert "comes from" in answer.json()["error"]
+def test_server_cross_origin_returns_403(client: TestClient, headers: dict[str, str]) -> None:
+    response = client.post("/api/predict", json={"text": TEXT}, headers=headers)
+    assert response.status_code == 403
+    assert "comes from" in response.json()["error"]
 
 
-def test_a_form_is_not_json(client: TestClient) -> None:
+def test_server_form_content_type_returns_415(client: TestClient) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-        answer = client.post("/api/step", content=b'{"text": "a"}', headers={"content-type": kind})
-        assert answer.status_code == 415
+        response = client.post("/api/step", content=b'{"text": "a"}', headers={"content-type": kind})
+        assert response.status_code == 415
 
 
-def test_our_own_page(client: TestClient) -> None:
-    for headers in ({"origin": HOME}, {"referer": f"{HOME}/"}, {"origin": HOME, "sec-fetch-site": "same-origin"}):
+def test_server_same_origin_is_accepted(client: TestClient) -> None:
+    for headers in (
+        {"origin": BASE_URL},
+        {"referer": f"{BASE_URL}/"},
+        {"origin": BASE_URL, "sec-fetch-site": "same-origin"},
+    ):
         assert client.post("/api/step", json={"text": TEXT}, headers=headers).status_code == 200
 
 
-def test_a_token_where_others_can_reach_it(model: Transformer) -> None:
-    app = make_view(model, host="0.0.0.0", token="secret")
+def test_server_public_host_requires_token(model: Transformer) -> None:
+    app = make_live_app(model, host="0.0.0.0", token="secret")
     with TestClient(app, base_url="http://10.0.0.7:8642") as client:
-        for answer in (
-            client.get("/"), client.get("/api/book"), client.get("/style.css"), client.get("/?token=wrong"),
-            client.get("/api/book?token=secret"), client.post("/api/step", json={"text": TEXT}),
+        for response in (
+            client.get("/"), client.get("/api/report"), client.get("/style.css"), client.get("/?token=wrong"),
+            client.get("/api/report?token=secret"), client.post("/api/step", json={"text": TEXT}),
             client.get("/", headers={"authorization": "Bearer wrong"}), client.get("/", headers={"cookie": "headwise=x"}),
             client.get("/", headers={"cookie": 'headwise="; ='}), client.get("/?token=%ff%00"),
         ):  # fmt: skip
-            assert answer.status_code == 401, answer.request.url
-            assert "wants its token" in answer.json()["error"]
+            assert response.status_code == 401, response.request.url
+            assert "wants its token" in response.json()["error"]
         assert client.get("/", headers={"host": "evil.example"}).status_code == 421
-        assert client.get("/api/book", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/api/report", headers={"authorization": "Bearer secret"}).status_code == 200
         opened = client.get("/?token=secret", follow_redirects=False)
         assert (opened.status_code, opened.headers["location"]) == (303, "/")
         assert opened.headers["set-cookie"] == "headwise=secret; HttpOnly; SameSite=Strict; Path=/"
@@ -341,50 +356,52 @@ def test_a_token_where_others_can_reach_it(model: Transformer) -> None:
         assert client.post("/api/step", json={"text": TEXT}).status_code == 200
 
 
-def test_models_that_predict_nothing_say_so() -> None:
-    with TestClient(make_view(make_model(kind="encoder", output="none")), base_url=HOME) as client:
-        for what, message in (("predict", "it makes vectors"), ("step", "has no next token")):
-            answer = client.post(f"/api/{what}", json={"text": TEXT})
-            assert answer.status_code == 422
-            assert message in answer.json()["error"]
-        ask(client, "sentence", text=TEXT)
+def test_server_model_without_output_returns_422() -> None:
+    with TestClient(make_live_app(make_model(kind="encoder", output="none")), base_url=BASE_URL) as client:
+        for endpoint, message in (("predict", "it makes vectors"), ("step", "has no next token")):
+            response = client.post(f"/api/{endpoint}", json={"text": TEXT})
+            assert response.status_code == 422
+            assert message in response.json()["error"]
+        post_json(client, "sentence", text=TEXT)
 
 
-def test_an_encoder_guesses_at_the_mask() -> None:
+def test_server_encoder_predicts_mask() -> None:
     model = make_model(kind="encoder", output="mlm", vocab=281)
-    model.tokenizer = tokenizer = add_mask(model.tokenizer)  # pyright: ignore[reportArgumentType]
-    with TestClient(make_view(model), base_url=HOME) as client:
-        answer = client.post("/api/predict", json={"text": TEXT})
-        assert answer.status_code == 422
-        assert "write <mask> where" in answer.json()["error"]
-        told = ask(client, "predict", text="the <mask> likes the dog", silenced=["1.0"])
+    model.tokenizer = tokenizer = add_mask_token(model.tokenizer)  # pyright: ignore[reportArgumentType]
+    with TestClient(make_live_app(model), base_url=BASE_URL) as client:
+        response = client.post("/api/predict", json={"text": TEXT})
+        assert response.status_code == 422
+        assert "write <mask> where" in response.json()["error"]
+        result = post_json(client, "predict", text="the <mask> likes the dog", silenced=["1.0"])
     with torch.no_grad():
-        chances = torch.softmax(model(torch.tensor([tokenizer.encode("the <mask> likes the dog")]))[0, 1], 0)
-    assert [chance for _, chance in told["before"]] == pytest.approx(chances.topk(10).values.tolist(), rel=1e-5)
+        probabilities = torch.softmax(model(torch.tensor([tokenizer.encode("the <mask> likes the dog")]))[0, 1], 0)
+    assert [probability for _, probability in result["before"]] == pytest.approx(
+        probabilities.topk(10).values.tolist(), rel=1e-5
+    )
 
 
-def test_part_of_a_character_is_never_left_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_step_completes_multibyte_character(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(vocab=257)
     model.tokenizer = byte_tokenizer()
     following = {ord("a"): 0xC3, 0xC3: 0xA9}  # after "a" the two bytes of é
-    monkeypatch.setattr(Live, "_chances", lambda _, ids, *__: torch.eye(257)[following[ids[-1]]])
-    told = Live(model).step("a")
-    assert (told["token"], told["text"]) == ("é", "aé")
+    monkeypatch.setattr(LiveSession, "_probabilities", lambda _, ids, *__: torch.eye(257)[following[ids[-1]]])
+    result = LiveSession(model).generate_next_token("a")
+    assert (result["token"], result["text"]) == ("é", "aé")
 
 
-def test_our_own_mistakes_are_told_on_the_terminal_alone(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_internal_error_hides_details(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("the weights at 0x7f are odd")
 
-    monkeypatch.setattr(Live, "predict", broken)
-    with TestClient(make_view(model), base_url=HOME, raise_server_exceptions=False) as client:
-        answer = client.post("/api/predict", json={"text": TEXT})
-        assert (answer.status_code, "0x7f" in answer.text) == (500, False)
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        ask(client, "step", text=TEXT)
+    monkeypatch.setattr(LiveSession, "predict", broken)
+    with TestClient(make_live_app(model), base_url=BASE_URL, raise_server_exceptions=False) as client:
+        response = client.post("/api/predict", json={"text": TEXT})
+        assert (response.status_code, "0x7f" in response.text) == (500, False)
+        assert response.headers["x-content-type-options"] == "nosniff"
+        post_json(client, "step", text=TEXT)
 
 
-def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
+def test_view_missing_extra_names_install_command(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['starlette.applications'] = None\n"
         "sys.argv = ['headwise', 'view', 'smollm2']\n"

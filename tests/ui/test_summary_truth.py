@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from headwise.analysis.metrics.relation_metrics import NO_ROLE
-from headwise.analysis.recording.text_buckets import bucket_of
-from headwise.analysis.roles.roles import ROLE_OF
+from headwise.analysis.metrics.directed_relations import CONTROL_RELATIONS
+from headwise.analysis.recording.text_hash_split import bucket_of_text
+from headwise.analysis.roles.roles import ROLE_OF_RELATION
+from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
-from headwise.text.documents import Document
 from headwise.text.probe import probe_set
 from headwise.ui import head_summary, role_descriptions
 from headwise.ui.head_summary import IDLE_PATTERNS
@@ -28,10 +28,10 @@ from tests.ui.summaries import (
     follow,
     followers,
     followers_of_shuffled_gold,
-    little_followers,
     profile_of,
     summary,
     surface_heads,
+    synthetic_followers,
 )
 from tests.ui.summaries_of_models import (
     asked_heads,
@@ -45,7 +45,7 @@ from tests.ui.summaries_of_models import (
 
 Builder = Callable[[], dict[str, list[str]]]
 BUILDERS: tuple[Builder, ...] = (
-    followers, followers_of_shuffled_gold, little_followers, surface_heads, decoder_heads, encoder_heads, prompted_heads,
+    followers, followers_of_shuffled_gold, synthetic_followers, surface_heads, decoder_heads, encoder_heads, prompted_heads,
     patch_heads, asked_heads, ranked_heads, streaming_heads,
 )  # fmt: skip
 
@@ -65,20 +65,22 @@ OPPOSITE = {">": "<", "<": ">"}
 
 def relation_templates() -> Iterable[Template]:
     """Both directions of every relation. False of a head that attends in the other direction, or by other words."""
-    for heads, names in ((followers, ARCS), (little_followers, _little_names())):
+    for heads, names in ((followers, ARCS), (synthetic_followers, _synthetic_names())):
         for name in names:
-            relation, way = name.rsplit(" ", 1)
-            if relation not in NO_ROLE:
-                role = ROLE_OF.get(relation, relation)
+            relation, direction = name.rsplit(" ", 1)
+            if relation not in CONTROL_RELATIONS:
+                role = ROLE_OF_RELATION.get(relation, relation)
                 described = RELATION_ROLES.get(role) or role_descriptions._arc_patterns(role)
                 others = ("owned", "first word") if heads is followers else ()
-                pattern = re.escape(f"{described['><'.index(way)]} ({role} {way}): ")
-                yield Template(pattern, heads, name, (f"{relation} {OPPOSITE[way]}", *others))
+                pattern = re.escape(f"{described['><'.index(direction)]} ({role} {direction}): ")
+                yield Template(pattern, heads, name, (f"{relation} {OPPOSITE[direction]}", *others))
 
 
-def _little_names() -> tuple[str, ...]:
+def _synthetic_names() -> tuple[str, ...]:
     return tuple(
-        f"{name} {way}" for name in ("copy", "delimiter", "same phrase", "same class", "nsubj") for way in "><"
+        f"{name} {direction}"
+        for name in ("copy", "delimiter", "same phrase", "same class", "nsubj")
+        for direction in "><"
     )
 
 
@@ -98,8 +100,8 @@ TEMPLATES = (
     Template(_role("self"), decoder_heads, "1.2", ("0.0", "0.4")),
     Template(_role("local"), encoder_heads, "0.2", ("0.3", "0.4")),
     Template(_role("fixed offset"), decoder_heads, "1.1", ("0.0", "1.2")),
-    Template(_role("delimiter"), surface_heads, "delimiter", ("before delimiter", "capitalised")),
-    Template(_role("capitalised"), surface_heads, "capitalised", ("delimiter", "near")),
+    Template(_role("delimiter"), surface_heads, "delimiter", ("before delimiter", "capitalized")),
+    Template(_role("capitalized"), surface_heads, "capitalized", ("delimiter", "near")),
     Template(_role("digit"), decoder_heads, "1.3", ("0.1", "0.4")),
     Template(_role("long range"), surface_heads, "long range", ("near", "first token")),
     Template(_role("induction"), decoder_heads, "1.0", ("0.0", "0.2")),
@@ -112,8 +114,8 @@ TEMPLATES = (
     Template(_role("copy suppression"), prompted_heads, "copy suppression", ("writes for the token",)),
     Template(_role("successor"), prompted_heads, "successor", ("repeats the word", "never attends to the word")),
     Template(_role("query focus"), prompted_heads, "query focus", ("uniform",)),
-    Template(_role("far offset"), prompted_heads, "far offset", ("one back", "fixed place")),
-    Template(_role("fixed place"), prompted_heads, "fixed place", ("far offset", "uniform decoder")),
+    Template(_role("far offset"), prompted_heads, "far offset", ("one back", "fixed position")),
+    Template(_role("fixed position"), prompted_heads, "fixed position", ("far offset", "uniform decoder")),
     # roles of patches
     *(
         Template(re.escape(f"{means} ({role}"), patch_heads, role, ("uniform", "local" if role != "local" else "row"))
@@ -143,7 +145,8 @@ TEMPLATES = (
         ranked_heads, "lead", ("held back", "one set"),
     ),
     Template(
-        r"Answers hang on it on running text alone \(effective; causal on running text\)", ranked_heads, "one set", ("lead",),
+        r"Answers hang on it on running text alone \(value-weighted; causal on running text\)",
+        ranked_heads, "one set", ("lead",),
     ),
     Template(r"what it holds back gains \+\S+ nats an answer", ranked_heads, "held back", ("lower level",)),
     Template(r"nowhere were the same answers found reached another way", decoder_heads, "0.3", ("0.0", "0.2")),
@@ -153,15 +156,15 @@ TEMPLATES = (
     Template(r"It also attends from a possessive pronoun", followers, "several", ("possessive <", "bracket >")),
     # further roles
     Template(
-        r"Further roles at the same evidence level \(effective, p up to \S+\), less far above their baselines: bracket 80 %",
+        r"Further roles at the same evidence level \(value-weighted, p up to \S+\), less far above their baselines: bracket 80 %",
         ranked_heads, "same level, less far", ("same level, farther", "lower level"),
     ),
     Template(
-        r"Further roles at the same evidence level \(effective, p up to \S+\): ",
+        r"Further roles at the same evidence level \(value-weighted, p up to \S+\): ",
         ranked_heads, "same level, farther", ("same level, less far", "lower level"),
     ),
     Template(
-        r"Further roles at the evidence level selective \(p up to \S+\): ",
+        r"Further roles at the evidence level attention \(p up to \S+\): ",
         ranked_heads, "lower level", ("same level, less far", "same level, farther"),
     ),
     Template(r"Further roles at the same .* less far above their baselines: ", followers, "several", ("bracket >",)),
@@ -208,35 +211,37 @@ def says(template: Template, sentences: Iterable[str]) -> bool:
     return any(re.search(template.pattern, sentence) for sentence in sentences)
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda one: f"{one.true}: {one.pattern[:40]}")
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: f"{template.true}: {template.pattern[:40]}")
 def test_sentence_is_printed_for_the_head_it_is_true_of_alone(template: Template) -> None:
     built = template.heads()
     assert says(template, built[template.true])
     assert [name for name in template.false if says(template, built[name])] == []
 
 
-@pytest.mark.parametrize("name", [name for name in ARCS if name.rsplit(" ", 1)[0] not in NO_ROLE])
+@pytest.mark.parametrize("name", [name for name in ARCS if name.rsplit(" ", 1)[0] not in CONTROL_RELATIONS])
 def test_shuffled_gold_gives_no_sentence_about_a_role(name: str) -> None:
     built = followers_of_shuffled_gold()[name]
     assert "nothing found" in built[0]
     assert not any(" attends " in sentence for sentence in built)
 
 
-@pytest.mark.parametrize("builder", BUILDERS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda value: value.__name__)
 def test_every_printed_sentence_is_of_a_template(builder: Builder) -> None:
-    patterns = [re.sub(r"\d+(\\\.\d+)?", lambda number: r"[\d.]+", one.pattern) for one in TEMPLATES]  # other numbers
+    patterns = [
+        re.sub(r"\d+(\\\.\d+)?", lambda number: r"[\d.]+", template.pattern) for template in TEMPLATES
+    ]  # other numbers
     for sentence in chain.from_iterable(builder().values()):
         assert any(re.search(pattern, sentence) for pattern in patterns), sentence
 
 
 def test_every_role_and_idle_pattern_has_a_template() -> None:
-    texts = " ".join(one.pattern.replace("\\", "") for one in TEMPLATES)
+    texts = " ".join(template.pattern.replace("\\", "") for template in TEMPLATES)
     for text in (*TOKEN_ROLES.values(), *PATCH_ROLES.values(), *chain.from_iterable(RELATION_ROLES.values())):
         assert text in texts, text
     assert all(name in texts for name, _, _ in IDLE_PATTERNS.values())
 
 
-@pytest.mark.parametrize("module", [head_summary, role_descriptions], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("module", [head_summary, role_descriptions], ids=lambda value: value.__name__)
 def test_every_piece_of_text_in_the_source_is_printed_by_a_built_head(module: object) -> None:
     printed = " ".join(chain.from_iterable(chain.from_iterable(builder().values() for builder in BUILDERS)))
     for piece in pieces_of_text(Path(str(module.__file__)).read_text()):  # pyright: ignore[reportAttributeAccessIssue]
@@ -256,11 +261,13 @@ def pieces_of_text(source: str) -> list[str]:
 
 
 def test_share_of_cases_is_the_share_of_held_out_arcs_the_head_follows() -> None:
-    documents = sorted(probe_set("possessive"), key=lambda one: bucket_of(one.text))
-    buckets = sorted({bucket_of(one.text) for one in documents})[1::2]  # every other one is for reporting
-    held_out = [one for one in documents if bucket_of(one.text) in buckets]
+    documents = sorted(probe_set("possessive"), key=lambda document: bucket_of_text(document.text))
+    buckets = sorted({bucket_of_text(document.text) for document in documents})[
+        1::2
+    ]  # every other one is for reporting
+    held_out = [document for document in documents if bucket_of_text(document.text) in buckets]
     rule = follow("possessive >", rate=0.7)
-    right = [rule(one)[arc.source] == arc.target for one in held_out for arc in one.relations]
+    right = [rule(document)[arc.source] == arc.target for document in held_out for arc in document.relations]
     built = followers()["possessive > at times"]
     assert f"in {100 * np.mean(right):.0f} % of the cases" in built[0]
     assert f"Measured on {len(right)} held-out cases" in built[1]
@@ -269,9 +276,9 @@ def test_share_of_cases_is_the_share_of_held_out_arcs_the_head_follows() -> None
 def test_direction_named_is_the_one_in_which_the_head_attends_more_often() -> None:
     documents = probe_set("possessive")
     rules = [
-        lambda one, often=often, seldom=seldom: [
+        lambda document, often=often, seldom=seldom: [
             max(pair)
-            for pair in zip(follow(often)(one), follow(seldom, rate=0.5)(one), strict=True)
+            for pair in zip(follow(often)(document), follow(seldom, rate=0.5)(document), strict=True)
         ]
         for often, seldom in (("possessive >", "possessive <"), ("possessive <", "possessive >"))
     ]  # fmt: skip
@@ -282,23 +289,23 @@ def test_direction_named_is_the_one_in_which_the_head_attends_more_often() -> No
 
 def test_confidence_intervals_printed_contain_the_true_rate_of_most_heads() -> None:
     """Each head follows an arc with probability 0.7, drawn text by text; the printed intervals are to hold 70 % in 95 %."""
-    corpus = Corpus.little("held-out", documents=150, seed=1)
+    corpus = Corpus.synthetic("held-out", documents=150, seed=1)
     documents = [
-        Document(one.text, one.words, tuple(arc for arc in one.relations if arc.name == "copy"))
-        for one in corpus.items()
-        if isinstance(one, Document)
+        Document(document.text, document.words, tuple(arc for arc in document.relations if arc.name == "copy"))
+        for document in corpus.items()
+        if isinstance(document, Document)
     ]
     gold = follow("copy >")
 
     def sometimes(number: int) -> Callable[[Document], Sequence[int]]:
-        return lambda one: gold(one) if _drawn(number, one) < 0.7 else [0] * len(one.words)
+        return lambda document: gold(document) if _uniform(number, document) < 0.7 else [0] * len(document.words)
 
     profile = profile_of(documents, [sometimes(number) for number in range(40)])
     ends = [re.search(r"95 % CI (\d+) % to (\d+) %", summary(profile, f"0.{number}")[1]) for number in range(40)]
-    inside = [int(found[1]) <= 70 <= int(found[2]) for found in ends if found is not None]
+    inside = [int(match[1]) <= 70 <= int(match[2]) for match in ends if match is not None]
     assert len(inside) == 40
     assert np.mean(inside) >= 0.85
 
 
-def _drawn(number: int, document: Document) -> float:
+def _uniform(number: int, document: Document) -> float:
     return float(np.random.default_rng([number, *document.text.encode()]).random())

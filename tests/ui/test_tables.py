@@ -9,33 +9,33 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from headwise.ui.tables import Sheet, make_table
+from headwise.ui.terminal_table import TextTable, make_table
 
 
-def printed(sheet: Sheet, width: int) -> str:
+def print_table(table: TextTable, width: int) -> str:
     out = StringIO()
-    Console(file=out, width=width).print(sheet)
+    Console(file=out, width=width).print(table)
     return out.getvalue()
 
 
-def words_of(sheet: Sheet, width: int) -> Counter[str]:
+def expected_words(table: TextTable, width: int) -> Counter[str]:
     """Every word that has to stand there: the first column in each part, the others once."""
-    met = Counter(sheet.title.split())
-    for part in sheet.parts(width):
+    counts = Counter(table.title.split())
+    for part in table.column_groups(width):
         for column in part:
-            met.update(word for cell in sheet.cells(column) for word in cell.plain.split())
-    return met
+            counts.update(word for cell in table.cells(column) for word in cell.plain.split())
+    return counts
 
 
-def assert_whole(sheet: Sheet, width: int) -> None:
-    said = printed(sheet, width)
-    assert all(len(line) <= width for line in said.splitlines()), said
-    there = Counter(word for word in said.split() if set(word) != {"─"})
-    assert there == words_of(sheet, width), said
-    assert sorted({column for part in sheet.parts(width) for column in part}) == list(range(len(sheet.columns)))
+def assert_not_truncated(table: TextTable, width: int) -> None:
+    output = print_table(table, width)
+    assert all(len(line) <= width for line in output.splitlines()), output
+    printed_words = Counter(word for word in output.split() if set(word) != {"─"})
+    assert printed_words == expected_words(table, width), output
+    assert sorted({column for part in table.column_groups(width) for column in part}) == list(range(len(table.columns)))
 
 
-WIDE = make_table(
+WIDE_TABLE = make_table(
     "Presets, with a title that is itself longer than a line of the narrowest terminal that is tried here, by some words",
     ["preset", "kind", "layers", "heads", "kv_heads", "width", "head_dim", "context", "parameters", "source"],
     [
@@ -46,41 +46,41 @@ WIDE = make_table(
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
-def test_nothing_is_cut(width: int) -> None:
-    assert_whole(WIDE, width)
+def test_table_any_width_is_not_truncated(width: int) -> None:
+    assert_not_truncated(WIDE_TABLE, width)
 
 
-def test_what_fits_is_one_table_without_wrapping_and_uses_the_width() -> None:
-    assert len(WIDE.parts(160)) == 1
-    (part,) = WIDE.parts(160)
+def test_table_parts_use_available_width() -> None:
+    assert len(WIDE_TABLE.column_groups(160)) == 1
+    (part,) = WIDE_TABLE.column_groups(160)
     assert part[9] == len("Touvron et al. 2023, arXiv 2307.09288"), "nothing has to be wrapped"
-    assert len(WIDE.parts(80)) == 2
-    lengths = [max(map(len, printed(WIDE, width).splitlines())) for width in (80, 100, 120)]
+    assert len(WIDE_TABLE.column_groups(80)) == 2
+    lengths = [max(map(len, print_table(WIDE_TABLE, width).splitlines())) for width in (80, 100, 120)]
     assert lengths == sorted(lengths)
     assert lengths[2] > 100
 
 
-def test_a_column_without_anything_in_it_is_left_out() -> None:
+def test_make_table_empty_column_is_omitted() -> None:
     assert make_table("", ["a", "b", "c"], [["", "", 1], ["", "", 2]]).columns == ("a", "c"), "the first names the rows"
     assert make_table("", ["a", "b"], []).columns == ("a", "b")
 
 
-def test_cells_are_printed_as_they_are_and_text_keeps_its_colour() -> None:
-    sheet = make_table("[red]t[/red]", ["[b]", "x"], [["[/b]", Text("holds", "green")], ["a", 0.12345]])
-    said = printed(sheet, 80)
-    assert "[red]t[/red]" in said
-    assert "[/b]" in said
-    assert "0.123" in said
+def test_table_cells_are_literal_and_keep_color() -> None:
+    table = make_table("[red]t[/red]", ["[b]", "x"], [["[/b]", Text("holds", "green")], ["a", 0.12345]])
+    output = print_table(table, 80)
+    assert "[red]t[/red]" in output
+    assert "[/b]" in output
+    assert "0.123" in output
     out = StringIO()
-    Console(file=out, width=80, force_terminal=True, color_system="standard").print(sheet)
+    Console(file=out, width=80, force_terminal=True, color_system="standard").print(table)
     assert "\x1b[32mholds" in out.getvalue()
 
 
-def test_a_word_longer_than_half_a_line_is_folded_never_cut() -> None:
+def test_table_long_word_is_wrapped() -> None:
     path = "a/very/" + "long" * 30
-    said = printed(make_table("", ["file"], [[path]]), 60)
-    assert path in "".join(said.split())
-    assert "…" not in said
+    output = print_table(make_table("", ["file"], [[path]]), 60)
+    assert path in "".join(output.split())
+    assert "…" not in output
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,6 +93,6 @@ def test_a_word_longer_than_half_a_line_is_folded_never_cut() -> None:
         )
     ),
 )  # fmt: skip
-def test_any_table_is_whole(width: int, rows: list[tuple]) -> None:
+def test_table_random_cells_are_not_truncated(width: int, rows: list[tuple]) -> None:
     words = [[" ".join(w[:12] for w in c.split()) if isinstance(c, str) else c for c in row] for row in rows]
-    assert_whole(make_table("t", [f"c{i}" for i in range(len(rows[0]))], words), width)
+    assert_not_truncated(make_table("t", [f"c{i}" for i in range(len(rows[0]))], words), width)

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.model import AnyModel
-from tests.parity.cases import VOCAB, randomise
+from headwise.model import ModelProtocol
+from tests.parity.cases import VOCAB, randomize
 
 Kind = gguf.GGMLQuantizationType
 
-WIDTH, HEADS, KV_HEADS, LAYERS, HIDDEN, CONTEXT = 96, 6, 3, 2, 64, 48  # in blocks of 32, for quantised weights
+WIDTH, HEADS, KV_HEADS, LAYERS, MLP_WIDTH, CONTEXT = 96, 6, 3, 2, 64, 48  # in blocks of 32, for quantised weights
 
 
 def make_llama(model: str = "LlamaForCausalLM", **config: Any) -> Any:
@@ -26,10 +26,10 @@ def make_llama(model: str = "LlamaForCausalLM", **config: Any) -> Any:
     kind = getattr(transformers, model)
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     sizes |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    sizes |= {"intermediate_size": HIDDEN, "bos_token_id": 0, "eos_token_id": 0, "rms_norm_eps": 1e-5}
-    made = kind(kind.config_class(**(sizes | config)))
-    randomise(made)
-    return made.eval()
+    sizes |= {"intermediate_size": MLP_WIDTH, "bos_token_id": 0, "eos_token_id": 0, "rms_norm_eps": 1e-5}
+    model_instance = kind(kind.config_class(**(sizes | config)))
+    randomize(model_instance)
+    return model_instance.eval()
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
@@ -38,13 +38,13 @@ def interleave(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, 2, d // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def straighten(rows: Tensor, heads: int) -> Tensor:
+def deinterleave(rows: Tensor, heads: int) -> Tensor:
     """The way back."""
     d = len(rows) // heads
     return rows.reshape(heads, d // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-PARTS = {
+TENSOR_NAMES = {
     "model.embed_tokens.": ("tok_embeddings.", "token_embd."),
     "lm_head.": ("output.", "output."),
     "model.norm.": ("norm.", "output_norm."),
@@ -61,10 +61,10 @@ PARTS = {
 }
 
 
-def renamed(name: str, layout: int) -> str:
+def rename_tensor(name: str, layout: int) -> str:
     """A tensor's name in Meta's layout (0) or in GGUF (1)."""
-    for theirs, others in PARTS.items():
-        name = name.replace(theirs, others[layout])
+    for hf_name, other_names in TENSOR_NAMES.items():
+        name = name.replace(hf_name, other_names[layout])
     return name
 
 
@@ -72,7 +72,7 @@ def heads_of(name: str, config: Any) -> int:
     return config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
 
 
-def rotated(name: str) -> bool:
+def is_rotary(name: str) -> bool:
     return ".q_proj." in name or ".k_proj." in name
 
 
@@ -90,13 +90,17 @@ def write_meta(model: Any, folder: Path, suffix: str = ".pth", **params: Any) ->
     config = model.config
     tensors = {}
     for name, tensor in weights_of(model).items():
-        turned = interleave(tensor, heads_of(name, config)) if rotated(name) else tensor
-        tensors[renamed(name, 0)] = turned.contiguous()
+        converted = interleave(tensor, heads_of(name, config)) if is_rotary(name) else tensor
+        tensors[rename_tensor(name, 0)] = converted.contiguous()
     tensors["rope.freqs"] = torch.ones(4)
-    told = {"dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads}
-    told |= {"n_kv_heads": config.num_key_value_heads, "norm_eps": config.rms_norm_eps, "vocab_size": -1}
-    told |= {"rope_theta": config.rope_parameters["rope_theta"], "multiple_of": 256}
-    (folder / "params.json").write_text(json.dumps(told | params))
+    meta_params = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+    }
+    meta_params |= {"n_kv_heads": config.num_key_value_heads, "norm_eps": config.rms_norm_eps, "vocab_size": -1}
+    meta_params |= {"rope_theta": config.rope_parameters["rope_theta"], "multiple_of": 256}
+    (folder / "params.json").write_text(json.dumps(meta_params | params))
     if suffix == ".pth":
         torch.save(tensors, folder / "consolidated.00.pth")
     else:
@@ -107,14 +111,14 @@ def write_meta(model: Any, folder: Path, suffix: str = ".pth", **params: Any) ->
 def random_blocks(kind: Kind) -> Callable[[tuple[int, ...]], np.ndarray]:
     """Raw bytes of K-quantised weights: any bits will do, but the half-precision scales must be small numbers."""
     scales = {Kind.Q2_K: (80, 82), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q3_K: (108,)}[kind]
-    draws = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def make(shape: tuple[int, ...]) -> np.ndarray:
         per_block, size = gguf.GGML_QUANT_SIZES[kind]
-        raw = draws.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
-        for place in scales:
-            small = draws.uniform(1e-4, 3e-4, raw.shape[:-1]).astype(np.float16)
-            raw[..., place : place + 2] = small[..., None].view(np.uint8)
+        raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
+        for offset in scales:
+            small = rng.uniform(1e-4, 3e-4, raw.shape[:-1]).astype(np.float16)
+            raw[..., offset : offset + 2] = small[..., None].view(np.uint8)
         return raw.reshape(*shape[:-1], -1)
 
     return make
@@ -141,11 +145,11 @@ def write_gguf(model: Any, file: Path, kind: Kind = Kind.F32, arch: str = "llama
     stored: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in weights_of(model).items():
-            turn = rotated(name) and arch == "llama"
-            rows = interleave(tensor, heads_of(name, config)) if turn else tensor
-            numbers = _add(writer, renamed(name, 1), rows.float().numpy(), kind)
-            stored[renamed(name, 1)] = numbers
-            tensor.copy_(straighten(numbers, heads_of(name, config)) if turn else numbers)
+            is_interleaved = is_rotary(name) and arch == "llama"
+            rows = interleave(tensor, heads_of(name, config)) if is_interleaved else tensor
+            dequantized = _add_tensor(writer, rename_tensor(name, 1), rows.float().numpy(), kind)
+            stored[rename_tensor(name, 1)] = dequantized
+            tensor.copy_(deinterleave(dequantized, heads_of(name, config)) if is_interleaved else dequantized)
     rope = config.rope_parameters
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, config.head_dim))
@@ -156,17 +160,17 @@ def write_gguf(model: Any, file: Path, kind: Kind = Kind.F32, arch: str = "llama
     return stored
 
 
-def _add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Kind) -> Tensor:
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: Kind) -> Tensor:
     """One tensor in the kind asked for, vectors in float32; what it is worth once read."""
-    if numbers.ndim == 1 or kind == Kind.F32:
-        writer.add_tensor(name, numbers)
-        return torch.from_numpy(numbers)
+    if values.ndim == 1 or kind == Kind.F32:
+        writer.add_tensor(name, values)
+        return torch.from_numpy(values)
     if kind == Kind.F16:
-        writer.add_tensor(name, numbers.astype(np.float16))
-        return torch.from_numpy(numbers.astype(np.float16).astype(np.float32))
-    raw = random_blocks(kind)(numbers.shape) if kind.name.endswith("_K") else gguf.quants.quantize(numbers, kind)
+        writer.add_tensor(name, values.astype(np.float16))
+        return torch.from_numpy(values.astype(np.float16).astype(np.float32))
+    raw = random_blocks(kind)(values.shape) if kind.name.endswith("_K") else gguf.quants.quantize(values, kind)
     writer.add_tensor(name, raw, raw_dtype=kind)
-    return torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(numbers.shape).copy())
+    return torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(values.shape).copy())
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
@@ -174,8 +178,8 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     old = rope["original_max_position_embeddings"]
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     factors = []
-    for place in range(0, head_dim, 2):
-        length = 2 * np.pi * rope["rope_theta"] ** (place / head_dim)
+    for channel in range(0, head_dim, 2):
+        length = 2 * np.pi * rope["rope_theta"] ** (channel / head_dim)
         if length < old / high:
             factors.append(1.0)
         elif length > old / low:
@@ -186,13 +190,13 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(factors, dtype=np.float32)
 
 
-def assert_same_logits(ours: AnyModel, theirs: Any, limit: float = 1e-4, length: int = 31) -> None:
+def assert_same_logits(model: ModelProtocol, hf_model: Any, atol: float = 1e-4, length: int = 31) -> None:
     ids = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=limit)
+        torch.testing.assert_close(model(ids), hf_model(ids).logits, rtol=0, atol=atol)
 
 
-def moved(model: Any) -> Any:
+def copy_to_own_memory(model: Any) -> Any:
     """The same weights in memory of torch's own: where a weight begins, and which way round, decides the last bits."""
     copy = deepcopy(model)
     for parameter in copy.parameters():
@@ -200,11 +204,11 @@ def moved(model: Any) -> Any:
     return copy
 
 
-def same(ours: AnyModel, other: AnyModel) -> None:
+def assert_same_model(actual: ModelProtocol, expected: ModelProtocol) -> None:
     """Bit by bit: the spec, every tensor, its type."""
-    assert ours.spec == other.spec
-    mine, its = ours.state_dict(), other.state_dict()
-    assert mine.keys() == its.keys()
-    for name, tensor in mine.items():
-        assert tensor.dtype == its[name].dtype
-        assert torch.equal(tensor, its[name]), name
+    assert actual.spec == expected.spec
+    actual_state, expected_state = actual.state_dict(), expected.state_dict()
+    assert actual_state.keys() == expected_state.keys()
+    for name, tensor in actual_state.items():
+        assert tensor.dtype == expected_state[name].dtype
+        assert torch.equal(tensor, expected_state[name]), name

@@ -37,36 +37,36 @@ def make_files(folder: Path) -> dict[Path, Path]:
     torch.manual_seed(0)
     spec = hw.ModelSpec(17, 8, 2, hw.AttentionSpec(8, 2))
     hw.Transformer(spec).save(folder / "own")
-    hw.quantise(hw.Transformer(spec), weights=4).save(folder / "packed")
+    hw.quantize(hw.Transformer(spec), weights=4).save(folder / "packed")
     make_llama().save_pretrained(folder / "llama")
     write_gguf(make_llama(), folder / "m.gguf")
     damaged = {folder / "m.gguf": folder / "m.gguf"}
     for name in ("own", "packed", "llama"):
-        there = sorted((folder / name).iterdir())
-        damaged |= {file: folder / name for file in there if file.suffix in (".json", ".safetensors")}
+        saved_files = sorted((folder / name).iterdir())
+        damaged |= {file: folder / name for file in saved_files if file.suffix in (".json", ".safetensors")}
     return damaged
 
 
-def mutate(whole: bytes, dice: random.Random) -> bytes:
+def mutate(original: bytes, rng: random.Random) -> bytes:
     """Another file, near this one: bytes changed, cut out, put in; mostly near the beginning, where headers are."""
-    made = bytearray(whole)
-    for _ in range(dice.choice((1, 1, 1, 2, 5))):
-        reach = len(made) if dice.random() < 0.3 else min(len(made), 600)
-        at = dice.randrange(max(1, reach))
-        way = dice.randrange(6)
-        if way == 0 and made:
-            made[at] ^= 1 << dice.randrange(8)
-        elif way == 1 and made:
-            made[at] = dice.choice((0, 1, 9, 0x22, 0x2D, 0x39, 0x5B, 0x7B, 0x7D, 0x7F, 0x80, 0xFF))
-        elif way == 2:
-            del made[at : at + dice.choice((1, 2, 8, 64))]
-        elif way == 3:
-            made[at:at] = dice.randbytes(dice.choice((1, 4, 8, 64)))
-        elif way == 4:
-            made[at : at + 8] = dice.choice((2**63 - 1, 2**64 - 1, 2**31, 0, 2**40)).to_bytes(8, "little")
+    data = bytearray(original)
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        end = len(data) if rng.random() < 0.3 else min(len(data), 600)
+        at = rng.randrange(max(1, end))
+        mutation = rng.randrange(6)
+        if mutation == 0 and data:
+            data[at] ^= 1 << rng.randrange(8)
+        elif mutation == 1 and data:
+            data[at] = rng.choice((0, 1, 9, 0x22, 0x2D, 0x39, 0x5B, 0x7B, 0x7D, 0x7F, 0x80, 0xFF))
+        elif mutation == 2:
+            del data[at : at + rng.choice((1, 2, 8, 64))]
+        elif mutation == 3:
+            data[at:at] = rng.randbytes(rng.choice((1, 4, 8, 64)))
+        elif mutation == 4:
+            data[at : at + 8] = rng.choice((2**63 - 1, 2**64 - 1, 2**31, 0, 2**40)).to_bytes(8, "little")
         else:
-            del made[dice.randrange(len(made) + 1) :]
-    return bytes(made)
+            del data[rng.randrange(len(data) + 1) :]
+    return bytes(data)
 
 
 def main() -> None:
@@ -75,22 +75,22 @@ def main() -> None:
     damaged = make_files(folder)
     for source in set(damaged.values()):
         hw.load(source)  # what is imported on the way is imported now
-    wrong: list[str] = []
+    problems: list[str] = []
 
-    def watch(event: str, given: tuple[Any, ...]) -> None:
+    def watch(event: str, args: tuple[Any, ...]) -> None:
         if event.startswith(FORBIDDEN):
-            wrong.append(f"{event} {given!r}"[:200])
+            problems.append(f"{event} {args!r}"[:200])
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"no answer within {SECONDS} s")
 
     sys.addaudithook(watch)
     signal.signal(signal.SIGALRM, too_long)
-    dice, files, loaded, refused = random.Random(seed), sorted(damaged), 0, 0
-    for turn in range(count):
-        file = files[turn % len(files)]
-        whole = file.read_bytes()
-        other = mutate(whole, dice)
+    rng, files, loaded, refused = random.Random(seed), sorted(damaged), 0, 0
+    for trial in range(count):
+        file = files[trial % len(files)]
+        original = file.read_bytes()
+        other = mutate(original, rng)
         file.write_bytes(other)
         (folder / "now.bin").write_bytes(other)  # what is left behind by a crash
         signal.alarm(SECONDS)
@@ -100,13 +100,13 @@ def main() -> None:
         except hw.HeadwiseError as error:
             refused += 1
             if not str(error).strip():
-                wrong.append(f"{turn} {file.name}: an empty refusal")
+                problems.append(f"{trial} {file.name}: an empty refusal")
         except BaseException as error:
-            wrong.append(f"{turn} {file.name}: {type(error).__name__}: {str(error)[:200]}")
+            problems.append(f"{trial} {file.name}: {type(error).__name__}: {str(error)[:200]}")
         finally:
             signal.alarm(0)
-            file.write_bytes(whole)
-    print(json.dumps({"loaded": loaded, "refused": refused, "wrong": wrong}))
+            file.write_bytes(original)
+    print(json.dumps({"loaded": loaded, "refused": refused, "wrong": problems}))
     sys.stdout.flush()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)

@@ -46,7 +46,7 @@ CASES = {
 }
 SIZES = {"vocab_size", "hidden_size", "n_embd", "num_layers", "n_layer", "num_hidden_layers", "intermediate_size"}
 # No number depends on these once a model is trained.
-IDLE = {
+IGNORED_SETTINGS = {
     *(
         "architectures",
         "dtype",
@@ -70,23 +70,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @cache
-def written(case: str) -> tuple[str, ...]:
+def config_keys(case: str) -> tuple[str, ...]:
     """The settings transformers writes for a case."""
     kind = getattr(transformers, CASES[case].model).config_class
     return tuple(json.loads(kind(**CASES[case].config).to_json_string()))
 
 
-def set_up(folder: Path, config: dict[str, Any], to: Path) -> Path:
+def write_checkpoint(folder: Path, config: dict[str, Any], to: Path) -> Path:
     (to / "config.json").write_text(json.dumps(config))
     shutil.copy(folder / "model.safetensors", to)
     return to
 
 
-def of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def ours(folder: Path) -> torch.Tensor | None:
+def load_logits(folder: Path) -> torch.Tensor | None:
     try:
         with torch.no_grad():
             return hw.load(folder)(IDS)
@@ -94,12 +94,12 @@ def ours(folder: Path) -> torch.Tensor | None:
         return None
 
 
-def theirs(case: Case, folder: Path) -> torch.Tensor | None:
+def hf_logits(case: Case, folder: Path) -> torch.Tensor | None:
     """transformers' logits, or None where it refuses; what it fills with random numbers is refused as well."""
     try:
         kind: Any = getattr(transformers, case.model)
-        model, told = kind.from_pretrained(folder, output_loading_info=True)
-        if told["missing_keys"] or told["mismatched_keys"]:
+        model, loading_info = kind.from_pretrained(folder, output_loading_info=True)
+        if loading_info["missing_keys"] or loading_info["mismatched_keys"]:
             return None
         with torch.no_grad():
             return model.eval()(IDS).logits
@@ -107,69 +107,73 @@ def theirs(case: Case, folder: Path) -> torch.Tensor | None:
         return None
 
 
-@pytest.mark.parametrize("how", ["left out", "null"])
-@pytest.mark.parametrize(("case", "key"), [(case, key) for case in CASES for key in written(case) if key not in IDLE])
-def test_a_setting_that_is_not_there(case: str, key: str, how: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    config = of(folders[case])
+@pytest.mark.parametrize("variant", ["left out", "null"])
+@pytest.mark.parametrize(
+    ("case", "key"), [(case, key) for case in CASES for key in config_keys(case) if key not in IGNORED_SETTINGS]
+)
+def test_load_missing_or_null_setting_equals_transformers(
+    case: str, key: str, variant: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = read_config(folders[case])
     config.pop(key)
-    folder = set_up(folders[case], config | ({key: None} if how == "null" else {}), tmp_path)
-    got = ours(folder)
+    folder = write_checkpoint(folders[case], config | ({key: None} if variant == "null" else {}), tmp_path)
+    got = load_logits(folder)
     if key in SIZES and got is None:
         return  # refused; transformers takes the sizes of some model, and fills what the file lacks at random
-    want = theirs(CASES[case], folder)
+    want = hf_logits(CASES[case], folder)
     if want is None:
-        assert got is None, f"transformers refuses {key} {how}"
+        assert got is None, f"transformers refuses {key} {variant}"
     else:
-        assert got is not None, f"transformers reads {key} {how}"
+        assert got is not None, f"transformers reads {key} {variant}"
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_settings_no_number_depends_on(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    config = of(folders[case])
-    bare = {key: value for key, value in config.items() if key not in IDLE or key == "model_type"}
-    got = ours(set_up(folders[case], bare, tmp_path))
+def test_load_ignored_settings_do_not_change_logits(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = read_config(folders[case])
+    bare = {key: value for key, value in config.items() if key not in IGNORED_SETTINGS or key == "model_type"}
+    got = load_logits(write_checkpoint(folders[case], bare, tmp_path))
     assert got is not None
-    torch.testing.assert_close(got, ours(folders[case]), rtol=0, atol=0)
+    torch.testing.assert_close(got, load_logits(folders[case]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "gpt_neo", "bert"])
-def test_the_least_a_configuration_can_say(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_load_minimal_config_uses_transformers_defaults(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Only what has to be there, a deep model: every default, the late layers' windows too."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 30, "intermediate_size": 52}
-    more = {"use_sliding_window": True} if kind == "qwen2" else {"num_hidden_layers": 24} if kind == "gpt_neo" else {}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **more}))
+    extra = {"use_sliding_window": True} if kind == "qwen2" else {"num_hidden_layers": 24} if kind == "gpt_neo" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **extra}))
     save_file({"nothing": torch.zeros(1)}, tmp_path / "model.safetensors")
     if kind in ("gpt2", "bert"):
         sizes["hidden_size"] = 96  # 12 heads
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **more}))
-    spec, told = open_checkpoint(tmp_path).spec, transformers.AutoConfig.from_pretrained(tmp_path)
-    assert spec.context == told.max_position_embeddings
-    assert spec.attention.heads == told.num_attention_heads
-    assert spec.attention.kv_heads == getattr(told, "num_key_value_heads", told.num_attention_heads)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **extra}))
+    spec, hf_config = open_checkpoint(tmp_path).spec, transformers.AutoConfig.from_pretrained(tmp_path)
+    assert spec.context == hf_config.max_position_embeddings
+    assert spec.attention.heads == hf_config.num_attention_heads
+    assert spec.attention.kv_heads == getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads)
     eps = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-    assert spec.norm_eps == next(getattr(told, name) for name in eps if hasattr(told, name))
-    assert spec.tied == told.tie_word_embeddings
-    assert spec.token_types == getattr(told, "type_vocab_size", 0)
-    windows = [spec.attention_at(site).window for site in spec.sites]
-    assert windows == their_windows(kind, told)
+    assert spec.norm_eps == next(getattr(hf_config, name) for name in eps if hasattr(hf_config, name))
+    assert spec.tied == hf_config.tie_word_embeddings
+    assert spec.token_types == getattr(hf_config, "type_vocab_size", 0)
+    windows = [spec.attention_at(layer_address).window for layer_address in spec.layer_addresses]
+    assert windows == hf_windows(kind, hf_config)
     if kind in ("llama", "mistral", "qwen2"):
-        assert spec.attention.rotary == hw.Rotary(told.rope_parameters["rope_theta"])
+        assert spec.attention.rotary == hw.Rotary(hf_config.rope_parameters["rope_theta"])
 
 
-def their_windows(kind: str, told: Any) -> list[int | None]:
+def hf_windows(kind: str, hf_config: Any) -> list[int | None]:
     if kind == "mistral":
-        return [told.sliding_window] * told.num_hidden_layers
+        return [hf_config.sliding_window] * hf_config.num_hidden_layers
     if kind == "qwen2":
-        return [told.sliding_window if name == "sliding_attention" else None for name in told.layer_types]
-    kinds = getattr(told, "attention_layers", ["global"] * told.num_hidden_layers)
-    return [told.window_size if name == "local" else None for name in kinds]
+        return [hf_config.sliding_window if name == "sliding_attention" else None for name in hf_config.layer_types]
+    kinds = getattr(hf_config, "attention_layers", ["global"] * hf_config.num_hidden_layers)
+    return [hf_config.window_size if name == "local" else None for name in kinds]
 
 
 # Odd ones: as transformers reads them, or refused with a word of what is wrong.
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-READ: list[tuple[str, dict[str, Any]]] = [
+SUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"reorder_and_upcast_attn": True}),
     ("gpt2", {"n_ctx": 7}),
     ("gpt2", {"num_attention_heads": 6}),
@@ -194,7 +198,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("qwen2", {"layer_types": None, "max_window_layers": 0}),
 ]
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scores scaled by layer"),
     ("gpt2", {"add_cross_attention": True}, "cross-attention"),
     ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
@@ -229,23 +233,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "changes"), READ, ids=str)
-def test_read_as_transformers_reads_it(
+@pytest.mark.parametrize(("case", "changes"), SUPPORTED, ids=str)
+def test_load_unusual_config_equals_transformers(
     case: str, changes: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = set_up(folders[case], of(folders[case]) | changes, tmp_path)
-    want = theirs(CASES[case], folder)
+    folder = write_checkpoint(folders[case], read_config(folders[case]) | changes, tmp_path)
+    want = hf_logits(CASES[case], folder)
     assert want is not None
     with torch.no_grad():
         torch.testing.assert_close(hw.load(folder)(IDS), want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("case", "changes", "said"), REFUSED, ids=str)
-def test_refused_by_name(
-    case: str, changes: dict[str, Any], said: str, folders: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize(("case", "changes", "message"), UNSUPPORTED, ids=str)
+def test_load_unsupported_config_raises(
+    case: str, changes: dict[str, Any], message: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(hw.HeadwiseError, match=said):
-        hw.load(set_up(folders[case], of(folders[case]) | changes, tmp_path))
+    with pytest.raises(hw.HeadwiseError, match=message):
+        hw.load(write_checkpoint(folders[case], read_config(folders[case]) | changes, tmp_path))
 
 
 # Tied or not: what the configuration says and what the file holds.
@@ -253,14 +257,14 @@ def test_refused_by_name(
 
 @pytest.mark.parametrize("case", ["gpt2", "llama"])
 @pytest.mark.parametrize("equal", [True, False])
-def test_tied_with_an_output_in_the_file(case: str, equal: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_load_tied_config_with_output_tensor(case: str, equal: bool, folders: dict[str, Path], tmp_path: Path) -> None:
     tensors = load_file(folders[case] / "model.safetensors")
     embedding = next(tensor for name, tensor in tensors.items() if "wte" in name or "embed_tokens" in name)
     tensors["lm_head.weight"] = embedding.clone() if equal else embedding + 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(of(folders[case]) | {"tie_word_embeddings": True}))
+    (tmp_path / "config.json").write_text(json.dumps(read_config(folders[case]) | {"tie_word_embeddings": True}))
     if equal:
-        torch.testing.assert_close(ours(tmp_path), theirs(CASES[case], tmp_path), rtol=0, atol=1e-4)
+        torch.testing.assert_close(load_logits(tmp_path), hf_logits(CASES[case], tmp_path), rtol=0, atol=1e-4)
     else:  # releases of transformers differ in which of the two they take
         with pytest.raises(
             hw.HeadwiseError, match=r"ties the output to the embedding, yet holds another output in lm_"
@@ -268,10 +272,10 @@ def test_tied_with_an_output_in_the_file(case: str, equal: bool, folders: dict[s
             hw.load(tmp_path)
 
 
-def test_not_tied_and_no_output(tmp_path: Path) -> None:
+def test_load_untied_config_without_output_raises(tmp_path: Path) -> None:
     case = llama("", tie_word_embeddings=True)
-    config = of(case.save(tmp_path)) | {"tie_word_embeddings": False}
+    config = read_config(case.save(tmp_path)) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert theirs(case, tmp_path) is None  # transformers would make one up
+    assert hf_logits(case, tmp_path) is None  # transformers would make one up
     with pytest.raises(hw.HeadwiseError, match=r"missing: lm_head\.weight"):
         hw.load(tmp_path)

@@ -15,10 +15,10 @@ from tests.weights.checkpoints import (
     LAYERS,
     Kind,
     assert_same_logits,
+    assert_same_model,
+    deinterleave,
     interleave,
     make_llama,
-    same,
-    straighten,
     write_gguf,
     write_meta,
 )
@@ -32,17 +32,17 @@ LLAMA3 = {
 # Hugging Face's layout in other files.
 
 
-def test_sharded_safetensors(tmp_path: Path) -> None:
-    theirs = make_llama()
-    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+def test_load_sharded_safetensors_equals_transformers(tmp_path: Path) -> None:
+    hf_model = make_llama()
+    hf_model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert_same_logits(hw.load(tmp_path), theirs)
+    assert_same_logits(hw.load(tmp_path), hf_model)
 
 
-def test_torch_files_single_and_sharded(tmp_path: Path) -> None:
-    theirs = make_llama()
-    theirs.save_pretrained(tmp_path / "whole")
-    whole = hw.load(tmp_path / "whole")
+def test_load_torch_files_equal_safetensors(tmp_path: Path) -> None:
+    hf_model = make_llama()
+    hf_model.save_pretrained(tmp_path / "whole")
+    expected = hw.load(tmp_path / "whole")
     tensors = load_file(tmp_path / "whole" / "model.safetensors")
     for folder in ("one", "old", "nested", "many"):
         (tmp_path / folder).mkdir()
@@ -52,75 +52,75 @@ def test_torch_files_single_and_sharded(tmp_path: Path) -> None:
     torch.save({"state_dict": tensors, "step": 3}, tmp_path / "nested" / "pytorch_model.bin")
     names = sorted(tensors)
     shards = {"pytorch_model-1-of-2.bin": names[:7], "pytorch_model-2-of-2.bin": names[7:]}
-    for file, some in shards.items():
-        torch.save({name: tensors[name] for name in some}, tmp_path / "many" / file)
-    table = {name: file for file, some in shards.items() for name in some}
+    for file, shard_names in shards.items():
+        torch.save({name: tensors[name] for name in shard_names}, tmp_path / "many" / file)
+    table = {name: file for file, shard_names in shards.items() for name in shard_names}
     (tmp_path / "many" / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
     for folder in ("one", "old", "nested", "many"):
-        same(hw.load(tmp_path / folder), whole)
+        assert_same_model(hw.load(tmp_path / folder), expected)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors", "weights.pt", "weights.pth", "w.bin"])
-def test_a_single_file_by_its_path(name: str, tmp_path: Path) -> None:
+def test_load_single_file_by_path(name: str, tmp_path: Path) -> None:
     make_llama().save_pretrained(tmp_path)
-    whole = hw.load(tmp_path)
+    expected = hw.load(tmp_path)
     if name.endswith(".safetensors"):
         (tmp_path / "model.safetensors").rename(tmp_path / name)
     else:
         torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / name)
-    same(hw.load(str(tmp_path / name)), whole)
+    assert_same_model(hw.load(str(tmp_path / name)), expected)
 
 
-def test_a_single_file_of_our_own(tmp_path: Path) -> None:
+def test_load_single_native_file(tmp_path: Path) -> None:
     model = hw.Transformer(hw.ModelSpec(17, 8, 1, hw.AttentionSpec(8, 2)))
     model.save(tmp_path / "m")
-    same(hw.load(tmp_path / "m" / "model.safetensors"), model)
+    assert_same_model(hw.load(tmp_path / "m" / "model.safetensors"), model)
 
 
-def test_safetensors_come_before_torch_files(tmp_path: Path) -> None:
+def test_load_prefers_safetensors_over_torch_files(tmp_path: Path) -> None:
     make_llama().save_pretrained(tmp_path)
-    whole = hw.load(tmp_path)
+    expected = hw.load(tmp_path)
     torch.save({"nothing": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    same(hw.load(tmp_path), whole)
+    assert_same_model(hw.load(tmp_path), expected)
 
 
-def test_a_checkpoint_without_its_head_and_prefix(tmp_path: Path) -> None:
+def test_load_base_model_without_prefix(tmp_path: Path) -> None:
     """Base models are saved without the prefix of the full ones."""
     config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
     torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    theirs.transformer.save_pretrained(tmp_path)
+    hf_model = transformers.GPT2LMHeadModel(config).eval()
+    hf_model.transformer.save_pretrained(tmp_path)
     assert "wte.weight" in load_file(tmp_path / "model.safetensors")
-    assert_same_logits(hw.load(tmp_path), theirs, length=16)
+    assert_same_logits(hw.load(tmp_path), hf_model, length=16)
 
 
 # Types.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_types_are_kept_or_changed_as_asked(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_load_dtype_is_kept_or_converted(dtype: torch.dtype, tmp_path: Path) -> None:
     make_llama().to(dtype).save_pretrained(tmp_path)
-    kept = hw.load(tmp_path, dtype=None)
-    assert {tensor.dtype for tensor in kept.state_dict().values()} == {dtype}
-    plain = hw.load(tmp_path)
-    assert {tensor.dtype for tensor in plain.state_dict().values()} == {torch.float32}
-    same(kept.float(), plain)
-    assert_same_logits(plain, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    stored_dtype_model = hw.load(tmp_path, dtype=None)
+    assert {tensor.dtype for tensor in stored_dtype_model.state_dict().values()} == {dtype}
+    float32_model = hw.load(tmp_path)
+    assert {tensor.dtype for tensor in float32_model.state_dict().values()} == {torch.float32}
+    assert_same_model(stored_dtype_model.float(), float32_model)
+    assert_same_logits(float32_model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
-def test_half_precision_when_asked(tmp_path: Path) -> None:
-    theirs = make_llama()
-    theirs.save_pretrained(tmp_path)
+def test_load_float16_on_request(tmp_path: Path) -> None:
+    hf_model = make_llama()
+    hf_model.save_pretrained(tmp_path)
     model = hw.load(tmp_path, dtype=torch.float16)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float16}
-    same(model, hw.load(tmp_path).half())
-    assert_same_logits(model.float(), theirs, limit=0.05)
+    assert_same_model(model, hw.load(tmp_path).half())
+    assert_same_logits(model.float(), hf_model, atol=0.05)
 
 
-def test_a_saved_half_model_stays_half(tmp_path: Path) -> None:
+def test_save_keeps_bfloat16(tmp_path: Path) -> None:
     model = hw.Transformer(hw.ModelSpec(17, 8, 2, hw.AttentionSpec(8, 2))).bfloat16()
     model.save(tmp_path / "m")
-    same(hw.load(tmp_path / "m", dtype=None), model)
+    assert_same_model(hw.load(tmp_path / "m", dtype=None), model)
 
 
 # Meta's layout.
@@ -128,23 +128,23 @@ def test_a_saved_half_model_stays_half(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_metas_layout(suffix: str, tied: bool, tmp_path: Path) -> None:
-    theirs = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 77.0}, tie_word_embeddings=tied)
-    write_meta(theirs, tmp_path, suffix, max_seq_len=48)
-    ours = hw.load(tmp_path)
-    assert ours.spec.attention.rotary == hw.Rotary(77.0, "interleaved")
-    assert (ours.spec.tied, ours.spec.context) == (tied, 48)
-    assert_same_logits(ours, theirs)
+def test_load_meta_layout_equals_transformers(suffix: str, tied: bool, tmp_path: Path) -> None:
+    hf_model = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 77.0}, tie_word_embeddings=tied)
+    write_meta(hf_model, tmp_path, suffix, max_seq_len=48)
+    model = hw.load(tmp_path)
+    assert model.spec.attention.rotary == hw.Rotary(77.0, "interleaved")
+    assert (model.spec.tied, model.spec.context) == (tied, 48)
+    assert_same_logits(model, hf_model)
 
 
-def test_metas_scaled_rotary(tmp_path: Path) -> None:
-    theirs = make_llama(rope_parameters=LLAMA3)
-    write_meta(theirs, tmp_path, use_scaled_rope=True, rope_scaling_factor=8.0)
-    assert_same_logits(hw.load(tmp_path), theirs)
+def test_load_meta_scaled_rotary_equals_transformers(tmp_path: Path) -> None:
+    hf_model = make_llama(rope_parameters=LLAMA3)
+    write_meta(hf_model, tmp_path, use_scaled_rope=True, rope_scaling_factor=8.0)
+    assert_same_logits(hw.load(tmp_path), hf_model)
 
 
 # params.json as Meta wrote it, and the factor in config.json of the same model on the hub.
-METAS = {
+META_PARAMS = {
     "Llama 2 7B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": -1}, 32000, None, 10000.0),
     "Llama 3 8B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 5e5}, 128256, None, 5e5),
     "Llama 3.1 8B": (
@@ -170,9 +170,9 @@ METAS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", METAS)
-def test_metas_params_as_they_were_written(name: str) -> None:
-    params, vocab, factor, theta = METAS[name]
+@pytest.mark.parametrize("name", META_PARAMS)
+def test_spec_from_meta_reads_published_params(name: str) -> None:
+    params, vocab, factor, theta = META_PARAMS[name]
     shapes = {"tok_embeddings.weight": (vocab, 8), "layers.0.feed_forward.w1.weight": (64, 8), "output.weight": (8, 8)}
     spec = spec_from_meta(params, shapes)
     rotary = spec.attention.rotary
@@ -182,7 +182,7 @@ def test_metas_params_as_they_were_written(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"use_scaled_rope": True}, r"use_scaled_rope but not by how much, and 96 × 2 layers.*add rope_scaling_factor"),
         ({"vision_chunk_size": 448}, "params.json sets vision_chunk_size"),
@@ -191,23 +191,23 @@ def test_metas_params_as_they_were_written(name: str) -> None:
         ({"use_scaled_rope": 1}, "use_scaled_rope must be true or false"),
     ],
 )
-def test_metas_params_that_cannot_be_told(params: dict, said: str, tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match=said):
+def test_load_meta_unsupported_params_raise(params: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(hw.HeadwiseError, match=message):
         hw.load(write_meta(make_llama(), tmp_path, **params))
 
 
-def test_mistrals_own_window_and_head_dim(tmp_path: Path) -> None:
-    theirs = make_llama("MistralForCausalLM", sliding_window=5, head_dim=32)
-    assert_same_logits(hw.load(write_meta(theirs, tmp_path, sliding_window=5, head_dim=32, hidden_dim=64)), theirs)
+def test_load_meta_mistral_window_and_head_dim(tmp_path: Path) -> None:
+    hf_model = make_llama("MistralForCausalLM", sliding_window=5, head_dim=32)
+    assert_same_logits(hw.load(write_meta(hf_model, tmp_path, sliding_window=5, head_dim=32, hidden_dim=64)), hf_model)
 
 
-def test_metas_layout_exports(tmp_path: Path) -> None:
-    theirs = make_llama()
-    ours = hw.load(write_meta(theirs, tmp_path / "meta"))
-    hw.export(ours, tmp_path / "out")
+def test_export_of_meta_layout_restores_rows(tmp_path: Path) -> None:
+    hf_model = make_llama()
+    model = hw.load(write_meta(hf_model, tmp_path / "meta"))
+    hw.export(model, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert_same_logits(ours, back)
-    got, want = back.state_dict(), theirs.state_dict()
+    assert_same_logits(model, back)
+    got, want = back.state_dict(), hf_model.state_dict()
     assert all(torch.equal(got[name], want[name]) for name in want)  # the order of rows is theirs again
 
 
@@ -216,60 +216,60 @@ def test_metas_layout_exports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_gguf(kind: str, tied: bool, tmp_path: Path) -> None:
-    theirs = make_llama(tie_word_embeddings=tied)
-    stored = write_gguf(theirs, tmp_path / "m.gguf", Kind[kind])
-    ours = hw.load(tmp_path / "m.gguf")
-    assert ours.family == "llama"
-    assert ours.spec.tied == tied
-    assert {tensor.dtype for tensor in ours.state_dict().values()} == {torch.float32}
-    queries = ours.state_dict()["blocks.1.attention.read.q.weight"].flatten(0, 1)
+def test_load_gguf_equals_stored_tensors(kind: str, tied: bool, tmp_path: Path) -> None:
+    hf_model = make_llama(tie_word_embeddings=tied)
+    stored = write_gguf(hf_model, tmp_path / "m.gguf", Kind[kind])
+    model = hw.load(tmp_path / "m.gguf")
+    assert model.family == "llama"
+    assert model.spec.tied == tied
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+    queries = model.state_dict()["blocks.1.attention.qkv.q.weight"].flatten(0, 1)
     assert torch.equal(queries, stored["blk.1.attn_q.weight"])
-    assert isinstance(ours, hw.Transformer)
-    assert torch.equal(ours.embed.tokens.weight, stored["token_embd.weight"])
-    assert_same_logits(ours, theirs)
-    same(hw.load(tmp_path), ours)  # a folder with one GGUF file in it
+    assert isinstance(model, hw.Transformer)
+    assert torch.equal(model.embed.tokens.weight, stored["token_embd.weight"])
+    assert_same_logits(model, hf_model)
+    assert_same_model(hw.load(tmp_path), model)  # a folder with one GGUF file in it
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_gguf_k_quants(kind: str, tmp_path: Path) -> None:
+def test_load_gguf_k_quants_equal_stored_tensors(kind: str, tmp_path: Path) -> None:
     """The gguf package reads these but does not write them: random blocks, against what it dequantises."""
-    theirs = make_llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256)
-    stored = write_gguf(theirs, tmp_path / "m.gguf", Kind[kind])
-    ours = hw.load(tmp_path / "m.gguf")
-    assert isinstance(ours, hw.Transformer)
+    hf_model = make_llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256)
+    stored = write_gguf(hf_model, tmp_path / "m.gguf", Kind[kind])
+    model = hw.load(tmp_path / "m.gguf")
+    assert isinstance(model, hw.Transformer)
     for i in range(LAYERS):
         for name, part in (("ffn_down", "down"), ("ffn_gate", "gate")):
-            weight = getattr(ours.blocks[i].mlp, part).weight
+            weight = getattr(model.blocks[i].mlp, part).weight
             assert weight.std() > 0
             assert torch.equal(weight, stored[f"blk.{i}.{name}.weight"])
-    assert_same_logits(ours, theirs)
+    assert_same_logits(model, hf_model)
 
 
-def test_gguf_qwen2(tmp_path: Path) -> None:
-    theirs = make_llama("Qwen2ForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
-    write_gguf(theirs, tmp_path / "m.gguf", Kind.Q8_0, arch="qwen2")
-    ours = hw.load(tmp_path / "m.gguf")
-    assert ours.spec.attention.bias
-    assert not ours.spec.attention.out_bias
-    assert_same_logits(ours, theirs)
+def test_load_gguf_qwen2_equals_transformers(tmp_path: Path) -> None:
+    hf_model = make_llama("Qwen2ForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
+    write_gguf(hf_model, tmp_path / "m.gguf", Kind.Q8_0, arch="qwen2")
+    model = hw.load(tmp_path / "m.gguf")
+    assert model.spec.attention.bias
+    assert not model.spec.attention.out_bias
+    assert_same_logits(model, hf_model)
 
 
-def test_gguf_head_dim_of_its_own(tmp_path: Path) -> None:
-    theirs = make_llama(head_dim=32)
-    write_gguf(theirs, tmp_path / "m.gguf", key_length=32, value_length=32)
-    assert_same_logits(hw.load(tmp_path / "m.gguf"), theirs)
+def test_load_gguf_custom_head_dim(tmp_path: Path) -> None:
+    hf_model = make_llama(head_dim=32)
+    write_gguf(hf_model, tmp_path / "m.gguf", key_length=32, value_length=32)
+    assert_same_logits(hw.load(tmp_path / "m.gguf"), hf_model)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_gguf_llama3_rotary(factor: float, tmp_path: Path) -> None:
+def test_load_gguf_llama3_rotary(factor: float, tmp_path: Path) -> None:
     rope = LLAMA3 | {"factor": factor}
-    theirs = make_llama(rope_parameters=rope)
-    write_gguf(theirs, tmp_path / "m.gguf")
-    ours = hw.load(tmp_path / "m.gguf")
+    hf_model = make_llama(rope_parameters=rope)
+    write_gguf(hf_model, tmp_path / "m.gguf")
+    model = hw.load(tmp_path / "m.gguf")
     scaling = hw.RotaryScaling("llama3", factor, 1.0, 4.0, 8192)
-    assert ours.spec.attention.rotary == hw.Rotary(500000.0, "interleaved", scaling=scaling)
-    assert_same_logits(ours, theirs)
+    assert model.spec.attention.rotary == hw.Rotary(500000.0, "interleaved", scaling=scaling)
+    assert_same_logits(model, hf_model)
 
 
 @pytest.mark.parametrize(
@@ -282,19 +282,19 @@ def test_gguf_llama3_rotary(factor: float, tmp_path: Path) -> None:
         ("logit_scale", 2.0),
     ],
 )
-def test_gguf_settings_that_are_not_computed(field: str, value: float, tmp_path: Path) -> None:
+def test_load_gguf_unsupported_setting_raises(field: str, value: float, tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf", Kind.F32, "llama", **{field: value})
     with pytest.raises(hw.HeadwiseError, match=rf"sets llama\.\S+ to {value}, which Headwise does not compute"):
         hw.load(tmp_path / "m.gguf")
 
 
-def test_gguf_linear_rotary(tmp_path: Path) -> None:
-    theirs = make_llama(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0})
-    write_gguf(theirs, tmp_path / "m.gguf", rope_scaling_type=_Named("linear"), rope_scaling_factor=2.0)
-    assert_same_logits(hw.load(tmp_path / "m.gguf"), theirs)
+def test_load_gguf_linear_rotary(tmp_path: Path) -> None:
+    hf_model = make_llama(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0})
+    write_gguf(hf_model, tmp_path / "m.gguf", rope_scaling_type=_EnumValue("linear"), rope_scaling_factor=2.0)
+    assert_same_logits(hw.load(tmp_path / "m.gguf"), hf_model)
 
 
-class _Named:
+class _EnumValue:
     """The writer asks for an enumeration and takes its value."""
 
     def __init__(self, value: str) -> None:
@@ -302,26 +302,26 @@ class _Named:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
-def test_gguf_as_stored_runs(kind: str, tmp_path: Path) -> None:
-    theirs = make_llama()
-    write_gguf(theirs, tmp_path / "m.gguf", Kind[kind])
-    ours = hw.load(tmp_path / "m.gguf", dtype=None)
+def test_load_gguf_stored_dtype_runs(kind: str, tmp_path: Path) -> None:
+    hf_model = make_llama()
+    write_gguf(hf_model, tmp_path / "m.gguf", Kind[kind])
+    model = hw.load(tmp_path / "m.gguf", dtype=None)
     with torch.no_grad():
-        assert ours(torch.tensor([[1, 2, 3]])).isfinite().all()
+        assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
 
 
-def test_gguf_exports(tmp_path: Path) -> None:
-    theirs = make_llama()
-    write_gguf(theirs, tmp_path / "m.gguf", Kind.Q8_0)
-    ours = hw.load(tmp_path / "m.gguf")
-    hw.export(ours, tmp_path / "out")
+def test_export_of_gguf_equals_transformers(tmp_path: Path) -> None:
+    hf_model = make_llama()
+    write_gguf(hf_model, tmp_path / "m.gguf", Kind.Q8_0)
+    model = hw.load(tmp_path / "m.gguf")
+    hw.export(model, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    got, want = back.state_dict(), theirs.state_dict()
+    got, want = back.state_dict(), hf_model.state_dict()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert_same_logits(ours, back)
+    assert_same_logits(model, back)
 
 
-def test_opening_reads_what_a_model_is_and_no_weights(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_reads_spec_without_weights(tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf", Kind.Q4_0)
     opened = open_checkpoint(tmp_path / "m.gguf")
     assert (opened.spec.layers, opened.spec.attention.kv_heads) == (LAYERS, 3)
@@ -329,7 +329,7 @@ def test_opening_reads_what_a_model_is_and_no_weights(tmp_path: Path) -> None:
     assert opened.reader.shapes["blk.0.attn_k.weight"] == (48, 96)
 
 
-def test_rows_turn_there_and_back() -> None:
+def test_interleave_and_deinterleave_round_trip() -> None:
     rows = torch.arange(24.0)[:, None]
-    assert torch.equal(straighten(interleave(rows, 3), 3), rows)
+    assert torch.equal(deinterleave(interleave(rows, 3), 3), rows)
     assert interleave(rows, 3)[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]

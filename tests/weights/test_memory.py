@@ -46,34 +46,34 @@ print(json.dumps({"rise": rise * 1024, "private": private * 1024}))
 """
 
 
-def measured(tmp_path: Path, dtype: str, run: str) -> tuple[float, float]:
+def measure_loading(tmp_path: Path, dtype: str, run: str) -> tuple[float, float]:
     """By how much loading SmolLM2 raises the peak, and what of it is the process's own: in sizes of the file."""
     make_llama().save_pretrained(tmp_path / "small")
     folder = real.smollm2_folder()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "small"), str(folder), dtype, run]
-    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     size = (folder / "model.safetensors").stat().st_size
     assert size > 5e8
-    return told["rise"] / size, told["private"] / size
+    return result["rise"] / size, result["private"] / size
 
 
 @linux_only
 @pytest.mark.parametrize("run", ["load", "run"])
-def test_loading_makes_no_second_copy(run: str, tmp_path: Path) -> None:
+def test_load_makes_no_second_copy(run: str, tmp_path: Path) -> None:
     """Pages of the file are not the process's own, either: two processes with one model need its weights once."""
-    rise, private = measured(tmp_path, "float32", run)
+    rise, private = measure_loading(tmp_path, "float32", run)
     assert rise < 1.3
     assert private < 0.1
 
 
 @linux_only
-def test_another_type_needs_one_copy_of_that_type(tmp_path: Path) -> None:
-    rise, private = measured(tmp_path, "bfloat16", "load")
+def test_load_other_dtype_makes_one_copy(tmp_path: Path) -> None:
+    rise, private = measure_loading(tmp_path, "bfloat16", "load")
     assert private < 0.6
     assert rise < 1.6
 
 
-def scribble(model: torch.nn.Module) -> None:
+def modify_weights(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -84,35 +84,35 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES[:1] + CASES[5:6] + CASES[9:10] + CASES[14:15], ids=lambda case: case.name)
-def test_writing_into_a_loaded_model_leaves_the_file(case: Case, tmp_path: Path) -> None:
+def test_load_modified_weights_leave_file_unchanged(case: Case, tmp_path: Path) -> None:
     case.save(tmp_path / "m")
     before = digests(tmp_path / "m")
     model = hw.load(tmp_path / "m")
-    scribble(model)
+    modify_weights(model)
     assert digests(tmp_path / "m") == before
     again = hw.load(tmp_path / "m")
     assert not any(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
 
-def test_writing_into_a_model_of_our_own_leaves_the_file(tmp_path: Path) -> None:
+def test_load_native_modified_weights_leave_file_unchanged(tmp_path: Path) -> None:
     make_model(MODELS["decoder"]).float().save(tmp_path / "m")
     before = digests(tmp_path / "m")
-    scribble(hw.load(tmp_path / "m"))
+    modify_weights(hw.load(tmp_path / "m"))
     assert digests(tmp_path / "m") == before
 
 
-def test_writing_into_a_model_from_gguf_or_torch_leaves_the_file(tmp_path: Path) -> None:
+def test_load_gguf_or_torch_modified_weights_leave_file_unchanged(tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf")
     make_llama().save_pretrained(tmp_path / "m")
     torch.save(load_file(tmp_path / "m" / "model.safetensors"), tmp_path / "m" / "pytorch_model.bin")
     (tmp_path / "m" / "model.safetensors").unlink()
     before = digests(tmp_path), digests(tmp_path / "m")
-    scribble(hw.load(tmp_path / "m.gguf"))
-    scribble(hw.load(tmp_path / "m"))
+    modify_weights(hw.load(tmp_path / "m.gguf"))
+    modify_weights(hw.load(tmp_path / "m"))
     assert (digests(tmp_path), digests(tmp_path / "m")) == before
 
 
-def test_training_a_loaded_model_leaves_the_file(tmp_path: Path) -> None:
+def test_load_training_leaves_file_unchanged(tmp_path: Path) -> None:
     make_llama().save_pretrained(tmp_path / "m")
     before = digests(tmp_path / "m")
     model = hw.load(tmp_path / "m").train()

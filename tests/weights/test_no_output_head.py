@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import headwise as hw
-from headwise.weights.info import info
+from headwise.weights.model_info import info
 from tests.parity.cases import LOGITS_LIMIT, VOCAB
 from tests.weights.checkpoints import make_llama
 
@@ -61,7 +61,7 @@ def test_pruned_body_is_the_body_with_silenced_heads(tmp_path: Path) -> None:
     model = hw.load(tmp_path / "theirs")
     with model.heads["0.1,1.*"].silenced():
         silenced = model(IDS)
-    small = hw.prune(model, heads="0.1,1.*", fold=False)
+    small = hw.prune(model, heads="0.1,1.*", fold_mean=False)
     assert (small(IDS) - silenced).abs().max() < 1e-5
     again = hw.load(small.save(tmp_path / "small"))
     assert (again(IDS) - silenced).abs().max() < 1e-5
@@ -70,8 +70,8 @@ def test_pruned_body_is_the_body_with_silenced_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_causal_lm_folder_without_the_prefix_needs_its_output_head(tied: bool, tmp_path: Path) -> None:
     """transformers ties the head to the embedding if config.json says so; else it would draw random numbers."""
-    whole = make_llama("LlamaForCausalLM", tie_word_embeddings=tied)
-    whole.save_pretrained(tmp_path)
+    causal_lm = make_llama("LlamaForCausalLM", tie_word_embeddings=tied)
+    causal_lm.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = {
         name.removeprefix("model."): value for name, value in load_file(file).items() if name != "lm_head.weight"
@@ -81,7 +81,7 @@ def test_causal_lm_folder_without_the_prefix_needs_its_output_head(tied: bool, t
         model = hw.load(tmp_path)
         assert model.spec.output == "lm"
         with torch.no_grad():
-            assert (model(IDS) - whole(IDS).logits).abs().max() <= LOGITS_LIMIT
+            assert (model(IDS) - causal_lm(IDS).logits).abs().max() <= LOGITS_LIMIT
     else:
         with pytest.raises(hw.HeadwiseError, match=r"missing: lm_head\.weight"):
             hw.load(tmp_path)

@@ -12,20 +12,20 @@ from torch import Tensor
 
 import headwise as hw
 from tests.contract.layers import LAYERS as ATTENTION
-from tests.contract.layers import MODELS, cut_model, make_model, run
+from tests.contract.layers import MODELS, make_model, prune_by_slicing, run_model
 from tests.parity import real
 from tests.parity.cases import CASES, VOCAB, Case
-from tests.weights.checkpoints import assert_same_logits, make_llama, moved, same
+from tests.weights.checkpoints import assert_same_logits, assert_same_model, copy_to_own_memory, make_llama
 
 BY_NAME = {case.name: case for case in CASES}
-SIZES: dict[str, Any] = {"vocab": 17, "context": 19, "layers": 2, "hidden": 23}
+SIZES: dict[str, Any] = {"vocab": 17, "context": 19, "layers": 2, "mlp_width": 23}
 
 
 def ids_for(length: int = 23) -> Tensor:
     return torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(6))
 
 
-def loaded(name: str, folder: Path) -> hw.Transformer:
+def load_case(name: str, folder: Path) -> hw.Transformer:
     model = hw.load(BY_NAME[name].save(folder / "theirs"))
     assert isinstance(model, hw.Transformer)
     return model
@@ -35,92 +35,92 @@ def loaded(name: str, folder: Path) -> hw.Transformer:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_loaded_model_saved_and_loaded_is_the_same(case: Case, tmp_path: Path) -> None:
-    model = loaded(case.name, tmp_path)
+def test_save_and_load_of_hf_models_is_bitwise(case: Case, tmp_path: Path) -> None:
+    model = load_case(case.name, tmp_path)
     assert model.save(tmp_path / "ours") == tmp_path / "ours"
     back = hw.load(tmp_path / "ours")
-    same(back, model)
+    assert_same_model(back, model)
     with torch.no_grad():
-        assert torch.equal(moved(back)(ids_for()), moved(model)(ids_for()))
+        assert torch.equal(copy_to_own_memory(back)(ids_for()), copy_to_own_memory(model)(ids_for()))
         torch.testing.assert_close(back(ids_for()), model(ids_for()))  # whose weights lie as in their file
     back.save(tmp_path / "again")
-    same(hw.load(tmp_path / "again"), model)
+    assert_same_model(hw.load(tmp_path / "again"), model)
     assert (tmp_path / "again" / "spec.json").read_bytes() == (tmp_path / "ours" / "spec.json").read_bytes()
 
 
 @pytest.mark.parametrize("storage", ["qkv", "q,kv", "q,k,v"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_our_own_saved_and_loaded_is_the_same(name: str, storage: str, tmp_path: Path) -> None:
+def test_save_and_load_of_native_models_is_bitwise(name: str, storage: str, tmp_path: Path) -> None:
     model = make_model(MODELS[name], storage=storage)
     model.save(tmp_path / "m")
     back = hw.load(tmp_path / "m", dtype=None)  # float64
-    same(back, model)
+    assert_same_model(back, model)
     assert isinstance(back, hw.Transformer)
-    assert [layer.read.storage for layer in back.attention_layers()] == [
-        layer.read.storage for layer in model.attention_layers()
+    assert [layer.qkv.storage for layer in back.attention_layers()] == [
+        layer.qkv.storage for layer in model.attention_layers()
     ]
-    assert torch.equal(run(back), run(model))
+    assert torch.equal(run_model(back), run_model(model))
     single = hw.load(tmp_path / "m")
-    same(single, make_model(MODELS[name], storage=storage).float())
+    assert_same_model(single, make_model(MODELS[name], storage=storage).float())
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if name != "cross"])
-def test_every_kind_of_layer_saved_and_loaded_is_the_same(name: str, tmp_path: Path) -> None:
+def test_save_and_load_of_every_layer_kind_is_bitwise(name: str, tmp_path: Path) -> None:
     layer = ATTENTION[name]
-    kept = {} if layer.kept is None else {"0": layer.kept}
-    model = make_model(hw.ModelSpec(**SIZES, attention=replace(layer, kept=None), kept=kept))
+    kept_heads = {} if layer.kept_heads is None else {"0": layer.kept_heads}
+    model = make_model(hw.ModelSpec(**SIZES, attention=replace(layer, kept_heads=None), kept_heads=kept_heads))
     model.save(tmp_path / "m")
     back = hw.load(tmp_path / "m", dtype=None)
-    same(back, model)
-    assert torch.equal(run(back), run(model))
+    assert_same_model(back, model)
+    assert torch.equal(run_model(back), run_model(model))
 
 
-def test_a_pruned_encoder_decoder_keeps_the_numbers_of_its_heads(tmp_path: Path) -> None:
-    model = cut_model(make_model(MODELS["encoder-decoder"]), "enc.0.*, dec.1.2, cross.0.0-2")
+def test_save_and_load_of_pruned_model_keeps_addresses(tmp_path: Path) -> None:
+    model = prune_by_slicing(make_model(MODELS["encoder-decoder"]), "enc.0.*, dec.1.2, cross.0.0-2")
     model.save(tmp_path / "m")
     back = hw.load(tmp_path / "m", dtype=None)
-    same(back, model)
-    assert torch.equal(run(back), run(model))
-    assert [str(head.address) for head in back.heads] == [str(address) for address in model.spec.addresses]
+    assert_same_model(back, model)
+    assert torch.equal(run_model(back), run_model(model))
+    assert [str(head.address) for head in back.heads] == [str(address) for address in model.spec.head_addresses]
 
 
-def test_tied_stays_tied_and_parameters_can_be_trained(tmp_path: Path) -> None:
+def test_load_keeps_tied_weights_trainable(tmp_path: Path) -> None:
     make_model(MODELS["decoder"]).save(tmp_path / "m")
     back = hw.load(tmp_path / "m")
     assert isinstance(back, hw.Transformer)
     assert back.output is not None
     assert back.output.vocabulary.weight is back.embed.tokens.weight
     assert not back.training
-    run(back).sum().backward()
+    run_model(back).sum().backward()
     assert all(parameter.grad is not None for parameter in back.parameters())
 
 
-def test_saving_over_a_model_replaces_it(tmp_path: Path) -> None:
+def test_save_over_model_replaces_it(tmp_path: Path) -> None:
     make_model(MODELS["encoder"]).save(tmp_path / "m")
     later = make_model(MODELS["decoder"])
     later.save(tmp_path / "m")
-    same(hw.load(tmp_path / "m", dtype=None), later)
+    assert_same_model(hw.load(tmp_path / "m", dtype=None), later)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_saving_over_the_folder_it_was_loaded_from(tmp_path: Path) -> None:
+def test_save_over_source_folder_keeps_weights(tmp_path: Path) -> None:
     make_model(MODELS["decoder"]).save(tmp_path / "m")
     model = hw.load(tmp_path / "m")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.save(tmp_path / "m")  # its weights are views of the file that is being replaced
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    same(hw.load(tmp_path / "m"), model)
+    assert_same_model(hw.load(tmp_path / "m"), model)
 
 
 # For transformers.
 
-REFUSED = {
+NOT_EXPORTABLE = {
     "qwen2, windows from layer 1": "windows given layer by layer",
     "qwen2, windows on all": "a window beside biases",
 }
 
 
-def their_output(case: Case, folder: Path, ids: Tensor) -> Tensor:
+def hf_output(case: Case, folder: Path, ids: Tensor) -> Tensor:
     """By the class the exported config.json names, which is what a user's from_pretrained takes."""
     config = json.loads((folder / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
@@ -129,23 +129,23 @@ def their_output(case: Case, folder: Path, ids: Tensor) -> Tensor:
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name not in REFUSED], ids=lambda case: case.name)
-def test_an_export_gives_transformers_the_same_output(case: Case, tmp_path: Path) -> None:
-    model = loaded(case.name, tmp_path)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in NOT_EXPORTABLE], ids=lambda case: case.name)
+def test_export_equals_transformers_output(case: Case, tmp_path: Path) -> None:
+    model = load_case(case.name, tmp_path)
     assert hw.export(model, tmp_path / "out").path == tmp_path / "out"
     with torch.no_grad():
         got = model(ids_for())
-        torch.testing.assert_close(their_output(case, tmp_path / "out", ids_for()), got, rtol=0, atol=1e-4)
+        torch.testing.assert_close(hf_output(case, tmp_path / "out", ids_for()), got, rtol=0, atol=1e-4)
         again = hw.load(tmp_path / "out")
         assert again.family == model.family
-        assert torch.equal(moved(again)(ids_for()), moved(model)(ids_for()))
+        assert torch.equal(copy_to_own_memory(again)(ids_for()), copy_to_own_memory(model)(ids_for()))
         torch.testing.assert_close(again(ids_for()), got)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_family_cannot_hold_is_not_exported(name: str, tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match=rf"Llama format cannot hold .*{REFUSED[name]}.*model\.save"):
-        hw.export(loaded(name, tmp_path), tmp_path / "out")
+@pytest.mark.parametrize("name", NOT_EXPORTABLE)
+def test_export_unsupported_by_family_raises(name: str, tmp_path: Path) -> None:
+    with pytest.raises(hw.HeadwiseError, match=rf"Llama format cannot hold .*{NOT_EXPORTABLE[name]}.*model\.save"):
+        hw.export(load_case(name, tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -161,23 +161,23 @@ PRUNED = {
 
 
 @pytest.mark.parametrize("name", PRUNED)
-def test_a_pruned_model_is_exported_in_full_shape_with_the_same_output(name: str, tmp_path: Path) -> None:
-    model = loaded(name, tmp_path)
-    small = cut_model(model, PRUNED[name]).float()
+def test_export_of_pruned_model_equals_silenced_output(name: str, tmp_path: Path) -> None:
+    model = load_case(name, tmp_path)
+    small = prune_by_slicing(model, PRUNED[name]).float()
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     small.save(tmp_path / "small")
     back = hw.load(tmp_path / "small")
-    same(back, small)
+    assert_same_model(back, small)
     hw.export(back, tmp_path / "out", family=model.family)
     with torch.no_grad():
         got = back(ids_for())
         silent = model(ids_for(), gates={PRUNED[name]: 0.0})
-        theirs = their_output(BY_NAME[name], tmp_path / "out", ids_for())
+        hf_logits = hf_output(BY_NAME[name], tmp_path / "out", ids_for())
     torch.testing.assert_close(got, silent, rtol=0, atol=1e-5)
-    torch.testing.assert_close(theirs, got, rtol=0, atol=1e-4)
+    torch.testing.assert_close(hf_logits, got, rtol=0, atol=1e-4)
 
 
-def test_smollm2_is_exported_in_transformers_order_of_rows(tmp_path: Path) -> None:
+def test_export_of_smollm2_restores_transformers_rows(tmp_path: Path) -> None:
     model = hw.load("smollm2")
     assert model.spec.attention.rotary is not None
     assert model.spec.attention.rotary.layout == "interleaved"
@@ -186,8 +186,8 @@ def test_smollm2_is_exported_in_transformers_order_of_rows(tmp_path: Path) -> No
     assert (config["model_type"], config["bos_token_id"], config["eos_token_id"]) == ("llama", 1, 2)
     want = real.smollm2_oracle()
     got = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    mine, theirs = got.state_dict(), want.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    actual_state, expected_state = got.state_dict(), want.state_dict()
+    assert all(torch.equal(actual_state[name], expected_state[name]) for name in expected_state)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "It's 2024, isn't it? <|im_end|>"
     assert model.tokenizer is not None
@@ -195,12 +195,12 @@ def test_smollm2_is_exported_in_transformers_order_of_rows(tmp_path: Path) -> No
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
 
 
-def test_minilm_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
+def test_export_of_minilm_includes_tokenizer(tmp_path: Path) -> None:
     model = hw.load("minilm")
     hw.export(model, tmp_path / "out")
-    mine = transformers.AutoModel.from_pretrained(tmp_path / "out").state_dict()
-    theirs = real.minilm_oracle().state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    actual_state = transformers.AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    expected_state = real.minilm_oracle().state_dict()
+    assert all(torch.equal(actual_state[name], expected_state[name]) for name in expected_state)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert model.tokenizer is not None
     assert tokenizer("Unbelievably naïve!").input_ids == model.tokenizer.encode("Unbelievably naïve!")
@@ -208,7 +208,7 @@ def test_minilm_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bundle", ["minilm", "smollm2"])
-def test_the_tokenizer_is_saved_with_the_model(bundle: str, tmp_path: Path) -> None:
+def test_save_includes_tokenizer(bundle: str, tmp_path: Path) -> None:
     tokenizer = hw.load(bundle).tokenizer
     model = hw.Transformer(hw.preset("nano"))
     model.tokenizer = tokenizer
@@ -238,32 +238,30 @@ def test_the_tokenizer_is_saved_with_the_model(bundle: str, tmp_path: Path) -> N
         ("gpt-neo, all global", "gpt-neo", "gpt_neo"),
     ],
 )
-def test_the_family_is_the_one_named_or_where_it_came_from(
-    name: str, family: str | None, kind: str, tmp_path: Path
-) -> None:
-    hw.export(loaded(name, tmp_path), tmp_path / "out", family)
+def test_export_family_is_named_or_original(name: str, family: str | None, kind: str, tmp_path: Path) -> None:
+    hw.export(load_case(name, tmp_path), tmp_path / "out", family)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
 
 
-def test_a_model_of_no_family_takes_the_first_that_can_hold_it(tmp_path: Path) -> None:
+def test_export_without_family_uses_first_that_fits(tmp_path: Path) -> None:
     model = make_model(MODELS["decoder, rotary"]).float()
     hw.export(model, tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert theirs.config.model_type == "llama"
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert hf_model.config.model_type == "llama"
     ids = torch.randint(17, (2, 11))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=0, atol=1e-4)
+        torch.testing.assert_close(hf_model(ids).logits, model(ids), rtol=0, atol=1e-4)
 
 
 ROTARY = MODELS["decoder, rotary"]
-REFUSALS = {
+UNSUPPORTED_SPECS = {
     "an encoder-decoder": (MODELS["encoder-decoder"], "llama", "an encoder-decoder"),
     "a sink": (replace(ROTARY, attention=replace(ROTARY.attention, softmax="sink")), "llama", "a learned sink"),
     "gates": (replace(ROTARY, attention=replace(ROTARY.attention, gated=True)), "llama", "gates"),
     "a cap": (replace(ROTARY, attention=replace(ROTARY.attention, softcap=3.0)), "llama", "capped scores"),
     "alibi": (replace(ROTARY, attention=replace(ROTARY.attention, alibi=True)), "llama", "a bias by distance"),
     "wide values": (replace(ROTARY, attention=replace(ROTARY.attention, value_dim=8)), "llama", "value_dim"),
-    "parallel": (replace(ROTARY, form="parallel"), "llama", "parallel blocks"),
+    "parallel": (replace(ROTARY, norm_placement="parallel"), "llama", "parallel blocks"),
     "an embedding scale": (replace(ROTARY, embed_scale=3.0), "llama", "an embedding scale"),
     "positions": (MODELS["decoder"], "llama", "positions other than rotary"),
     "groups": (ROTARY, "gpt2", "rotary positions"),
@@ -275,30 +273,30 @@ REFUSALS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_a_format_has_no_room_for_is_named(name: str, tmp_path: Path) -> None:
-    spec, family, reason = REFUSALS[name]
+@pytest.mark.parametrize("name", UNSUPPORTED_SPECS)
+def test_export_unsupported_spec_names_reason(name: str, tmp_path: Path) -> None:
+    spec, family, reason = UNSUPPORTED_SPECS[name]
     with pytest.raises(hw.HeadwiseError, match=rf"format cannot hold {reason}.*use model\.save\(folder\)"):
         hw.export(hw.Transformer(spec), tmp_path / "out", family)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_no_family_can_hold_is_told_why_by_each(tmp_path: Path) -> None:
+def test_export_without_matching_family_lists_reasons(tmp_path: Path) -> None:
     with pytest.raises(hw.HeadwiseError, match=r"no family can hold this model: .*GPT-2.*GPT-Neo.*BERT.*Llama.*save"):
         hw.export(make_model(MODELS["encoder-decoder"]), tmp_path / "out")
 
 
-def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
+def test_export_unknown_family_raises(tmp_path: Path) -> None:
     with pytest.raises(hw.HeadwiseError, match=r"no family 'gpt3'; did you mean gpt2"):
         hw.export(hw.Transformer(MODELS["decoder"]), tmp_path / "out", "gpt3")
 
 
-def test_an_export_may_replace_an_export(tmp_path: Path) -> None:
+def test_export_over_export_replaces_it(tmp_path: Path) -> None:
     first, second = make_llama(tie_word_embeddings=True), make_llama()
-    for number, theirs in enumerate((first, second)):
-        theirs.save_pretrained(tmp_path / str(number))
-        hw.export(hw.load(tmp_path / str(number)), tmp_path / "out")
-        assert_same_logits(hw.load(tmp_path / "out"), theirs)
+    for index, hf_model in enumerate((first, second)):
+        hf_model.save_pretrained(tmp_path / str(index))
+        hw.export(hw.load(tmp_path / str(index)), tmp_path / "out")
+        assert_same_logits(hw.load(tmp_path / "out"), hf_model)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "headwise-export.json",  # by which we know our own again
@@ -306,7 +304,7 @@ def test_an_export_may_replace_an_export(tmp_path: Path) -> None:
     ]
 
 
-def test_an_export_keeps_the_type(tmp_path: Path) -> None:
+def test_export_keeps_dtype(tmp_path: Path) -> None:
     make_llama().to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     hw.export(hw.load(tmp_path / "theirs", dtype=None), tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

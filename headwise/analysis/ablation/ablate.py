@@ -16,52 +16,53 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.ablation.head_outputs import (
-    Means,
-    Run,
-    chosen_sites,
+    HeadOutputs,
+    MeanActivations,
+    as_head_outputs,
+    gather_z_at_positions,
     mean_activations,
-    mean_of,
-    places_of,
+    mean_of_outputs,
     record_z,
-    run_on,
-    take_rows,
+    selected_hook_points,
+    token_positions,
 )
-from headwise.analysis.recording.recording import HasSites
-from headwise.errors import HeadwiseError, close_names
-from headwise.heads.head import Pattern
-from headwise.heads.hook_point import Edit, Site
+from headwise.analysis.recording.recording import HasHookPoints
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.heads.head import HeadPattern
+from headwise.heads.hook_point import Edit, HookPoint
 from headwise.model.protocols import is_model
 from headwise.spec import Address
 
-__all__ = ["Means", "Run", "ablated", "mean_activations", "mean_of", "patched", "record_z"]
+__all__ = ["HeadOutputs", "MeanActivations", "ablated", "mean_activations", "mean_of_outputs", "patched", "record_z"]
 
-How = Literal["mean", "zero", "resample"]
-HOWS = ("mean", "zero", "resample")
-Stand = Callable[[Tensor], Tensor]  # z (B, H, T, e) → what stands in for some heads, broadcastable to (B, n, T, e)
+AblationMethod = Literal["mean", "zero", "resample"]
+ABLATION_METHODS = ("mean", "zero", "resample")
+# z (B, H, T, e) → what stands in for some heads, broadcastable to (B, n, T, e)
+ReplacementFunction = Callable[[Tensor], Tensor]
 
 
 @contextmanager
 def ablated(
-    model: HasSites,
-    heads: Pattern,
-    how: How = "mean",
+    model: HasHookPoints,
+    heads: HeadPattern,
+    ablation: AblationMethod = "mean",
     *,
-    on: Any = None,
-    means: Means | None = None,
-    other: Tensor | Run | str | tuple[str, str] | None = None,
-    padding: Tensor | None = None,
-    source_padding: Tensor | None = None,
+    corpus: Any = None,
+    means: MeanActivations | None = None,
+    other: Tensor | HeadOutputs | str | tuple[str, str] | None = None,
+    attention_mask: Tensor | None = None,
+    source_attention_mask: Tensor | None = None,
 ) -> Iterator[None]:
     """While open, these heads no longer say anything about their input.
 
-    mean:      their mean `on` some texts stands in: a text, a list of texts, a path, a Corpus; None: the embedded ones. It is
-               taken when the context opens, which reads all of them; `means=mean_activations(model, on)` are taken once.
+    mean:      their mean over a `corpus` stands in: a text, a list of texts, a path, a Corpus; None: the embedded ones. It is
+               taken when the context opens, which reads all of it; `means=mean_activations(model, corpus)` are taken once.
     zero:      nothing stands in
     resample:  what they give on `other`: a text, a pair (source, text), a run (`record_z`), or for each example of the batch
                the one it borrows from, (B,); None: the one before it. A shorter text is borrowed from its start again.
 
-    `padding` (B, T), as the model takes it, is needed where texts are padded and rows are told apart: means by position, and
-    borrowing.
+    `attention_mask` (B, T), as the model takes it, is needed where texts are padded and rows are told apart: means by
+    position, and borrowing.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -69,34 +70,42 @@ def ablated(
     >>> from headwise.text.build_tokenizers import byte_tokenizer
     >>> model, ids = Transformer(replace(preset("nano"), vocab=257)), torch.tensor([[72, 105, 33]])
     >>> model.tokenizer = byte_tokenizer()
-    >>> with ablated(model, "5.1", on=["Hello, you!", "To be or not to be"]):
+    >>> with ablated(model, "5.1", corpus=["Hello, you!", "To be or not to be"]):
     ...     model(ids).shape
     torch.Size([1, 3, 257])
     >>> with ablated(model, "5.1", "zero"), ablated(model, "4.*", "resample", other="Ho!"):
     ...     model(ids).shape
     torch.Size([1, 3, 257])
     """
-    sides = {"enc": source_padding}
-    if on is not None and (how != "mean" or means is not None):
+    mask_of_stack = {"enc": source_attention_mask}
+    if corpus is not None and (ablation != "mean" or means is not None):
         raise HeadwiseError(
-            "on= says which texts means are taken over; leave it out with means=…, and where how is not 'mean'."
+            "corpus= says which texts means are taken over; leave it out with means=…, and where ablation is not 'mean'."
         )
-    if how == "mean" and means is None:
-        means = _means_on(model, on, heads)
-    if not isinstance(other, Tensor | Run | None):
-        other = run_on(model, other, heads)  # pyright: ignore[reportArgumentType]
+    if ablation == "mean" and means is None:
+        means = _corpus_means(model, corpus, heads)
+    if not isinstance(other, Tensor | HeadOutputs | None):
+        other = as_head_outputs(model, other, heads)  # pyright: ignore[reportArgumentType]
     with ExitStack() as stack:
-        for site, chosen in chosen_sites(model, heads):
-            real = sides.get(site.address.stack, padding)
-            stack.enter_context(site.replaced(replacing(site, chosen, stand_in(site, chosen, how, means, other, real))))
+        for hook_point, selected in selected_hook_points(model, heads):
+            query_mask = mask_of_stack.get(hook_point.address.stack, attention_mask)
+            stack.enter_context(
+                hook_point.replaced(
+                    make_replacement_edit(
+                        hook_point,
+                        selected,
+                        make_replacement_fn(hook_point, selected, ablation, means, other, query_mask),
+                    )
+                )
+            )
         yield
 
 
 @contextmanager
 def patched(
-    model: HasSites,
-    heads: Pattern,
-    other: Run | str | tuple[str, str] | Sequence[int] | Tensor,
+    model: HasHookPoints,
+    heads: HeadPattern,
+    other: HeadOutputs | str | tuple[str, str] | Sequence[int] | Tensor,
     positions: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """While open, these heads give what they give on another text of as many tokens: at all positions, or at those named.
@@ -113,48 +122,54 @@ def patched(
     ...     model(torch.tensor([model.tokenizer.encode("Ho!")])).shape
     torch.Size([1, 3, 257])
     """
-    run = run_on(model, other, heads)  # pyright: ignore[reportArgumentType]
+    outputs = as_head_outputs(model, other, heads)  # pyright: ignore[reportArgumentType]
     with ExitStack() as stack:
-        for site, chosen in chosen_sites(model, heads):
-            there = run.of(chosen)  # (B, n, T, e)
-            stack.enter_context(site.replaced(_patch(site, chosen, there, positions)))
+        for hook_point, selected in selected_hook_points(model, heads):
+            recorded = outputs.z_of_heads(selected)  # (B, n, T, e)
+            stack.enter_context(hook_point.replaced(_patch_edit(hook_point, selected, recorded, positions)))
         yield
 
 
-def _means_on(model: object, on: Any, heads: Pattern) -> Means:
+def _corpus_means(model: object, corpus: Any, heads: HeadPattern) -> MeanActivations:
     """The means of some heads over texts; a model without texts is told what to do."""
     if not is_model(model) or model.tokenizer is None:
         raise HeadwiseError(
             "mean ablation needs the means of heads over texts, and this model has no tokenizer to read them by; set "
-            "model.tokenizer, or give means=mean_of(record_z(model, ids) for ids in …), from headwise.analysis.ablation.head_outputs."
+            "model.tokenizer, or give means=mean_of_outputs(record_z(model, ids) for ids in …), "
+            "from headwise.analysis.ablation.head_outputs."
         )
-    return mean_activations(model, on, heads=heads)
+    return mean_activations(model, corpus, heads=heads)
 
 
-def stand_in(
-    site: Site,
-    chosen: tuple[Address, ...],
-    how: str,
-    means: Means | None = None,
-    other: Tensor | Run | None = None,
-    real: Tensor | None = None,
-) -> Stand:
+def make_replacement_fn(
+    hook_point: HookPoint,
+    selected: tuple[Address, ...],
+    ablation: str,
+    means: MeanActivations | None = None,
+    other: Tensor | HeadOutputs | None = None,
+    attention_mask: Tensor | None = None,
+) -> ReplacementFunction:
     """What stands in for some heads of one layer, as a function of the layer's z: (B, H, T, e) → like (B, n, T, e)."""
-    if how == "zero":
+    if ablation == "zero":
         return lambda z: z.new_zeros(1, 1, 1, 1)
-    if how == "mean":
+    if ablation == "mean":
         if means is None:
-            raise HeadwiseError("mean ablation needs the means: means=mean_activations(model, on).")
-        return lambda z: means.at(chosen, places_of(z, real))
-    if how != "resample":
-        raise HeadwiseError(f"there is no ablation {how!r}; {close_names(how, HOWS)}")
-    if isinstance(other, Run):
-        return lambda z: take_rows(other.of(chosen), other.real[site.address], places_of(z, real), len(z))
-    index = [site.index(address) for address in chosen]
-    return lambda z: _borrowed(z[:, index], _donors(other, z), real)
+            raise HeadwiseError("mean ablation needs the means: means=mean_activations(model, corpus).")
+        return lambda z: means.at_positions(selected, token_positions(z, attention_mask))
+    if ablation != "resample":
+        raise HeadwiseError(f"there is no ablation {ablation!r}; {suggest_names(ablation, ABLATION_METHODS)}")
+    if isinstance(other, HeadOutputs):
+        return lambda z: gather_z_at_positions(
+            other.z_of_heads(selected),
+            other.attention_masks[hook_point.address],
+            token_positions(z, attention_mask),
+            len(z),
+        )
+    index = [hook_point.head_index(address) for address in selected]
+    return lambda z: _borrow_from_batch(z[:, index], _donor_rows(other, z), attention_mask)
 
 
-def _donors(other: Tensor | None, z: Tensor) -> Tensor:
+def _donor_rows(other: Tensor | None, z: Tensor) -> Tensor:
     """Which example each one borrows from, (B,)."""
     B = len(z)
     if other is None:
@@ -167,40 +182,49 @@ def _donors(other: Tensor | None, z: Tensor) -> Tensor:
     return other.to(z.device)
 
 
-def _borrowed(z: Tensor, donors: Tensor, real: Tensor | None) -> Tensor:
-    return take_rows(z[donors], None if real is None else real[donors], places_of(z, real), len(z))
+def _borrow_from_batch(z: Tensor, donors: Tensor, attention_mask: Tensor | None) -> Tensor:
+    return gather_z_at_positions(
+        z[donors],
+        None if attention_mask is None else attention_mask[donors],
+        token_positions(z, attention_mask),
+        len(z),
+    )
 
 
-def replacing(site: Site, chosen: tuple[Address, ...], stand: Stand) -> Edit:
+def make_replacement_edit(
+    hook_point: HookPoint, selected: tuple[Address, ...], replacement_fn: ReplacementFunction
+) -> Edit:
     """The edit that puts what stands in for some heads of a layer in their place."""
-    index = [site.index(address) for address in chosen]
+    index = [hook_point.head_index(address) for address in selected]
 
     def edit(z: Tensor) -> Tensor:
         changed = z.clone()
-        changed[:, index] = stand(z).to(z).expand(len(z), len(index), *z.shape[2:])
+        changed[:, index] = replacement_fn(z).to(z).expand(len(z), len(index), *z.shape[2:])
         return changed
 
     return edit
 
 
-def _patch(site: Site, chosen: tuple[Address, ...], there: Tensor, positions: Sequence[int] | None) -> Edit:
-    index = [site.index(address) for address in chosen]
+def _patch_edit(
+    hook_point: HookPoint, selected: tuple[Address, ...], recorded: Tensor, positions: Sequence[int] | None
+) -> Edit:
+    index = [hook_point.head_index(address) for address in selected]
 
     def edit(z: Tensor) -> Tensor:
         B, _, T, e = z.shape
-        if len(there) not in (1, B) or there.shape[2:] != (T, e):
+        if len(recorded) not in (1, B) or recorded.shape[2:] != (T, e):
             raise HeadwiseError(
-                f"the run recorded {tuple(there.shape)} at {site.address} but this call is {(B, len(index), T, e)}; "
+                f"the run recorded {tuple(recorded.shape)} at {hook_point.address} but this call is {(B, len(index), T, e)}; "
                 f"patch between texts of one length."
             )
         rows = range(T) if positions is None else positions
-        wrong = [row for row in rows if not -T <= row < T]
-        if wrong:
-            raise HeadwiseError(f"there is no position {wrong[0]} among {T} tokens; use 0-{T - 1}, or count from -1.")
+        invalid = [row for row in rows if not -T <= row < T]
+        if invalid:
+            raise HeadwiseError(f"there is no position {invalid[0]} among {T} tokens; use 0-{T - 1}, or count from -1.")
         columns = torch.tensor([row % T for row in rows], dtype=torch.long, device=z.device)
         heads = torch.tensor(index, device=z.device)[:, None]  # (n, 1)
         changed = z.clone()
-        changed[:, heads, columns] = there[:, :, columns].to(z).expand(B, -1, -1, -1)
+        changed[:, heads, columns] = recorded[:, :, columns].to(z).expand(B, -1, -1, -1)
         return changed
 
     return edit

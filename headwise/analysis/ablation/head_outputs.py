@@ -8,141 +8,155 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.batching import make_batch, make_batches, read_sites, tokenizer_of
-from headwise.analysis.recording.recording import HasSites, pick
-from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.analysis.recording.batching import make_batch, make_batches, reachable_hook_points, tokenizer_of
+from headwise.analysis.recording.recording import HasHookPoints, select_heads
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import HeadwiseError
-from headwise.heads.head import Pattern
-from headwise.heads.hook_point import Seen, Site
-from headwise.model import AnyModel, quiet
-from headwise.spec import Address, SiteAddress, select
+from headwise.heads.head import HeadPattern
+from headwise.heads.hook_point import AttentionCall, HookPoint
+from headwise.model import ModelProtocol, eval_mode
+from headwise.spec import Address, LayerAddress, select
 
-LONGEST = 256  # tokens of a unit of plain text: enough for a mean, and the sweep is dear
-By = Literal["global", "position"]
-Numbers = dict[SiteAddress, tuple[int, ...]]  # which heads of a layer, by number
+DEFAULT_MAX_LENGTH = 256  # tokens of a unit of plain text: enough for a mean, and the sweep is dear
+MeanGranularity = Literal["global", "position"]
+HeadIdsByLayer = dict[LayerAddress, tuple[int, ...]]  # which heads of a layer, by number
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class HeadOutputs:
     """z of some heads in one run of the model, and which tokens were real (None: all)."""
 
-    numbers: Numbers
-    z: dict[SiteAddress, Tensor]  # (B, n, T, e) each
-    real: dict[SiteAddress, Tensor | None]  # (B, T) each
+    head_ids: HeadIdsByLayer
+    z: dict[LayerAddress, Tensor]  # (B, n, T, e) each
+    attention_masks: dict[LayerAddress, Tensor | None]  # (B, T) each
 
-    def of(self, chosen: tuple[Address, ...]) -> Tensor:
+    def z_of_heads(self, selected: tuple[Address, ...]) -> Tensor:
         """z of some heads of one layer, (B, n, T, e)."""
-        index = _find(self.numbers, chosen, "in the recorded run")
-        return self.z[chosen[0].site][:, index]
+        index = _find_heads(self.head_ids, selected, "in the recorded run")
+        return self.z[selected[0].layer_address][:, index]
 
 
 @dataclass(frozen=True, eq=False)
-class Means:
+class MeanActivations:
     """The mean z of every head over a corpus, in float64: one for all positions (n, e), or one for each (n, P, e)."""
 
-    by: By
-    numbers: Numbers
-    sums: dict[SiteAddress, Tensor]  # (n, P, e) each; P is 1 for one mean
-    counts: dict[SiteAddress, Tensor]  # (P,) each: how many rows
+    granularity: MeanGranularity
+    head_ids: HeadIdsByLayer
+    sums: dict[LayerAddress, Tensor]  # (n, P, e) each; P is 1 for one mean
+    counts: dict[LayerAddress, Tensor]  # (P,) each: how many rows
 
-    def of(self, chosen: tuple[Address, ...]) -> Tensor:
+    def means_of_heads(self, selected: tuple[Address, ...]) -> Tensor:
         """The means of some heads of one layer: (n, e), or (n, P, e) by position."""
-        site, index = chosen[0].site, _find(self.numbers, chosen, "among the means")
-        made = self.sums[site][index] / self.counts[site][:, None]  # (n, P, e)
-        return made[:, 0] if self.by == "global" else made
+        layer_address, index = selected[0].layer_address, _find_heads(self.head_ids, selected, "among the means")
+        means = self.sums[layer_address][index] / self.counts[layer_address][:, None]  # (n, P, e)
+        return means[:, 0] if self.granularity == "global" else means
 
     def __getitem__(self, head: Address | str) -> Tensor:
         """One head's mean: (e,), or (P, e) by position."""
-        return self.of((Address.parse(head) if isinstance(head, str) else head,))[0]
+        return self.means_of_heads((Address.parse(head) if isinstance(head, str) else head,))[0]
 
-    def at(self, chosen: tuple[Address, ...], places: Tensor) -> Tensor:
+    def at_positions(self, selected: tuple[Address, ...], positions: Tensor) -> Tensor:
         """The means where tokens stand at these places, (1 or B, T): broadcastable to (B, n, T, e)."""
-        made = self.of(chosen)
-        if self.by == "global":
-            return made[None, :, None]  # (1, n, 1, e)
-        if int(places.max()) >= made.shape[1]:
+        means = self.means_of_heads(selected)
+        if self.granularity == "global":
+            return means[None, :, None]  # (1, n, 1, e)
+        if int(positions.max()) >= means.shape[1]:
             raise HeadwiseError(
-                f"the text has {int(places.max()) + 1} tokens but means were taken for {made.shape[1]} positions; "
-                f"take them over longer texts, or by='global'."
+                f"the text has {int(positions.max()) + 1} tokens but means were taken for {means.shape[1]} positions; "
+                f"take them over longer texts, or granularity='global'."
             )
-        return made[:, places.to(made.device)].transpose(0, 1)  # (1 or B, n, T, e)
+        return means[:, positions.to(means.device)].transpose(0, 1)  # (1 or B, n, T, e)
 
-    def merge(self, other: "Means") -> "Means":
+    def merge(self, other: "MeanActivations") -> "MeanActivations":
         """Both together, as if one pass had seen everything."""
-        if (self.by, self.numbers) != (other.by, other.numbers):
+        if (self.granularity, self.head_ids) != (other.granularity, other.head_ids):
             raise HeadwiseError("means of different heads, or taken differently, cannot be merged; take them alike.")
-        sums = {site: _added(self.sums[site], other.sums[site], dim=1) for site in self.sums}
-        counts = {site: _added(self.counts[site], other.counts[site], dim=0) for site in self.counts}
-        return Means(self.by, self.numbers, sums, counts)
+        sums = {
+            layer_address: _add_padded(self.sums[layer_address], other.sums[layer_address], dim=1)
+            for layer_address in self.sums
+        }
+        counts = {
+            layer_address: _add_padded(self.counts[layer_address], other.counts[layer_address], dim=0)
+            for layer_address in self.counts
+        }
+        return MeanActivations(self.granularity, self.head_ids, sums, counts)
 
 
 @torch.no_grad()
 def record_z(
-    model: AnyModel,
+    model: ModelProtocol,
     ids: Tensor,
-    heads: Pattern = "*",
+    heads: HeadPattern = "*",
     *,
-    padding: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     source: Tensor | None = None,
-    source_padding: Tensor | None = None,
-) -> Run:
+    source_attention_mask: Tensor | None = None,
+) -> HeadOutputs:
     """Run the model once and keep z of some heads, as it enters W_O.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
     >>> run = record_z(Transformer(preset("nano")), torch.tensor([[72, 105, 33]]), "5.1,5.2")
-    >>> [(str(site), tuple(z.shape)) for site, z in run.z.items()]
+    >>> [(str(layer), tuple(z.shape)) for layer, z in run.z.items()]
     [('5', (1, 2, 3, 64))]
     """
-    run = Run({}, {}, {})
-    with quiet(model), ExitStack() as stack:
-        for site, chosen in chosen_sites(model, heads):
-            run.numbers[site.address] = tuple(address.head for address in chosen)
-            run.real[site.address] = source_padding if site.address.stack == "enc" else padding
-            stack.enter_context(site.listen(_keep(run, [site.index(address) for address in chosen])))
-        model(ids, padding=padding, source=source, source_padding=source_padding, hidden=True)
-    return run
+    outputs = HeadOutputs({}, {}, {})
+    with eval_mode(model), ExitStack() as stack:
+        for hook_point, selected in selected_hook_points(model, heads):
+            outputs.head_ids[hook_point.address] = tuple(address.head for address in selected)
+            outputs.attention_masks[hook_point.address] = (
+                source_attention_mask if hook_point.address.stack == "enc" else attention_mask
+            )
+            stack.enter_context(
+                hook_point.listen(_store_z(outputs, [hook_point.head_index(address) for address in selected]))
+            )
+        model(
+            ids, attention_mask=attention_mask, source=source, source_attention_mask=source_attention_mask, hidden=True
+        )
+    return outputs
 
 
 def mean_activations(
-    model: AnyModel,
-    on: Any = None,
-    by: By = "global",
+    model: ModelProtocol,
+    corpus: Any = None,
+    granularity: MeanGranularity = "global",
     *,
-    heads: Pattern = "*",
-    longest: int | None = None,
-    tokens: int = 2048,
-) -> Means:
+    heads: HeadPattern = "*",
+    max_length: int | None = None,
+    batch_tokens: int = 2048,
+) -> MeanActivations:
     """The mean z of every head over texts, one for all positions or one for each; padding never counts.
 
-    `on` is a text, a list of texts, a path or a Corpus; None: the embedded probe set, or the little language for its models.
-    `longest` cuts plain text into units of so many tokens (None: 256, or the model's context), `tokens` is how many are
-    read at once.
+    `corpus` is a text, a list of texts, a path or a Corpus; None: the embedded probe set, or the synthetic language for its
+    models. `max_length` cuts plain text into units of so many tokens (None: 256, or the model's context), `batch_tokens` is
+    how many are read at once.
     """
-    batches = make_batches(read_on(model, on, longest), tokens, device=model.device)
-    heads = pick(heads, [address for site in read_sites(model, heads) for address in site.addresses])
-    return mean_of(
+    batches = make_batches(eval_corpus(model, corpus, max_length), batch_tokens, device=model.device)
+    heads = select_heads(
+        heads, [address for hook_point in reachable_hook_points(model, heads) for address in hook_point.head_addresses]
+    )
+    return mean_of_outputs(
         (
             record_z(
                 model,
                 batch.ids,
                 heads,
-                padding=None if batch.whole else batch.real,
+                attention_mask=None if batch.is_unpadded else batch.real_tokens,
                 source=batch.source,
-                source_padding=batch.source_padding,
+                source_attention_mask=batch.source_attention_mask,
             )
             for batch in batches
         ),
-        by,
+        granularity,
     )
 
 
-def read_on(model: AnyModel, on: Any, longest: int | None = None) -> Reading:
+def eval_corpus(model: ModelProtocol, corpus: Any, max_length: int | None = None) -> TokenizedCorpus:
     """Texts, or pairs, that change and ablation are measured on: units of plain text have at most 256 tokens, unless said."""
-    return Reading.of(model, on, longest, answers=True, usual=LONGEST)
+    return TokenizedCorpus.of(model, corpus, max_length, needs_targets=True, default_length=DEFAULT_MAX_LENGTH)
 
 
-def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
+def as_head_outputs(model: ModelProtocol, inputs: Any, heads: HeadPattern = "*") -> HeadOutputs:
     """z of some heads where the model reads a text, token ids (T,) or (B, T), or a pair (source, text); a run stays.
 
     >>> from dataclasses import replace
@@ -151,101 +165,103 @@ def run_on(model: AnyModel, given: Any, heads: Pattern = "*") -> Run:
     >>> from headwise.text.build_tokenizers import byte_tokenizer
     >>> model = Transformer(replace(preset("nano"), vocab=257))
     >>> model.tokenizer = byte_tokenizer()
-    >>> [(str(site), tuple(z.shape)) for site, z in run_on(model, "Hi!", "5.1").z.items()]
+    >>> [(str(layer), tuple(z.shape)) for layer, z in as_head_outputs(model, "Hi!", "5.1").z.items()]
     [('5', (1, 1, 3, 64))]
     """
-    if isinstance(given, Run):
-        return given
-    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, str) for part in given):
-        batch = make_batch(list(Reading.of(model, [given], answers=True)), device=model.device)
-        return record_z(model, batch.ids, heads, source=batch.source, source_padding=batch.source_padding)
-    ids = torch.as_tensor(tokenizer_of(model).encode(given) if isinstance(given, str) else given, device=model.device)
+    if isinstance(inputs, HeadOutputs):
+        return inputs
+    if isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(part, str) for part in inputs):
+        batch = make_batch(list(TokenizedCorpus.of(model, [inputs], needs_targets=True)), device=model.device)
+        return record_z(model, batch.ids, heads, source=batch.source, source_attention_mask=batch.source_attention_mask)
+    ids = torch.as_tensor(
+        tokenizer_of(model).encode(inputs) if isinstance(inputs, str) else inputs, device=model.device
+    )
     ids = ids[None] if ids.ndim == 1 else ids  # (B, T)
     if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
         raise HeadwiseError(
-            f"another run is a text, token ids (T,) or (B, T), or a pair (source, text); got {given!r:.80}."
+            f"another run is a text, token ids (T,) or (B, T), or a pair (source, text); got {inputs!r:.80}."
         )
     return record_z(model, ids, heads)
 
 
-def mean_of(runs: Iterable[Run], by: By = "global") -> Means:
+def mean_of_outputs(outputs: Iterable[HeadOutputs], granularity: MeanGranularity = "global") -> MeanActivations:
     """The mean over runs, one after the other; for models that need more than a text, and for any set of inputs."""
-    if by not in ("global", "position"):
-        raise HeadwiseError(f"means are taken by 'global' or by 'position'; got {by!r}.")
-    total: Means | None = None
-    for run in runs:
-        here = _summed(run, by)
-        total = here if total is None else total.merge(here)
+    if granularity not in ("global", "position"):
+        raise HeadwiseError(f"the granularity of means is 'global' or 'position'; got {granularity!r}.")
+    total: MeanActivations | None = None
+    for output in outputs:
+        batch_means = _sum_outputs(output, granularity)
+        total = batch_means if total is None else total.merge(batch_means)
     if total is None:
         raise HeadwiseError("there is nothing to take a mean over; give at least one run.")
     return total
 
 
-def chosen_sites(model: HasSites, heads: Pattern) -> Iterator[tuple[Site, tuple[Address, ...]]]:
+def selected_hook_points(model: HasHookPoints, heads: HeadPattern) -> Iterator[tuple[HookPoint, tuple[Address, ...]]]:
     """The layers in which a pattern names heads, and those heads; "*" is all, in every stack."""
-    sites = model.all_sites()
-    there = tuple(address for site in sites for address in site.addresses)
-    wanted = set(there if isinstance(heads, str) and heads.strip() == "*" else select(heads, there))
-    for site in sites:
-        chosen = tuple(address for address in site.addresses if address in wanted)
-        if chosen:
-            yield site, chosen
+    hook_points = model.gathered_hook_points()
+    available = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
+    requested = set(available if isinstance(heads, str) and heads.strip() == "*" else select(heads, available))
+    for hook_point in hook_points:
+        selected = tuple(address for address in hook_point.head_addresses if address in requested)
+        if selected:
+            yield hook_point, selected
 
 
-def places_of(z: Tensor, real: Tensor | None) -> Tensor:
+def token_positions(z: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Where the tokens of a call stand, padding not counted: (1 or B, T)."""
-    if real is None:
+    if attention_mask is None:
         return torch.arange(z.shape[2], device=z.device)[None]
-    if real.shape != (len(z), z.shape[2]):
+    if attention_mask.shape != (len(z), z.shape[2]):
         raise HeadwiseError(
-            f"padding is {tuple(real.shape)} but the call is {(len(z), z.shape[2])}; True at real tokens."
+            f"attention_mask is {tuple(attention_mask.shape)} but the call is {(len(z), z.shape[2])}; True at real tokens."
         )
-    return (real.long().cumsum(1) - 1).clamp(min=0)
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def take_rows(z: Tensor, real: Tensor | None, places: Tensor, batch: int) -> Tensor:
+def gather_z_at_positions(z: Tensor, attention_mask: Tensor | None, positions: Tensor, batch: int) -> Tensor:
     """Rows of another run for tokens at these places, (1 or B, T); a shorter text begins again: (B, n, T, e)."""
     if len(z) not in (1, batch):
         raise HeadwiseError(f"the other run has {len(z)} texts and this one {batch}; give as many, or a single one.")
     first = torch.zeros(len(z), 1, dtype=torch.long, device=z.device)
-    length = first + z.shape[2] if real is None else real.long().sum(1, keepdim=True)  # (B, 1)
-    first = first if real is None else real.long().argmax(1, keepdim=True)
-    rows = (first + places.to(z.device) % length.clamp(min=1)).expand(batch, -1)  # (B, T)
-    return z.expand(batch, *z.shape[1:]).gather(
-        2, rows[:, None, :, None].expand(-1, z.shape[1], -1, z.shape[3])
-    )  # (B, n, T, e)
+    length = first + z.shape[2] if attention_mask is None else attention_mask.long().sum(1, keepdim=True)  # (B, 1)
+    first = first if attention_mask is None else attention_mask.long().argmax(1, keepdim=True)
+    rows = (first + positions.to(z.device) % length.clamp(min=1)).expand(batch, -1)  # (B, T)
+    rows = rows[:, None, :, None].expand(-1, z.shape[1], -1, z.shape[3])  # (B, n, T, e)
+    return z.expand(batch, *z.shape[1:]).gather(2, rows)
 
 
-def _keep(run: Run, index: list[int]) -> Callable[[Seen], None]:
-    def listener(seen: Seen) -> None:
-        run.z[seen.site.address] = seen.z[:, index].detach()
+def _store_z(outputs: HeadOutputs, index: list[int]) -> Callable[[AttentionCall], None]:
+    def listener(call: AttentionCall) -> None:
+        outputs.z[call.hook_point.address] = call.z[:, index].detach()
 
     return listener
 
 
-def _summed(run: Run, by: By) -> Means:
+def _sum_outputs(outputs: HeadOutputs, granularity: MeanGranularity) -> MeanActivations:
     sums, counts = {}, {}
-    for site, z in run.z.items():
-        real, z = run.real[site], z.double()  # (B, n, T, e)
-        rows = torch.ones(len(z), z.shape[2], device=z.device) if real is None else real
-        places = places_of(z, real).expand(len(z), -1)[rows.bool()]  # (rows,)
-        places = places if by == "position" else torch.zeros_like(places)
+    for layer_address, z in outputs.z.items():
+        attention_mask, z = outputs.attention_masks[layer_address], z.double()  # (B, n, T, e)
+        rows = torch.ones(len(z), z.shape[2], device=z.device) if attention_mask is None else attention_mask
+        positions = token_positions(z, attention_mask).expand(len(z), -1)[rows.bool()]  # (rows,)
+        positions = positions if granularity == "position" else torch.zeros_like(positions)
         flat = z.transpose(1, 2)[rows.bool()]  # (rows, n, e)
-        P = int(places.max()) + 1
-        sums[site] = flat.new_zeros(P, *flat.shape[1:]).index_add_(0, places, flat).transpose(0, 1)  # (n, P, e)
-        counts[site] = torch.bincount(places, minlength=P).double()
-    return Means(by, dict(run.numbers), sums, counts)
+        P = int(positions.max()) + 1
+        # (n, P, e)
+        sums[layer_address] = flat.new_zeros(P, *flat.shape[1:]).index_add_(0, positions, flat).transpose(0, 1)
+        counts[layer_address] = torch.bincount(positions, minlength=P).double()
+    return MeanActivations(granularity, dict(outputs.head_ids), sums, counts)
 
 
-def _find(numbers: Numbers, chosen: tuple[Address, ...], where: str) -> list[int]:
-    there = numbers.get(chosen[0].site, ())
-    for address in chosen:
-        if address.head not in there:
+def _find_heads(head_ids: HeadIdsByLayer, selected: tuple[Address, ...], where: str) -> list[int]:
+    recorded = head_ids.get(selected[0].layer_address, ())
+    for address in selected:
+        if address.head not in recorded:
             raise HeadwiseError(f"head {address} is not {where}; take it in with heads='*' or its address.")
-    return [there.index(address.head) for address in chosen]
+    return [recorded.index(address.head) for address in selected]
 
 
-def _added(a: Tensor, b: Tensor, dim: int) -> Tensor:
+def _add_padded(a: Tensor, b: Tensor, dim: int) -> Tensor:
     """A sum of two, the shorter one filled up with zeros."""
     long, short = (a, b) if a.shape[dim] >= b.shape[dim] else (b, a)
     total = long.clone()

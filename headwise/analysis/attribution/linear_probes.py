@@ -16,53 +16,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.batching import Batch, Unit, make_batches, run
-from headwise.analysis.recording.recording import pick
-from headwise.analysis.recording.text_buckets import CHOOSING, REPORTING
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.errors import HeadwiseError, close_names
+from headwise.analysis.recording.batching import TextSample, TokenBatch, forward_batch, make_batches
+from headwise.analysis.recording.recording import select_heads
+from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.errors import HeadwiseError, suggest_names
 from headwise.heads.attention import MultiHeadAttention
-from headwise.heads.head import Pattern
-from headwise.heads.hook_point import Seen
-from headwise.kernels.precision import at_least_float32
-from headwise.kernels.score_params import spread
-from headwise.model import AnyModel, quiet
+from headwise.heads.head import HeadPattern
+from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.score_params import repeat_kv
+from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
-from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
+from headwise.text.token_alignment import Alignment
 
 TARGETS = ("position", "word", "class")
-SIDES = ("q", "k", "z")
-BINS = 8  # of positions, equally full
-WORDS = 50  # the commonest
-DRAWS = 4  # random projections per layer
+PROBED_TENSORS = ("q", "k", "z")
+POSITION_BINS = 8  # of positions, equally full
+NUM_WORDS = 50  # the commonest
+NUM_PROJECTIONS = 4  # random projections per layer
 RIDGE = 1e-3  # of the features' mean variance
-Key = tuple[Any, str]  # a head's address and q, k or z; or a layer's, and the number of a random projection
+ProbeKey = tuple[Any, str]  # a head's address and q, k or z; or a layer's, and the number of a random projection
 
 
-class Decoded(NamedTuple):
+class ProbeAccuracy(NamedTuple):
     """How often a linear reader is right on texts it was not fitted on."""
 
     head: str
-    side: str  # q, k or z
-    what: str  # position, word or class
+    tensor: str  # q, k or z
+    target: str  # position, word or class
     accuracy: float
-    null: float  # from random projections of what the layer reads, of the same size: the mean
-    null_sd: float  # and the spread, over projections
+    baseline: float  # from random projections of what the layer reads, of the same size: the mean
+    baseline_sd: float  # and the spread, over projections
     majority: float  # always saying the commonest
     rows: int
 
 
 @dataclass(frozen=True, eq=False)
-class Labels:
+class ProbeLabels:
     """What stands at the last token of each word of a unit: places (n,), and for each target a number, −1: none."""
 
-    places: np.ndarray
+    positions: np.ndarray
     targets: dict[str, np.ndarray]
 
 
 @dataclass(eq=False)
-class Fit:
+class RidgeAccumulator:
     """Sums from which a ridge regression on one-hot targets follows in closed form; they add up over batches."""
 
     n: float = 0.0
@@ -71,8 +71,8 @@ class Fit:
     xx: np.ndarray | float = 0.0  # (d, d)
     xy: np.ndarray | float = 0.0  # (d, c)
     hits: int = 0
-    tried: int = 0
-    _solved: tuple[np.ndarray, np.ndarray] | None = field(default=None)
+    tested: int = 0
+    _solution: tuple[np.ndarray, np.ndarray] | None = field(default=None)
 
     def add(self, features: np.ndarray, labels: np.ndarray, classes: int) -> None:
         """Rows to fit on: (n, d), (n,)."""
@@ -80,185 +80,207 @@ class Fit:
         self.n, self.x, self.y = self.n + len(features), self.x + features.sum(0), self.y + onehot.sum(0)
         self.xx, self.xy = self.xx + features.T @ features, self.xy + features.T @ onehot
 
-    def test(self, features: np.ndarray, labels: np.ndarray) -> None:
+    def add_test_rows(self, features: np.ndarray, labels: np.ndarray) -> None:
         """Rows to be right about."""
         weight, bias = self.solution()
         self.hits += int(((features @ weight + bias).argmax(1) == labels).sum())
-        self.tried += len(labels)
+        self.tested += len(labels)
 
     def solution(self, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
         """Weights (d, c) and biases (c,) of the regression; the bias is not shrunk."""
-        if self._solved is None:
+        if self._solution is None:
             mean, rate = np.asarray(self.x) / self.n, np.asarray(self.y) / self.n
-            spread = np.asarray(self.xx) / self.n - np.outer(mean, mean)
-            joint = np.asarray(self.xy) / self.n - np.outer(mean, rate)
-            shrink = ridge * max(np.trace(spread) / len(mean), 1e-12) * np.eye(len(mean))
-            weight = np.linalg.solve(spread + shrink, joint)
-            self._solved = weight, rate - mean @ weight
-        return self._solved
+            covariance = np.asarray(self.xx) / self.n - np.outer(mean, mean)
+            cross_covariance = np.asarray(self.xy) / self.n - np.outer(mean, rate)
+            shrink = ridge * max(np.trace(covariance) / len(mean), 1e-12) * np.eye(len(mean))
+            weight = np.linalg.solve(covariance + shrink, cross_covariance)
+            self._solution = weight, rate - mean @ weight
+        return self._solution
 
 
-def decodable(
-    model: AnyModel, corpus: Any = None, heads: Pattern = "*", what: str | Sequence[str] = ("position", "class"),
-    sides: str | Sequence[str] = SIDES, *, tokens: int = 4096, seed: int = 0,
-) -> list[Decoded]:  # fmt: skip
+def linear_probe(
+    model: ModelProtocol, corpus: Any = None, heads: HeadPattern = "*", targets: str | Sequence[str] = ("position", "class"),
+    tensors: str | Sequence[str] = PROBED_TENSORS, *, batch_tokens: int = 4096, seed: int = 0,
+) -> list[ProbeAccuracy]:  # fmt: skip
     """Position, word and part of speech, read linearly from each head's q, k and z; half the texts fit, half are tested.
 
     `position` is one of eight equally full ranges, `word` one of the fifty commonest, `class` a document's part of speech;
-    all at the last token of each word. Without a corpus: 64 documents of the little language, which have classes.
+    all at the last token of each word. Without a corpus: 64 documents of the synthetic language, which have classes.
     """
-    targets, sides = _names(what, TARGETS, "decoded"), _names(sides, SIDES, "decoded from")
-    chosen = set(pick(heads, model.spec.addresses))
-    units = list(Reading.of(model, Corpus.little(documents=64) if corpus is None else corpus))
-    dealt = _dealt(units)
-    labels, sizes = _labels(units, targets, dealt)
-    majorities = {name: _majority(dealt, labels, name) for name in targets}
-    projections = _projections(model, chosen, seed)
-    fits: dict[tuple[Key, str], Fit] = {}
+    target_names, tensors = (
+        _check_names(targets, TARGETS, "decoded"),
+        _check_names(tensors, PROBED_TENSORS, "decoded from"),
+    )
+    selected = set(select_heads(heads, model.spec.head_addresses))
+    samples = list(TokenizedCorpus.of(model, Corpus.synthetic(documents=64) if corpus is None else corpus))
+    half_of = _assign_halves(samples)
+    labels, sizes = _labels(samples, target_names, half_of)
+    majorities = {name: _majority(half_of, labels, name) for name in target_names}
+    projections = _projections(model, selected, seed)
+    fits: dict[tuple[ProbeKey, str], RidgeAccumulator] = {}
 
-    def fit(key: Key, name: str, features: np.ndarray, found: np.ndarray) -> None:
-        fits.setdefault((key, name), Fit()).add(features, found, sizes[name])
+    def fit(key: ProbeKey, name: str, features: np.ndarray, label_ids: np.ndarray) -> None:
+        fits.setdefault((key, name), RidgeAccumulator()).add(features, label_ids, sizes[name])
 
-    def test(key: Key, name: str, features: np.ndarray, found: np.ndarray) -> None:
-        fits[key, name].test(features, found)
+    def test(key: ProbeKey, name: str, features: np.ndarray, label_ids: np.ndarray) -> None:
+        fits[key, name].add_test_rows(features, label_ids)
 
-    with quiet(model), torch.no_grad():
-        for half, use in ((CHOOSING, fit), (REPORTING, test)):
-            some = [unit for unit in units if dealt[unit.number] == half]
-            for batch in make_batches(some, tokens, device=model.device):
-                _read(model, batch, labels, chosen, sides, projections, use)
+    with eval_mode(model), torch.no_grad():
+        for half, use in ((SELECTION, fit), (REPORTING, test)):
+            half_samples = [sample for sample in samples if half_of[sample.index] == half]
+            for batch in make_batches(half_samples, batch_tokens, device=model.device):
+                _collect_features(model, batch, labels, selected, tensors, projections, use)
     return [
-        _decoded(address, side, name, fits, majorities[name])
-        for address in model.spec.addresses
-        if address in chosen
-        for side in sides
-        for name in targets
+        _probe_accuracy(address, tensor, name, fits, majorities[name])
+        for address in model.spec.head_addresses
+        if address in selected
+        for tensor in tensors
+        for name in target_names
     ]
 
 
-def _read(
-    model: AnyModel,
-    batch: Batch,
-    labels: dict[int, Labels],
-    chosen: set[Address],
-    sides: Sequence[str],
+def _collect_features(
+    model: ModelProtocol,
+    batch: TokenBatch,
+    labels: dict[int, ProbeLabels],
+    selected: set[Address],
+    tensors: Sequence[str],
     projections: dict[Any, Tensor],
-    use: Callable[[Key, str, np.ndarray, np.ndarray], None],
+    use: Callable[[ProbeKey, str, np.ndarray, np.ndarray], None],
 ) -> None:
     """Run a batch and hand every head's rows, and those of the random projections, to whoever fits or tests."""
-    rows = torch.tensor([row for row, unit in enumerate(batch.units) for _ in labels[unit.number].places])
-    begins = zip(batch.units, batch.first.tolist(), strict=True)
-    places = torch.tensor([first + place for unit, first in begins for place in labels[unit.number].places])
+    rows = torch.tensor([row for row, sample in enumerate(batch.samples) for _ in labels[sample.index].positions])
+    sample_starts = zip(batch.samples, batch.first_token_positions.tolist(), strict=True)
+    positions = torch.tensor(
+        [first + position for sample, first in sample_starts for position in labels[sample.index].positions]
+    )
     names = next(iter(labels.values())).targets
-    wanted = {name: np.concatenate([labels[unit.number].targets[name] for unit in batch.units]) for name in names}
+    labels_by_target = {
+        name: np.concatenate([labels[sample.index].targets[name] for sample in batch.samples]) for name in names
+    }
 
-    def give(keys: Sequence[Key | None], x: Tensor) -> None:
+    def emit(keys: Sequence[ProbeKey | None], x: Tensor) -> None:
         """Features of many at once, (B, h, T, d), one key each; None: nobody asked."""
-        features = x[rows, :, places].double().cpu().numpy()  # (n, h, d)
+        features = x[rows, :, positions].double().cpu().numpy()  # (n, h, d)
         for i, key in enumerate(keys):
-            for name, found in wanted.items() if key is not None else ():
-                there = found >= 0
-                if key is not None and there.any():
-                    use(key, name, features[there, i], found[there])
+            for name, label_ids in labels_by_target.items() if key is not None else ():
+                has_label = label_ids >= 0
+                if key is not None and has_label.any():
+                    use(key, name, features[has_label, i], label_ids[has_label])
 
-    def hear(seen: Seen) -> None:
-        for side, x in (("q", seen.q), ("k", spread(seen.k, seen.terms.groups)), ("z", seen.z)):
-            keys = [(address, side) if address in chosen else None for address in seen.site.addresses]
-            if side in sides and any(keys):
-                give(keys, x)
+    def on_call(call: AttentionCall) -> None:
+        for tensor, x in (("q", call.q), ("k", repeat_kv(call.k, call.params.kv_of_head)), ("z", call.z)):
+            keys = [(address, tensor) if address in selected else None for address in call.hook_point.head_addresses]
+            if tensor in tensors and any(keys):
+                emit(keys, x)
 
-    def project(layer: MultiHeadAttention, module: Any, given: tuple[Any, ...]) -> None:
-        x, here = given[0], projections.get(layer.site.address)
-        if here is not None:
-            keys = [(layer.site.address, str(number)) for number in range(len(here))]
+    def project(layer: MultiHeadAttention, module: Any, args: tuple[Any, ...]) -> None:
+        x, projection = args[0], projections.get(layer.hook_point.address)
+        if projection is not None:
+            keys = [(layer.hook_point.address, str(index)) for index in range(len(projection))]
             x = at_least_float32(x)
-            give(keys, x[:, None] @ here.to(x))  # (B, draws, T, d)
+            emit(keys, x[:, None] @ projection.to(x))  # (B, draws, T, d)
 
     with ExitStack() as watching:
         for layer in model.attention_layers():
-            watching.enter_context(layer.site.listen(hear))
+            watching.enter_context(layer.hook_point.listen(on_call))
             watching.callback(layer.register_forward_pre_hook(partial(project, layer)).remove)
-        run(model, batch)
+        forward_batch(model, batch)
 
 
-def _projections(model: AnyModel, chosen: set[Address], seed: int) -> dict[Any, Tensor]:
+def _projections(model: ModelProtocol, selected: set[Address], seed: int) -> dict[Any, Tensor]:
     """For each layer some random matrices from the stream to the size of a head, (draws, D, d)."""
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     d, D = model.spec.attention.head_dim, model.spec.width
-    sites = [site for site in model.spec.sites if any(address.site == site for address in chosen)]
-    return {site: torch.randn(DRAWS, D, d, generator=dice) / D**0.5 for site in sites}
+    layer_addresses = [
+        layer_address
+        for layer_address in model.spec.layer_addresses
+        if any(address.layer_address == layer_address for address in selected)
+    ]
+    return {
+        layer_address: torch.randn(NUM_PROJECTIONS, D, d, generator=generator) / D**0.5
+        for layer_address in layer_addresses
+    }
 
 
-def _dealt(units: Sequence[Unit]) -> dict[int, int]:
+def _assign_halves(samples: Sequence[TextSample]) -> dict[int, int]:
     """The half of each unit, by its number: texts in the order of a hash of them take turns, the same text in one half."""
-    order = sorted({unit.ids for unit in units}, key=lambda ids: hashlib.sha256(repr(ids).encode()).digest())
+    order = sorted({sample.ids for sample in samples}, key=lambda ids: hashlib.sha256(repr(ids).encode()).digest())
     if len(order) < 2:
         raise HeadwiseError(
             f"decoding fits on half of the texts and tests on the other; got {len(order)}, need 2 or more that differ."
         )
-    halves = {ids: (CHOOSING, REPORTING)[place % 2] for place, ids in enumerate(order)}
-    return {unit.number: halves[unit.ids] for unit in units}
+    halves = {ids: (SELECTION, REPORTING)[rank % 2] for rank, ids in enumerate(order)}
+    return {sample.index: halves[sample.ids] for sample in samples}
 
 
 def _labels(
-    units: Sequence[Unit], targets: Sequence[str], dealt: dict[int, int]
-) -> tuple[dict[int, Labels], dict[str, int]]:
+    samples: Sequence[TextSample], targets: Sequence[str], half_of: dict[int, int]
+) -> tuple[dict[int, ProbeLabels], dict[str, int]]:
     """The labels of every unit, and how many classes each target has. Only the fitting half decides what the classes are."""
-    if "class" in targets and not any(unit.document is not None and unit.document.classes for unit in units):
+    if "class" in targets and not any(sample.document is not None and sample.document.classes for sample in samples):
         raise HeadwiseError(
-            "these texts have no word classes; use the little language or a treebank, or leave 'class' out of what=."
+            "these texts have no word classes; use the synthetic language or a treebank, or leave 'class' out of targets=."
         )
-    ends = {unit.number: _ends(unit.alignment) for unit in units}
-    fitting = [unit for unit in units if dealt[unit.number] == CHOOSING]
-    edges = np.quantile([p for unit in fitting for _, p in ends[unit.number]], np.arange(1, BINS) / BINS)
-    common = Counter(word.casefold() for unit in fitting for word in unit.alignment.words).most_common(WORDS)
+    last_tokens = {sample.index: _last_tokens(sample.alignment) for sample in samples}
+    fitting = [sample for sample in samples if half_of[sample.index] == SELECTION]
+    edges = np.quantile(
+        [p for sample in fitting for _, p in last_tokens[sample.index]], np.arange(1, POSITION_BINS) / POSITION_BINS
+    )
+    common = Counter(word.casefold() for sample in fitting for word in sample.alignment.words).most_common(NUM_WORDS)
     words = {word: i for i, (word, _) in enumerate(common)}
-    kinds = sorted({kind for unit in fitting if unit.document is not None for kind in unit.document.classes})
-    numbers = {kind: i for i, kind in enumerate(kinds)}
-    made = {}
-    for unit in units:
-        places = np.array([place for _, place in ends[unit.number]], dtype=np.int64)
-        classes = unit.document.classes if unit.document is not None else ()
-        found = {
-            "position": np.searchsorted(edges, places, side="right"),
+    word_classes = sorted(
+        {word_class for sample in fitting if sample.document is not None for word_class in sample.document.classes}
+    )
+    class_ids = {word_class: i for i, word_class in enumerate(word_classes)}
+    labels = {}
+    for sample in samples:
+        positions = np.array([position for _, position in last_tokens[sample.index]], dtype=np.int64)
+        classes = sample.document.classes if sample.document is not None else ()
+        label_ids = {
+            "position": np.searchsorted(edges, positions, side="right"),
             "word": np.array(
-                [words.get(unit.alignment.words[w].casefold(), -1) for w, _ in ends[unit.number]], np.int64
+                [words.get(sample.alignment.words[w].casefold(), -1) for w, _ in last_tokens[sample.index]], np.int64
             ),
-            "class": np.array([numbers.get(classes[w], -1) if classes else -1 for w, _ in ends[unit.number]], np.int64),
+            "class": np.array(
+                [class_ids.get(classes[w], -1) if classes else -1 for w, _ in last_tokens[sample.index]], np.int64
+            ),
         }
-        made[unit.number] = Labels(places, {name: found[name] for name in targets})
-    return made, {"position": BINS, "word": len(words), "class": len(kinds)}
+        labels[sample.index] = ProbeLabels(positions, {name: label_ids[name] for name in targets})
+    return labels, {"position": POSITION_BINS, "word": len(words), "class": len(word_classes)}
 
 
-def _ends(aligned: Alignment) -> list[tuple[int, int]]:
+def _last_tokens(alignment: Alignment) -> list[tuple[int, int]]:
     """Words with their last tokens; one whose last token is another's too has none of its own, and is left out."""
-    ends = [(word, tokens[-1]) for word, tokens in enumerate(aligned.tokens_of_word) if tokens]
-    return [(word, token) for word, token in ends if aligned.words_of_token[token] == (word,)]
+    pairs = [(word, tokens[-1]) for word, tokens in enumerate(alignment.tokens_of_word) if tokens]
+    return [(word, token) for word, token in pairs if alignment.words_of_token[token] == (word,)]
 
 
-def _majority(dealt: dict[int, int], labels: dict[int, Labels], name: str) -> float:
+def _majority(half_of: dict[int, int], labels: dict[int, ProbeLabels], name: str) -> float:
     """How often the commonest answer of the fitting half is right on the other."""
     halves: list[list[int]] = [[], []]
-    for number, half in dealt.items():
-        found = labels[number].targets[name]
-        halves[half] += found[found >= 0].tolist()
-    commonest = Counter(halves[CHOOSING]).most_common(1)[0][0]
+    for index, half in half_of.items():
+        label_ids = labels[index].targets[name]
+        halves[half] += label_ids[label_ids >= 0].tolist()
+    commonest = Counter(halves[SELECTION]).most_common(1)[0][0]
     return float(np.mean(np.array(halves[REPORTING]) == commonest))
 
 
-def _decoded(address: Address, side: str, name: str, fits: dict[tuple[Key, str], Fit], majority: float) -> Decoded:
-    mine = fits[(address, side), name]
-    nulls = [fits[(address.site, str(number)), name] for number in range(DRAWS)]
-    rates = [fit.hits / fit.tried for fit in nulls]
-    return Decoded(
-        str(address), side, name, mine.hits / mine.tried, float(np.mean(rates)), float(np.std(rates, ddof=1)), majority,
-        mine.tried,
+def _probe_accuracy(
+    address: Address, tensor: str, name: str, fits: dict[tuple[ProbeKey, str], RidgeAccumulator], majority: float
+) -> ProbeAccuracy:
+    own_fit = fits[(address, tensor), name]
+    baselines = [fits[(address.layer_address, str(index)), name] for index in range(NUM_PROJECTIONS)]
+    rates = [fit.hits / fit.tested for fit in baselines]
+    return ProbeAccuracy(
+        str(address), tensor, name, own_fit.hits / own_fit.tested, float(np.mean(rates)), float(np.std(rates, ddof=1)),
+        majority, own_fit.tested,
     )  # fmt: skip
 
 
-def _names(given: str | Sequence[str], known: Sequence[str], verb: str) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given)
+def _check_names(value: str | Sequence[str], valid: Sequence[str], verb: str) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value)
     for name in names:
-        if name not in known:
-            raise HeadwiseError(f"{name!r} cannot be {verb}; {close_names(str(name), known)}")
+        if name not in valid:
+            raise HeadwiseError(f"{name!r} cannot be {verb}; {suggest_names(str(name), valid)}")
     return names

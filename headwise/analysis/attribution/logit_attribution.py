@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import Seen
-from headwise.kernels.precision import rounding_bound
-from headwise.model import AnyModel, Wiring, quiet
+from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import rounding_bound
+from headwise.model import ModelProtocol, ResidualStream, eval_mode
 
 TOLERANCE = 1e-5  # relative; of a logit that the model computed in float32 or float64
 
 
 @dataclass(frozen=True)
-class Attribution:
+class LogitAttribution:
     """What each part adds to a logit, or to the difference of two. `error` is |Σ parts − logit| beside the largest of
     |logit| and the parts: parts can be large and cancel."""
 
@@ -38,7 +38,7 @@ class Attribution:
     @property
     def parts(self) -> dict[str, float]:
         """All of them by name, in the order data walks through them but for the biases."""
-        mlps = {f"mlp.{layer}": share for layer, share in self.mlps.items()}
+        mlps = {f"mlp.{layer}": contribution for layer, contribution in self.mlps.items()}
         return {"embedding": self.embedding, **self.heads, **mlps, "biases": self.biases}
 
     @property
@@ -47,55 +47,60 @@ class Attribution:
         return sum(self.parts.values())
 
     @property
-    def error(self) -> float:
+    def relative_error(self) -> float:
         """How far the sum is off, relatively."""
         return abs(self.total - self.logit) / max(abs(self.logit), *map(abs, self.parts.values()), 1e-30)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the parts add up."""
-        return self.error <= self.tolerance
+        return self.relative_error <= self.tolerance
 
-    def strongest(self, k: int = 10) -> list[tuple[str, float]]:
+    def top_parts(self, k: int = 10) -> list[tuple[str, float]]:
         """The parts that matter most, for or against."""
         return sorted(self.parts.items(), key=lambda part: -abs(part[1]))[:k]
 
 
 def logit_attribution(
-    model: AnyModel, text: str | Sequence[int] | Tensor, answer: str | int, wrong: str | int | None = None,
+    model: ModelProtocol, text: str | Sequence[int] | Tensor, answer: str | int, wrong: str | int | None = None,
     *, position: int = -1,
-) -> Attribution:  # fmt: skip
+) -> LogitAttribution:  # fmt: skip
     """Share out the logit of `answer` at a position, or its lead over `wrong`, among heads, MLPs, embedding and biases.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
-    >>> made = logit_attribution(Transformer(preset("nano")), [72, 105], answer=33, wrong=34)
-    >>> made.complete, len(made.heads), len(made.mlps)
+    >>> attribution = logit_attribution(Transformer(preset("nano")), [72, 105], answer=33, wrong=34)
+    >>> attribution.is_complete, len(attribution.heads), len(attribution.mlps)
     (True, 36, 6)
     """
-    _check(model)
+    _check_supported(model)
     ids = as_ids(model, text)
     T = ids.shape[1]
     if not -T <= position < T:
         raise HeadwiseError(f"there is no position {position}; the text has {T} tokens.")
-    right = token_id(model, answer, "answer")
-    other = None if wrong is None else token_id(model, wrong, "wrong")
-    with quiet(model), torch.no_grad():
-        wiring = model.wiring()
-        with caught_parts(model, wiring, position) as caught:
+    answer_id = token_id(model, answer, "answer")
+    wrong_id = None if wrong is None else token_id(model, wrong, "wrong")
+    with eval_mode(model), torch.no_grad():
+        residual = model.residual_stream()
+        with capture_residual(model, residual, position) as capture:
             logits = model(ids)[0, position].double()  # (V,)
-        direction, biases = _direction(wiring, caught.last, right, other)  # (D,)
+        direction, biases = _logit_direction(residual, capture.final_state, answer_id, wrong_id)  # (D,)
         heads: dict[str, float] = {}
         for layer in model.attention_layers():
-            way, added = _way(wiring, caught, layer.site.address.layer, direction)  # (D,)
-            biases += added + (0.0 if layer.b_O is None else float(layer.b_O.double() @ way))
-            for i, address in enumerate(layer.site.addresses):
-                z, W_O = caught.z[layer.site][i], layer.site.W_O[i]  # (e,), (e, D)
-                heads[str(address)] = float(z.double() @ (W_O.double() @ way))
-        mlps = {str(layer): float(made.double() @ direction) for layer, made in caught.mlps.items()}
-        embedding = float(caught.embedding.double() @ direction)
-    logit = float(logits[right]) - (0.0 if other is None else float(logits[other]))
-    return Attribution(logit, heads, mlps, embedding, biases, _tolerance(caught.last.dtype, len(wiring.steps)))
+            # (D,)
+            layer_direction, bias_part = _direction_before_post_norm(
+                residual, capture, layer.hook_point.address.layer, direction
+            )
+            biases += bias_part + (0.0 if layer.b_O is None else float(layer.b_O.double() @ layer_direction))
+            for i, address in enumerate(layer.hook_point.head_addresses):
+                z, W_O = capture.z[layer.hook_point][i], layer.hook_point.W_O[i]  # (e,), (e, D)
+                heads[str(address)] = float(z.double() @ (W_O.double() @ layer_direction))
+        mlps = {str(layer): float(output.double() @ direction) for layer, output in capture.mlps.items()}
+        embedding = float(capture.embedding.double() @ direction)
+    logit = float(logits[answer_id]) - (0.0 if wrong_id is None else float(logits[wrong_id]))
+    return LogitAttribution(
+        logit, heads, mlps, embedding, biases, _tolerance(capture.final_state.dtype, len(residual.layers))
+    )
 
 
 def _tolerance(dtype: torch.dtype, layers: int) -> float:
@@ -104,89 +109,99 @@ def _tolerance(dtype: torch.dtype, layers: int) -> float:
     return max(TOLERANCE, rounding_bound(dtype, 3 * layers + 4))
 
 
-class Caught:
+class CapturedComponents:
     """What passed at one position of the only text, or at all of them: then every tensor has an axis of tokens more."""
 
     def __init__(self) -> None:
         self.z: dict[Any, Tensor] = {}  # by site: (H, e), or (H, T, e)
         self.mlps: dict[int, Tensor] = {}  # (D,), or (T, D)
-        self.wrote: dict[int, Tensor] = {}  # what attention wrote, where a norm stands between it and the stream: (D,)
-        self.embedding = self.last = torch.empty(0)  # (D,): as the stream begins, and as it enters the final norm
+        # what attention wrote, where a norm stands between it and the stream: (D,)
+        self.attention_outputs: dict[int, Tensor] = {}
+        # (D,): as the stream begins, and as it enters the final norm
+        self.embedding = self.final_state = torch.empty(0)
 
 
 @contextmanager
-def caught_parts(model: AnyModel, wiring: Wiring, position: int | slice) -> Iterator[Caught]:
+def capture_residual(
+    model: ModelProtocol, residual: ResidualStream, position: int | slice
+) -> Iterator[CapturedComponents]:
     """Watch one position from outside, or all; nothing that passes is changed."""
-    caught = Caught()
+    capture = CapturedComponents()
 
-    def hear(seen: Seen) -> None:
-        caught.z[seen.site] = seen.z[0, :, position].clone()
+    def on_call(call: AttentionCall) -> None:
+        capture.z[call.hook_point] = call.z[0, :, position].clone()
 
-    def here(passing: Any) -> Tensor:
-        states = passing[0] if isinstance(passing, tuple) else passing
+    def at_position(value: Any) -> Tensor:
+        states = value[0] if isinstance(value, tuple) else value
         rows = states.reshape(-1, states.shape[-1])  # (T, D): some models drop the batch axis on the way
         return rows[position].clone()  # (D,)
 
-    def keep_first(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        caught.embedding = here(given or named["hidden_states"])
+    def keep_first(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        capture.embedding = at_position(args or kwargs["hidden_states"])
 
-    def keep_last(module: nn.Module, given: tuple[Tensor]) -> None:
-        caught.last = here(given)
+    def keep_last(module: nn.Module, args: tuple[Tensor]) -> None:
+        capture.final_state = at_position(args)
 
-    def keep_wrote(module: nn.Module, given: tuple[Tensor], layer: int) -> None:
-        caught.wrote[layer] = here(given)
+    def keep_attention_output(module: nn.Module, args: tuple[Tensor], layer: int) -> None:
+        capture.attention_outputs[layer] = at_position(args)
 
-    def keep_mlp(module: nn.Module, given: Any, made: Any, layer: int) -> None:
-        caught.mlps[layer] = here(made)
+    def keep_mlp(module: nn.Module, args: Any, output: Any, layer: int) -> None:
+        capture.mlps[layer] = at_position(output)
 
-    with ExitStack() as watching:
-        for site in model.all_sites():
-            watching.enter_context(site.listen(hear))
-        for layer, step in wiring.steps.items():
-            watching.callback(step.mlp.register_forward_hook(partial(keep_mlp, layer=layer)).remove)
-            if step.after is not None:
-                norm = step.after.module
-                watching.callback(norm.register_forward_pre_hook(partial(keep_wrote, layer=layer)).remove)
-        watching.callback(wiring.first.register_forward_pre_hook(keep_first, with_kwargs=True).remove)
-        watching.callback(wiring.norm.module.register_forward_pre_hook(keep_last).remove)
-        yield caught
+    with ExitStack() as stack:
+        for hook_point in model.gathered_hook_points():
+            stack.enter_context(hook_point.listen(on_call))
+        for layer, residual_layer in residual.layers.items():
+            stack.callback(residual_layer.mlp.register_forward_hook(partial(keep_mlp, layer=layer)).remove)
+            if residual_layer.post_norm is not None:
+                norm = residual_layer.post_norm.module
+                stack.callback(norm.register_forward_pre_hook(partial(keep_attention_output, layer=layer)).remove)
+        stack.callback(residual.first_module.register_forward_pre_hook(keep_first, with_kwargs=True).remove)
+        stack.callback(residual.norm.module.register_forward_pre_hook(keep_last).remove)
+        yield capture
 
 
 @contextmanager
-def layer_inputs(layer: Any) -> Iterator[list[Tensor]]:
+def capture_layer_inputs(layer: Any) -> Iterator[list[Tensor]]:
     """Collect what an attention layer reads, while open."""
     inputs: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    hook = layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
         yield inputs
     finally:
         hook.remove()
 
 
-def _direction(wiring: Wiring, last: Tensor, right: int, other: int | None) -> tuple[Tensor, float]:
+def _logit_direction(
+    residual: ResidualStream, final_state: Tensor, answer_id: int, wrong_id: int | None
+) -> tuple[Tensor, float]:
     """The direction in the stream that the logit reads at this frozen scale, (D,), and what biases behind it add."""
-    words, bias = wiring.vocabulary.weight, getattr(wiring.vocabulary, "bias", None)
+    unembedding, bias = residual.vocabulary.weight, getattr(residual.vocabulary, "bias", None)
 
-    def lead(of: Tensor) -> Tensor:
-        return (of[right].double() - (0.0 if other is None else of[other].double())) * wiring.scale
+    def answer_minus_wrong(tensor: Tensor) -> Tensor:
+        return (
+            tensor[answer_id].double() - (0.0 if wrong_id is None else tensor[wrong_id].double())
+        ) * residual.logit_scale
 
-    read = lead(words)  # (D,)
-    added = 0.0 if wiring.norm.bias is None else float(wiring.norm.bias.double() @ read)
-    added += 0.0 if bias is None else float(lead(bias))
-    return wiring.norm.back(read, last), added
+    direction = answer_minus_wrong(unembedding)  # (D,)
+    bias_part = 0.0 if residual.norm.bias is None else float(residual.norm.bias.double() @ direction)
+    bias_part += 0.0 if bias is None else float(answer_minus_wrong(bias))
+    return residual.norm.pull_back(direction, final_state), bias_part
 
 
-def _way(wiring: Wiring, caught: Caught, layer: int, direction: Tensor) -> tuple[Tensor, float]:
+def _direction_before_post_norm(
+    residual: ResidualStream, capture: CapturedComponents, layer: int, direction: Tensor
+) -> tuple[Tensor, float]:
     """The same direction as attention in a layer meets it, (D,), and what a norm in between adds of its own."""
-    after = wiring.steps[layer].after
-    if after is None:
+    post_norm = residual.layers[layer].post_norm
+    if post_norm is None:
         return direction, 0.0
-    added = 0.0 if after.bias is None else float(after.bias.double() @ direction)
-    return after.back(direction, caught.wrote[layer]), added
+    bias_part = 0.0 if post_norm.bias is None else float(post_norm.bias.double() @ direction)
+    return post_norm.pull_back(direction, capture.attention_outputs[layer]), bias_part
 
 
-def _check(model: AnyModel) -> None:
-    if model.spec.form == "post":
+def _check_supported(model: ModelProtocol) -> None:
+    if model.spec.norm_placement == "post":
         raise HeadwiseError(
             "in a post-norm model every layer ends in a norm, so the stream is not a sum of what parts wrote and logits "
             "cannot be shared out; silence heads instead: model.heads[…].silenced()."
@@ -197,7 +212,7 @@ def _check(model: AnyModel) -> None:
         )
 
 
-def as_ids(model: AnyModel, text: str | Sequence[int] | Tensor) -> Tensor:
+def as_ids(model: ModelProtocol, text: str | Sequence[int] | Tensor) -> Tensor:
     """A text, a list of ids or a tensor of one row as (1, T)."""
     if isinstance(text, str):
         text = tokenizer_of(model).encode(text)
@@ -208,18 +223,18 @@ def as_ids(model: AnyModel, text: str | Sequence[int] | Tensor) -> Tensor:
     return ids
 
 
-def token_id(model: AnyModel, token: str | int, what: str) -> int:
+def token_id(model: ModelProtocol, token: str | int, name: str) -> int:
     """One entry of the vocabulary, by its id or by a text that is just one token."""
     if isinstance(token, str):
         tokenizer = tokenizer_of(model)
-        ids = tokenizer.encode(token, special=False)
+        ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
-            pieces = " ".join(repr(tokenizer.token(i)) for i in ids) or "nothing"
+            token_texts = " ".join(repr(tokenizer.token(i)) for i in ids) or "nothing"
             raise HeadwiseError(
-                f"{what} must be one token, but {token!r} is {pieces}; give one of them or its id (a word that follows "
+                f"{name} must be one token, but {token!r} is {token_texts}; give one of them or its id (a word that follows "
                 f"another often begins with a space)."
             )
         return ids[0]
     if not 0 <= token < model.spec.vocab:
-        raise HeadwiseError(f"{what} must be a token id in 0-{model.spec.vocab - 1}, got {token}.")
+        raise HeadwiseError(f"{name} must be a token id in 0-{model.spec.vocab - 1}, got {token}.")
     return token

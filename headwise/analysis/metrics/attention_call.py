@@ -6,47 +6,47 @@ from functools import cached_property
 
 from torch import Tensor
 
-from headwise.analysis.metrics.batch_context import Scene
-from headwise.analysis.metrics.row_blocks import fetched
-from headwise.heads.hook_point import Seen
+from headwise.analysis.metrics.batch_context import BatchContext
+from headwise.analysis.metrics.row_blocks import value_output_norms
+from headwise.heads.hook_point import AttentionCall
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCallContext:
     """What was seen at a site, for which batch, and which heads of the model they are. What costs something is made when it
     is asked for, once."""
 
-    seen: Seen
-    scene: Scene
+    attention_call: AttentionCall
+    batch_context: BatchContext
     first_head: int
-    make_gram: Callable[[Seen], Tensor]
+    make_gram: Callable[[AttentionCall], Tensor]
 
     @property
-    def heads(self) -> slice:
+    def head_slice(self) -> slice:
         """Its heads, counted over all sites."""
-        return slice(self.first_head, self.first_head + self.seen.q.shape[1])
+        return slice(self.first_head, self.first_head + self.attention_call.q.shape[1])
 
     @property
-    def across(self) -> bool:
+    def is_cross_attention(self) -> bool:
         """Whether keys come from another text than queries."""
-        return self.seen.site.address.stack == "cross"
+        return self.attention_call.hook_point.address.stack == "cross"
 
     @cached_property
-    def gram(self) -> Tensor:
+    def output_gram(self) -> Tensor:
         """W_O W_Oᵀ, (H, e, e); NaN where W_O cannot be shown."""
-        return self.make_gram(self.seen)
+        return self.make_gram(self.attention_call)
 
     @cached_property
-    def unknown(self) -> bool:
+    def is_output_weight_unknown(self) -> bool:
         """Whether W_O cannot be shown."""
-        return bool(self.gram.isnan().any())
+        return bool(self.output_gram.isnan().any())
 
     @cached_property
-    def norms(self) -> Tensor:
+    def value_output_norms(self) -> Tensor:
         """The length of what each key would write, (B, H, S)."""
-        return fetched(self.seen, self.gram)
+        return value_output_norms(self.attention_call, self.output_gram)
 
     @cached_property
-    def inputs(self) -> Tensor:
+    def key_features(self) -> Tensor:
         """All columns over the keys, (B, H, S, f)."""
-        return self.scene.inputs(self.norms)
+        return self.batch_context.key_features(self.value_output_norms)

@@ -8,201 +8,225 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.metric import Aim, Column, Measure
-from headwise.analysis.metrics.row_blocks import KeptSights, Sight, pieces, sights
-from headwise.analysis.recording.batching import Batch
+from headwise.analysis.metrics.metric import KeyTarget, Metric, TokenFeature
+from headwise.analysis.metrics.row_blocks import VisibilityCache, VisibleBlock, column_chunks, visible_blocks
+from headwise.analysis.recording.batching import TokenBatch
 from headwise.errors import HeadwiseError
 from headwise.kernels import Mask
-from headwise.kernels.score_params import Terms
+from headwise.kernels.score_params import ScoreParams
 
 WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
 # Columns that are always there: 1 for every key, its place in the text, whether it is the first; and the length of its write.
-ALL, PLACE, FIRST, NORM = "all", "place", "first", "norm"
-PAIRS = 1 << 20  # repeated tokens that are kept from layer to layer; more are found again
+ALL, POSITION, FIRST, NORM = "all", "place", "first", "norm"
+MAX_CACHED_PAIRS = 1 << 20  # repeated tokens that are kept from layer to layer; more are found again
 SPECIAL = "special"  # the column of special tokens, which are neither confident nor meant to be looked at
 
-RowKey = tuple[Mask | None, range, int]  # some rows of any layer that sees as much
+RowKey = tuple[Mask | None, range, int]  # rows of any layer that sees as much
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class RowVisibility:
     """What is known of some rows whatever the weights are."""
 
-    places: Tensor  # (R,)
-    visible: Tensor  # (1 or B, 1 or H, R)
-    marked: Tensor  # (B, 1 or H, R, c): marks among what is visible
+    positions: Tensor  # (R,)
+    visible_keys: Tensor  # (1 or B, 1 or H, R)
+    visible_features: Tensor  # (B, 1 or H, R, c): marks among what is visible
     sees_first: Tensor  # (B, 1 or H, R)
     sees: dict[str, Tensor]  # (B, 1 or H, R) for each aim: whether there is something, and it is seen
 
 
 @dataclass(frozen=True, eq=False)
-class FarRepeats:
+class FarRepeatPairs:
     """Far keys that repeat the token of a row, or follow one that does."""
 
     example: Tensor  # (pairs,)
     row: Tensor  # (pairs,): of the block
     column: Tensor  # (pairs,)
-    repeats: Tensor  # (B, 1, R): how many a row has
+    repeat_counts: Tensor  # (B, 1, R): how many a row has
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnLayout:
+class FeatureLayout:
     """Which columns are summed over the keys, by name: the usual ones, marks, what each key writes, and marks times that."""
 
-    columns: tuple[Column, ...]
-    aims: tuple[Aim, ...]
+    features: tuple[TokenFeature, ...]
+    key_targets: tuple[KeyTarget, ...]
 
     @staticmethod
-    def of(measures: Iterable[Measure]) -> "ColumnLayout":
+    def of(metrics: Iterable[Metric]) -> "FeatureLayout":
         """Whatever some measures need."""
-        measures = list(measures)
-        made = ColumnLayout(
-            tuple(column for measure in measures for column in measure.columns),
-            tuple(aim for measure in measures for aim in measure.aims),
+        metrics = list(metrics)
+        layout = FeatureLayout(
+            tuple(feature for metric in metrics for feature in metric.features),
+            tuple(key_target for metric in metrics for key_target in metric.key_targets),
         )
-        for what, names in (("marks", made.marks), ("aims", [aim.name for aim in made.aims])):
-            twice = {name for name in names if list(names).count(name) > 1}
-            if twice or {ALL, PLACE, FIRST, NORM} & {*names}:
-                raise HeadwiseError(f"two {what} have the name {sorted(twice or names)[0]!r}; give each its own.")
-        return made
+        for kind, names in (
+            ("features", layout.feature_names),
+            ("key targets", [key_target.name for key_target in layout.key_targets]),
+        ):
+            duplicates = {name for name in names if list(names).count(name) > 1}
+            if duplicates or {ALL, POSITION, FIRST, NORM} & {*names}:
+                raise HeadwiseError(f"two {kind} have the name {sorted(duplicates or names)[0]!r}; give each its own.")
+        return layout
 
     @cached_property
-    def marks(self) -> tuple[str, ...]:
+    def feature_names(self) -> tuple[str, ...]:
         """The names of the marks."""
-        return tuple(column.name for column in self.columns)
+        return tuple(feature.name for feature in self.features)
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def feature_index(self) -> dict[str, int]:
         """Where each column stands."""
-        return {name: place for place, name in enumerate((ALL, PLACE, FIRST, *self.marks, NORM))}
+        return {name: index for index, name in enumerate((ALL, POSITION, FIRST, *self.feature_names, NORM))}
 
     @cached_property
-    def valued(self) -> dict[str, int]:
+    def value_weighted_index(self) -> dict[str, int]:
         """Where each mark times the length of what its key writes stands."""
-        return {name: len(self.place) + place for place, name in enumerate(self.marks)}
+        return {name: len(self.feature_index) + index for index, name in enumerate(self.feature_names)}
 
 
 @dataclass(eq=False)
-class Scene:
+class BatchContext:
     """One batch, and what follows from it for measures."""
 
-    batch: Batch
-    layout: ColumnLayout
-    seen: KeptSights = field(default_factory=KeptSights)
-    _known: dict[RowKey, Known] = field(default_factory=dict)
-    _pairs: dict[RowKey, FarRepeats] = field(default_factory=dict)
-    _paired: int = 0  # how many of them are kept
+    batch: TokenBatch
+    layout: FeatureLayout
+    visibility: VisibilityCache = field(default_factory=VisibilityCache)
+    _row_visibility: dict[RowKey, RowVisibility] = field(default_factory=dict)
+    _far_repeats: dict[RowKey, FarRepeatPairs] = field(default_factory=dict)
+    _cached_pairs: int = 0  # how many of them are kept
     _targets: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
-    def marks(self) -> Tensor:
+    def feature_values(self) -> Tensor:
         """Marks of the keys, (B, S, c)."""
-        made = [column.over(self.batch) for column in self.layout.columns]
+        values = [feature.batch_values(self.batch) for feature in self.layout.features]
         empty = torch.zeros(*self.batch.ids.shape, 0, device=self.batch.ids.device)
-        return torch.stack(made, -1) if made else empty
+        return torch.stack(values, -1) if values else empty
 
     @cached_property
-    def aims(self) -> dict[str, Tensor]:
+    def key_targets(self) -> dict[str, Tensor]:
         """Where each row should look, (B, S) for each aim; -1: nowhere."""
-        return {aim.name: aim.over(self.batch) for aim in self.layout.aims}
+        return {key_target.name: key_target.batch_positions(self.batch) for key_target in self.layout.key_targets}
 
     @cached_property
-    def ordinary(self) -> Tensor:
+    def non_special_mask(self) -> Tensor:
         """Tokens that are no special ones, (B, S)."""
-        names = self.layout.marks
-        special = self.marks[..., names.index(SPECIAL)] if SPECIAL in names else torch.zeros_like(self.batch.real)
-        return (special == 0) & self.batch.real
+        names = self.layout.feature_names
+        special = (
+            self.feature_values[..., names.index(SPECIAL)]
+            if SPECIAL in names
+            else torch.zeros_like(self.batch.real_tokens)
+        )
+        return (special == 0) & self.batch.real_tokens
 
     @cached_property
-    def inner(self) -> range | None:
+    def non_special_columns(self) -> range | None:
         """The columns between special tokens that stand around every text, or all of them; None where some stand within.
         Padding may be among them: nobody sees it."""
-        special = ~self.ordinary & self.batch.real  # (B, S)
+        special = ~self.non_special_mask & self.batch.real_tokens  # (B, S)
         columns = (~special.any(0)).nonzero()[:, 0].tolist() or [0, -1]
         between = range(columns[0], columns[-1] + 1)
         return None if bool(special[:, between.start : between.stop].any()) else between
 
-    def inputs(self, norms: Tensor) -> Tensor:
+    def key_features(self, norms: Tensor) -> Tensor:
         """All columns, (B, H, S, f), where each key would write so much, (B, H, S)."""
-        place = torch.arange(norms.shape[2], device=norms.device) - self.batch.first[:, None]  # (B, S)
-        usual = torch.stack((torch.ones_like(place), place, place == 0), -1)
-        common = torch.cat((usual.to(norms), self.marks.to(norms)), -1)[:, None].expand(-1, norms.shape[1], -1, -1)
-        return torch.cat((common, norms[..., None], self.marks[:, None] * norms[..., None]), -1)
+        position = (
+            torch.arange(norms.shape[2], device=norms.device) - self.batch.first_token_positions[:, None]
+        )  # (B, S)
+        base_features = torch.stack((torch.ones_like(position), position, position == 0), -1)
+        common = torch.cat((base_features.to(norms), self.feature_values.to(norms)), -1)[:, None].expand(
+            -1, norms.shape[1], -1, -1
+        )
+        return torch.cat((common, norms[..., None], self.feature_values[:, None] * norms[..., None]), -1)
 
-    def sights(self, terms: Terms, T: int, S: int, every: int = 1) -> Iterator[Sight]:
+    def visible_blocks(self, params: ScoreParams, T: int, S: int, row_stride: int = 1) -> Iterator[VisibleBlock]:
         """What the rows of a call may see, block by block."""
-        return sights(terms, T, S, self.batch.ids.device, every, self.seen)
+        return visible_blocks(params, T, S, self.batch.ids.device, row_stride, self.visibility)
 
-    def about(self, terms: Terms, T: int, S: int, every: int = 1) -> dict[str, Any]:
+    def row_visibility(self, params: ScoreParams, T: int, S: int, row_stride: int = 1) -> dict[str, Any]:
         """What is known of all rows of a call, whatever the weights are. Ask before a walk, not block by block: each block
         needs more room than the last one left, and what is kept would lie in between. Such holes grow with the square of
         a text."""
-        known = [self._known_of(sight) for sight in self.sights(terms, T, S, every)]
-        places = torch.cat([one.places for one in known])  # (n,)
+        visibility = [self._row_visibility_of(visible) for visible in self.visible_blocks(params, T, S, row_stride)]
+        positions = torch.cat([block.positions for block in visibility])  # (n,)
 
-        def joined(parts: list[Tensor]) -> Tensor:
-            most = [max(part.shape[axis] for part in parts) for axis in (0, 1)]
-            return torch.cat([part.expand(*most, *part.shape[2:]) for part in parts], 2)
+        def concat(tensors: list[Tensor]) -> Tensor:
+            max_sizes = [max(tensor.shape[axis] for tensor in tensors) for axis in (0, 1)]
+            return torch.cat([tensor.expand(*max_sizes, *tensor.shape[2:]) for tensor in tensors], 2)
 
         return {
-            "places": places, "counted": self.batch.real[:, places], "visible": joined([one.visible for one in known]),
-            "marks": joined([one.marked for one in known]), "sees_first": joined([one.sees_first for one in known]),
-            "sees": {name: joined([one.sees[name] for one in known]) for name in known[0].sees},
+            "positions": positions, "counted": self.batch.real_tokens[:, positions],
+            "visible_keys": concat([block.visible_keys for block in visibility]),
+            "visible_features": concat([block.visible_features for block in visibility]),
+            "sees_first": concat([block.sees_first for block in visibility]),
+            "sees": {name: concat([block.sees[name] for block in visibility]) for name in visibility[0].sees},
         }  # fmt: skip
 
-    def _known_of(self, sight: Sight) -> Known:
-        key = (sight.mask, sight.rows, sight.past)
-        if key not in self._known:
-            self._known[key] = self._know(sight)
-        return self._known[key]
+    def _row_visibility_of(self, visible: VisibleBlock) -> RowVisibility:
+        key = (visible.mask, visible.rows, visible.past)
+        if key not in self._row_visibility:
+            self._row_visibility[key] = self._compute_row_visibility(visible)
+        return self._row_visibility[key]
 
-    def pairs(self, sight: Sight) -> FarRepeats:
+    def far_repeat_pairs(self, visible: VisibleBlock) -> FarRepeatPairs:
         """Which far keys repeat tokens. Their number grows with the square of a text, so only so many are kept for the next
         layer."""
-        key = (sight.mask, sight.rows, sight.past)
-        if key in self._pairs:
-            return self._pairs[key]
-        made = _pairs(sight, self.batch)
-        if self._paired + len(made.row) <= PAIRS:
-            self._pairs[key] = made
-            self._paired += len(made.row)
-        return made
+        key = (visible.mask, visible.rows, visible.past)
+        if key in self._far_repeats:
+            return self._far_repeats[key]
+        pairs = _far_repeat_pairs(visible, self.batch)
+        if self._cached_pairs + len(pairs.row) <= MAX_CACHED_PAIRS:
+            self._far_repeats[key] = pairs
+            self._cached_pairs += len(pairs.row)
+        return pairs
 
-    def targets(self, places: Tensor, counted: Tensor, offsets: Sequence[int], ahead: bool) -> tuple[Tensor, Tensor]:
+    def valid_offsets(
+        self, positions: Tensor, counted: Tensor, offsets: Sequence[int], ahead: bool
+    ) -> tuple[Tensor, Tensor]:
         """Which offsets of each row lead to a token, and which of those not to the first: (B, n, o) of 0 and 1."""
-        key = (ahead, len(places), int(places[-1]) if len(places) else 0)
+        key = (ahead, len(positions), int(positions[-1]) if len(positions) else 0)
         if key not in self._targets:
-            S, real = self.batch.real.shape[1], self.batch.real
-            target = places[:, None] - torch.tensor(offsets, device=places.device)  # (n, o)
-            first = self.batch.first[:, None, None]
-            inside = (target >= first) & (target < S) & real[:, target.clamp(0, S - 1)] & counted[..., None]
+            S, real_tokens = self.batch.real_tokens.shape[1], self.batch.real_tokens
+            target = positions[:, None] - torch.tensor(offsets, device=positions.device)  # (n, o)
+            first = self.batch.first_token_positions[:, None, None]
+            inside = (target >= first) & (target < S) & real_tokens[:, target.clamp(0, S - 1)] & counted[..., None]
             self._targets[key] = inside.float(), (inside & (target > first)).float()
         return self._targets[key]
 
-    def _know(self, sight: Sight) -> Known:
+    def _compute_row_visibility(self, visible: VisibleBlock) -> RowVisibility:
         device = self.batch.ids.device
-        places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
-        marked = sight.sums(self.marks)  # (B, 1 or H, R, c)
-        sees = {name: sight.sees(aimed[:, places]) for name, aimed in self.aims.items()}
-        return Known(places, sight.visible, marked, sight.sees(self.batch.first[:, None]).to(marked), sees)
+        positions = torch.arange(visible.rows.start, visible.rows.stop, device=device) + visible.past  # (R,)
+        feature_sums = visible.visible_sums(self.feature_values)  # (B, 1 or H, R, c)
+        sees = {
+            name: visible.sees_keys(target_positions[:, positions])
+            for name, target_positions in self.key_targets.items()
+        }
+        return RowVisibility(
+            positions,
+            visible.visible_keys,
+            feature_sums,
+            visible.sees_keys(self.batch.first_token_positions[:, None]).to(feature_sums),
+            sees,
+        )
 
 
-def _pairs(sight: Sight, batch: Batch) -> FarRepeats:
-    device, start = batch.ids.device, sight.cols.start
-    places = torch.arange(sight.rows.start, sight.rows.stop, device=device) + sight.past  # (R,)
-    ids = batch.ids.masked_fill(~batch.real, -1)
-    before = torch.nn.functional.pad(ids, (1, 0), value=-2)  # (B, S + 1): what stands before each key
-    query = ids[:, places, None]  # (B, R, 1)
-    found, repeats = [], torch.zeros(len(ids), len(places), dtype=torch.long, device=device)
-    for some in pieces(sight.cols):
-        cols = slice(some.start, some.stop)
-        keys = torch.arange(some.start, some.stop, device=device)  # (c,)
-        far = (places[:, None] - keys).abs() >= WINDOW  # (R, c)
-        same = ((ids[:, None, cols] == query) | (before[:, None, cols] == query)) & far  # (B, R, c)
-        same = same & batch.real[:, places, None] & (keys > batch.first[:, None, None])
-        if sight.seen.shape[1] == 1:
-            same = same & sight.allowed(slice(some.start - start, some.stop - start))[:, 0]
-        found.append(same.nonzero() + torch.tensor([0, 0, some.start - start], device=device))  # (pairs, 3)
+def _far_repeat_pairs(visible: VisibleBlock, batch: TokenBatch) -> FarRepeatPairs:
+    device, start = batch.ids.device, visible.cols.start
+    positions = torch.arange(visible.rows.start, visible.rows.stop, device=device) + visible.past  # (R,)
+    ids = batch.ids.masked_fill(~batch.real_tokens, -1)
+    previous_ids = torch.nn.functional.pad(ids, (1, 0), value=-2)  # (B, S + 1): what stands before each key
+    query = ids[:, positions, None]  # (B, R, 1)
+    matches, repeats = [], torch.zeros(len(ids), len(positions), dtype=torch.long, device=device)
+    for chunk in column_chunks(visible.cols):
+        cols = slice(chunk.start, chunk.stop)
+        keys = torch.arange(chunk.start, chunk.stop, device=device)  # (c,)
+        far = (positions[:, None] - keys).abs() >= WINDOW  # (R, c)
+        same = ((ids[:, None, cols] == query) | (previous_ids[:, None, cols] == query)) & far  # (B, R, c)
+        same = same & batch.real_tokens[:, positions, None] & (keys > batch.first_token_positions[:, None, None])
+        if visible.partial_mask.shape[1] == 1:
+            same = same & visible.allowed_mask(slice(chunk.start - start, chunk.stop - start))[:, 0]
+        matches.append(same.nonzero() + torch.tensor([0, 0, chunk.start - start], device=device))  # (pairs, 3)
         repeats += same.sum(-1)
-    example, row, column = torch.cat(found).unbind(1)
-    return FarRepeats(example, row, column, repeats[:, None])
+    example, row, column = torch.cat(matches).unbind(1)
+    return FarRepeatPairs(example, row, column, repeats[:, None])

@@ -14,30 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.metrics.prompts import (
-    ENOUGH,
-    Due,
-    DuePrompt,
-    Looks,
-    PromptMeasure,
-    UnitSums,
-    ask_prompts,
-    check_reads_words,
+from headwise.analysis.metrics.prompt_metric import (
+    MIN_SAMPLES,
+    ExpectedToken,
+    HeadResponses,
+    PromptMetric,
+    PromptWithTargets,
+    SampleTotals,
+    require_lm_head,
+    run_prompts,
 )
-from headwise.analysis.metrics.role_examples import Cases
+from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.analysis.recording.tokenized_corpus import documents_for
+from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel
+from headwise.model import ModelProtocol
 from headwise.text.corpus import Corpus
 
 TEXTS, LENGTH, CUE = 64, 8, 3  # beginnings; their tokens; and those that must have been said again before one is due
 
 
-class CopySuppression(PromptMeasure):
+class CopySuppressionMetric(PromptMetric):
     """`hw.profile(model, prompts=True)`.
 
-    >>> CopySuppression().score.label
+    >>> CopySuppressionMetric().score_spec.label
     'weight on the token being foretold, where it writes against it'
     """
 
@@ -48,48 +48,63 @@ class CopySuppression(PromptMeasure):
             "holds back what is about to be said again", "beginnings of texts said twice",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
+    def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Beginnings said twice, and the same with another behind them."""
-        wiring = check_reads_words(model, "copy suppression")
-        prompts = make_echoes(model, self.corpus, seed)
-        looks = ask_prompts(model, prompts, wiring, self.score.name)
-        return suppression_sums(looks).checked("beginnings said twice", "the model goes on with"), looks.cases
+        residual = require_lm_head(model, "copy suppression")
+        prompts = make_repeat_prompts(model, self.corpus, seed)
+        responses = run_prompts(model, prompts, residual, self.score_spec.name)
+        return copy_suppression_totals(responses).require_enough_samples(
+            "beginnings said twice", "the model goes on with"
+        ), responses.examples
 
 
-def suppression_sums(looks: Looks) -> UnitSums:
+def copy_suppression_totals(responses: HeadResponses) -> SampleTotals:
     """From what heads did at the dues of texts said twice and, behind each, of its twin."""
-    against = looks.lead < 0
-    shape = (-1, 2, LENGTH - CUE, looks.weight.shape[1])
-    right = looks.right.reshape(shape[:3])[:, 0, :, None]  # (texts, dues, 1)
-    made = (looks.weight * against, looks.fetched * against, looks.weight * ~against)
-    score, valued, said = ((x.reshape(shape) * right[:, None]).sum(2) for x in made)  # (texts, 2, heads)
-    return UnitSums(score[:, 0], score[:, 1] + said[:, 0], valued[:, 0], right.sum((1, 2)))
+    against = responses.logit_difference < 0
+    shape = (-1, 2, LENGTH - CUE, responses.weight.shape[1])
+    correct = responses.correct.reshape(shape[:3])[:, 0, :, None]  # (texts, dues, 1)
+    arrays = (responses.weight * against, responses.value_weighted * against, responses.weight * ~against)
+    # (texts, 2, heads)
+    score, value_weighted, written_for = ((x.reshape(shape) * correct[:, None]).sum(2) for x in arrays)
+    return SampleTotals(score[:, 0], score[:, 1] + written_for[:, 0], value_weighted[:, 0], correct.sum((1, 2)))
 
 
-def make_echoes(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[DuePrompt]:
+def make_repeat_prompts(
+    model: ModelProtocol, corpus: Any = None, seed: int = 0, texts: int = TEXTS
+) -> list[PromptWithTargets]:
     """Two prompts for each beginning: it is said twice; and another is said behind it, asked about at the same places."""
-    tokenizer, given = tokenizer_of(model), documents_for(model) if corpus is None else Corpus.of(corpus)
-    before = tokenizer.around[0]
-    room = model.spec.room
-    bare = [tokenizer.encode(item.text, special=False)[:LENGTH] for item in given.items()]
-    fit = list(dict.fromkeys(tuple(ids) for ids in bare if len(set(ids)) == LENGTH))
-    if len(fit) < 2 * ENOUGH or room < len(before) + 2 * LENGTH:
+    tokenizer, documents = tokenizer_of(model), default_corpus(model) if corpus is None else Corpus.of(corpus)
+    prefix = tokenizer.template_ids[0]
+    max_context = model.spec.max_input_tokens
+    token_ids = [tokenizer.encode(item.text, add_special_tokens=False)[:LENGTH] for item in documents.items()]
+    beginnings = list(dict.fromkeys(tuple(ids) for ids in token_ids if len(set(ids)) == LENGTH))
+    if len(beginnings) < 2 * MIN_SAMPLES or max_context < len(prefix) + 2 * LENGTH:
         raise HeadwiseError(
-            f"too few texts begin with {LENGTH} different tokens, or there is no room to say them twice; {len(fit)} do."
+            f"too few texts begin with {LENGTH} different tokens, or there is no room to say them twice; "
+            f"{len(beginnings)} do."
         )
-    made: list[DuePrompt] = []
-    dice = np.random.default_rng(seed)
-    for number in dice.permutation(len(fit))[:texts]:
-        one = fit[number]
-        others = [ids for ids in fit if not {*ids} & {*one[CUE - 1 :]}]  # nor is what comes before them said again
+    prompts: list[PromptWithTargets] = []
+    rng = np.random.default_rng(seed)
+    for index in rng.permutation(len(beginnings))[:texts]:
+        beginning = beginnings[index]
+        # nor is what comes before them said again
+        others = [ids for ids in beginnings if not {*ids} & {*beginning[CUE - 1 :]}]
         if others:
-            other = others[int(dice.integers(len(others)))]
-            made += [_prompt(before, one, said, unit) for said, unit in ((one, len(made) // 2), (other, None))]
-    return made
+            other = others[int(rng.integers(len(others)))]
+            prompts += [
+                _prompt(prefix, beginning, continuation, sample)
+                for continuation, sample in ((beginning, len(prompts) // 2), (other, None))
+            ]
+    return prompts
 
 
-def _prompt(before: tuple[int, ...], one: tuple[int, ...], said: tuple[int, ...], unit: int | None) -> DuePrompt:
+def _prompt(
+    prefix: tuple[int, ...], beginning: tuple[int, ...], continuation: tuple[int, ...], sample: int | None
+) -> PromptWithTargets:
     """A beginning, and what is said behind it but for its last token: each token of the beginning is asked about."""
-    start, rest = len(before), {*one}
-    dues = [Due(start + LENGTH + i - 1, start + i, one[i], tuple(sorted(rest - {one[i]}))) for i in range(CUE, LENGTH)]
-    return DuePrompt((*before, *one, *said[:-1]), tuple(dues), unit)
+    start, token_set = len(prefix), {*beginning}
+    targets = [
+        ExpectedToken(start + LENGTH + i - 1, start + i, beginning[i], tuple(sorted(token_set - {beginning[i]})))
+        for i in range(CUE, LENGTH)
+    ]
+    return PromptWithTargets((*prefix, *beginning, *continuation[:-1]), tuple(targets), sample)

@@ -2,12 +2,21 @@
 
 from torch import Tensor
 
-from headwise.analysis.metrics.metric import Measure
-from headwise.analysis.metrics.offsets import Far, Largest, LongRange, Near
-from headwise.analysis.metrics.row_shape import Confidence, Shape, Writes
-from headwise.analysis.metrics.token_classes import class_measures
+from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.offsets import ArgmaxOffsetMetric, DistanceBinMetric, LongRangeMetric, NearOffsetMetric
+from headwise.analysis.metrics.row_shape import ConfidenceMetric, OutputNormMetric, RowShapeMetric
+from headwise.analysis.metrics.token_classes import token_class_metrics
 
 
-def usual_measures(flags: Tensor) -> list[Measure]:
+def default_metrics(flags: Tensor) -> list[Metric]:
     """All that is taken from the rows of texts; `flags` (V, c) are the classes of tokens."""
-    return [Writes(), Confidence(), Largest(), Far(), LongRange(), Shape(), *class_measures(flags), Near()]
+    return [
+        OutputNormMetric(),
+        ConfidenceMetric(),
+        ArgmaxOffsetMetric(),
+        DistanceBinMetric(),
+        LongRangeMetric(),
+        RowShapeMetric(),
+        *token_class_metrics(flags),
+        NearOffsetMetric(),
+    ]

@@ -13,188 +13,235 @@ from heapq import heappop, heappush
 import numpy as np
 from torch import Tensor
 
-from headwise.analysis.metrics.attention_call import Call
-from headwise.analysis.metrics.batch_context import ColumnLayout
-from headwise.analysis.metrics.metric import Measure
-from headwise.analysis.metrics.role_examples import ARCS, AROUND, ECHO, NAMES, ROW, ROWS, Cases, Place, weights_at
-from headwise.analysis.recording.batching import Unit
+from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.batch_context import FeatureLayout
+from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.role_examples import (
+    ARC_EXAMPLES,
+    ARRAY_NAMES,
+    CONTEXT_TOKENS,
+    REPEAT,
+    TOKEN,
+    TOKEN_EXAMPLES,
+    ExamplePosition,
+    ExampleStore,
+    attention_from_position,
+)
+from headwise.analysis.recording.batching import TextSample
 
-REACH = 128  # tokens are drawn among the first so many of a text
+MAX_POSITION = 128  # tokens are drawn among the first so many of a text
 
-Ask = tuple[str, Unit, int, tuple[int, ...]]  # a question, a text, the word that looks, what it should look at
+# a question, a text, the word that looks, what it should look at
+RelationTargets = tuple[str, TextSample, int, tuple[int, ...]]
 
 
 @dataclass(eq=False)
-class Drawn:
+class SampledExample:
     """A place, and what every head did there, as far as its text was read."""
 
-    place: Place
+    position: ExamplePosition
     arrays: dict[str, np.ndarray]
-    met: bool = False
+    recorded: bool = False
 
 
 @dataclass(eq=False)
-class Smallest:
+class BottomKSample:
     """The places with the so many smallest keys.
 
-    >>> two = Smallest(2)
+    >>> bottom = BottomKSample(2)
     >>> for key in (5, 3, 9, 3, 1):
-    ...     _ = two.takes(key) and two.add(Drawn(Place("", key, 0, 0, 0, ()), {}))
-    >>> sorted(two.drawn)
+    ...     _ = bottom.accepts(key) and bottom.add(SampledExample(ExamplePosition("", key, 0, 0, 0, ()), {}))
+    >>> sorted(bottom.examples)
     [1, 3]
     """
 
-    most: int
-    drawn: dict[int, Drawn] = field(default_factory=dict)  # by key
+    k: int
+    examples: dict[int, SampledExample] = field(default_factory=dict)  # by key
     _heap: list[int] = field(default_factory=list)  # the largest first, by its negative
 
-    def takes(self, key: int) -> bool:
+    def accepts(self, key: int) -> bool:
         """Whether a place with this key would be kept; one that is there already is not taken twice."""
-        return (len(self._heap) < self.most or key < -self._heap[0]) and key not in self.drawn
+        return (len(self._heap) < self.k or key < -self._heap[0]) and key not in self.examples
 
-    def add(self, one: Drawn) -> Drawn | None:
+    def add(self, example: SampledExample) -> SampledExample | None:
         """Keep a place, and give back the one it drives out."""
-        self.drawn[one.place.key] = one
-        heappush(self._heap, -one.place.key)
-        return self.drawn.pop(-heappop(self._heap)) if len(self._heap) > self.most else None
+        self.examples[example.position.key] = example
+        heappush(self._heap, -example.position.key)
+        return self.examples.pop(-heappop(self._heap)) if len(self._heap) > self.k else None
 
 
-class Draw(Measure):
+class ExampleSampler(Metric):
     """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases.
 
     `ahead`: whether any head may look at what comes after a token. Where none does, the rest of a text is not kept."""
 
-    def __init__(self, heads: int, echoes: Iterable[Place], layout: ColumnLayout, ahead: bool = True) -> None:
-        self.heads, self.echoes, self.marks, self.ahead = heads, tuple(echoes), layout.marks, ahead
-        self.rules = tuple(aim.name for aim in layout.aims)  # that say where a row should look
-        self._words: dict[str, Smallest] = {}
-        self._tokens = Smallest(ROWS)
-        self._words_of: dict[int, list[Drawn]] = {}  # by the number of their text
-        self._tokens_of: dict[int, list[Drawn]] = {}
+    def __init__(
+        self, heads: int, repeat_examples: Iterable[ExamplePosition], layout: FeatureLayout, ahead: bool = True
+    ) -> None:
+        self.heads, self.repeat_examples, self.feature_names, self.ahead = (
+            heads,
+            tuple(repeat_examples),
+            layout.feature_names,
+            ahead,
+        )
+        # that say where a row should look
+        self.key_target_names = tuple(key_target.name for key_target in layout.key_targets)
+        self._relation_examples: dict[str, BottomKSample] = {}
+        self._token_examples = BottomKSample(TOKEN_EXAMPLES)
+        self._relation_examples_by_sample: dict[int, list[SampledExample]] = {}  # by the number of their text
+        self._token_examples_by_sample: dict[int, list[SampledExample]] = {}
 
     # Before a text is read.
 
-    def tokens(self, unit: Unit) -> None:
+    def draw_token_examples(self, sample: TextSample) -> None:
         """Draw among the tokens of a text."""
-        keys = np.random.default_rng(_hashed(repr(unit.ids))).integers(1, 1 << 53, REACH).tolist()
-        for row in range(1, min(len(unit.ids), REACH)):
-            if self._tokens.takes(keys[row]):
-                names = unit.pieces if self.ahead else unit.pieces[: row + AROUND + 1]
-                place, n = Place(ROW, keys[row], unit.bucket, unit.number, row, names), len(names)
-                sizes = {"maps": (self.heads, n), "marks": (n, len(self.marks)), "aims": (len(self.rules),)}
-                self._take(self._tokens, self._tokens_of, place, sizes)
+        keys = np.random.default_rng(_hash(repr(sample.ids))).integers(1, 1 << 53, MAX_POSITION).tolist()
+        for row in range(1, min(len(sample.ids), MAX_POSITION)):
+            if self._token_examples.accepts(keys[row]):
+                names = sample.token_texts if self.ahead else sample.token_texts[: row + CONTEXT_TOKENS + 1]
+                position, n = ExamplePosition(TOKEN, keys[row], sample.bucket, sample.index, row, names), len(names)
+                sizes = {
+                    "maps": (self.heads, n),
+                    "features": (n, len(self.feature_names)),
+                    "key_targets": (len(self.key_target_names),),
+                }
+                self._store(self._token_examples, self._token_examples_by_sample, position, sizes)
 
-    def words(self, pairs: Iterable[Ask]) -> None:
+    def draw_relation_examples(self, pairs: Iterable[RelationTargets]) -> None:
         """Draw among what is asked about the relations of a text."""
         last, ids = None, ""
-        for question, unit, source, targets in pairs:
-            if unit is not last:
-                last, ids = unit, str(unit.ids)
-            key = _hashed(f"{question}|{source}|{ids}")
-            some = self._words.setdefault(question, Smallest(ARCS))
-            if some.takes(key):
-                names = unit.document.words if unit.document else ()
-                place = Place(question, key, unit.bucket, unit.number, source, names, targets)
-                sizes: dict[str, tuple[int, ...]] = dict.fromkeys(NAMES["arcs"], (self.heads,))
-                self._take(some, self._words_of, place, sizes)
+        for relation, sample, source, targets in pairs:
+            if sample is not last:
+                last, ids = sample, str(sample.ids)
+            key = _hash(f"{relation}|{source}|{ids}")
+            bottom_k = self._relation_examples.setdefault(relation, BottomKSample(ARC_EXAMPLES))
+            if bottom_k.accepts(key):
+                names = sample.document.words if sample.document else ()
+                position = ExamplePosition(relation, key, sample.bucket, sample.index, source, names, targets)
+                sizes: dict[str, tuple[int, ...]] = dict.fromkeys(ARRAY_NAMES["arcs"], (self.heads,))
+                self._store(bottom_k, self._relation_examples_by_sample, position, sizes)
 
-    def _take(
-        self, some: Smallest, by_text: dict[int, list[Drawn]], place: Place, sizes: dict[str, tuple[int, ...]]
+    def _store(
+        self,
+        bottom_k: BottomKSample,
+        by_sample: dict[int, list[SampledExample]],
+        position: ExamplePosition,
+        sizes: dict[str, tuple[int, ...]],
     ) -> None:
-        made = Drawn(place, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
-        by_text.setdefault(place.unit, []).append(made)
-        gone = some.add(made)
-        if gone is not None:
-            there = by_text[gone.place.unit]
-            there.remove(gone)
-            if not there:
-                del by_text[gone.place.unit]
+        example = SampledExample(position, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
+        by_sample.setdefault(position.sample, []).append(example)
+        evicted = bottom_k.add(example)
+        if evicted is not None:
+            remaining = by_sample[evicted.position.sample]
+            remaining.remove(evicted)
+            if not remaining:
+                del by_sample[evicted.position.sample]
 
     # While it is read.
 
-    def see_words(
+    def record_relation_examples(
         self,
-        unit: Unit,
-        find: Callable[[str, int], int | None],
+        sample: TextSample,
+        find_row: Callable[[str, int], int | None],
         hit: Tensor,
         weight: Tensor,
         maps: Tensor,
         heads: slice,
     ) -> None:
         """One unit at one site: what every row asked about hits, and the weight on its targets, (H, R) each; and the map of
-        its words, (H, W, W). `find` gives the row of a question and a word, if it was asked.
+        its words, (H, W, W). `find_row` gives the row of a question and a word, if it was asked.
         """
-        for drawn in self._words_of.get(unit.number, ()):
-            place = drawn.place
-            row = find(place.question, place.source)
+        for sampled in self._relation_examples_by_sample.get(sample.index, ()):
+            position = sampled.position
+            row = find_row(position.relation, position.source)
             if row is None:
                 continue
-            looks = maps[:, place.source].clone()  # (H, W)
-            looks[:, place.source] = -1.0
-            most, best = looks.max(-1)
-            for name, value in (("hit", hit[:, row]), ("weight", weight[:, row]), ("best", best), ("most", most)):
-                drawn.arrays[name][heads] = value.cpu().numpy()
-            drawn.met = True
+            word_weights = maps[:, position.source].clone()  # (H, W)
+            word_weights[:, position.source] = -1.0
+            max_weight, best = word_weights.max(-1)
+            for name, value in (
+                ("hit", hit[:, row]),
+                ("weight", weight[:, row]),
+                ("best", best),
+                ("max_weight", max_weight),
+            ):
+                sampled.arrays[name][heads] = value.cpu().numpy()
+            sampled.recorded = True
 
-    def at(self, call: Call) -> None:
+    def on_call(self, call: AttentionCallContext) -> None:
         """One call at one site, for the tokens drawn that are in this batch."""
-        scene, batch = call.scene, call.scene.batch
-        for example, unit in enumerate(batch.units):
-            for drawn in self._tokens_of.get(unit.number, ()):
-                place, start = drawn.place, int(batch.first[example])
-                weights = weights_at(place, call.seen, example, start)  # (H, S)
-                drawn.arrays["maps"][call.heads, : weights.shape[1]] = weights
-                drawn.arrays["marks"][:] = scene.marks[example, start : start + len(place.names)].cpu().numpy()
-                aims = [int(scene.aims[name][example, start + place.source]) - start + 1 for name in self.rules]
-                drawn.arrays["aims"][:] = np.maximum(aims, 0)
-                drawn.met = True
+        batch_context, batch = call.batch_context, call.batch_context.batch
+        for example, sample in enumerate(batch.samples):
+            for sampled in self._token_examples_by_sample.get(sample.index, ()):
+                position, start = sampled.position, int(batch.first_token_positions[example])
+                weights = attention_from_position(position, call.attention_call, example, start)  # (H, S)
+                sampled.arrays["maps"][call.head_slice, : weights.shape[1]] = weights
+                sampled.arrays["features"][:] = (
+                    batch_context.feature_values[example, start : start + len(position.names)].cpu().numpy()
+                )
+                target_positions = [
+                    int(batch_context.key_targets[name][example, start + position.source]) - start + 1
+                    for name in self.key_target_names
+                ]
+                sampled.arrays["key_targets"][:] = np.maximum(target_positions, 0)
+                sampled.recorded = True
 
     # Afterwards.
 
-    def finish(self) -> Cases:
+    def build_example_store(self) -> ExampleStore:
         """The places that stayed, in the order of their questions and keys, with what every head did there."""
         arcs, rows = (
-            [some.drawn[key] for some in several for key in sorted(some.drawn)]
-            for several in ([self._words[question] for question in sorted(self._words)], [self._tokens])
+            [bottom_k.examples[key] for bottom_k in groups for key in sorted(bottom_k.examples)]
+            for groups in (
+                [self._relation_examples[relation] for relation in sorted(self._relation_examples)],
+                [self._token_examples],
+            )
         )
-        places = tuple(drawn.place for drawn in arcs), (*(drawn.place for drawn in rows), *self.echoes)
-        made = Cases(self.heads, *places, self.marks, self.rules)
-        for number, drawn in enumerate([*arcs, *rows]):
-            made.arrays["met"][number] = drawn.met
-            own = number if number < len(arcs) else number - len(arcs)
-            for name, array in drawn.arrays.items():
+        positions = (
+            tuple(sampled.position for sampled in arcs),
+            (*(sampled.position for sampled in rows), *self.repeat_examples),
+        )
+        examples = ExampleStore(self.heads, *positions, self.feature_names, self.key_target_names)
+        for row, sampled in enumerate([*arcs, *rows]):
+            examples.arrays["recorded"][row] = sampled.recorded
+            index = row if row < len(arcs) else row - len(arcs)
+            for name, array in sampled.arrays.items():
                 if name == "maps":
-                    made.arrays[name][own, :, : array.shape[1]] = array
-                elif name == "marks":
-                    made.arrays[name][own, : len(array)] = array
+                    examples.arrays[name][index, :, : array.shape[1]] = array
+                elif name == "features":
+                    examples.arrays[name][index, : len(array)] = array
                 else:
-                    made.arrays[name][own] = array
-        return made
+                    examples.arrays[name][index] = array
+        return examples
 
 
-class ShownPlaces(Measure):
+class ExampleRecorder(Metric):
     """Takes down what heads do at the places that are shown of repeated tokens, or of other texts read apart."""
 
     @property
-    def across(self) -> bool:
+    def supports_cross_attention(self) -> bool:
         """It is not asked of cross-attention."""
         return False
 
-    def __init__(self, cases: Cases, question: str = ECHO) -> None:
-        self.cases = cases
-        self.places = [(row, place) for row, place in enumerate(cases.rows) if place.question == question]
+    def __init__(self, examples: ExampleStore, relation: str = REPEAT) -> None:
+        self.examples = examples
+        self.positions = [
+            (row, position) for row, position in enumerate(examples.rows) if position.relation == relation
+        ]
 
-    def at(self, call: Call) -> None:
+    def on_call(self, call: AttentionCallContext) -> None:
         """One call at one site."""
-        batch, cases = call.scene.batch, self.cases
-        numbers = [unit.number for unit in batch.units]
-        for row, place in self.places:
-            if place.unit in numbers:
-                example = numbers.index(place.unit)
-                weights = weights_at(place, call.seen, example, int(batch.first[example]))  # (H, S)
-                cases.arrays["maps"][row, call.heads, : weights.shape[1]] = weights
-                cases.arrays["met"][len(cases.arcs) + row] = 1
+        batch, examples = call.batch_context.batch, self.examples
+        sample_ids = [sample.index for sample in batch.samples]
+        for row, position in self.positions:
+            if position.sample in sample_ids:
+                example = sample_ids.index(position.sample)
+                weights = attention_from_position(
+                    position, call.attention_call, example, int(batch.first_token_positions[example])
+                )  # (H, S)
+                examples.arrays["maps"][row, call.head_slice, : weights.shape[1]] = weights
+                examples.arrays["recorded"][len(examples.arcs) + row] = 1
 
 
-def _hashed(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest())

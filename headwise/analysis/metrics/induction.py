@@ -1,6 +1,6 @@
 """Random tokens, said twice: whoever looks back at the first copy does so for the repetition, for there is nothing else.
 
-R R is compared with R R′, where the second half is other tokens: the same offsets without repetition are the null
+R R is compared with R R′, where the second half is other tokens: the same offsets without repetition are the baseline
 (induction: https://arxiv.org/abs/2209.11895).
 """
 
@@ -12,87 +12,92 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import SPECIAL
-from headwise.analysis.metrics.metric import ALIKE, Number, Target, WeightAt
-from headwise.analysis.metrics.row_stats import Rows
-from headwise.analysis.metrics.tasks import TextTask, bare_unit
-from headwise.analysis.metrics.token_classes import CLASSES, class_flags
-from headwise.analysis.recording.batching import Unit, tokenizer_of
-from headwise.model import AnyModel
+from headwise.analysis.metrics.metric import IDENTICAL, AttentionToPosition, MetricSpec, RoleTarget
+from headwise.analysis.metrics.row_stats import RowStats
+from headwise.analysis.metrics.task_metric import ControlledTextMetric, sample_from_ids
+from headwise.analysis.metrics.token_classes import CLASSES, token_class_flags
+from headwise.analysis.recording.batching import TextSample, tokenizer_of
+from headwise.model import ModelProtocol
 
-_BASE = Number("", placed=True, merge=ALIKE, on="random tokens said twice", hue=305)
+_BASE = MetricSpec("", positional=True, merge=IDENTICAL, corpus_label="random tokens said twice", hue=305)
 INDUCTION = replace(
-    _BASE, name="induction", label="weight on the token behind the first copy", target=Target("echo", 0)
-).three()
-DUPLICATE = replace(_BASE, name="duplicate", label="weight on the first copy", target=Target("echo", 1)).three()
-NUMBERS = (*INDUCTION, *DUPLICATE)
-TOGETHER = 32  # sequences read side by side
+    _BASE, name="induction", label="weight on the token behind the first copy", target=RoleTarget("repeat", 0)
+).with_variants()
+DUPLICATE = replace(
+    _BASE, name="duplicate", label="weight on the first copy", target=RoleTarget("repeat", 1)
+).with_variants()
+METRIC_SPECS = (*INDUCTION, *DUPLICATE)
+BATCH_SEQUENCES = 32  # sequences read side by side
 
 
 @dataclass(frozen=True, eq=False)
-class Repeats:
-    """Sequences of ids: `twice` is R R, `once` is R R′, (N, T) each, `start` tokens before R, `length` tokens in R."""
+class RepeatedSequences:
+    """Sequences of ids: `repeated` is R R, `control` is R R′, (N, T) each, `start` tokens before R, `length` tokens in R."""
 
-    twice: Tensor
-    once: Tensor
+    repeated: Tensor
+    control: Tensor
     start: int
     length: int
 
     @property
-    def second(self) -> slice:
+    def second_copy(self) -> slice:
         """Where the second copy stands."""
         return slice(self.start + self.length, self.start + 2 * self.length)
 
 
-def make_repeats(model: AnyModel, sequences: int = 24, length: int = 32, seed: int = 0) -> Repeats:
+def make_repeated_sequences(
+    model: ModelProtocol, sequences: int = 24, length: int = 32, seed: int = 0
+) -> RepeatedSequences:
     """Sequences of ordinary tokens, none twice within R; framed as the model's tokenizer frames a text. None at all where the
     vocabulary or the context leave no room to repeat two tokens."""
     tokenizer = tokenizer_of(model)
-    flags = class_flags(tokenizer, model.spec.vocab)
-    plain = (flags[:, CLASSES.index(SPECIAL)] == 0).nonzero()[:, 0].numpy()
-    plain = plain[plain < len(tokenizer)]
-    before, behind = tokenizer.around
-    room = model.spec.room
-    length = min(length, (room - len(before) - len(behind)) // 2, len(plain) // 2)
+    flags = token_class_flags(tokenizer, model.spec.vocab)
+    ordinary_ids = (flags[:, CLASSES.index(SPECIAL)] == 0).nonzero()[:, 0].numpy()
+    ordinary_ids = ordinary_ids[ordinary_ids < len(tokenizer)]
+    prefix, suffix = tokenizer.template_ids
+    context = model.spec.max_input_tokens
+    length = min(length, (context - len(prefix) - len(suffix)) // 2, len(ordinary_ids) // 2)
     if length < 2:
-        nothing = torch.zeros(0, len(before) + len(behind), dtype=torch.long, device=model.device)
-        return Repeats(nothing, nothing, len(before), 0)
-    dice = np.random.default_rng(seed)
-    drawn = np.stack([dice.permutation(plain)[: 2 * length] for _ in range(sequences)])
-    drawn = torch.from_numpy(drawn)  # (N, 2 m)
-    frame = [torch.tensor(ids, dtype=torch.long).expand(sequences, -1) for ids in (before, behind)]
-    copied = torch.cat((drawn[:, :length], drawn[:, :length]), 1)
-    twice, once = (torch.cat((frame[0], half, frame[1]), 1).to(model.device) for half in (copied, drawn))
-    return Repeats(twice, once, len(before), length)
+        empty = torch.zeros(0, len(prefix) + len(suffix), dtype=torch.long, device=model.device)
+        return RepeatedSequences(empty, empty, len(prefix), 0)
+    rng = np.random.default_rng(seed)
+    tokens = np.stack([rng.permutation(ordinary_ids)[: 2 * length] for _ in range(sequences)])
+    tokens = torch.from_numpy(tokens)  # (N, 2 m)
+    template = [torch.tensor(ids, dtype=torch.long).expand(sequences, -1) for ids in (prefix, suffix)]
+    copied = torch.cat((tokens[:, :length], tokens[:, :length]), 1)
+    repeated, control = (torch.cat((template[0], half, template[1]), 1).to(model.device) for half in (copied, tokens))
+    return RepeatedSequences(repeated, control, len(prefix), length)
 
 
-class Echo(TextTask):
+class InductionMetric(ControlledTextMetric):
     """The weight on the token behind the first copy (induction), and on the first copy (duplicate), from the second one."""
 
-    numbers = NUMBERS
+    metric_specs = METRIC_SPECS
 
-    def __init__(self, repeats: Repeats) -> None:
-        self.repeats, self.tokens = repeats, TOGETHER * max(1, repeats.twice.shape[1])
-        behind, first = repeats.length - 1, repeats.length
-        self.parts = [
-            WeightAt(name, partial(self._places, offset=offset), everywhere=True)
-            for name, offset in (("induction", behind), ("duplicate", first))
+    def __init__(self, repeats: RepeatedSequences) -> None:
+        self.repeats, self.batch_tokens = repeats, BATCH_SEQUENCES * max(1, repeats.repeated.shape[1])
+        induction_offset, duplicate_offset = repeats.length - 1, repeats.length
+        self.metrics = [
+            AttentionToPosition(name, partial(self._target_positions, offset=offset), all_rows=True)
+            for name, offset in (("induction", induction_offset), ("duplicate", duplicate_offset))
         ]
-        self.aims = tuple(aim for part in self.parts for aim in part.aims)
+        self.key_targets = tuple(key_target for metric in self.metrics for key_target in metric.key_targets)
 
-    def texts(self, model: AnyModel, seed: int = 0) -> tuple[list[Unit], list[Unit]]:
+    def texts_and_controls(self, model: ModelProtocol, seed: int = 0) -> tuple[list[TextSample], list[TextSample]]:
         """R R, and R R′."""
-        tokenizer, both = tokenizer_of(model), (self.repeats.twice, self.repeats.once)
-        twice, once = (
-            [bare_unit(number, tuple(ids), tokenizer) for number, ids in enumerate(some.tolist())] for some in both
+        tokenizer, sequences = tokenizer_of(model), (self.repeats.repeated, self.repeats.control)
+        repeated, control = (
+            [sample_from_ids(index, tuple(ids), tokenizer) for index, ids in enumerate(batch.tolist())]
+            for batch in sequences
         )
-        return twice, once
+        return repeated, control
 
-    def take(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Three numbers for each."""
-        sums, counts = zip(*(part.take(rows) for part in self.parts), strict=True)
+        sums, counts = zip(*(metric.compute(rows) for metric in self.metrics), strict=True)
         return torch.cat(sums, -1), torch.cat([count.expand(*count.shape[:2], 3) for count in counts], -1)
 
-    def _places(self, text: Unit, offset: int) -> list[int]:
+    def _target_positions(self, sample: TextSample, offset: int) -> list[int]:
         """For each token of the second copy the one so far back; never the first token of the text."""
-        second = range(self.repeats.second.start, self.repeats.second.stop)
-        return [row - offset if row in second else -1 for row in range(len(text.ids))]
+        second = range(self.repeats.second_copy.start, self.repeats.second_copy.stop)
+        return [row - offset if row in second else -1 for row in range(len(sample.ids))]

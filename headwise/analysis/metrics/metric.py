@@ -1,8 +1,9 @@
 """What a measure is: numbers of every head, each a mean over rows of attention; and the two kinds that anyone can make.
 
 A measure says how its numbers are called and told, which marks over the keys it needs, what it takes from rows. Beside a
-number stand its null (what a head that looks at nothing in particular would have, over the same rows) and its valued twin
-(the same with attention weighted by the length of what it fetches). What rows give is summed, so halves of a corpus add up.
+number stand its baseline (what a head that looks at nothing in particular would have, over the same rows) and its
+value-weighted variant (the same with attention weighted by the length of what it fetches). What rows give is summed, so
+halves of a corpus add up.
 """
 
 from abc import ABC, abstractmethod
@@ -13,20 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.batching import Batch, Unit
+from headwise.analysis.recording.batching import TextSample, TokenBatch
 from headwise.errors import HeadwiseError
 
 if TYPE_CHECKING:
-    from headwise.analysis.metrics.attention_call import Call
+    from headwise.analysis.metrics.attention_call import AttentionCallContext
     from headwise.analysis.metrics.row_blocks import RowBlock
-    from headwise.analysis.metrics.row_stats import Rows
+    from headwise.analysis.metrics.row_stats import RowStats
 
 # How two become one: sums add up; both are the same, for they do not come from the corpus; the larger sample stays.
-ADD, ALIKE, LARGER = "add", "alike", "larger"
+ADD, IDENTICAL, LARGER = "add", "identical", "larger"
 
 
 @dataclass(frozen=True)
-class Target:
+class RoleTarget:
     """What a row should look at: what is shown as a hit or a miss of a role. Plain data, so that files can hold it."""
 
     kind: str  # one of KINDS
@@ -35,224 +36,248 @@ class Target:
     # so many tokens back; up to so many away, itself left out; so many away or more; at marked keys; at the key a rule names;
     # at the n-th of the places in repeated tokens; at what a prompt of the number of this name asks for; at the word an arc
     # leads to
-    KINDS = ("offset", "within", "beyond", "marked", "aim", "echo", "prompt", "arc")
+    KINDS = ("offset", "within", "beyond", "feature", "key_target", "repeat", "prompt", "arc")
 
 
 @dataclass(frozen=True)
-class Number:
+class MetricSpec:
     """One number of every head: what it is called and told as. Its name is unique, in tables, files and on the page."""
 
     name: str
     label: str = ""  # in a few words
     unit: str = "share"
-    more: str = ""  # what more of it means
+    high_means: str = ""  # what more of it means
     hue: int | None = None  # of its colour in pictures, in degrees
-    null: str = ""  # the name of the number that is its baseline, over the same rows
-    valued: str = ""  # and of its twin weighted by what is fetched
-    shown: bool = True  # a null or a twin stands beside another, and is not shown by itself
-    placed: bool = False  # told by distances, of which there are none between two texts
+    baseline: str = ""  # the name of the number that is its baseline, over the same rows
+    value_weighted: str = ""  # and of its twin weighted by what is fetched
+    displayed: bool = True  # a baseline or a variant stands beside another, and is not shown by itself
+    positional: bool = False  # told by distances, of which there are none between two texts
     series: str = ""  # the picture or table of their own it belongs to, among many; such are not listed one by one
-    column: bool = False  # it has a column in the table of heads
+    in_table: bool = False  # it has a column in the table of heads
     merge: str = ADD
-    on: str = ""  # in words, the texts it is measured on, where they are not the corpus
-    target: Target | None = None
+    corpus_label: str = ""  # in words, the texts it is measured on, where they are not the corpus
+    target: RoleTarget | None = None
     hits: bool = False  # the share of rows whose largest weight is on the target, not the weight on it
 
-    def three(self, null: str = "", valued: str = "") -> tuple["Number", "Number", "Number"]:
-        """Itself with its null and its valued twin.
+    def with_variants(
+        self, baseline: str = "", value_weighted: str = ""
+    ) -> tuple["MetricSpec", "MetricSpec", "MetricSpec"]:
+        """Itself with its baseline and its value-weighted variant.
 
-        >>> [number.name for number in Number("digit").three()]
-        ['digit', 'digit null', 'digit valued']
+        >>> [spec.name for spec in MetricSpec("digit").with_variants()]
+        ['digit', 'digit baseline', 'digit value-weighted']
         """
-        score = replace(self, null=null or f"{self.name} null", valued=valued or f"{self.name} valued")
-        beside = replace(self, shown=False, column=False, label="", more="", target=None)
-        return score, replace(beside, name=score.null), replace(beside, name=score.valued)
+        score = replace(
+            self,
+            baseline=baseline or f"{self.name} baseline",
+            value_weighted=value_weighted or f"{self.name} value-weighted",
+        )
+        variant = replace(self, displayed=False, in_table=False, label="", high_means="", target=None)
+        return score, replace(variant, name=score.baseline), replace(variant, name=score.value_weighted)
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class TokenFeature:
     """Marks over the keys, by name: a row's weight on each is summed, with the weight on all. Mostly 0 and 1.
 
-    The first token of a text has none, unless `first`: a head that rests there would seem to look for what is marked.
+    The first token of a text has none, unless `include_first`: a head that rests there would seem to look for what is marked.
     """
 
     name: str
-    marks: (
-        Callable[[Unit], Sequence[float]] | Tensor
-    )  # one for each token of a text; or for each entry of the vocabulary
-    first: bool = False
+    # one for each token of a text; or for each entry of the vocabulary
+    values: Callable[[TextSample], Sequence[float]] | Tensor
+    include_first: bool = False
 
-    def over(self, batch: Batch) -> Tensor:
+    def batch_values(self, batch: TokenBatch) -> Tensor:
         """The marks of a batch, (B, S)."""
-        if isinstance(self.marks, Tensor):
-            made = self.marks.to(batch.ids.device)[batch.ids]
+        if isinstance(self.values, Tensor):
+            values = self.values.to(batch.ids.device)[batch.ids]
         else:
-            made = _spread(self.name, self.marks, batch, 0.0)
-        made = made.float() * batch.real
-        if not self.first:
-            made = made.scatter(1, batch.first[:, None], 0.0)
-        return made
+            values = _fill_per_token(self.name, self.values, batch, 0.0)
+        values = values.float() * batch.real_tokens
+        if not self.include_first:
+            values = values.scatter(1, batch.first_token_positions[:, None], 0.0)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
-class Aim:
+class KeyTarget:
     """One key for each row of a text, by a rule; below 0 where a row has none. The first token is no target."""
 
     name: str
-    places: Callable[[Unit], Sequence[int]]
+    positions: Callable[[TextSample], Sequence[int]]
     hits: bool = False  # whether the largest weight is there is asked too
 
-    def over(self, batch: Batch) -> Tensor:
+    def batch_positions(self, batch: TokenBatch) -> Tensor:
         """Where the rows of a batch should look, (B, T), by columns of the batch; -1: nowhere."""
-        made = _spread(self.name, self.places, batch, -1.0).long()
-        lengths = batch.real.sum(1)[:, None]
-        if bool((made >= lengths).any()):
+        positions = _fill_per_token(self.name, self.positions, batch, -1.0).long()
+        lengths = batch.real_tokens.sum(1)[:, None]
+        if bool((positions >= lengths).any()):
             raise HeadwiseError(
                 f"{self.name!r} aims at a token behind the end of its text; give its place in the text."
             )
-        return torch.where((made > 0) & batch.real, made + batch.first[:, None], -1)
+        return torch.where((positions > 0) & batch.real_tokens, positions + batch.first_token_positions[:, None], -1)
 
 
-class Taker(ABC):
+class BlockAccumulator(ABC):
     """What a measure of blocks takes from one call at one site."""
 
     @abstractmethod
-    def see(self, block: "RowBlock") -> None:
+    def add_block(self, block: "RowBlock") -> None:
         """One block of rows, as it goes by."""
 
     @abstractmethod
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """Sums and counts, as `Measure.take` gives them, when all blocks were seen; None: nothing is counted."""
+    def result(self) -> tuple[Tensor, Tensor] | None:
+        """Sums and counts, as `Metric.compute` gives them, when all blocks were seen; None: nothing is counted."""
 
 
-class Measure:
-    """Numbers of every head. Make one by `WeightOn` or `WeightAt`, or give `numbers` and either `take`, from rows, or `at`,
-    from blocks of rows. One without numbers keeps something else, such as examples."""
+class Metric:
+    """Numbers of every head. Make one by `AttentionToTokens` or `AttentionToPosition`, or give `metric_specs` and either
+    `compute`, from rows, or `on_call`, from blocks of rows. One without specs keeps something else, such as examples."""
 
-    numbers: tuple[Number, ...] = ()
-    columns: tuple[Column, ...] = ()
-    aims: tuple[Aim, ...] = ()
-    full = False  # it needs a walk over every cell (`Full`), which detail="light" does not make
+    metric_specs: tuple[MetricSpec, ...] = ()
+    features: tuple[TokenFeature, ...] = ()
+    key_targets: tuple[KeyTarget, ...] = ()
+    needs_full_detail = (
+        False  # it needs a walk over every cell (`FullDetailRowStats`), which detail="light" does not make
+    )
 
     @property
-    def score(self) -> Number:
+    def score_spec(self) -> MetricSpec:
         """The first of its numbers: what a role may refer to."""
-        return self.numbers[0]
+        return self.metric_specs[0]
 
     @property
     def names(self) -> tuple[str, ...]:
         """What its numbers are called."""
-        return tuple(number.name for number in self.numbers)
+        return tuple(metric_spec.name for metric_spec in self.metric_specs)
 
     @property
-    def across(self) -> bool:
+    def supports_cross_attention(self) -> bool:
         """Whether it can be asked of cross-attention, where there are no distances."""
-        return not self.numbers or not all(number.placed for number in self.numbers)
+        return not self.metric_specs or not all(metric_spec.positional for metric_spec in self.metric_specs)
 
-    def begin(self, batch: Batch) -> None:
+    def begin_batch(self, batch: TokenBatch) -> None:
         """A batch that will be read: what does not depend on heads is worked out here."""
 
-    def at(self, call: "Call") -> Taker | None:
+    def on_call(self, call: "AttentionCallContext") -> BlockAccumulator | None:
         """One call at one site. What it gives is shown every block of rows; None: the measure takes rows, or nothing more."""
 
-    def take(self, rows: "Rows") -> tuple[Tensor, Tensor]:
+    def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
         """Sums over the rows of one call, (B, H, numbers), and how many rows they are sums over, which broadcast to that."""
         raise NotImplementedError
 
 
-class WeightOn(Measure):
-    """The weight on marked tokens, over the rows that see one. Its null is their share among what is visible.
+class AttentionToTokens(Metric):
+    """The weight on marked tokens, over the rows that see one. Its baseline is their share among what is visible.
 
-    `marks` gives a number for each token of a text: 1 for what is looked for, 0 for the rest. It is called with a text as the
-    model reads it: `.pieces` (its tokens as a person writes them), `.document` (words and relations, or None), `.alignment`.
+    `values` gives a number for each token of a text: 1 for what is looked for, 0 for the rest. It is called with a text as
+    the model reads it: `.token_texts` (its tokens as a person writes them), `.document` (words and relations, or None),
+    `.alignment`.
 
-    >>> comma = WeightOn("comma", lambda text: [piece == "," for piece in text.pieces])
+    >>> comma = AttentionToTokens("comma", lambda text: [token == "," for token in text.token_texts])
     >>> comma.names
-    ('comma', 'comma null', 'comma valued')
+    ('comma', 'comma baseline', 'comma value-weighted')
     """
 
     def __init__(
         self,
         name: str,
-        marks: Callable[[Unit], Sequence[float]] | Tensor,
+        values: Callable[[TextSample], Sequence[float]] | Tensor,
         *,
         label: str = "",
-        more: str = "",
+        high_means: str = "",
         hue: int | None = None,
-        column: bool = True,
-        everywhere: bool = False,
+        in_table: bool = True,
+        all_rows: bool = False,
     ) -> None:
-        self.everywhere = everywhere  # all rows count, and the first token may be marked: where a head rests
-        self.columns = (Column(name, marks, everywhere),)
-        told = Number(
-            name, label or f"weight on {name}", more=more, hue=hue, column=column, target=Target("marked", name)
+        self.all_rows = all_rows  # all rows count, and the first token may be marked: where a head rests
+        self.features = (TokenFeature(name, values, all_rows),)
+        metric_spec = MetricSpec(
+            name,
+            label or f"weight on {name}",
+            high_means=high_means,
+            hue=hue,
+            in_table=in_table,
+            target=RoleTarget("feature", name),
         )
-        self.numbers = told.three()
+        self.metric_specs = metric_spec.with_variants()
 
-    def take(self, rows: "Rows") -> tuple[Tensor, Tensor]:
+    def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
         """The weight, a uniform head's, and the weight of what is fetched."""
-        (column,) = self.columns
-        weight, counted = rows.part(column.name), rows.counted.to(rows.total)[:, None]  # (B, H, n) (B, 1, n)
-        heavy = rows.valued(column.name) / rows.part(rows.NORM).clamp(min=1e-30)
-        there = rows.marked(column.name)  # (B, 1 or H, n): keys that are marked, among the visible
-        null = (there / rows.visible.to(weight).clamp(min=1) * counted).sum(2).expand(weight.shape[:2])
-        asked = counted if self.everywhere else (there > 0) * counted
-        return torch.stack((weight.sum(2), null, heavy.sum(2)), -1), asked.sum(2)[..., None]
+        (feature,) = self.features
+        # (B, H, n) (B, 1, n)
+        weight, counted = (rows.feature_fraction(feature.name), rows.counted.to(rows.total)[:, None])
+        value_weighted = rows.value_weighted_sum(feature.name) / rows.feature_fraction(rows.NORM).clamp(min=1e-30)
+        matching_keys = rows.visible_feature_sum(
+            feature.name
+        )  # (B, 1 or H, n): keys that are marked, among the visible
+        baseline = (matching_keys / rows.visible_keys.to(weight).clamp(min=1) * counted).sum(2).expand(weight.shape[:2])
+        eligible = counted if self.all_rows else (matching_keys > 0) * counted
+        return torch.stack((weight.sum(2), baseline, value_weighted.sum(2)), -1), eligible.sum(2)[..., None]
 
 
-class WeightAt(Measure):
-    """The weight on one token of each row's own, over the rows that have and see it. Its null is one token in all visible.
+class AttentionToPosition(Metric):
+    """The weight on one token of each row's own, over the rows that have and see it. Its baseline is one token in all
+    visible.
 
-    `places` gives for each token of a text the place of the one it should look at; -1: none. `hits`: not the weight but
-    whether it is the largest of the row; of equals each gets its share. `everywhere`: rows that have such a token and do not
+    `positions` gives for each token of a text the place of the one it should look at; -1: none. `hits`: not the weight but
+    whether it is the largest of the row; of equals each gets its share. `all_rows`: rows that have such a token and do not
     see it count too.
 
-    >>> WeightAt("back two", lambda text: [row - 2 for row in range(len(text.ids))]).numbers[0].unit
+    >>> AttentionToPosition("back two", lambda text: [row - 2 for row in range(len(text.ids))]).metric_specs[0].unit
     'share'
     """
 
     def __init__(
         self,
         name: str,
-        places: Callable[[Unit], Sequence[int]],
+        positions: Callable[[TextSample], Sequence[int]],
         *,
         label: str = "",
-        more: str = "",
+        high_means: str = "",
         hue: int | None = None,
         hits: bool = False,
-        everywhere: bool = False,
+        all_rows: bool = False,
         merge: str = ADD,
-        on: str = "",
+        corpus_label: str = "",
     ) -> None:
-        self.everywhere = everywhere
-        self.aims, self.full = (Aim(name, places, hits),), hits
+        self.all_rows = all_rows
+        self.key_targets, self.needs_full_detail = (KeyTarget(name, positions, hits),), hits
         label = label or (f"largest weight on {name}" if hits else f"weight on {name}")
-        told = Number(
-            name, label, more=more, hue=hue, placed=True, column=True, merge=merge, on=on, target=Target("aim", name),
-            hits=hits,
+        metric_spec = MetricSpec(
+            name, label, high_means=high_means, hue=hue, positional=True, in_table=True, merge=merge,
+            corpus_label=corpus_label, target=RoleTarget("key_target", name), hits=hits,
         )  # fmt: skip
-        self.numbers = told.three()
+        self.metric_specs = metric_spec.with_variants()
 
-    def take(self, rows: "Rows") -> tuple[Tensor, Tensor]:
+    def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
         """The weight, a uniform head's, and the weight of what is fetched."""
-        (aim,) = self.aims
-        there = (rows.has(aim.name) if self.everywhere else rows.sees[aim.name]) & rows.counted[
+        (key_target,) = self.key_targets
+        # (B, 1 or H, n)
+        eligible = (rows.has_target(key_target.name) if self.all_rows else rows.sees[key_target.name]) & rows.counted[
             :, None
-        ]  # (B, 1 or H, n)
-        null = (there / rows.visible.to(rows.total).clamp(min=1)).sum(2)
-        weight, heavy = rows.hits[aim.name] if aim.hits else rows.at(aim.name)  # (B, H, n)
-        sums = [(one * there).sum(2) for one in (weight, heavy)]
-        return torch.stack((sums[0], null.expand_as(sums[0]), sums[1]), -1), there.sum(2)[..., None]
+        ]
+        baseline = (eligible / rows.visible_keys.to(rows.total).clamp(min=1)).sum(2)
+        # (B, H, n)
+        weight, value_weighted = (
+            rows.target_hits[key_target.name] if key_target.hits else rows.weights_at_target(key_target.name)
+        )
+        sums = [(scores * eligible).sum(2) for scores in (weight, value_weighted)]
+        return torch.stack((sums[0], baseline.expand_as(sums[0]), sums[1]), -1), eligible.sum(2)[..., None]
 
 
-def _spread(name: str, given: Callable[[Unit], Sequence[float]], batch: Batch, empty: float) -> Tensor:
+def _fill_per_token(
+    name: str, per_token: Callable[[TextSample], Sequence[float]], batch: TokenBatch, empty: float
+) -> Tensor:
     """What a function of a text gives for each of its tokens, as (B, S), padding left out."""
-    made = torch.full(batch.ids.shape, empty)
-    for row, (unit, first) in enumerate(zip(batch.units, batch.first.tolist(), strict=True)):
-        values = torch.as_tensor(given(unit), dtype=torch.float32)
-        if values.shape != (len(unit.ids),):
+    filled = torch.full(batch.ids.shape, empty)
+    for row, (sample, first) in enumerate(zip(batch.samples, batch.first_token_positions.tolist(), strict=True)):
+        values = torch.as_tensor(per_token(sample), dtype=torch.float32)
+        if values.shape != (len(sample.ids),):
             raise HeadwiseError(
-                f"{name!r} gave {tuple(values.shape)} numbers for a text of {len(unit.ids)} tokens; give one for each token."
+                f"{name!r} gave {tuple(values.shape)} numbers for a text of {len(sample.ids)} tokens; give one for "
+                f"each token."
             )
-        made[row, first : first + len(values)] = values
-    return made.to(batch.ids.device)
+        filled[row, first : first + len(values)] = values
+    return filled.to(batch.ids.device)

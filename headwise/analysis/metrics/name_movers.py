@@ -17,21 +17,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headwise.analysis.metrics.prompts import (
-    ENOUGH,
-    Due,
-    DuePrompt,
-    Looks,
-    PromptMeasure,
-    UnitSums,
-    ask_prompts,
-    check_reads_words,
-    next_token,
-    too_few,
+from headwise.analysis.metrics.prompt_metric import (
+    MIN_SAMPLES,
+    ExpectedToken,
+    HeadResponses,
+    PromptMetric,
+    PromptWithTargets,
+    SampleTotals,
+    require_lm_head,
+    run_prompts,
+    single_token_of_word,
+    too_few_error,
 )
-from headwise.analysis.metrics.role_examples import Cases
+from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.model import AnyModel
+from headwise.model import ModelProtocol
 from headwise.text import Tokenizer
 
 NAMES = (
@@ -47,14 +47,14 @@ SINGLES = (  # the same with one name, who is due
     "After {0} left, somebody sent a letter to", "While {0} was at school, somebody gave a pen to",
 )  # fmt: skip
 PAIRS = 64  # of sentences
-FEWEST_NAMES = 3  # of which six couples can be made, for each template
+MIN_NAMES = 3  # of which six couples can be made, for each template
 
 
-class NameMover(PromptMeasure):
+class NameMoverMetric(PromptMetric):
     """`hw.profile(model, prompts=True)`.
 
-    >>> NameMover().names
-    ('name mover', 'name mover null', 'name mover valued')
+    >>> NameMoverMetric().names
+    ('name mover', 'name mover baseline', 'name mover value-weighted')
     """
 
     def __init__(self) -> None:
@@ -63,129 +63,152 @@ class NameMover(PromptMeasure):
             "sentences about two people",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
+    def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Both sentences of each pair, both names of each."""
-        wiring = check_reads_words(model, "a name mover")
-        prompts = make_pairs(tokenizer_of(model), seed)
-        looks = ask_prompts(model, prompts, wiring, self.score.name)
-        return name_sums(looks).checked("pairs of sentences about two people", "the model ends rightly"), looks.cases
+        residual = require_lm_head(model, "a name mover")
+        prompts = make_name_prompts(tokenizer_of(model), seed)
+        responses = run_prompts(model, prompts, residual, self.score_spec.name)
+        return name_mover_totals(responses).require_enough_samples(
+            "pairs of sentences about two people", "the model ends rightly"
+        ), responses.examples
 
 
-def name_sums(looks: Looks) -> UnitSums:
+def name_mover_totals(responses: HeadResponses) -> SampleTotals:
     """From what heads did at the four dues of each pair: each name where it is due, and where the other is."""
-    said = looks.lead > 0
-    score, valued, against = (_fours(x) for x in (looks.weight * said, looks.fetched * said, looks.weight * ~said))
-    right = _fours(looks.right[:, None].astype(float))[..., 0]  # (pairs, 4)
-    due, not_due = [0, 2], [1, 3]
-    counts = 2 * (right[:, due].sum(1) == 2)
-    null = score[:, not_due].sum(1) + against[:, due].sum(1)
-    return UnitSums(score[:, due].sum(1), null, valued[:, due].sum(1), counts)
+    favors_answer = responses.logit_difference > 0
+    score, value_weighted, against = (
+        _group_by_pair(x)
+        for x in (
+            responses.weight * favors_answer,
+            responses.value_weighted * favors_answer,
+            responses.weight * ~favors_answer,
+        )
+    )
+    correct = _group_by_pair(responses.correct[:, None].astype(float))[..., 0]  # (pairs, 4)
+    expected, not_expected = [0, 2], [1, 3]
+    counts = 2 * (correct[:, expected].sum(1) == 2)
+    baseline = score[:, not_expected].sum(1) + against[:, expected].sum(1)
+    return SampleTotals(score[:, expected].sum(1), baseline, value_weighted[:, expected].sum(1), counts)
 
 
 class NameSentence(NamedTuple):
     """A sentence about two people that breaks off where one of them is due: tokens of both names and where they stand."""
 
     ids: tuple[int, ...]
-    due: int
+    answer: int
     other: int  # said twice
-    due_place: int
-    other_places: tuple[int, int]
+    answer_position: int
+    other_positions: tuple[int, int]
 
-    def prompt(self) -> DuePrompt:
+    def to_prompt(self) -> PromptWithTargets:
         """Ask for the name due, then for the one that is not."""
         row = len(self.ids) - 1
-        due = Due(row, self.due_place, self.due, (self.other,))
-        return DuePrompt(self.ids, (due, Due(row, self.other_places[0], self.other, (self.due,))))
+        expected = ExpectedToken(row, self.answer_position, self.answer, (self.other,))
+        return PromptWithTargets(
+            self.ids, (expected, ExpectedToken(row, self.other_positions[0], self.other, (self.answer,)))
+        )
 
 
-class SingleName(NamedTuple):
+class SingleNameSentence(NamedTuple):
     """A sentence that names one person, who is due where it breaks off."""
 
     ids: tuple[int, ...]
-    due: int
-    place: int
+    answer: int
+    position: int
 
 
-class NamePair(NamedTuple):
+class NameSentencePair(NamedTuple):
     """Two sentences that differ in who is named again: in the first the name said first is due, in the second the other."""
 
     sentences: tuple[NameSentence, NameSentence]
-    singles: tuple[
-        SingleName | None, SingleName | None
-    ]  # the name due in each, alone; None if it is several tokens there
+    # the name due in each, alone; None if it is several tokens there
+    singles: tuple[SingleNameSentence | None, SingleNameSentence | None]
 
 
-def make_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[DuePrompt]:
+def make_name_prompts(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[PromptWithTargets]:
     """Two prompts for each pair, one after the other: each asks for the name due, and then for the one that is not. Names of
     several tokens are left out."""
-    made: list[DuePrompt] = []
+    prompt_pairs: list[PromptWithTargets] = []
     for number, pair in enumerate(make_name_pairs(tokenizer, seed, pairs)):
-        one, other = (sentence.prompt() for sentence in pair.sentences)
-        made += (replace(one, unit=number), other) if number % 2 else (one, replace(other, unit=number))
-    return made
+        first, second = (sentence.to_prompt() for sentence in pair.sentences)
+        prompt_pairs += (
+            (replace(first, sample=number), second) if number % 2 else (first, replace(second, sample=number))
+        )
+    return prompt_pairs
 
 
-def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[NamePair]:
+def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[NameSentencePair]:
     """Pairs of sentences about two people, with the single-name sentences of both, drawn by a seed."""
-    single = [name for name in NAMES if next_token(tokenizer, "Then", name) is not None]
-    couples, dice, made = list(permutations(single, 2)), np.random.default_rng(seed), []
+    single = [name for name in NAMES if single_token_of_word(tokenizer, "Then", name) is not None]
+    couples, rng = list(permutations(single, 2)), np.random.default_rng(seed)
+    name_pairs: list[NameSentencePair] = []
     for number in range(len(TEMPLATES)):
-        drawn = (couples[i] for i in dice.permutation(len(couples)))
-        made += islice(_pairs(tokenizer, number, drawn), pairs // len(TEMPLATES))
-    if len(made) < ENOUGH:
-        raise too_few(f"{len(NAMES)} names", len(single), FEWEST_NAMES)
-    return made
+        shuffled = (couples[i] for i in rng.permutation(len(couples)))
+        name_pairs += islice(_prompt_pairs(tokenizer, number, shuffled), pairs // len(TEMPLATES))
+    if len(name_pairs) < MIN_SAMPLES:
+        raise too_few_error(f"{len(NAMES)} names", len(single), MIN_NAMES)
+    return name_pairs
 
 
-def _pairs(tokenizer: Tokenizer, template: int, couples: Iterable[tuple[str, str]]) -> Iterator[NamePair]:
+def _prompt_pairs(
+    tokenizer: Tokenizer, template: int, couples: Iterable[tuple[str, str]]
+) -> Iterator[NameSentencePair]:
     """Those in which both names are one token wherever they stand."""
     for couple in couples:
-        one, other = (_sentence(tokenizer, TEMPLATES[template], couple, again) for again in (1, 0))
-        if one is not None and other is not None and len(one.ids) == len(other.ids):
-            first, second = (_single(tokenizer, SINGLES[template], name) for name in couple)
-            yield NamePair((one, other), (first, second))
+        first, second = (_sentence(tokenizer, TEMPLATES[template], couple, again) for again in (1, 0))
+        if first is not None and second is not None and len(first.ids) == len(second.ids):
+            single_first, single_second = (_single(tokenizer, SINGLES[template], name) for name in couple)
+            yield NameSentencePair((first, second), (single_first, single_second))
 
 
 def _sentence(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: int) -> NameSentence | None:
     """One of two names is said again; the other is due."""
-    found = _find_names(tokenizer, template.format(*names, names[again]), names)
-    if found is None or [len(places) for places in found.places] != [1 + (i == again) for i in range(2)]:
+    mentions = _find_names(tokenizer, template.format(*names, names[again]), names)
+    if mentions is None or [len(positions) for positions in mentions.positions] != [1 + (i == again) for i in range(2)]:
         return None
-    first, second = found.places[again]
+    first, second = mentions.positions[again]
     return NameSentence(
-        found.ids, found.answers[1 - again], found.answers[again], found.places[1 - again][0], (first, second)
+        mentions.ids,
+        mentions.answers[1 - again],
+        mentions.answers[again],
+        mentions.positions[1 - again][0],
+        (first, second),
     )
 
 
-def _single(tokenizer: Tokenizer, template: str, name: str) -> SingleName | None:
+def _single(tokenizer: Tokenizer, template: str, name: str) -> SingleNameSentence | None:
     """A sentence in which one name stands, once."""
-    found = _find_names(tokenizer, template.format(name), (name,))
-    if found is None or len(found.places[0]) != 1:
+    mentions = _find_names(tokenizer, template.format(name), (name,))
+    if mentions is None or len(mentions.positions[0]) != 1:
         return None
-    return SingleName(found.ids, found.answers[0], found.places[0][0])
+    return SingleNameSentence(mentions.ids, mentions.answers[0], mentions.positions[0][0])
 
 
-class _FoundNames(NamedTuple):
+class _NameMentions(NamedTuple):
     ids: tuple[int, ...]
     answers: list[int]  # the token of each name where the text breaks off
-    places: list[list[int]]  # of each name
+    positions: list[list[int]]  # of each name
 
 
-def _find_names(tokenizer: Tokenizer, text: str, names: Sequence[str]) -> _FoundNames | None:
+def _find_names(tokenizer: Tokenizer, text: str, names: Sequence[str]) -> _NameMentions | None:
     """Find names in a text. None if one is several tokens, is the first token, or shares a token with another word."""
-    aligned, behind = tokenizer.align(text), tokenizer.around[1]
-    ids = aligned.ids[: len(aligned.ids) - len(behind)]
-    answers = [token for name in names if (token := next_token(tokenizer, text, name)) is not None]
+    aligned, suffix = tokenizer.align(text), tokenizer.template_ids[1]
+    ids = aligned.ids[: len(aligned.ids) - len(suffix)]
+    answers = [token for name in names if (token := single_token_of_word(tokenizer, text, name)) is not None]
     tokens, words = aligned.tokens_of_word, aligned.words
-    said = [[tokens[i] for i, word in enumerate(words) if word == name] for name in names]
+    mentions = [[tokens[i] for i, word in enumerate(words) if word == name] for name in names]
     if len(answers) < len(names) or tokenizer.special["unk"] in ids:
         return None
-    if not all(len(where) == 1 and len(aligned.words_of_token[where[0]]) == 1 for some in said for where in some):
+    if not all(
+        len(where) == 1 and len(aligned.words_of_token[where[0]]) == 1
+        for name_mentions in mentions
+        for where in name_mentions
+    ):
         return None
-    places = [[where[0] for where in some] for some in said]
-    return None if any(0 in some for some in places) else _FoundNames(ids, answers, places)
+    positions = [[where[0] for where in name_mentions] for name_mentions in mentions]
+    return None if any(0 in name_positions for name_positions in positions) else _NameMentions(ids, answers, positions)
 
 
-def _fours(made: np.ndarray) -> np.ndarray:
+def _group_by_pair(values: np.ndarray) -> np.ndarray:
     """The dues of each pair: (dues, heads) → (pairs, 4, heads)"""
-    return made.reshape(-1, 4, made.shape[-1])
+    return values.reshape(-1, 4, values.shape[-1])

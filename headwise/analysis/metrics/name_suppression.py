@@ -15,31 +15,31 @@ name at a fixed place, or against the name due scores no more than its baseline.
 sentences right.
 """
 
-from headwise.analysis.metrics.name_movers import NameSentence, SingleName, make_name_pairs
-from headwise.analysis.metrics.prompts import (
-    ENOUGH,
-    Due,
-    DuePrompt,
-    Looks,
-    PromptMeasure,
-    UnitSums,
-    ask_prompts,
-    check_reads_words,
-    too_few,
+from headwise.analysis.metrics.name_movers import NameSentence, SingleNameSentence, make_name_pairs
+from headwise.analysis.metrics.prompt_metric import (
+    MIN_SAMPLES,
+    ExpectedToken,
+    HeadResponses,
+    PromptMetric,
+    PromptWithTargets,
+    SampleTotals,
+    require_lm_head,
+    run_prompts,
+    too_few_error,
 )
-from headwise.analysis.metrics.role_examples import Cases
+from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.model import AnyModel
+from headwise.model import ModelProtocol
 from headwise.text import Tokenizer
 
 PAIR = 8  # dues of a pair with its two single-name sentences
 
 
-class NameSuppression(PromptMeasure):
+class NameSuppressionMetric(PromptMetric):
     """`hw.profile(model, prompts=True)`.
 
-    >>> NameSuppression().names
-    ('name suppression', 'name suppression null', 'name suppression valued')
+    >>> NameSuppressionMetric().names
+    ('name suppression', 'name suppression baseline', 'name suppression value-weighted')
     """
 
     def __init__(self) -> None:
@@ -48,50 +48,58 @@ class NameSuppression(PromptMeasure):
             "finds the name that is not due and writes against it", "sentences about two people",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
+    def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Both sentences of each pair, and each name alone."""
-        wiring = check_reads_words(model, "name suppression")
-        looks = ask_prompts(model, make_suppression_prompts(tokenizer_of(model), seed), wiring, self.score.name)
-        sums = suppression_sums(looks)
-        return sums.checked("pairs of sentences about two people", "the model ends rightly"), looks.cases
+        residual = require_lm_head(model, "name suppression")
+        responses = run_prompts(
+            model, make_suppression_prompts(tokenizer_of(model), seed), residual, self.score_spec.name
+        )
+        sums = name_suppression_totals(responses)
+        return sums.require_enough_samples(
+            "pairs of sentences about two people", "the model ends rightly"
+        ), responses.examples
 
 
-def suppression_sums(looks: Looks) -> UnitSums:
+def name_suppression_totals(responses: HeadResponses) -> SampleTotals:
     """Sum over the eight dues of each pair: the wrong candidate twice and the name due in each sentence; each name alone."""
-    against = looks.lead < 0
-    weight, fetched, kept = (
+    against = responses.logit_difference < 0
+    weight, value_weighted, not_against = (
         x.reshape(-1, PAIR, x.shape[-1])
-        for x in (looks.weight * against, looks.fetched * against, looks.weight * ~against)
+        for x in (responses.weight * against, responses.value_weighted * against, responses.weight * ~against)
     )
-    right = looks.right.reshape(-1, PAIR)
-    wrong, due, alone = [0, 1, 3, 4], [2, 5], [6, 7]
-    null = weight[:, due].sum(1) + weight[:, alone].sum(1) + kept[:, wrong].sum(1)
-    return UnitSums(weight[:, wrong].sum(1), null, fetched[:, wrong].sum(1), 2 * (right[:, due].sum(1) == 2))
+    correct = responses.correct.reshape(-1, PAIR)
+    wrong, expected, alone = [0, 1, 3, 4], [2, 5], [6, 7]
+    baseline = weight[:, expected].sum(1) + weight[:, alone].sum(1) + not_against[:, wrong].sum(1)
+    return SampleTotals(
+        weight[:, wrong].sum(1), baseline, value_weighted[:, wrong].sum(1), 2 * (correct[:, expected].sum(1) == 2)
+    )
 
 
-def make_suppression_prompts(tokenizer: Tokenizer, seed: int = 0) -> list[DuePrompt]:
+def make_suppression_prompts(tokenizer: Tokenizer, seed: int = 0) -> list[PromptWithTargets]:
     """Four prompts for each pair: both sentences about two people, and both names alone. The first two ask for the wrong
     candidate at its second and at its first mention, then for the name due."""
     pairs = [pair for pair in make_name_pairs(tokenizer, seed) if None not in pair.singles]
-    if len(pairs) < ENOUGH:
-        raise too_few("pairs of names", len(pairs), ENOUGH)
-    names = {sentence.due for pair in pairs for sentence in pair.sentences}
-    made: list[DuePrompt] = []
+    if len(pairs) < MIN_SAMPLES:
+        raise too_few_error("pairs of names", len(pairs), MIN_SAMPLES)
+    names = {sentence.answer for pair in pairs for sentence in pair.sentences}
+    prompts: list[PromptWithTargets] = []
     for number, pair in enumerate(pairs):
-        units = (number, None) if number % 2 else (None, number)  # which of the two is shown
-        for sentence, unit in zip(pair.sentences, units, strict=True):
-            made.append(_pair_prompt(sentence, names, unit))
-        made += [_single_prompt(single, names) for single in pair.singles if single is not None]
-    return made
+        samples = (number, None) if number % 2 else (None, number)  # which of the two is shown
+        for sentence, sample in zip(pair.sentences, samples, strict=True):
+            prompts.append(_pair_prompt(sentence, names, sample))
+        prompts += [_single_prompt(single, names) for single in pair.singles if single is not None]
+    return prompts
 
 
-def _pair_prompt(sentence: NameSentence, names: set[int], unit: int | None) -> DuePrompt:
-    row, absent = len(sentence.ids) - 1, tuple(sorted(names - {sentence.due, sentence.other}))
-    first, second = sentence.other_places
-    asked = ((second, sentence.other), (first, sentence.other), (sentence.due_place, sentence.due))
-    return DuePrompt(sentence.ids, tuple(Due(row, place, name, absent) for place, name in asked), unit)
+def _pair_prompt(sentence: NameSentence, names: set[int], sample: int | None) -> PromptWithTargets:
+    row, absent = len(sentence.ids) - 1, tuple(sorted(names - {sentence.answer, sentence.other}))
+    first, second = sentence.other_positions
+    candidates = ((second, sentence.other), (first, sentence.other), (sentence.answer_position, sentence.answer))
+    return PromptWithTargets(
+        sentence.ids, tuple(ExpectedToken(row, position, name, absent) for position, name in candidates), sample
+    )
 
 
-def _single_prompt(single: SingleName, names: set[int]) -> DuePrompt:
-    absent = tuple(sorted(names - {single.due}))
-    return DuePrompt(single.ids, (Due(len(single.ids) - 1, single.place, single.due, absent),))
+def _single_prompt(single: SingleNameSentence, names: set[int]) -> PromptWithTargets:
+    absent = tuple(sorted(names - {single.answer}))
+    return PromptWithTargets(single.ids, (ExpectedToken(len(single.ids) - 1, single.position, single.answer, absent),))

@@ -2,8 +2,8 @@
 is on the token being copied (https://arxiv.org/abs/2404.15574).
 
 Texts, of the probe set if no others are given, are laid end to end; among them stands a needle, and at the end the needle is
-begun again. The model goes on with it; a token counts if the model itself would have written it. The null is how often the
-largest weight is on the same place when another needle stands there.
+begun again. The model goes on with it; a token counts if the model itself would have written it. The baseline is how often
+the largest weight is on the same place when another needle stands there.
 """
 
 from dataclasses import dataclass
@@ -11,99 +11,103 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.metrics.metric import ALIKE, WeightAt
-from headwise.analysis.metrics.tasks import TOKENS, TextTask, bare_unit
-from headwise.analysis.recording.batching import Unit, make_batches, run, tokenizer_of
-from headwise.analysis.recording.tokenized_corpus import documents_for
-from headwise.model import AnyModel
+from headwise.analysis.metrics.metric import IDENTICAL, AttentionToPosition
+from headwise.analysis.metrics.task_metric import BATCH_TOKENS, ControlledTextMetric, sample_from_ids
+from headwise.analysis.recording.batching import TextSample, forward_batch, make_batches, tokenizer_of
+from headwise.analysis.recording.tokenized_corpus import default_corpus
+from headwise.model import ModelProtocol
 from headwise.text.corpus import Corpus
 
-TEXTS, NEEDLE, CUE, HAY = 32, 10, 3, 48  # haystacks; tokens of a needle, of its beginning that is given, and around it
+# haystacks; tokens of a needle, of its beginning that is given, and around it
+TEXTS, NEEDLE, CUE, HAYSTACK = 32, 10, 3, 48
 
 
 @dataclass(frozen=True, eq=False)
-class Needle:
+class NeedleText:
     """A haystack with a needle, the same with another needle in its place, and where each copied token comes from."""
 
     ids: tuple[int, ...]
-    other: tuple[int, ...]
+    control_ids: tuple[int, ...]
     start: int  # where the needle stands
-    again: int  # where it is begun again
+    repeat_start: int  # where it is begun again
 
     @property
-    def places(self) -> list[int]:
+    def copy_source_positions(self) -> list[int]:
         """For each row the place of the token to be written next, in the needle; -1: nothing is copied there."""
-        made = [-1] * len(self.ids)
+        positions = [-1] * len(self.ids)
         for step in range(CUE - 1, NEEDLE - 1):
-            made[self.again + step] = self.start + step + 1
-        return made
+            positions[self.repeat_start + step] = self.start + step + 1
+        return positions
 
 
-class Retrieval(TextTask, WeightAt):
-    """`hw.profile(model, measures=[Retrieval()])`; for decoders, whose next token is known. Others have none of it.
+class RetrievalMetric(ControlledTextMetric, AttentionToPosition):
+    """`hw.profile(model, metrics=[RetrievalMetric()])`; for decoders, whose next token is known. Others have none of it.
 
-    >>> Retrieval().names
-    ('retrieval', 'retrieval null', 'retrieval valued')
+    >>> RetrievalMetric().names
+    ('retrieval', 'retrieval baseline', 'retrieval value-weighted')
     """
 
     def __init__(self, corpus: Any = None) -> None:
         self.corpus = corpus  # where needles and haystacks are taken from
-        self.places: dict[tuple[int, ...], list[int]] = {}  # where each row should look, by the ids of a text
+        self.positions: dict[tuple[int, ...], list[int]] = {}  # where each row should look, by the ids of a text
         super().__init__(
-            "retrieval", lambda text: self.places[text.ids], label="copied tokens it looks at hardest",
-            more="finds what is copied", hue=285, hits=True, merge=ALIKE, on="needles in texts",
+            "retrieval", lambda text: self.positions[text.ids], label="copied tokens it looks at hardest",
+            high_means="finds what is copied", hue=285, hits=True, merge=IDENTICAL, corpus_label="needles in texts",
         )  # fmt: skip
 
-    def texts(self, model: AnyModel, seed: int) -> tuple[list[Unit], list[Unit]]:
+    def texts_and_controls(self, model: ModelProtocol, seed: int) -> tuple[list[TextSample], list[TextSample]]:
         """Haystacks, and the same with other needles."""
         if model.spec.kind != "decoder" or model.output is None:
             return [], []
-        needles, tokenizer = make_needles(model, self.corpus, seed), tokenizer_of(model)
-        units = [bare_unit(number, needle.ids, tokenizer) for number, needle in enumerate(needles)]
-        others = [bare_unit(number, needle.other, tokenizer) for number, needle in enumerate(needles)]
-        copied = _copied(model, units)
+        needles, tokenizer = make_needle_texts(model, self.corpus, seed), tokenizer_of(model)
+        samples = [sample_from_ids(index, needle.ids, tokenizer) for index, needle in enumerate(needles)]
+        others = [sample_from_ids(index, needle.control_ids, tokenizer) for index, needle in enumerate(needles)]
+        copied = _copied_positions(model, samples)
         for needle in needles:  # the same rows of both
-            right = [place if place in copied[needle.ids] else -1 for place in needle.places]
-            self.places[needle.ids] = self.places[needle.other] = right
-        return units, others
+            correct = [position if position in copied[needle.ids] else -1 for position in needle.copy_source_positions]
+            self.positions[needle.ids] = self.positions[needle.control_ids] = correct
+        return samples, others
 
 
-def make_needles(model: AnyModel, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[Needle]:
+def make_needle_texts(model: ModelProtocol, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[NeedleText]:
     """Needles are beginnings of texts without a repeated token, haystacks the other texts; none where there is no room."""
     tokenizer = tokenizer_of(model)
-    before, behind = tokenizer.around
-    room = model.spec.room
-    given = documents_for(model) if corpus is None else Corpus.of(corpus)
-    read = [tokenizer.encode(item.text) for item in given.items()]
-    bare = [tuple(ids[len(before) : len(ids) - len(behind)]) for ids in read]
-    long = list(dict.fromkeys(ids[:NEEDLE] for ids in bare if len(set(ids[:NEEDLE])) == NEEDLE))
-    around = min(2 * HAY, room - len(before) - 2 * NEEDLE)
-    if around < NEEDLE or len(long) < 2:
+    prefix, suffix = tokenizer.template_ids
+    max_context = model.spec.max_input_tokens
+    documents = default_corpus(model) if corpus is None else Corpus.of(corpus)
+    encoded = [tokenizer.encode(item.text) for item in documents.items()]
+    token_ids = [tuple(ids[len(prefix) : len(ids) - len(suffix)]) for ids in encoded]
+    needles = list(dict.fromkeys(ids[:NEEDLE] for ids in token_ids if len(set(ids[:NEEDLE])) == NEEDLE))
+    hay_length = min(2 * HAYSTACK, max_context - len(prefix) - 2 * NEEDLE)
+    if hay_length < NEEDLE or len(needles) < 2:
         return []
-    dice, made = np.random.default_rng(seed), []
+    rng, haystacks = np.random.default_rng(seed), []
     for _ in range(texts):
-        needle, other = (long[i] for i in dice.permutation(len(long))[:2])
+        needle, other = (needles[i] for i in rng.permutation(len(needles))[:2])
         hay = [
-            token for i in dice.permutation(len(bare)) if bare[i][:NEEDLE] not in (needle, other) for token in bare[i]
+            token
+            for i in rng.permutation(len(token_ids))
+            if token_ids[i][:NEEDLE] not in (needle, other)
+            for token in token_ids[i]
         ]
-        hay = hay[:around]
-        first = int(dice.integers(len(hay) // 4, len(hay) // 2 + 1))  # no fixed distance leads there
+        hay = hay[:hay_length]
+        first = int(rng.integers(len(hay) // 4, len(hay) // 2 + 1))  # no fixed distance leads there
         left, right = hay[:first], hay[first:]
-        start = len(before) + len(left)
-        ids, twin = ((*before, *left, *one, *right, *needle) for one in (needle, other))
-        made.append(Needle(ids, twin, start, start + NEEDLE + len(right)))
-    return made
+        start = len(prefix) + len(left)
+        ids, control = ((*prefix, *left, *inserted, *right, *needle) for inserted in (needle, other))
+        haystacks.append(NeedleText(ids, control, start, start + NEEDLE + len(right)))
+    return haystacks
 
 
-def _copied(model: AnyModel, units: list[Unit]) -> dict[tuple[int, ...], set[int]]:
+def _copied_positions(model: ModelProtocol, samples: list[TextSample]) -> dict[tuple[int, ...], set[int]]:
     """For each text the places from which the model copies: there it would write the next token of the needle itself."""
-    made = {}
-    for batch in make_batches(units, TOKENS, device=model.device):
-        best = run(model, batch, hidden=False).argmax(-1)[:, :-1]  # (B, T - 1)
-        right = (best == batch.ids[:, 1:]).cpu()
-        for row, unit in enumerate(batch.units):
-            again = len(unit.ids) - NEEDLE
-            asked = range(again + CUE - 1, again + NEEDLE - 1)
-            start = next(i for i in range(again) if unit.ids[i : i + NEEDLE] == unit.ids[again:])
-            made[unit.ids] = {start + i - again + 1 for i in asked if bool(right[row, i])}
-    return made
+    copied = {}
+    for batch in make_batches(samples, BATCH_TOKENS, device=model.device):
+        best = forward_batch(model, batch, hidden=False).argmax(-1)[:, :-1]  # (B, T - 1)
+        correct = (best == batch.ids[:, 1:]).cpu()
+        for row, sample in enumerate(batch.samples):
+            repeat_start = len(sample.ids) - NEEDLE
+            rows = range(repeat_start + CUE - 1, repeat_start + NEEDLE - 1)
+            start = next(i for i in range(repeat_start) if sample.ids[i : i + NEEDLE] == sample.ids[repeat_start:])
+            copied[sample.ids] = {start + i - repeat_start + 1 for i in rows if bool(correct[row, i])}
+    return copied

@@ -1,7 +1,7 @@
 """Cases: for every role some of the places where a head could have done it, drawn by chance, whether it did it or not.
 
-How they are drawn is in draw.py. What is shown for a role comes from the half for reporting: hits and misses as often as they
-are in it.
+How they are drawn is in example_sampler.py. What is shown for a role comes from the half for reporting: hits and misses as
+often as they are in it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headwise.analysis.metrics.metric import Target
-from headwise.distributed.process_group import Team
-from headwise.heads.hook_point import Seen
+from headwise.analysis.metrics.metric import RoleTarget
+from headwise.distributed.process_group import ProcessGroup
+from headwise.heads.hook_point import AttentionCall
 
-ARCS, ROWS = 32, 64  # places drawn: of each question about relations; and tokens
-SHOWN = 8  # cases told of a role
-AROUND = 6  # tokens told before and behind
-ROW, ECHO = "", "repeats"  # the questions of tokens
-MARKS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
-MOST = {"arcs": ARCS, "rows": ROWS}
-NAMES = {"arcs": ("hit", "weight", "best", "most"), "rows": ("maps", "marks", "aims")}
+ARC_EXAMPLES, TOKEN_EXAMPLES = 32, 64  # places drawn: of each question about relations; and tokens
+EXAMPLES_PER_ROLE = 8  # cases told of a role
+CONTEXT_TOKENS = 6  # tokens told before and behind
+TOKEN, REPEAT = "", "repeats"  # the questions of tokens
+MARK_FORMATS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
+MAX_EXAMPLES = {"arcs": ARC_EXAMPLES, "rows": TOKEN_EXAMPLES}
+ARRAY_NAMES = {"arcs": ("hit", "weight", "best", "max_weight"), "rows": ("maps", "features", "key_targets")}
 
 
 @dataclass(frozen=True)
-class Example:
+class RoleExample:
     """One place: who looks, at what it should for the role and how hard, at what it does look hardest; the text, marked.
 
     In the text [x] looks, *y* is looked at hardest, and {z} is what the role means, where that is another.
@@ -33,35 +33,36 @@ class Example:
     hit: bool
     weight: float  # on what the role means
     token: str
-    meant: str
+    expected: str
     attended: str
-    most: float  # on what is looked at hardest
+    max_weight: float  # on what is looked at hardest
     text: str
-    parts: tuple[tuple[str, str], ...]  # the same text, (kind, text): "token", "attended", "meant" or ""
+    segments: tuple[tuple[str, str], ...]  # the same text, (kind, text): "token", "attended", "meant" or ""
 
 
 @dataclass(frozen=True)
-class Place:
+class ExamplePosition:
     """One place that was drawn: a word with its targets, or a token."""
 
-    question: str  # `det >`; ROW for a token, ECHO for one of repeated tokens; for one of a prompt the number asked
+    relation: str  # `det >`; TOKEN for a token, REPEAT for one of repeated tokens; for one of a prompt the number asked
     key: int
     bucket: int
-    unit: int
+    sample: int
     source: int
     names: tuple[str, ...]  # the words of the text, or its tokens
     targets: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
-class Cases:
-    """What every head did at the places drawn: arrays with a row for each. Those that were never met have `met` 0."""
+class ExampleStore:
+    """What every head did at the places drawn: arrays with a row for each. Those that were never met have `recorded` 0."""
 
     heads: int
-    arcs: tuple[Place, ...] = ()
-    rows: tuple[Place, ...] = ()
-    marks: tuple[str, ...] = ()  # names of what tokens are marked as, and of the rules that say where a row should look
-    aims: tuple[str, ...] = ()
+    arcs: tuple[ExamplePosition, ...] = ()
+    rows: tuple[ExamplePosition, ...] = ()
+    # names of what tokens are marked as, and of the rules that say where a row should look
+    feature_names: tuple[str, ...] = ()
+    key_target_names: tuple[str, ...] = ()
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,154 +71,172 @@ class Cases:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         A, R, H = len(self.arcs), len(self.rows), self.heads
-        longest = max((len(place.names) for place in self.rows), default=0)
+        max_length = max((len(position.names) for position in self.rows), default=0)
         return {
-            "met": (A + R,), "hit": (A, H), "weight": (A, H), "best": (A, H), "most": (A, H),
-            "maps": (R, H, longest), "marks": (R, longest, len(self.marks)),
-            "aims": (R, len(self.aims)),  # the place in the text, counted from 1; 0: none
+            "recorded": (A + R,), "hit": (A, H), "weight": (A, H), "best": (A, H), "max_weight": (A, H),
+            "maps": (R, H, max_length), "features": (R, max_length, len(self.feature_names)),
+            "key_targets": (R, len(self.key_target_names)),  # the place in the text, counted from 1; 0: none
         }  # fmt: skip
 
-    def gather(self, team: Team) -> None:
+    def gather_from_processes(self, process_group: ProcessGroup) -> None:
         """What all processes met, each its own."""
         for name in sorted(self.arrays):
-            team.add_up(self.arrays[name])
+            process_group.all_reduce_inplace(self.arrays[name])
 
     # Afterwards.
 
-    def merge(self, other: "Cases") -> "Cases":
+    def merge(self, other: "ExampleStore") -> "ExampleStore":
         """The places with the smallest keys of both; one that is in both counts once."""
-        chosen: list[list[tuple[Place, Cases, int]]] = []
+        selected: list[list[tuple[ExamplePosition, ExampleStore, int]]] = []
         for kind in ("arcs", "rows"):
-            found: dict[str, dict[int, tuple[Place, Cases, int]]] = {}
-            for made in (self, other):
-                for number, place in enumerate(getattr(made, kind)):
-                    found.setdefault(place.question, {}).setdefault(place.key, (place, made, number))
-            kept = {question: sorted(some)[: MOST[kind]] for question, some in found.items()}
-            chosen.append([found[question][key] for question in sorted(kept) for key in kept[question]])
-        arcs, rows = chosen
-        first, second = (tuple(place for place, _, _ in some) for some in (arcs, rows))
-        merged = Cases(self.heads, first, second, self.marks, self.aims)
-        for new, (_, made, old) in enumerate([*arcs, *rows]):
-            at, kind = (new, "arcs") if new < len(arcs) else (new - len(arcs), "rows")
-            merged.arrays["met"][new] = made.arrays["met"][old + (0 if kind == "arcs" else len(made.arcs))]
-            for name in NAMES[kind]:
-                value, into = made.arrays[name][old], merged.arrays[name][at]
-                both = tuple(slice(min(sizes)) for sizes in zip(value.shape, into.shape, strict=True))
-                into[both] = value[both]  # a longer text that was driven out left room behind
+            by_relation: dict[str, dict[int, tuple[ExamplePosition, ExampleStore, int]]] = {}
+            for store in (self, other):
+                for index, position in enumerate(getattr(store, kind)):
+                    by_relation.setdefault(position.relation, {}).setdefault(position.key, (position, store, index))
+            keys = {relation: sorted(entries)[: MAX_EXAMPLES[kind]] for relation, entries in by_relation.items()}
+            selected.append([by_relation[relation][key] for relation in sorted(keys) for key in keys[relation]])
+        arcs, rows = selected
+        first, second = (tuple(position for position, _, _ in entries) for entries in (arcs, rows))
+        merged = ExampleStore(self.heads, first, second, self.feature_names, self.key_target_names)
+        for new, (_, store, old) in enumerate([*arcs, *rows]):
+            row, kind = (new, "arcs") if new < len(arcs) else (new - len(arcs), "rows")
+            merged.arrays["recorded"][new] = store.arrays["recorded"][old + (0 if kind == "arcs" else len(store.arcs))]
+            for name in ARRAY_NAMES[kind]:
+                value, target = store.arrays[name][old], merged.arrays[name][row]
+                overlap = tuple(slice(min(sizes)) for sizes in zip(value.shape, target.shape, strict=True))
+                target[overlap] = value[overlap]  # a longer text that was driven out left room behind
         return merged
 
-    def examples(self, target: Target | None, half: np.ndarray, head: int, share: float | None) -> tuple[Example, ...]:
+    def examples_for_head(
+        self, target: RoleTarget | None, half: np.ndarray, head: int, hit_rate: float | None
+    ) -> tuple[RoleExample, ...]:
         """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are. `target` is what
         its measure is about; None: what cannot be shown.
 
-        `share` is how often it hits, where that is known; else it is how often it does at the places drawn.
+        `hit_rate` is how often it hits, where that is known; else it is how often it does at the places drawn.
         """
-        looks = list(self._looks(target, half, head)) if target is not None else []
-        if not looks:
+        candidates = list(self._candidates(target, half, head)) if target is not None else []
+        if not candidates:
             return ()
-        share = float(np.mean([look.hit for look in looks])) if share is None else share
-        hits, misses = ([look for look in looks if look.hit == wanted] for wanted in (True, False))
-        for count in range(min(SHOWN, len(looks)), 0, -1):
-            wanted = round(count * share)
-            if wanted <= len(hits) and count - wanted <= len(misses):
-                shown = [*hits[:wanted], *misses[: count - wanted]]
-                return tuple(_example(look) for look in looks if look in shown)
-        return tuple(_example(look) for look in looks[:1])
+        hit_rate = float(np.mean([candidate.hit for candidate in candidates])) if hit_rate is None else hit_rate
+        hits, misses = (
+            [candidate for candidate in candidates if candidate.hit == expected] for expected in (True, False)
+        )
+        for count in range(min(EXAMPLES_PER_ROLE, len(candidates)), 0, -1):
+            expected = round(count * hit_rate)
+            if expected <= len(hits) and count - expected <= len(misses):
+                selected = [*hits[:expected], *misses[: count - expected]]
+                return tuple(_make_example(candidate) for candidate in candidates if candidate in selected)
+        return tuple(_make_example(candidate) for candidate in candidates[:1])
 
-    def _looks(self, target: Target, half: np.ndarray, head: int) -> Iterator["_Look"]:
+    def _candidates(self, target: RoleTarget, half: np.ndarray, head: int) -> Iterator["_HeadExample"]:
         arrays = self.arrays
-        for number, place in enumerate(self.arcs):
-            if target == Target("arc", place.question) and arrays["met"][number] and half[place.bucket]:
-                hit, weight, best, most = (
-                    float(arrays[name][number, head]) for name in ("hit", "weight", "best", "most")
+        for index, position in enumerate(self.arcs):
+            if target == RoleTarget("arc", position.relation) and arrays["recorded"][index] and half[position.bucket]:
+                hit, weight, best, max_weight = (
+                    float(arrays[name][index, head]) for name in ("hit", "weight", "best", "max_weight")
                 )
-                yield _Look(place, bool(hit), weight, int(best), most, place.targets[0])
-        for number, place in enumerate(self.rows):
-            if not arrays["met"][len(self.arcs) + number] or not half[place.bucket]:
+                yield _HeadExample(position, bool(hit), weight, int(best), max_weight, position.targets[0])
+        for index, position in enumerate(self.rows):
+            if not arrays["recorded"][len(self.arcs) + index] or not half[position.bucket]:
                 continue
-            weights = arrays["maps"][number, head, : len(place.names)]
-            sees = len(place.names) if arrays["maps"][number, :, place.source + 1 :].any() else place.source + 1
-            targets = list(self._targets(target, number, sees))
+            weights = arrays["maps"][index, head, : len(position.names)]
+            num_visible = (
+                len(position.names) if arrays["maps"][index, :, position.source + 1 :].any() else position.source + 1
+            )
+            targets = list(self._targets(target, index, num_visible))
             if targets:
-                best, meant = int(weights.argmax()), targets[int(weights[targets].argmax())]
-                yield _Look(place, best in targets, float(weights[targets].sum()), best, float(weights[best]), meant)
+                best, expected = int(weights.argmax()), targets[int(weights[targets].argmax())]
+                yield _HeadExample(
+                    position, best in targets, float(weights[targets].sum()), best, float(weights[best]), expected
+                )
 
-    def _targets(self, target: Target, number: int, sees: int) -> Iterable[int]:
+    def _targets(self, target: RoleTarget, index: int, num_visible: int) -> Iterable[int]:
         """The tokens that a role is about, for one row that sees so many; none where the row is not asked."""
-        place, value = self.rows[number], target.value
-        source, seen = place.source, range(1, sees)  # the first token is no target
-        if place.question != ROW or target.kind in ("echo", "prompt"):
+        position, value = self.rows[index], target.value
+        source, visible = position.source, range(1, num_visible)  # the first token is no target
+        if position.relation != TOKEN or target.kind in ("repeat", "prompt"):
             if target.kind == "prompt":
-                return place.targets if place.question == value else ()
-            return [place.targets[int(value)]] if (place.question, target.kind) == (ECHO, "echo") else ()
+                return position.targets if position.relation == value else ()
+            return [position.targets[int(value)]] if (position.relation, target.kind) == (REPEAT, "repeat") else ()
         match target.kind:
             case "offset":
-                return [j for j in (source - int(value),) if j in seen]
+                return [j for j in (source - int(value),) if j in visible]
             case "within":
-                return [j for j in seen if j != source and abs(source - j) <= int(value)]
+                return [j for j in visible if j != source and abs(source - j) <= int(value)]
             case "beyond":
-                return [j for j in seen if abs(source - j) >= int(value)]
-            case "marked" if value in self.marks:
-                column = self.arrays["marks"][number, :, self.marks.index(str(value))]
-                return [j for j in seen if column[j]]
-            case "aim" if value in self.aims:
-                return [j for j in (int(self.arrays["aims"][number, self.aims.index(str(value))]) - 1,) if j in seen]
+                return [j for j in visible if abs(source - j) >= int(value)]
+            case "feature" if value in self.feature_names:
+                values = self.arrays["features"][index, :, self.feature_names.index(str(value))]
+                return [j for j in visible if values[j]]
+            case "key_target" if value in self.key_target_names:
+                return [
+                    j
+                    for j in (int(self.arrays["key_targets"][index, self.key_target_names.index(str(value))]) - 1,)
+                    if j in visible
+                ]
         return ()
 
     def to_dict(self) -> dict[str, Any]:
         """The places, as plain data; the arrays are saved beside them."""
-        places = {"arcs": [asdict(place) for place in self.arcs], "rows": [asdict(place) for place in self.rows]}
-        return {**places, "marks": self.marks, "aims": self.aims}
+        positions = {
+            "arcs": [asdict(position) for position in self.arcs],
+            "rows": [asdict(position) for position in self.rows],
+        }
+        return {**positions, "features": self.feature_names, "key_targets": self.key_target_names}
 
     @staticmethod
-    def of(heads: int, stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> "Cases":
+    def of(heads: int, stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> "ExampleStore":
         """What `to_dict` and the arrays gave."""
         arcs, rows = (
             tuple(
-                Place(**{**one, "names": tuple(one["names"]), "targets": tuple(one["targets"])}) for one in stored[kind]
+                ExamplePosition(**{**entry, "names": tuple(entry["names"]), "targets": tuple(entry["targets"])})
+                for entry in stored[kind]
             )
             for kind in ("arcs", "rows")
         )
-        made = Cases(heads, arcs, rows, tuple(stored["marks"]), tuple(stored["aims"]))
-        made.arrays = {name: arrays[f"cases/{name}"] for name in made.arrays}
-        return made
+        store = ExampleStore(heads, arcs, rows, tuple(stored["features"]), tuple(stored["key_targets"]))
+        store.arrays = {name: arrays[f"examples/{name}"] for name in store.arrays}
+        return store
 
 
-def echo_places(tokens: Sequence[Sequence[str]], start: int, length: int) -> list[Place]:
+def repeated_token_examples(tokens: Sequence[Sequence[str]], start: int, length: int) -> list[ExamplePosition]:
     """A token of the second copy in each sequence of repeated ones, those of 16 sequences alike: they are read together."""
-    made = []
-    for number, names in enumerate(tokens):  # none where there is no room to repeat anything
-        row = start + length + 1 + (5 * (number // 16)) % (length - 1)
-        made.append(Place(ECHO, number, number, number, row, tuple(names), (row - length + 1, row - length)))
-    return made
+    positions = []
+    for index, names in enumerate(tokens):  # none where there is no room to repeat anything
+        row = start + length + 1 + (5 * (index // 16)) % (length - 1)
+        positions.append(
+            ExamplePosition(REPEAT, index, index, index, row, tuple(names), (row - length + 1, row - length))
+        )
+    return positions
 
 
-def weights_at(place: Place, seen: Seen, example: int, start: int) -> np.ndarray:
+def attention_from_position(position: ExamplePosition, call: AttentionCall, example: int, start: int) -> np.ndarray:
     """Where the heads of a site look from a token of one text, which begins at `start`: (H, S)."""
-    row = seen.rows([place.source + start], slice(example, example + 1))  # (1, H, 1, T)
-    return row[0, :, 0, start : start + len(place.names)].float().cpu().numpy()
+    row = call.map_rows([position.source + start], slice(example, example + 1))  # (1, H, 1, T)
+    return row[0, :, 0, start : start + len(position.names)].float().cpu().numpy()
 
 
-def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
+def mark_text(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
     """A text in parts, (kind, text): marked words with their kind, and what is around them; a long middle is left out.
 
-    >>> marked(("the", "cat", "sat"), {2: "token", 1: "attended"})
+    >>> mark_text(("the", "cat", "sat"), {2: "token", 1: "attended"})
     (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
     """
     far = max(marks) - min(marks) > 30
-    around = AROUND // 2 if far else AROUND
+    around = CONTEXT_TOKENS // 2 if far else CONTEXT_TOKENS
     low, high = max(0, min(marks) - around), min(max(marks) + around + 1, len(names))
-    parts: list[tuple[str, str]] = []
+    segments: list[tuple[str, str]] = []
     for i in range(low, high):
-        if far and min(abs(i - place) for place in marks) > around:
-            if parts[-1][1] != " … ":
-                parts.append(("", " … "))
+        if far and min(abs(i - index) for index in marks) > around:
+            if segments[-1][1] != " … ":
+                segments.append(("", " … "))
             continue
-        if parts and parts[-1][1] != " … ":
-            parts.append(("", " "))
-        parts.append((marks.get(i, ""), names[i]))
+        if segments and segments[-1][1] != " … ":
+            segments.append(("", " "))
+        segments.append((marks.get(i, ""), names[i]))
     joined: list[tuple[str, str]] = []
-    for kind, text in parts:
+    for kind, text in segments:
         if joined and not kind and not joined[-1][0]:
             joined[-1] = "", joined[-1][1] + text
         else:
@@ -225,26 +244,35 @@ def marked(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str]
     return tuple(joined)
 
 
-def written(parts: Iterable[tuple[str, str]]) -> str:
+def render_marks(segments: Iterable[tuple[str, str]]) -> str:
     """Parts as one text: [x] looks, *y* is looked at hardest, {z} is meant.
 
-    >>> written((("attended", "cat"), ("", " "), ("token", "sat")))
+    >>> render_marks((("attended", "cat"), ("", " "), ("token", "sat")))
     '*cat* [sat]'
     """
-    return "".join(MARKS[kind].format(text) for kind, text in parts)
+    return "".join(MARK_FORMATS[kind].format(text) for kind, text in segments)
 
 
-class _Look(NamedTuple):
-    place: Place
+class _HeadExample(NamedTuple):
+    position: ExamplePosition
     hit: bool
     weight: float
     best: int
-    most: float
-    meant: int
+    max_weight: float
+    expected: int
 
 
-def _example(look: _Look) -> Example:
-    place, meant = look.place, look.best if look.hit else look.meant
-    parts = marked(place.names, {meant: "meant", look.best: "attended", place.source: "token"})
-    token, named, attended = (place.names[i] for i in (place.source, meant, look.best))
-    return Example(look.hit, look.weight, token, named, attended, look.most, written(parts), parts)
+def _make_example(candidate: _HeadExample) -> RoleExample:
+    position, expected = candidate.position, candidate.best if candidate.hit else candidate.expected
+    segments = mark_text(position.names, {expected: "meant", candidate.best: "attended", position.source: "token"})
+    token, expected_name, attended = (position.names[i] for i in (position.source, expected, candidate.best))
+    return RoleExample(
+        candidate.hit,
+        candidate.weight,
+        token,
+        expected_name,
+        attended,
+        candidate.max_weight,
+        render_marks(segments),
+        segments,
+    )

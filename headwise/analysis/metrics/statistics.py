@@ -13,23 +13,25 @@ from numpy.typing import ArrayLike
 
 from headwise.errors import HeadwiseError
 
-FEWEST = 5  # units a test needs before it is tested at all
-CELLS = 1 << 22  # numbers held at once: draws × tests
+MIN_UNITS = 5  # units a test needs before it is tested at all
+MAX_CELLS = 1 << 22  # numbers held at once: draws × tests
 
 Interval = tuple[np.ndarray, np.ndarray]
 
 
-def bootstrap(sums: ArrayLike, counts: ArrayLike, *, draws: int = 1000, seed: int = 0, level: float = 0.95) -> Interval:
+def bootstrap_interval(
+    sums: ArrayLike, counts: ArrayLike, *, draws: int = 1000, seed: int = 0, level: float = 0.95
+) -> Interval:
     """The interval of Σ sums / Σ counts when units are drawn anew: (units, tests…) → low and high, (tests…).
 
     A unit that is empty in every test is no unit. A test with fewer than two units has no interval: NaN.
 
-    >>> low, high = bootstrap([[1.], [3.], [2.], [2.]], [[4.], [4.], [4.], [4.]])
+    >>> low, high = bootstrap_interval([[1.], [3.], [2.], [2.]], [[4.], [4.], [4.], [4.]])
     >>> float(low[0]), float(high[0])
     (0.3125, 0.6875)
     """
     sums, counts = _sums_and_counts(sums, counts)
-    (sums, counts), shape = _rows([sums, counts], counts > 0)
+    (sums, counts), shape = _flatten_tests([sums, counts], counts > 0)
     enough = (counts > 0).sum(0) >= 2
     return _interval(
         lambda times, tests: _ratio(times @ sums[:, tests], times @ counts[:, tests]),
@@ -42,7 +44,7 @@ def bootstrap(sums: ArrayLike, counts: ArrayLike, *, draws: int = 1000, seed: in
     )
 
 
-def bootstrap_difference(
+def bootstrap_difference_interval(
     sums_a: ArrayLike,
     counts_a: ArrayLike,
     sums_b: ArrayLike,
@@ -54,7 +56,7 @@ def bootstrap_difference(
 ) -> Interval:
     """The interval of a's ratio minus b's, paired: both see the same draws of units. (units, tests…) → (tests…).
 
-    >>> low, high = bootstrap_difference([3., 1., 2.], [4., 4., 4.], [2., 0., 1.], [4., 4., 4.])
+    >>> low, high = bootstrap_difference_interval([3., 1., 2.], [4., 4., 4.], [2., 0., 1.], [4., 4., 4.])
     >>> round(float(low), 4), round(float(high), 4)
     (0.25, 0.25)
     """
@@ -63,7 +65,7 @@ def bootstrap_difference(
     if len(sums_a) != len(sums_b):
         raise HeadwiseError(f"paired sums need the same units, got {len(sums_a)} and {len(sums_b)}.")
     sums_a, counts_a, sums_b, counts_b = np.broadcast_arrays(sums_a, counts_a, sums_b, counts_b)
-    arrays, shape = _rows([sums_a, counts_a, sums_b, counts_b], (counts_a > 0) | (counts_b > 0))
+    arrays, shape = _flatten_tests([sums_a, counts_a, sums_b, counts_b], (counts_a > 0) | (counts_b > 0))
     enough = ((arrays[1] > 0).sum(0) >= 2) & ((arrays[3] > 0).sum(0) >= 2)
 
     def difference(times: np.ndarray, tests: slice) -> np.ndarray:
@@ -73,58 +75,64 @@ def bootstrap_difference(
     return _interval(difference, enough, arrays[0], shape, draws, seed, level)
 
 
-def sign_flips(differences: ArrayLike, counts: ArrayLike, *, draws: int = 2000, seed: int = 0) -> np.ndarray:
+def sign_flip_test(differences: ArrayLike, counts: ArrayLike, *, draws: int = 2000, seed: int = 0) -> np.ndarray:
     """Is the mean difference above 0? One-sided p by flipping the signs of whole units: (units, tests…) → (tests…).
 
     `differences` are sums over the rows of a unit, `counts` how many. If nothing is there, a unit's sum is as likely to
     be −x as x. p = (b + 1)/(B + 1); where all flips are no more than `draws`, they are all made and p is exact.
 
-    >>> float(sign_flips([1., 2., 3.], [1, 1, 1]))  # 1 flip of 8 reaches 6: none but the data
+    >>> float(sign_flip_test([1., 2., 3.], [1, 1, 1]))  # 1 flip of 8 reaches 6: none but the data
     0.125
     """
     differences, counts = _sums_and_counts(differences, counts)
-    (differences, _), shape = _rows([differences, counts], counts > 0)
-    seen = differences.sum(0)
-    reach = seen - _slack(differences)
+    (differences, _), shape = _flatten_tests([differences, counts], counts > 0)
+    observed = differences.sum(0)
+    threshold = observed - _rounding_tolerance(differences)
     flips = _flips(len(differences), draws, seed)
-    reached = np.zeros(len(seen))
-    for tests in _parts(len(seen), len(flips)):
-        reached[tests] = (flips @ differences[:, tests] >= reach[tests]).sum(0)
-    return ((reached + 1) / (len(flips) + 1)).reshape(shape)
+    exceed_counts = np.zeros(len(observed))
+    for tests in _chunks(len(observed), len(flips)):
+        exceed_counts[tests] = (flips @ differences[:, tests] >= threshold[tests]).sum(0)
+    return ((exceed_counts + 1) / (len(flips) + 1)).reshape(shape)
 
 
-def max_t(
-    sums: ArrayLike, nulls: ArrayLike, counts: ArrayLike, *, draws: int = 2000, seed: int = 0, fewest: int = FEWEST
+def max_t_test(
+    sums: ArrayLike,
+    baselines: ArrayLike,
+    counts: ArrayLike,
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+    min_units: int = MIN_UNITS,
 ) -> tuple[np.ndarray, int]:
-    """Family-wise p of many tests, sums against null sums over the same rows: (units, tests…) → p (tests…), family size.
+    """Family-wise p of many tests, sums against baseline sums over the same rows: (units, tests…) → p (tests…), family size.
 
     Each test's statistic is Σd / √Σd², d a unit's difference: the t-test's, with the spread taken about 0, which flips
     leave alone; so tests with few units do not own the maximum, and a difference that never varies still counts. p is the
     share of common sign flips whose largest statistic in the family reaches it, in a single step (Westfall and Young,
-    Resampling-Based Multiple Testing, 1993). Tests with fewer than `fewest` units, or with no difference anywhere, get
-    p = 1 and are not in the family. Flips take differences to be about symmetric: against a low null p errs on the safe
-    side, against a null near 1 it promises too much; hold such heads against a baseline on the same rows instead.
+    Resampling-Based Multiple Testing, 1993). Tests with fewer than `min_units` units, or with no difference anywhere, get
+    p = 1 and are not in the family. Flips take differences to be about symmetric: against a low baseline p errs on the safe
+    side, against a baseline near 1 it promises too much; hold such heads against a baseline on the same rows instead.
 
-    >>> p, family = max_t(np.ones((8, 2)) * [1., 0.], 0.0, np.ones((8, 2)))
+    >>> p, family = max_t_test(np.ones((8, 2)) * [1., 0.], 0.0, np.ones((8, 2)))
     >>> p.tolist(), family
     ([0.00390625, 1.0], 1)
     """
     sums, counts = _sums_and_counts(sums, counts)
-    (differences, counts), shape = _rows([_minus(sums, nulls, counts), counts], counts > 0)
+    (differences, counts), shape = _flatten_tests([_differences(sums, baselines, counts), counts], counts > 0)
     spread = np.sqrt((differences**2).sum(0))
-    fit = ((counts > 0).sum(0) >= fewest) & (spread > 0)
+    eligible = ((counts > 0).sum(0) >= min_units) & (spread > 0)
     p = np.ones(differences.shape[1])
-    if not fit.any():
+    if not eligible.any():
         return p.reshape(shape), 0
-    scaled = differences[:, fit] / spread[fit]
+    scaled = differences[:, eligible] / spread[eligible]
     flips = _flips(len(scaled), draws, seed)
     largest = np.full(len(flips), -np.inf)
-    for tests in _parts(scaled.shape[1], len(flips)):
+    for tests in _chunks(scaled.shape[1], len(flips)):
         np.maximum(largest, (flips @ scaled[:, tests]).max(1), out=largest)
-    reach = scaled.sum(0) - _slack(scaled)
-    reached = len(flips) - np.searchsorted(np.sort(largest), reach)  # how many are at least as large
-    p[fit] = (reached + 1) / (len(flips) + 1)
-    return p.reshape(shape), int(fit.sum())
+    threshold = scaled.sum(0) - _rounding_tolerance(scaled)
+    exceed_counts = len(flips) - np.searchsorted(np.sort(largest), threshold)  # how many are at least as large
+    p[eligible] = (exceed_counts + 1) / (len(flips) + 1)
+    return p.reshape(shape), int(eligible.sum())
 
 
 def benjamini_hochberg(p: ArrayLike) -> np.ndarray:
@@ -141,19 +149,19 @@ def benjamini_hochberg(p: ArrayLike) -> np.ndarray:
         raise HeadwiseError(f"p-values lie in 0-1, got {p[tested].min():g} to {p[tested].max():g}.")
     order = np.argsort(-p[tested])  # the largest first
     ranked = p[tested][order] * len(order) / np.arange(len(order), 0, -1)
-    made = np.empty(len(order))
-    made[order] = np.minimum.accumulate(ranked)  # never above that of a larger one
-    adjusted[tested] = made
+    sorted_adjusted = np.empty(len(order))
+    sorted_adjusted[order] = np.minimum.accumulate(ranked)  # never above that of a larger one
+    adjusted[tested] = sorted_adjusted
     return adjusted
 
 
-def holm(p: ArrayLike) -> np.ndarray:
+def holm_correction(p: ArrayLike) -> np.ndarray:
     """p-values of a family adjusted so that one false alarm anywhere is as rare as told, whatever depends on what: (tests,).
 
     The smallest is multiplied by the number of tests, the next by one less, and none is below a smaller one
     (Holm, A simple sequentially rejective multiple test procedure, 1979).
 
-    >>> holm([0.01, 0.04, 0.03, 0.005]).round(4).tolist()
+    >>> holm_correction([0.01, 0.04, 0.03, 0.005]).round(4).tolist()
     [0.03, 0.06, 0.06, 0.02]
     """
     p = np.asarray(p, float)
@@ -165,7 +173,7 @@ def holm(p: ArrayLike) -> np.ndarray:
     return adjusted
 
 
-class Excess(NamedTuple):
+class StratifiedDifference(NamedTuple):
     """What marked items have above unmarked ones of their own stratum, its p, and the share of marked items compared."""
 
     excess: np.ndarray  # (tests…)
@@ -173,16 +181,16 @@ class Excess(NamedTuple):
     coverage: float
 
 
-def permute_in_strata(
+def stratified_permutation_test(
     values: ArrayLike, labels: ArrayLike, strata: ArrayLike, *, draws: int = 2000, seed: int = 0
-) -> Excess:
+) -> StratifiedDifference:
     """Do marked items (arcs) have more than unmarked ones of the same stratum (offset)? One-sided; labels move within strata.
 
     `values` (items, tests…), `labels` and `strata` (items,). A stratum without marked or without unmarked items compares
     nothing and is left out.
 
-    >>> made = permute_in_strata([5., 1., 1., 9., 7.], [1, 0, 0, 1, 0], [1, 1, 1, 2, 2])
-    >>> float(made.excess), made.coverage
+    >>> difference = stratified_permutation_test([5., 1., 1., 9., 7.], [1, 0, 0, 1, 0], [1, 1, 1, 2, 2])
+    >>> float(difference.excess), difference.coverage
     (3.0, 1.0)
     """
     values, marked = np.asarray(values, float), np.asarray(labels).astype(bool)
@@ -193,43 +201,45 @@ def permute_in_strata(
     if not np.isfinite(values).all():
         raise HeadwiseError("some values are not finite; leave out items that could not be measured.")
     shape, values = values.shape[1:], values.reshape(len(values), -1)
-    place = np.unique(np.asarray(strata), return_inverse=True)[1]
-    ones, zeros = (np.bincount(place, weights=w, minlength=1) for w in (marked, ~marked))
-    compared = ((ones > 0) & (zeros > 0))[place]
+    stratum = np.unique(np.asarray(strata), return_inverse=True)[1]
+    ones, zeros = (np.bincount(stratum, weights=w, minlength=1) for w in (marked, ~marked))
+    compared = ((ones > 0) & (zeros > 0))[stratum]
     arcs = int((marked & compared).sum())
     if not arcs:
-        return Excess(np.full(shape, np.nan), np.ones(shape), 0.0)
-    values, marked, place = values[compared], marked[compared], place[compared]
+        return StratifiedDifference(np.full(shape, np.nan), np.ones(shape), 0.0)
+    values, marked, stratum = values[compared], marked[compared], stratum[compared]
     # Σ over a stratum's arcs of (v − mean of its non-arcs) is linear in which items are the arcs: one product does all.
-    ratio = ones[place] / zeros[place]
+    ratio = ones[stratum] / zeros[stratum]
     scaled = values * (1 + ratio)[:, None] / arcs
     level = (values * ratio[:, None]).sum(0) / arcs
-    seen = marked @ scaled
-    reach, rng, reached = seen - _slack(scaled), np.random.default_rng(seed), np.zeros(len(seen))
-    for some in _parts(draws, len(values) + len(seen)):
-        drawn = _labels_within(place, ones, some.stop - some.start, rng)
-        reached += (drawn @ scaled >= reach).sum(0)
-    p = (reached + 1) / (draws + 1)
-    return Excess((seen - level).reshape(shape), p.reshape(shape), arcs / int(np.asarray(labels).astype(bool).sum()))
+    observed = marked @ scaled
+    threshold, exceed_counts = observed - _rounding_tolerance(scaled), np.zeros(len(observed))
+    rng = np.random.default_rng(seed)
+    for chunk in _chunks(draws, len(values) + len(observed)):
+        permuted = _permute_labels(stratum, ones, chunk.stop - chunk.start, rng)
+        exceed_counts += (permuted @ scaled >= threshold).sum(0)
+    p = (exceed_counts + 1) / (draws + 1)
+    return StratifiedDifference(
+        (observed - level).reshape(shape), p.reshape(shape), arcs / int(np.asarray(labels).astype(bool).sum())
+    )
 
 
-def _labels_within(place: np.ndarray, ones: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
+def _permute_labels(stratum: np.ndarray, ones: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
     """Labels dealt out anew inside every stratum, each keeping its number of marked items: (draws, items) of 0 and 1."""
-    order = np.argsort(
-        place + rng.random((draws, len(place))), axis=1
-    )  # strata stay in order, items inside are shuffled
-    sorted_place = np.sort(place)
-    rank = np.arange(len(place)) - np.searchsorted(sorted_place, sorted_place)
-    dealt = np.broadcast_to((rank < ones[sorted_place]).astype(float), order.shape)
-    drawn = np.empty(order.shape)
-    np.put_along_axis(drawn, order, dealt, 1)
-    return drawn
+    # strata stay in order, items inside are shuffled
+    order = np.argsort(stratum + rng.random((draws, len(stratum))), axis=1)
+    sorted_stratum = np.sort(stratum)
+    rank = np.arange(len(stratum)) - np.searchsorted(sorted_stratum, sorted_stratum)
+    sorted_labels = np.broadcast_to((rank < ones[sorted_stratum]).astype(float), order.shape)
+    labels = np.empty(order.shape)
+    np.put_along_axis(labels, order, sorted_labels, 1)
+    return labels
 
 
 def _interval(
     statistic: Callable[[np.ndarray, slice], np.ndarray],
     enough: np.ndarray,
-    like: np.ndarray,
+    reference: np.ndarray,
     shape: tuple[int, ...],
     draws: int,
     seed: int,
@@ -239,15 +249,15 @@ def _interval(
     if not 0 < level < 1 or draws < 1:
         raise HeadwiseError(f"an interval needs a level between 0 and 1 and some draws, got {level} and {draws}.")
     ends = np.full((2, len(enough)), np.nan)
-    units = len(like)
+    units = len(reference)
     if enough.any():
         times = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=draws).astype(float)
-        for tests in _parts(len(enough), draws):
-            made = statistic(times, tests)  # (draws, some tests)
-            found = np.isfinite(made).any(0) & enough[tests]
+        for tests in _chunks(len(enough), draws):
+            values = statistic(times, tests)  # (draws, some tests)
+            defined = np.isfinite(values).any(0) & enough[tests]
             # A draw in which a test met empty units alone says nothing about it.
-            quantile = np.nanquantile if np.isnan(made).any() else np.quantile
-            ends[:, tests][:, found] = quantile(made[:, found], [(1 - level) / 2, (1 + level) / 2], axis=0)
+            quantile = np.nanquantile if np.isnan(values).any() else np.quantile
+            ends[:, tests][:, defined] = quantile(values[:, defined], [(1 - level) / 2, (1 + level) / 2], axis=0)
     return ends[0].reshape(shape), ends[1].reshape(shape)
 
 
@@ -256,8 +266,8 @@ def _flips(units: int, draws: int, seed: int) -> np.ndarray:
     if draws < 1:
         raise HeadwiseError(f"a permutation test needs some draws, got {draws}.")
     if units < 60 and 2**units <= draws + 1:
-        every = np.arange(1, 2**units)[:, None] >> np.arange(units) & 1
-        return 1.0 - 2.0 * every
+        all_signs = np.arange(1, 2**units)[:, None] >> np.arange(units) & 1
+        return 1.0 - 2.0 * all_signs
     return np.random.default_rng(seed).integers(0, 2, (draws, units)) * 2.0 - 1.0
 
 
@@ -277,26 +287,26 @@ def _sums_and_counts(sums: ArrayLike, counts: ArrayLike) -> tuple[np.ndarray, np
     return np.where(counts > 0, sums, 0.0), counts
 
 
-def _minus(sums: np.ndarray, nulls: ArrayLike, counts: np.ndarray) -> np.ndarray:
+def _differences(sums: np.ndarray, baselines: ArrayLike, counts: np.ndarray) -> np.ndarray:
     try:
-        nulls, _ = _sums_and_counts(np.broadcast_to(np.asarray(nulls, float), sums.shape), counts)
+        baselines, _ = _sums_and_counts(np.broadcast_to(np.asarray(baselines, float), sums.shape), counts)
     except ValueError as error:
-        raise HeadwiseError(f"nulls do not fit sums of {sums.shape}: {error}") from None
-    return sums - nulls
+        raise HeadwiseError(f"baselines do not fit sums of {sums.shape}: {error}") from None
+    return sums - baselines
 
 
-def _rows(arrays: list[np.ndarray], filled: np.ndarray) -> tuple[list[np.ndarray], tuple[int, ...]]:
+def _flatten_tests(arrays: list[np.ndarray], filled: np.ndarray) -> tuple[list[np.ndarray], tuple[int, ...]]:
     """Arrays as (units, tests) without the units that are empty in every test; and the shape of the tests."""
     shape, units = filled.shape[1:], filled.reshape(len(filled), int(np.prod(filled.shape[1:]))).any(1)
     return [array[units].reshape(int(units.sum()), int(np.prod(shape))) for array in arrays], shape
 
 
-def _parts(tests: int, each: int) -> Iterator[slice]:
-    step = max(1, CELLS // max(1, each))
+def _chunks(tests: int, cells_per_test: int) -> Iterator[slice]:
+    step = max(1, MAX_CELLS // max(1, cells_per_test))
     return (slice(start, min(start + step, tests)) for start in range(0, tests, step))
 
 
-def _slack(summed: np.ndarray) -> np.ndarray:
+def _rounding_tolerance(summed: np.ndarray) -> np.ndarray:
     """What rounding may add to a sum: equal sums must count as reached."""
     return 1e-12 * np.abs(summed).sum(0)
 

@@ -8,7 +8,7 @@ rests elsewhere does not score. By weights, what it looks at is the word as the 
 one other: what a model knows of a token's identity is there, and not yet what later layers expect to follow it. Heads of the
 first layer read the embedding. The baseline are shuffled pairs: the chance that a member drawn from the others, but for the
 word itself, is the one written most by weights. So a head that copies scores 0, and one that always writes the same member
-no more than its baseline. The valued score is the second condition alone.
+no more than its baseline. The value-weighted score is the second condition alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,24 +21,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.metrics.prompts import (
-    ENOUGH,
-    Due,
-    DuePrompt,
-    PromptMeasure,
-    UnitSums,
-    ask_prompts,
-    check_reads_words,
-    next_token,
-    to_words,
-    too_few,
+from headwise.analysis.metrics.prompt_metric import (
+    MIN_SAMPLES,
+    ExpectedToken,
+    PromptMetric,
+    PromptWithTargets,
+    SampleTotals,
+    require_lm_head,
+    run_prompts,
+    single_token_of_word,
+    too_few_error,
+    z_to_logits_matrix,
 )
-from headwise.analysis.metrics.role_examples import Cases
-from headwise.analysis.recording.batching import read, tokenizer_of
+from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.recording.batching import forward_ids, tokenizer_of
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import Site
-from headwise.kernels.precision import at_least_float32
-from headwise.model import AnyModel, Wiring
+from headwise.heads.hook_point import HookPoint
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.model import ModelProtocol, ResidualStream
 from headwise.text import Tokenizer
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -51,26 +51,26 @@ NUMBERS = (
 )  # fmt: skip
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-SMALL = tuple("abcdefghijklmnopqrstuvwxyz")
-CLASSES = (DAYS, MONTHS, NUMBERS, ORDINALS, LETTERS, SMALL)
-ROUND = (DAYS, MONTHS)  # the last is followed by the first
-BEFORE, SAID = "The", 3  # the word before one that stands alone; members of a list that is gone on with
+LOWERCASE = tuple("abcdefghijklmnopqrstuvwxyz")
+CLASSES = (DAYS, MONTHS, NUMBERS, ORDINALS, LETTERS, LOWERCASE)
+CYCLIC = (DAYS, MONTHS)  # the last is followed by the first
+PREFIX_WORD, LIST_LENGTH = "The", 3  # the word before one that stands alone; members of a list that is gone on with
 
 
-class Member(NamedTuple):
+class OrderedWord(NamedTuple):
     """A word that is followed by another, by its class."""
 
     text: str  # a list that ends with it
     token: int
-    next: int
+    successor: int
     others: tuple[int, ...]  # the class but for the next
 
 
-class Successor(PromptMeasure):
+class SuccessorMetric(PromptMetric):
     """`hw.profile(model, prompts=True)`.
 
-    >>> Successor().names
-    ('successor', 'successor null', 'successor valued')
+    >>> SuccessorMetric().names
+    ('successor', 'successor baseline', 'successor value-weighted')
     """
 
     def __init__(self) -> None:
@@ -79,117 +79,132 @@ class Successor(PromptMeasure):
             "days, months, numbers and letters",
         )  # fmt: skip
 
-    def measure(self, model: AnyModel, seed: int) -> tuple[UnitSums, Cases]:
+    def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Each member alone, and at the end of a list."""
-        wiring, tokenizer = check_reads_words(model, "a successor head"), tokenizer_of(model)
-        members = find_members(tokenizer)
-        if len(members) < ENOUGH:
-            raise too_few(f"{sum(map(len, CLASSES))} days, months, numbers and letters", len(members), ENOUGH)
-        prompts = [replace(list_prompt(tokenizer, one), unit=unit) for unit, one in enumerate(members)]
-        listed = ask_prompts(model, prompts, wiring, self.score.name)
-        score, null = written(model, wiring, members)
-        right = listed.right[:, None]
-        score = score * listed.wins  # a head that would write it and never looks there does nothing
-        made = UnitSums(score * right, null * right, listed.wins * right, listed.right.astype(int))
-        return made.checked("lists of days, months, numbers and letters", "the model goes on with"), listed.cases
+        residual, tokenizer = require_lm_head(model, "a successor head"), tokenizer_of(model)
+        members = single_token_words(tokenizer)
+        if len(members) < MIN_SAMPLES:
+            raise too_few_error(
+                f"{sum(map(len, CLASSES))} days, months, numbers and letters", len(members), MIN_SAMPLES
+            )
+        prompts = [replace(list_prompt(tokenizer, member), sample=sample) for sample, member in enumerate(members)]
+        responses = run_prompts(model, prompts, residual, self.score_spec.name)
+        score, baseline = writes_successor(model, residual, members)
+        correct = responses.correct[:, None]
+        score = score * responses.wins  # a head that would write it and never looks there does nothing
+        totals = SampleTotals(
+            score * correct, baseline * correct, responses.wins * correct, responses.correct.astype(int)
+        )
+        return totals.require_enough_samples(
+            "lists of days, months, numbers and letters", "the model goes on with"
+        ), responses.examples
 
 
-def find_members(tokenizer: Tokenizer) -> list[Member]:
+def single_token_words(tokenizer: Tokenizer) -> list[OrderedWord]:
     """All whose list, whose next and who are single tokens; a class with fewer than three of them is left out."""
-    made: list[Member] = []
+    members: list[OrderedWord] = []
     for words in CLASSES:
-        tokens = {word: next_token(tokenizer, BEFORE, word) for word in words}
-        known = {word: token for word, token in tokens.items() if token is not None}
-        if len(known) < SAID or len({*known.values()}) < len(known):
+        tokens = {word: single_token_of_word(tokenizer, PREFIX_WORD, word) for word in words}
+        single_tokens = {word: token for word, token in tokens.items() if token is not None}
+        if len(single_tokens) < LIST_LENGTH or len({*single_tokens.values()}) < len(single_tokens):
             continue
-        for place, word in enumerate(words):
-            run = [words[(place + step) % len(words)] for step in range(1 - SAID, 2)]
-            wraps = place + 1 - SAID < 0 or place + 1 == len(words)
-            if (wraps and words not in ROUND) or not {word, run[-1]} <= {*known}:
+        for index, word in enumerate(words):
+            sequence = [words[(index + step) % len(words)] for step in range(1 - LIST_LENGTH, 2)]
+            wraps = index + 1 - LIST_LENGTH < 0 or index + 1 == len(words)
+            if (wraps and words not in CYCLIC) or not {word, sequence[-1]} <= {*single_tokens}:
                 continue
-            text = ", ".join(run[:-1]) + ","
-            if next_token(tokenizer, text, run[-1]) == known[run[-1]]:
-                others = tuple(token for other, token in known.items() if other != run[-1])
-                made.append(Member(text, known[word], known[run[-1]], others))
-    return made
+            text = ", ".join(sequence[:-1]) + ","
+            if single_token_of_word(tokenizer, text, sequence[-1]) == single_tokens[sequence[-1]]:
+                others = tuple(token for other, token in single_tokens.items() if other != sequence[-1])
+                members.append(OrderedWord(text, single_tokens[word], single_tokens[sequence[-1]], others))
+    return members
 
 
-def written(model: AnyModel, wiring: Wiring, members: Sequence[Member]) -> tuple[np.ndarray, np.ndarray]:
+def writes_successor(
+    model: ModelProtocol, residual: ResidualStream, members: Sequence[OrderedWord]
+) -> tuple[np.ndarray, np.ndarray]:
     """Whether each head writes most for the next of each member when it looks at nothing else, and how often it would by
     shuffled pairs: (members, heads) each."""
-    first, second = _streams(model, wiring, members)  # (members, D) each
-    score, null = [], []
-    for site in model.all_sites():
-        step = wiring.steps[site.address.layer]
-        if step.unread:
-            raise HeadwiseError(f"what a head would write cannot be read off: {step.unread}")
-        x = first if site.address.layer == min(wiring.steps) else second
+    first, second = _residual_inputs(model, residual, members)  # (members, D) each
+    score, baseline = [], []
+    for hook_point in model.gathered_hook_points():
+        step = residual.layers[hook_point.address.layer]
+        if step.unsupported_reason:
+            raise HeadwiseError(f"what a head would write cannot be read off: {step.unsupported_reason}")
+        x = first if hook_point.address.layer == min(residual.layers) else second
         x = x if step.norm is None else step.norm(x)
         values = []
-        for address in site.addresses:
+        for address in hook_point.head_addresses:
             head = model.heads[address]
             value = at_least_float32(x) @ at_least_float32(head.W_V)
             values.append(value if head.b_V is None else value + head.b_V)
         if not values:
             continue
-        hits, chance = _most(members, torch.stack(values, 1), site, wiring)
+        hits, chance = _successor_hits(members, torch.stack(values, 1), hook_point, residual)
         score.append(hits)
-        null.append(chance)
-    return np.concatenate(score, 1), np.concatenate(null, 1)
+        baseline.append(chance)
+    return np.concatenate(score, 1), np.concatenate(baseline, 1)
 
 
-def _most(members: Sequence[Member], values: Tensor, site: Site, wiring: Wiring) -> tuple[np.ndarray, np.ndarray]:
+def _successor_hits(
+    members: Sequence[OrderedWord], values: Tensor, hook_point: HookPoint, residual: ResidualStream
+) -> tuple[np.ndarray, np.ndarray]:
     """The same for the heads of a site, from the values they would fetch, (members, H, e)."""
-    words = sorted({token for one in members for token in (one.next, *one.others)})
-    place = {token: number for number, token in enumerate(words)}
-    tokens = torch.tensor(words, device=values.device)
-    said = torch.einsum("nhe,hec->nhc", values, to_words(wiring, site, tokens)).double().cpu().numpy()
-    score, null = np.zeros(said.shape[:2]), np.zeros(said.shape[:2])
-    for number, one in enumerate(members):
-        among = said[number][:, [place[token] for token in (one.next, *one.others)]]  # (H, class)
-        best = among == among.max(1, keepdims=True)
+    token_ids = sorted({token for member in members for token in (member.successor, *member.others)})
+    column = {token: index for index, token in enumerate(token_ids)}
+    tokens = torch.tensor(token_ids, device=values.device)
+    token_scores = (
+        torch.einsum("nhe,hec->nhc", values, z_to_logits_matrix(residual, hook_point, tokens)).double().cpu().numpy()
+    )
+    score, baseline = np.zeros(token_scores.shape[:2]), np.zeros(token_scores.shape[:2])
+    for index, member in enumerate(members):
+        # (H, class)
+        class_scores = token_scores[index][:, [column[token] for token in (member.successor, *member.others)]]
+        best = class_scores == class_scores.max(1, keepdims=True)
         best = best / best.sum(1, keepdims=True)  # of equals each has its share
-        itself = best[:, 1 + one.others.index(one.token)]
-        score[number], null[number] = best[:, 0], (1 - itself) / len(one.others)
-    return score, null
+        self_fraction = best[:, 1 + member.others.index(member.token)]
+        score[index], baseline[index] = best[:, 0], (1 - self_fraction) / len(member.others)
+    return score, baseline
 
 
-def _streams(model: AnyModel, wiring: Wiring, members: Sequence[Member]) -> tuple[Tensor, Tensor]:
+def _residual_inputs(
+    model: ModelProtocol, residual: ResidualStream, members: Sequence[OrderedWord]
+) -> tuple[Tensor, Tensor]:
     """The stream where each member stands behind one other word, as it begins and as the first layer leaves it."""
     tokenizer = tokenizer_of(model)
-    before = [*tokenizer.around[0], *tokenizer.encode(BEFORE, special=False)]
-    ids = torch.tensor([[*before, one.token] for one in members], device=model.device)
-    layers = sorted(wiring.steps)[:2]
-    with _entering(wiring, layers) as caught:
-        read(model, ids)
-    made = [caught[layer].reshape(len(members), -1, model.spec.width)[:, -1] for layer in layers]
-    return made[0], made[-1]
+    prefix = [*tokenizer.template_ids[0], *tokenizer.encode(PREFIX_WORD, add_special_tokens=False)]
+    ids = torch.tensor([[*prefix, member.token] for member in members], device=model.device)
+    layers = sorted(residual.layers)[:2]
+    with _capture_norm_inputs(residual, layers) as inputs:
+        forward_ids(model, ids)
+    states = [inputs[layer].reshape(len(members), -1, model.spec.width)[:, -1] for layer in layers]
+    return states[0], states[-1]
 
 
 @contextmanager
-def _entering(wiring: Wiring, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def _capture_norm_inputs(residual: ResidualStream, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """What enters the norms of some layers, while open."""
-    caught: dict[int, Tensor] = {}
+    inputs: dict[int, Tensor] = {}
     hooks = []
 
-    def keep(module: nn.Module, given: tuple[Tensor, ...], layer: int) -> None:
-        caught[layer] = given[0]
+    def keep(module: nn.Module, arguments: tuple[Tensor, ...], layer: int) -> None:
+        inputs[layer] = arguments[0]
 
     for layer in layers:
-        norm = wiring.steps[layer].norm
+        norm = residual.layers[layer].norm
         if norm is None:
             raise HeadwiseError("what a head would write cannot be read off: the stream is read without a norm.")
         hooks.append(norm.register_forward_pre_hook(partial(keep, layer=layer)))
     try:
-        yield caught
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def list_prompt(tokenizer: Tokenizer, member: Member) -> DuePrompt:
+def list_prompt(tokenizer: Tokenizer, member: OrderedWord) -> PromptWithTargets:
     """A list that ends with a member: its next is due, against the rest of the class."""
-    ids = (*tokenizer.around[0], *tokenizer.encode(member.text, special=False))
+    ids = (*tokenizer.template_ids[0], *tokenizer.encode(member.text, add_special_tokens=False))
     row = len(ids) - 1
-    place = row - 1 if ids[row - 1] == member.token else row  # its comma is a token, or a part of it
-    return DuePrompt(ids, (Due(row, place, member.next, member.others),))
+    position = row - 1 if ids[row - 1] == member.token else row  # its comma is a token, or a part of it
+    return PromptWithTargets(ids, (ExpectedToken(row, position, member.successor, member.others),))

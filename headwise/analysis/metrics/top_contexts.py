@@ -1,4 +1,4 @@
-"""Where every head looked hardest, whatever for, kept as it streams by. What speaks for a role is in cases.py."""
+"""Where every head looked hardest, whatever for, kept as it streams by. What speaks for a role is in role_examples.py."""
 
 import json
 from collections.abc import Sequence
@@ -8,144 +8,158 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.attention_call import Call
+from headwise.analysis.metrics.attention_call import AttentionCallContext
 from headwise.analysis.metrics.batch_context import FIRST
-from headwise.analysis.metrics.metric import Measure, Taker
-from headwise.analysis.metrics.role_examples import marked, written
+from headwise.analysis.metrics.metric import BlockAccumulator, Metric
+from headwise.analysis.metrics.role_examples import mark_text, render_marks
 from headwise.analysis.metrics.row_blocks import RowBlock
-from headwise.analysis.recording.batching import Unit
-from headwise.distributed.process_group import Team
+from headwise.analysis.recording.batching import TextSample
+from headwise.distributed.process_group import ProcessGroup
 
-KEPT = 8  # contexts per head
+CONTEXTS_PER_HEAD = 8  # contexts per head
 
 
 @dataclass(frozen=True)
-class Context:
+class AttentionContext:
     """One place: which token looked at which, how hard, and the text around with both marked."""
 
     token: str
     attended: str
     weight: float
-    unit: int
+    sample: int
     row: int
     column: int
     text: str
 
 
-class Evidence(Measure):
+class TopContexts(Metric):
     """The strongest contexts of every head. Rows that rest, on the first token or on themselves, are passed over."""
 
-    full = True
+    needs_full_detail = True
 
-    def __init__(self, heads: int, kept: int = KEPT) -> None:
-        self.weights = np.zeros((heads, kept))
-        self.places = np.full((heads, kept, 3), -1, dtype=np.int64)  # unit, row, column
-        self.units: dict[int, Unit] = {}
-        self._named: dict[tuple[int, int, int], list[str]] = {}  # what other processes found, in words
+    def __init__(self, heads: int, contexts_per_head: int = CONTEXTS_PER_HEAD) -> None:
+        self.weights = np.zeros((heads, contexts_per_head))
+        self.positions = np.full((heads, contexts_per_head, 3), -1, dtype=np.int64)  # unit, row, column
+        self.samples: dict[int, TextSample] = {}
+        self._remote_texts: dict[tuple[int, int, int], list[str]] = {}  # what other processes found, in words
 
-    def at(self, call: Call) -> "Strongest":
+    def on_call(self, call: AttentionCallContext) -> "TopContextRecorder":
         """One call at one site."""
-        return Strongest(self, call)
+        return TopContextRecorder(self, call)
 
-    def add(self, heads: slice, block: RowBlock, resting: Tensor, units: Sequence[Unit], starts: Tensor) -> None:
-        """Take the best rows of a block. `resting` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
-        confidence = torch.where(resting, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
+    def add_top_rows(
+        self, heads: slice, block: RowBlock, idle: Tensor, samples: Sequence[TextSample], starts: Tensor
+    ) -> None:
+        """Take the best rows of a block. `idle` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
+        confidence = torch.where(idle, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
         B, h, R = confidence.shape
-        mine = self.weights[heads]
-        if not (confidence.amax((0, 2)).cpu().numpy() > mine[:, -1]).any():
+        own_weights = self.weights[heads]
+        if not (confidence.amax((0, 2)).cpu().numpy() > own_weights[:, -1]).any():
             return  # the usual case, once a few blocks have passed
-        kept = self.weights.shape[1]
-        best, where = confidence.transpose(0, 1).reshape(h, B * R).topk(min(kept, B * R), dim=1)  # (h, kept)
-        row, example = where % R, where // R
-        index = torch.arange(h, device=where.device)[:, None].expand_as(where)
+        limit = self.weights.shape[1]
+        best, flat_index = confidence.transpose(0, 1).reshape(h, B * R).topk(min(limit, B * R), dim=1)  # (h, kept)
+        row, example = flat_index % R, flat_index // R
+        index = torch.arange(h, device=flat_index.device)[:, None].expand_as(flat_index)
         column = block.e[example, index, row].argmax(-1)  # (h, kept)
         first = starts[example]
-        places = torch.stack(
+        block_positions = torch.stack(
             (example, row + block.rows.start + block.past - first, column + block.cols.start - first), -1
         )
-        found, weights = places.cpu().numpy(), best.double().cpu().numpy()
-        numbers = np.array([unit.number for unit in units])
-        found = np.concatenate((numbers[found[..., :1]], found[..., 1:]), -1)
-        weights, found = np.concatenate((mine, weights), 1), np.concatenate((self.places[heads], found), 1)
-        order = np.argsort(-weights, axis=1, kind="stable")[:, :kept]
+        positions, weights = block_positions.cpu().numpy(), best.double().cpu().numpy()
+        sample_ids = np.array([sample.index for sample in samples])
+        positions = np.concatenate((sample_ids[positions[..., :1]], positions[..., 1:]), -1)
+        weights, positions = (
+            np.concatenate((own_weights, weights), 1),
+            np.concatenate((self.positions[heads], positions), 1),
+        )
+        order = np.argsort(-weights, axis=1, kind="stable")[:, :limit]
         self.weights[heads] = np.take_along_axis(weights, order, 1)
-        self.places[heads] = np.take_along_axis(found, order[..., None], 1)
-        there = set(self.places[heads, :, 0].ravel().tolist())
-        self.units |= {
-            unit.number: replace(unit) for unit in units if unit.number in there
-        }  # without what was worked out
-        if len(self.units) > 2 * self.weights.size:
-            self.tidy()
+        self.positions[heads] = np.take_along_axis(positions, order[..., None], 1)
+        present_ids = set(self.positions[heads, :, 0].ravel().tolist())
+        # without what was worked out
+        self.samples |= {sample.index: replace(sample) for sample in samples if sample.index in present_ids}
+        if len(self.samples) > 2 * self.weights.size:
+            self.drop_unused_samples()
 
-    def gather(self, team: Team) -> None:
+    def gather_from_processes(self, process_group: ProcessGroup) -> None:
         """The strongest of what all processes found; each tells the others what stands at its own places."""
-        heads, kept = self.weights.shape
-        weights, places = np.zeros((team.size, heads, kept)), np.zeros((team.size, heads, kept, 3), dtype=np.int64)
-        weights[team.rank], places[team.rank] = self.weights, self.places
-        team.add_up(weights)
-        team.add_up(places)
+        heads, limit = self.weights.shape
+        weights, all_positions = (
+            np.zeros((process_group.size, heads, limit)),
+            np.zeros((process_group.size, heads, limit, 3), dtype=np.int64),
+        )
+        weights[process_group.rank], all_positions[process_group.rank] = self.weights, self.positions
+        process_group.all_reduce_inplace(weights)
+        process_group.all_reduce_inplace(all_positions)
         flat = weights.transpose(1, 0, 2).reshape(heads, -1)
-        order = np.argsort(-flat, axis=1, kind="stable")[:, :kept]
+        order = np.argsort(-flat, axis=1, kind="stable")[:, :limit]
         self.weights = np.take_along_axis(flat, order, 1)
-        self.places = np.take_along_axis(places.transpose(1, 0, 2, 3).reshape(heads, -1, 3), order[..., None], 1)
-        mine = [(unit, row, column) for unit, row, column in self.places.reshape(-1, 3).tolist()]
-        told = [self._words(*place) if place[0] in self.units else [] for place in mine]
-        lengths = np.zeros(team.size, dtype=np.int64)
-        written = [json.dumps(words).encode() if words else b"" for words in told]
-        lengths[team.rank] = max(map(len, written))
-        team.add_up(lengths)
-        shared = np.zeros(
-            (len(mine), int(lengths.max())), dtype=np.uint8
-        )  # a text was read by one process: the rest is 0
-        for row, words in enumerate(written):
+        self.positions = np.take_along_axis(
+            all_positions.transpose(1, 0, 2, 3).reshape(heads, -1, 3), order[..., None], 1
+        )
+        positions = [(sample, row, column) for sample, row, column in self.positions.reshape(-1, 3).tolist()]
+        own_texts = [self._describe(*position) if position[0] in self.samples else [] for position in positions]
+        lengths = np.zeros(process_group.size, dtype=np.int64)
+        encoded = [json.dumps(words).encode() if words else b"" for words in own_texts]
+        lengths[process_group.rank] = max(map(len, encoded))
+        process_group.all_reduce_inplace(lengths)
+        # a text was read by one process: the rest is 0
+        shared = np.zeros((len(positions), int(lengths.max())), dtype=np.uint8)
+        for row, words in enumerate(encoded):
             shared[row, : len(words)] = np.frombuffer(words, dtype=np.uint8)
-        team.add_up(shared)
-        found = (bytes(row).rstrip(b"\0") for row in shared)
-        self._named = {place: json.loads(words) for place, words in zip(mine, found, strict=True) if words}
+        process_group.all_reduce_inplace(shared)
+        payloads = (bytes(row).rstrip(b"\0") for row in shared)
+        self._remote_texts = {
+            position: json.loads(words) for position, words in zip(positions, payloads, strict=True) if words
+        }
 
-    def tidy(self) -> None:
+    def drop_unused_samples(self) -> None:
         """Forget the texts that no head's evidence is in."""
-        wanted = set(self.places[..., 0].ravel().tolist())
-        self.units = {number: unit for number, unit in self.units.items() if number in wanted}
+        used_ids = set(self.positions[..., 0].ravel().tolist())
+        self.samples = {index: sample for index, sample in self.samples.items() if index in used_ids}
 
-    def contexts(self) -> list[list[Context]]:
+    def contexts(self) -> list[list[AttentionContext]]:
         """For every head its contexts, strongest first, with their texts."""
-        self.tidy()
+        self.drop_unused_samples()
         return [
             [
-                self._context(weight, *place)
-                for weight, place in zip(weights, places.tolist(), strict=True)
+                self._context(weight, *position)
+                for weight, position in zip(weights, positions.tolist(), strict=True)
                 if weight > 0
             ]
-            for weights, places in zip(self.weights.tolist(), self.places, strict=True)
+            for weights, positions in zip(self.weights.tolist(), self.positions, strict=True)
         ]
 
-    def _context(self, weight: float, number: int, row: int, column: int) -> Context:
-        token, attended, text = self._named.get((number, row, column)) or self._words(number, row, column)
-        return Context(token, attended, weight, number, row, column, text)
+    def _context(self, weight: float, index: int, row: int, column: int) -> AttentionContext:
+        token, attended, text = self._remote_texts.get((index, row, column)) or self._describe(index, row, column)
+        return AttentionContext(token, attended, weight, index, row, column, text)
 
-    def _words(self, number: int, row: int, column: int) -> list[str]:
+    def _describe(self, index: int, row: int, column: int) -> list[str]:
         """Who looked, at what, and the text around."""
-        names, picture = self.units[number].pieces, self.units[number].picture
-        if picture is not None:
-            return [names[row], names[column], f"{picture.name}: [{names[row]}] looks at *{names[column]}*"]
-        return [names[row], names[column], written(marked(names, {column: "attended", row: "token"}))]
+        names, image = self.samples[index].token_texts, self.samples[index].image
+        if image is not None:
+            return [names[row], names[column], f"{image.name}: [{names[row]}] looks at *{names[column]}*"]
+        return [names[row], names[column], render_marks(mark_text(names, {column: "attended", row: "token"}))]
 
 
-class Strongest(Taker):
+class TopContextRecorder(BlockAccumulator):
     """Shows evidence the rows of each block that do not rest, on the first token or on themselves."""
 
-    def __init__(self, evidence: Evidence, call: Call) -> None:
-        self.evidence, self.call, self.first = evidence, call, call.scene.layout.place[FIRST]
+    def __init__(self, top_contexts: TopContexts, call: AttentionCallContext) -> None:
+        self.top_contexts, self.call, self.first_feature = (
+            top_contexts,
+            call,
+            call.batch_context.layout.feature_index[FIRST],
+        )
 
-    def see(self, block: RowBlock) -> None:
+    def add_block(self, block: RowBlock) -> None:
         """One block."""
-        call, batch = self.call, self.call.scene.batch
-        itself = (block.at(0, 1)[..., 0] == 1) & (not call.across)
-        real = batch.real[:, block.rows.start : block.rows.stop]
-        resting = itself | (block.features[..., self.first] == 1) | ~real[:, None]
+        call, batch = self.call, self.call.batch_context.batch
+        self_max = (block.weights_at_offsets(0, 1)[..., 0] == 1) & (not call.is_cross_attention)
+        real_tokens = batch.real_tokens[:, block.rows.start : block.rows.stop]
+        idle = self_max | (block.feature_sums[..., self.first_feature] == 1) | ~real_tokens[:, None]
         heads = slice(call.first_head + block.heads.start, call.first_head + block.heads.stop)
-        self.evidence.add(heads, block, resting, batch.units, batch.first)
+        self.top_contexts.add_top_rows(heads, block, idle, batch.samples, batch.first_token_positions)
 
-    def take(self) -> None:
+    def result(self) -> None:
         """It has no numbers."""

@@ -13,25 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.attention_call import Call
-from headwise.analysis.metrics.metric import LARGER, Measure, Number, Taker
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.metric import LARGER, BlockAccumulator, Metric, MetricSpec
+from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.row_blocks import RowBlock
-from headwise.analysis.metrics.runner import Runner
-from headwise.analysis.recording.batching import Unit, make_batch, read_sites
-from headwise.analysis.recording.recording import pick
-from headwise.analysis.recording.tokenized_corpus import Reading
+from headwise.analysis.recording.batching import TextSample, make_batch, reachable_hook_points
+from headwise.analysis.recording.recording import select_heads
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import HeadwiseError
-from headwise.heads.head import Pattern
-from headwise.model import AnyModel, quiet
+from headwise.heads.head import HeadPattern
+from headwise.model import ModelProtocol, eval_mode
 
 LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
-VARIABILITY = Number("variability", "how far weights depend on the text", more="depends on what is read", merge=LARGER)
+VARIABILITY = MetricSpec(
+    "variability", "how far weights depend on the text", high_means="depends on what is read", merge=LARGER
+)
 
 
 @torch.no_grad()
 def variability(
-    model: AnyModel, corpus: Any = None, heads: Pattern = "*", *, length: int = LENGTH, texts: int = TEXTS
+    model: ModelProtocol, corpus: Any = None, heads: HeadPattern = "*", *, length: int = LENGTH, texts: int = TEXTS
 ) -> dict[str, float]:
     """For each head Σ|p − p̄| / 2Σp over the first so many texts that have so many tokens, cut to that length.
 
@@ -45,55 +47,62 @@ def variability(
     """
     if length < 1 or texts < 2:
         raise HeadwiseError(f"texts are compared with each other: two of one token at least; got {texts} of {length}.")
-    addresses = tuple(address for site in read_sites(model, heads) for address in site.addresses)
-    wanted, chosen = set(pick(heads, addresses)), sample(Reading.of(model, corpus), length, texts)
-    if len(chosen) < 2:
+    addresses = tuple(
+        address for hook_point in reachable_hook_points(model, heads) for address in hook_point.head_addresses
+    )
+    selected, samples = (
+        set(select_heads(heads, addresses)),
+        select_long_samples(TokenizedCorpus.of(model, corpus), length, texts),
+    )
+    if len(samples) < 2:
         raise HeadwiseError(
-            f"{len(chosen)} texts have {length} tokens, and two are needed; give more texts, or a shorter length."
+            f"{len(samples)} texts have {length} tokens, and two are needed; give more texts, or a shorter length."
         )
-    tally = Tally(len(addresses))
-    with quiet(model):
-        read_alike(model, chosen, tally, length)
-    found = zip(addresses, tally.mean(VARIABILITY.name).tolist(), strict=True)
-    return {str(address): value for address, value in found if address in wanted}
+    accumulator = Accumulator(len(addresses))
+    with eval_mode(model):
+        measure_variability(model, samples, accumulator, length)
+    pairs = zip(addresses, accumulator.mean(VARIABILITY.name).tolist(), strict=True)
+    return {str(address): value for address, value in pairs if address in selected}
 
 
-def sample(units: Iterable[Unit], length: int = LENGTH, texts: int = TEXTS) -> list[Unit]:
+def select_long_samples(samples: Iterable[TextSample], length: int = LENGTH, texts: int = TEXTS) -> list[TextSample]:
     """The first so many units that are long enough."""
-    return list(islice((unit for unit in units if len(unit.ids) >= length), texts))
+    return list(islice((sample for sample in samples if len(sample.ids) >= length), texts))
 
 
-def read_alike(model: AnyModel, units: list[Unit], tally: Tally, length: int = LENGTH) -> None:
+def measure_variability(
+    model: ModelProtocol, samples: list[TextSample], accumulator: Accumulator, length: int = LENGTH
+) -> None:
     """Read texts side by side, cut to one length, and count; of fewer than two nothing can be said."""
-    runner = Runner(tally, [Variability()])
-    if len(units) > 1:
-        cut = [replace(unit, ids=unit.ids[:length], source=()) for unit in units]
-        runner.read(model, [make_batch(cut, device=model.device)])
+    runner = MetricRunner(accumulator, [VariabilityMetric()])
+    if len(samples) > 1:
+        truncated = [replace(sample, ids=sample.ids[:length], source=()) for sample in samples]
+        runner.run(model, [make_batch(truncated, device=model.device)])
 
 
-class Variability(Measure):
+class VariabilityMetric(Metric):
     """For texts of one length, read as one batch; what each text adds goes into its own bucket."""
 
-    numbers = (VARIABILITY,)
+    metric_specs = (VARIABILITY,)
 
-    def at(self, call: Call) -> "Moved":
+    def on_call(self, call: AttentionCallContext) -> "VariabilityAccumulator":
         """One call at one site."""
-        return Moved(call)
+        return VariabilityAccumulator(call)
 
 
-class Moved(Taker):
+class VariabilityAccumulator(BlockAccumulator):
     """Σ|p − p̄| and 2Σp of each text and head, over the blocks of a call."""
 
-    def __init__(self, call: Call) -> None:
-        B, H = call.seen.q.shape[:2]
-        self.moved, self.weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
+    def __init__(self, call: AttentionCallContext) -> None:
+        B, H = call.attention_call.q.shape[:2]
+        self.deviation, self.weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
 
-    def see(self, block: RowBlock) -> None:
+    def add_block(self, block: RowBlock) -> None:
         """One block of rows, the same places of every text."""
-        p = block.share(block.e)  # (B, h, R, C)
+        p = block.normalize(block.e)  # (B, h, R, C)
         self.weight[:, block.heads] += p.sum((2, 3)).double().cpu()
-        self.moved[:, block.heads] += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
+        self.deviation[:, block.heads] += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> tuple[Tensor, Tensor]:
         """(B, H, 1) each."""
-        return self.moved[..., None], 2 * self.weight[..., None]
+        return self.deviation[..., None], 2 * self.weight[..., None]

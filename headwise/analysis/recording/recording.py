@@ -11,25 +11,26 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from headwise.analysis.recording.recorded_tensors import SiteCall, SiteRecord, version
-from headwise.errors import HeadwiseError, close_names
-from headwise.heads.head import Pattern
-from headwise.heads.hook_point import Site
-from headwise.kernels.precision import at_least_float32
-from headwise.kernels.score_params import raw_scores, visible_scores, weights
+from headwise.analysis.recording.recorded_tensors import LayerRecord, RecordedLayerCall, tensor_version
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.heads.head import HeadPattern
+from headwise.heads.hook_point import HookPoint
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.score_params import masked_scores, raw_scores, softmax_weights
 from headwise.spec import Address, select
 
-WHAT = ("q", "k", "v", "z", "write", "map")
-NEEDS = {"q": "q", "k": "k", "v": "v", "z": "z", "write": "z", "map": "qk"}  # which tensors each is made from
-ROWS = 128  # rows of a map rebuilt at once
-Which = int | slice | range | Sequence[int] | None
+RECORDABLE = ("q", "k", "v", "z", "output", "map")
+# which tensors each is made from
+REQUIRED_TENSORS = {"q": "q", "k": "k", "v": "v", "z": "z", "output": "z", "map": "qk"}
+BLOCK_ROWS = 128  # rows of a map rebuilt at once
+Indices = int | slice | range | Sequence[int] | None
 X = TypeVar("X")
 
 
-class HasSites(Protocol):
+class HasHookPoints(Protocol):
     """A model whose attention can be listened to."""
 
-    def all_sites(self) -> list[Site]:
+    def gathered_hook_points(self) -> list[HookPoint]:
         """Every place where attention happens, with all heads."""
         ...
 
@@ -39,92 +40,94 @@ class HeadCall:
     """One head during one call of the model. B is the batch, T the queries of this call, S the keys they could see."""
 
     address: Address
-    _record: SiteRecord
-    _call: SiteCall
+    _record: LayerRecord
+    _call: RecordedLayerCall
 
     @property
     def q(self) -> Tensor:
         """(B, T, d), after positions."""
-        return _there(self._call.q, "q")[:, self._place]
+        return _require_recorded(self._call.q, "q")[:, self._recorded_index]
 
     @property
     def k(self) -> Tensor:
         """(B, S, d), after positions: all keys of then, those in a cache included."""
-        return _there(self._call.k, "k").of_head(self._kv_place)
+        return _require_recorded(self._call.k, "k").select_head(self._recorded_kv_index)
 
     @property
     def v(self) -> Tensor:
         """(B, S, e)"""
-        return _there(self._call.v, "v").of_head(self._kv_place)
+        return _require_recorded(self._call.v, "v").select_head(self._recorded_kv_index)
 
     @property
     def z(self) -> Tensor:
         """(B, T, e): what the head found, as it entered W_O, gates and edits included."""
-        return _there(self._call.z, "z")[:, self._place]
+        return _require_recorded(self._call.z, "z")[:, self._recorded_index]
 
     @property
-    def write(self) -> Tensor:
+    def output(self) -> Tensor:
         """(B, T, D): what the head added to the stream, z W_O[h]."""
         W_O = self._call.W_O
         if isinstance(W_O, HeadwiseError):
             raise W_O
-        if version(W_O) != self._call.weights_were:
+        if tensor_version(W_O) != self._call.weights_version:
             raise HeadwiseError(
-                f"W_O of {self.address} has changed since the call was recorded; take .write before the weights change."
+                f"W_O of {self.address} has changed since the call was recorded; take .output before the weights change."
             )
-        return _there(self._call.z, "write")[:, self._place] @ W_O[self._index]
+        return _require_recorded(self._call.z, "output")[:, self._recorded_index] @ W_O[self._index]
 
-    def map(self, rows: Which = None, cols: Which = None) -> Tensor:
+    def map(self, rows: Indices = None, cols: Indices = None) -> Tensor:
         """Who looked at whom, (B, R, C): all queries and keys, or those asked for. No other row is rebuilt.
 
         With a sink rows sum to less than 1: the rest is the sink's. Dropout on weights is left out. Weights are at
         least float32.
         """
-        q = at_least_float32(_there(self._call.q, "map")[:, self._place])  # (B, T, d)
-        k = _there(self._call.k, "map").of_head(self._kv_place).to(q)
+        q = at_least_float32(_require_recorded(self._call.q, "map")[:, self._recorded_index])  # (B, T, d)
+        k = _require_recorded(self._call.k, "map").select_head(self._recorded_kv_index).to(q)
         T, S = self._call.sizes
-        chosen, wanted = _places(rows, T, "query"), _places(cols, S, "key")
-        group = self._call.terms.groups[self._index]
-        terms = self._call.terms.for_heads(range(self._index, self._index + 1), range(group, group + 1))
-        made = q.new_zeros(q.shape[0], len(chosen), len(wanted))  # (B, R, C)
-        done = 0
-        for run in _runs(chosen):
-            part = q[:, None, run.start : run.stop]  # (B, 1, r, d)
-            scores = visible_scores(raw_scores(part, k[:, None], terms), terms, run, range(S), T, S)
-            share = weights(scores, terms, terms.may_be_empty(T, S))[:, 0]  # (B, r, S)
-            made[:, done : done + len(run)] = share if cols is None else share[:, :, wanted]
-            done += len(run)
-        return made
+        row_indices, col_indices = _resolve_indices(rows, T, "query"), _resolve_indices(cols, S, "key")
+        group = self._call.params.kv_of_head[self._index]
+        params = self._call.params.for_heads(range(self._index, self._index + 1), range(group, group + 1))
+        attention = q.new_zeros(q.shape[0], len(row_indices), len(col_indices))  # (B, R, C)
+        filled = 0
+        for block in _contiguous_runs(row_indices):
+            q_block = q[:, None, block.start : block.stop]  # (B, 1, r, d)
+            scores = masked_scores(raw_scores(q_block, k[:, None], params), params, block, range(S), T, S)
+            block_weights = softmax_weights(scores, params, params.may_have_empty_rows(T, S))[:, 0]  # (B, r, S)
+            attention[:, filled : filled + len(block)] = (
+                block_weights if cols is None else block_weights[:, :, col_indices]
+            )
+            filled += len(block)
+        return attention
 
     @property
     def _index(self) -> int:
-        return self._record.site.index(self.address)
+        return self._record.hook_point.head_index(self.address)
 
     @property
-    def _place(self) -> int:
+    def _recorded_index(self) -> int:
         return self._record.heads.index(self._index)
 
     @property
-    def _kv_place(self) -> int:
-        groups = self._call.terms.groups
+    def _recorded_kv_index(self) -> int:
+        groups = self._call.params.kv_of_head
         return self._record.kv_heads(groups).index(groups[self._index])
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class HeadRecording:
     """What was recorded of one head. With one call `.q`, `.map()` and the others are that call's; with several take one."""
 
     address: Address
     calls: tuple[HeadCall, ...]
 
-    def call(self, number: int) -> HeadCall:
+    def call(self, index: int) -> HeadCall:
         """One call of several, from 0; −1 is the last."""
-        if not -len(self.calls) <= number < len(self.calls):
-            raise HeadwiseError(f"there is no call {number} of {self.address}; {len(self.calls)} were recorded.")
-        return self.calls[number]
+        if not -len(self.calls) <= index < len(self.calls):
+            raise HeadwiseError(f"there is no call {index} of {self.address}; {len(self.calls)} were recorded.")
+        return self.calls[index]
 
     @property
-    def only(self) -> HeadCall:
+    def only_call(self) -> HeadCall:
         """The call, where there was just one."""
         if len(self.calls) != 1:
             raise HeadwiseError(
@@ -135,69 +138,75 @@ class Recorded:
     @property
     def q(self) -> Tensor:
         """(B, T, d)"""
-        return self.only.q
+        return self.only_call.q
 
     @property
     def k(self) -> Tensor:
         """(B, S, d)"""
-        return self.only.k
+        return self.only_call.k
 
     @property
     def v(self) -> Tensor:
         """(B, S, e)"""
-        return self.only.v
+        return self.only_call.v
 
     @property
     def z(self) -> Tensor:
         """(B, T, e)"""
-        return self.only.z
+        return self.only_call.z
 
     @property
-    def write(self) -> Tensor:
+    def output(self) -> Tensor:
         """(B, T, D)"""
-        return self.only.write
+        return self.only_call.output
 
-    def map(self, rows: Which = None, cols: Which = None) -> Tensor:
+    def map(self, rows: Indices = None, cols: Indices = None) -> Tensor:
         """(B, R, C)"""
-        return self.only.map(rows, cols)
+        return self.only_call.map(rows, cols)
 
 
-class Recording:
+class ModelRecording:
     """What `record` keeps, by head: recording["5.1"]."""
 
-    def __init__(self, records: Iterable[SiteRecord], addresses: tuple[Address, ...]) -> None:
-        self._records = {record.site.address: record for record in records}
+    def __init__(self, records: Iterable[LayerRecord], addresses: tuple[Address, ...]) -> None:
+        self._records = {record.hook_point.address: record for record in records}
         self.addresses = addresses
 
-    def __getitem__(self, head: str | Address) -> Recorded:
+    def __getitem__(self, head: str | Address) -> HeadRecording:
         address = Address.parse(head) if isinstance(head, str) else head
         if address not in self.addresses:
-            some = ", ".join(map(str, self.addresses[:8])) + (", …" if len(self.addresses) > 8 else "")
-            raise HeadwiseError(f"{address} was not recorded; recorded are {some}.")
-        record = self._records[address.site]
+            listed = ", ".join(map(str, self.addresses[:8])) + (", …" if len(self.addresses) > 8 else "")
+            raise HeadwiseError(f"{address} was not recorded; recorded are {listed}.")
+        record = self._records[address.layer_address]
         if not record.calls:
             raise HeadwiseError(f"nothing was recorded of {address}; call the model inside the with block.")
-        return Recorded(address, tuple(HeadCall(address, record, call) for call in record.calls))
+        return HeadRecording(address, tuple(HeadCall(address, record, call) for call in record.calls))
 
-    def __iter__(self) -> Iterator[Recorded]:
+    def __iter__(self) -> Iterator[HeadRecording]:
         return (self[address] for address in self.addresses)
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory held."""
-        kept: dict[int, Tensor] = {}
+        tensors_by_id: dict[int, Tensor] = {}
         for record in self._records.values():
             for call in record.calls:
-                tensors = [call.q, call.z, *(c.of.buffer for c in (call.k, call.v) if c is not None)]
-                kept |= {id(x): x for x in tensors if x is not None}
-        return sum(x.numel() * x.element_size() for x in kept.values())
+                tensors = [
+                    call.q,
+                    call.z,
+                    *(buffer_slice.storage.buffer for buffer_slice in (call.k, call.v) if buffer_slice is not None),
+                ]
+                tensors_by_id |= {id(x): x for x in tensors if x is not None}
+        return sum(x.numel() * x.element_size() for x in tensors_by_id.values())
 
 
 @contextmanager
-def record(model: HasSites, heads: Pattern = "*", what: str | Iterable[str] = WHAT) -> Iterator[Recording]:
+def record(
+    model: HasHookPoints, heads: HeadPattern = "*", tensors: str | Iterable[str] = RECORDABLE
+) -> Iterator[ModelRecording]:
     """Keep q, k, v and z of some heads while the model is called; outputs stay bitwise what they are.
 
     >>> import torch
@@ -209,54 +218,61 @@ def record(model: HasSites, heads: Pattern = "*", what: str | Iterable[str] = WH
     >>> recording["5.1"].z.shape, recording["5.1"].map(rows=[2]).shape
     (torch.Size([1, 3, 64]), torch.Size([1, 1, 3]))
     """
-    letters = _letters(what)
-    sites = model.all_sites()
-    chosen = pick(heads, [address for site in sites for address in site.addresses])
-    wanted = {site: tuple(i for i, a in enumerate(site.addresses) if a in set(chosen)) for site in sites}
-    records = [SiteRecord(site, places, letters) for site, places in wanted.items() if places]
-    with ExitStack() as listening:
-        for one in records:
-            listening.enter_context(one.site.listen(one.hear))
-        yield Recording(records, chosen)
+    tensor_names = _required_tensors(tensors)
+    hook_points = model.gathered_hook_points()
+    selected = select_heads(heads, [address for hook_point in hook_points for address in hook_point.head_addresses])
+    heads_by_hook_point = {
+        hook_point: tuple(i for i, a in enumerate(hook_point.head_addresses) if a in set(selected))
+        for hook_point in hook_points
+    }
+    records = [
+        LayerRecord(hook_point, head_indices, tensor_names)
+        for hook_point, head_indices in heads_by_hook_point.items()
+        if head_indices
+    ]
+    with ExitStack() as stack:
+        for layer_record in records:
+            stack.enter_context(layer_record.hook_point.listen(layer_record.on_call))
+        yield ModelRecording(records, selected)
 
 
-def pick(heads: Pattern | Iterable[str], among: Iterable[Address]) -> tuple[Address, ...]:
+def select_heads(heads: HeadPattern | Iterable[str], addresses: Iterable[Address]) -> tuple[Address, ...]:
     """The heads a pattern names; `*` is all of them, in models of several stacks too."""
-    return tuple(among) if isinstance(heads, str) and heads.strip() == "*" else select(heads, among)
+    return tuple(addresses) if isinstance(heads, str) and heads.strip() == "*" else select(heads, addresses)
 
 
-def _letters(what: str | Iterable[str]) -> frozenset[str]:
-    names = (what,) if isinstance(what, str) else tuple(what)
+def _required_tensors(tensors: str | Iterable[str]) -> frozenset[str]:
+    names = (tensors,) if isinstance(tensors, str) else tuple(tensors)
     for name in names:
-        if name not in NEEDS:
-            raise HeadwiseError(f"{name!r} cannot be recorded; {close_names(str(name), WHAT)}")
+        if name not in REQUIRED_TENSORS:
+            raise HeadwiseError(f"{name!r} cannot be recorded; {suggest_names(str(name), RECORDABLE)}")
     if not names:
-        raise HeadwiseError(f"nothing is to be recorded; name some of {', '.join(WHAT)}.")
-    return frozenset("".join(NEEDS[name] for name in names))
+        raise HeadwiseError(f"nothing is to be recorded; name some of {', '.join(RECORDABLE)}.")
+    return frozenset("".join(REQUIRED_TENSORS[name] for name in names))
 
 
-def _there(tensor: X | None, name: str) -> X:
+def _require_recorded(tensor: X | None, name: str) -> X:
     if tensor is None:
-        raise HeadwiseError(f'{name} was not recorded; ask for it: record(model, heads, what=("{name}",)).')
+        raise HeadwiseError(f'{name} was not recorded; ask for it: record(model, heads, tensors=("{name}",)).')
     return tensor
 
 
-def _places(which: Which, length: int, kind: str) -> list[int]:
-    if which is None:
+def _resolve_indices(indices: Indices, length: int, kind: str) -> list[int]:
+    if indices is None:
         return list(range(length))
-    if isinstance(which, slice):
-        return list(range(length))[which]
-    given = [which] if isinstance(which, int) else [int(place) for place in which]
-    for place in given:
-        if not -length <= place < length:
-            raise HeadwiseError(f"there is no {kind} {place}; this call has {length}.")
-    return [place % length for place in given]
+    if isinstance(indices, slice):
+        return list(range(length))[indices]
+    requested = [indices] if isinstance(indices, int) else [int(index) for index in indices]
+    for index in requested:
+        if not -length <= index < length:
+            raise HeadwiseError(f"there is no {kind} {index}; this call has {length}.")
+    return [index % length for index in requested]
 
 
-def _runs(places: list[int]) -> Iterator[range]:
+def _contiguous_runs(indices: list[int]) -> Iterator[range]:
     """Neighbouring places together, not too many at once."""
     start = 0
-    for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + 1 or i - start == ROWS:
-            yield range(places[start], places[i - 1] + 1)
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1 or i - start == BLOCK_ROWS:
+            yield range(indices[start], indices[i - 1] + 1)
             start = i

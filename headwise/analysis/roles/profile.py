@@ -12,55 +12,61 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.batch_context import ColumnLayout
-from headwise.analysis.metrics.default_metrics import usual_measures
-from headwise.analysis.metrics.example_sampler import Draw, ShownPlaces
-from headwise.analysis.metrics.induction import Echo, Repeats, make_repeats
-from headwise.analysis.metrics.metric import Measure, Number
-from headwise.analysis.metrics.relations import Relations
-from headwise.analysis.metrics.role_examples import Cases, Place, echo_places
-from headwise.analysis.metrics.runner import Runner
-from headwise.analysis.metrics.tasks import TaskMeasure, run_task, token_names
-from headwise.analysis.metrics.token_classes import class_flags
-from headwise.analysis.metrics.top_contexts import Evidence
-from headwise.analysis.metrics.variability import LENGTH, TEXTS, Variability, read_alike
-from headwise.analysis.recording.batching import Batch, Unit, make_batches, read_sites, tokenizer_of
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.analysis.roles.causal import climb
-from headwise.analysis.roles.causal_cases import TEXTS as ANSWERS
-from headwise.analysis.roles.causal_cases import Few
-from headwise.analysis.roles.image_profile import profile_pictures
-from headwise.analysis.roles.merge import OWN
-from headwise.analysis.roles.profile_result import Profile, Supports
-from headwise.analysis.roles.prompt_roles import PROMPTED, prompted_measures
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.batch_context import FeatureLayout
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.example_sampler import ExampleRecorder, ExampleSampler
+from headwise.analysis.metrics.induction import InductionMetric, RepeatedSequences, make_repeated_sequences
+from headwise.analysis.metrics.metric import Metric, MetricSpec
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore, repeated_token_examples
+from headwise.analysis.metrics.task_metric import TaskMetric, run_task, token_names
+from headwise.analysis.metrics.token_classes import token_class_flags
+from headwise.analysis.metrics.top_contexts import TopContexts
+from headwise.analysis.metrics.variability import LENGTH, TEXTS, VariabilityMetric, measure_variability
+from headwise.analysis.recording.batching import (
+    TextSample,
+    TokenBatch,
+    make_batches,
+    reachable_hook_points,
+    tokenizer_of,
+)
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.causal_test import causal_test
+from headwise.analysis.roles.causal_trials import MAX_TEXTS as MAX_ANSWER_TEXTS
+from headwise.analysis.roles.causal_trials import DocumentSample
+from headwise.analysis.roles.image_profile import profile_images
+from headwise.analysis.roles.merge_profiles import OWN_RELATIONS
+from headwise.analysis.roles.profile_result import EvidencePerHead, Profile
+from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import Role, check_roles
-from headwise.distributed.head_parallel import check_same
-from headwise.distributed.process_group import Team, join_team
+from headwise.distributed.head_parallel import check_same_across_processes
+from headwise.distributed.process_group import ProcessGroup, init_distributed
 from headwise.errors import HeadwiseError
-from headwise.model import AnyModel, quiet
-from headwise.model.random_attention import control_model
-from headwise.model.shard import Shard
+from headwise.model import ModelProtocol, eval_mode
+from headwise.model.randomize_attention_weights import control_model
+from headwise.model.shard import ShardedTransformer
 from headwise.progress import Progress
-from headwise.text.align import Alignment
 from headwise.text.corpus import Corpus
+from headwise.text.token_alignment import Alignment
 
 CONTROLS = ("random-init", "random-attention", "shuffled")
-OTHER_TEXTS = "the processes do not read the same texts; give every machine the same files."
+TEXTS_DIFFER_MESSAGE = "the processes do not read the same texts; give every machine the same files."
 # Repeated tokens, many and short: a sequence is a unit of the statistics, and a dozen prove nothing among 10,000 tests.
-SEQUENCES, REPEATED = 64, 16
+NUM_REPEATED_SEQUENCES, REPEATED_LENGTH = 64, 16
 
 
 def profile(
-    model: AnyModel,
+    model: ModelProtocol,
     corpus: Any = None,
     *,
     relations: Any = None,
-    measures: Sequence[Measure] = (),
+    metrics: Sequence[Metric] = (),
     roles: Sequence[Role] = (),
-    longest: int | None = None,
-    tokens: int = 2048,
-    every: int = 1,
+    max_length: int | None = None,
+    batch_tokens: int = 2048,
+    row_stride: int = 1,
     detail: str = "full",
     causal: bool = True,
     control: str | None = None,
@@ -69,13 +75,13 @@ def profile(
     progress: Progress | None = None,
 ) -> Profile:
     """What every head does, over a corpus: a text, a list of texts, a path or a Corpus; none is the embedded probe set,
-    or the little language for its own models.
+    or the synthetic language for its own models.
 
-    `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `measures` and `roles` of your
-    own are taken and judged beside the usual ones (docs/look.md). `longest`: tokens of a unit of
-    plain text. `tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `every`: for very
-    long texts, one block of 64 rows in so many is looked at. `causal`: climb the last rung, by ablation. `prompts`: ask for
-    the roles that need prompts of their own too (`headwise.analysis.roles.prompt_roles`).
+    `relations` are documents with gold arcs, if not the corpus's own; False: none are asked. `metrics` and `roles` of your
+    own are taken and judged beside the usual ones (docs/analysis.md). `max_length`: tokens of a unit of plain text.
+    `batch_tokens`: in a batch. `detail="light"`: of the texts only what the fused kernel can tell; `row_stride`: for very
+    long texts, one block of 64 rows in so many is looked at. `causal`: test causally, by ablation. `prompts`: ask for the
+    roles that need prompts of their own too (`headwise.analysis.roles.prompt_roles`).
     `control`: profile a model with random weights throughout (`random-init`), this model with random attention weights and
     everything else as trained (`random-attention`), or texts whose tokens are shuffled (`shuffled`).
 
@@ -85,240 +91,315 @@ def profile(
     A model that reads pixels looks at pictures: a folder of them, a list of paths, Pillow images or tensors. Its tokens are
     patches, and it is asked what needs no words (`headwise.analysis.roles.image_profile`).
     """
-    if model.pictures is not None:
-        if relations or longest is not None or detail != "full" or prompts:
+    if model.image_input is not None:
+        if relations or max_length is not None or detail != "full" or prompts:
             raise HeadwiseError(
-                "pictures have no relations, and are read whole; leave relations, longest, detail and prompts out."
+                "pictures have no relations, and are read whole; leave relations, max_length, detail and prompts out."
             )
-        own: dict[str, Any] = {"tokens": tokens, "every": every, "control": control, "seed": seed, "progress": progress}
-        return profile_pictures(model, corpus, measures=measures, roles=roles, **own)
+        image_options: dict[str, Any] = {
+            "batch_tokens": batch_tokens,
+            "row_stride": row_stride,
+            "control": control,
+            "seed": seed,
+            "progress": progress,
+        }
+        return profile_images(model, corpus, metrics=metrics, roles=roles, **image_options)
     if control is not None and control not in CONTROLS:
         raise HeadwiseError(f"control={control!r}: not a control. Use {', '.join(CONTROLS)} or none.")
-    if detail not in ("full", "light") or every < 1:
-        raise HeadwiseError(f"detail is 'full' or 'light' and every at least 1, got {detail!r} and {every}.")
+    if detail not in ("full", "light") or row_stride < 1:
+        raise HeadwiseError(f"detail is 'full' or 'light' and row_stride at least 1, got {detail!r} and {row_stride}.")
     model = control_model(model, control, seed)
     if prompts:
-        if control == "shuffled" or model.is_shared:
+        if control == "shuffled" or model.is_sharded:
             raise HeadwiseError("prompts are read as they are, by a model that one process holds; leave them out here.")
-        measures, roles = (*prompted_measures(), *measures), (*PROMPTED, *roles)
-    progress = progress or (lambda what, done, of: None)
-    with quiet(model), torch.no_grad(), join_team(model.device, alone=model.is_shared) as team:
-        made = _Pass(model, longest, tokens, every, detail, seed, control, progress, team, measures, roles)
-        return made.run(corpus, relations, causal)
+        metrics, roles = (*prompt_metrics(), *metrics), (*PROMPT_ROLES, *roles)
+    progress = progress or (lambda stage, done, total: None)
+    with (
+        eval_mode(model),
+        torch.no_grad(),
+        init_distributed(model.device, single_process=model.is_sharded) as process_group,
+    ):
+        profile_pass = _ProfilePass(
+            model, max_length, batch_tokens, row_stride, detail, seed, control, progress, process_group, metrics, roles
+        )
+        return profile_pass.run(corpus, relations, causal)
 
 
-class _Pass:
+class _ProfilePass:
     """One profile in the making."""
 
     def __init__(
         self,
-        model: AnyModel,
-        longest: int | None,
-        tokens: int,
-        every: int,
+        model: ModelProtocol,
+        max_length: int | None,
+        batch_tokens: int,
+        row_stride: int,
         detail: str,
         seed: int,
         control: str | None,
         progress: Progress,
-        team: Team,
-        measures: Sequence[Measure],
+        process_group: ProcessGroup,
+        metrics: Sequence[Metric],
         roles: Sequence[Role],
     ) -> None:
-        self.model, self.longest, self.tokens, self.every, self.progress = model, longest, tokens, every, progress
-        self.detail, self.seed, self.control, self.team = detail, seed, control, team
-        self.sites = read_sites(model)
-        self.addresses = tuple(address for site in self.sites for address in site.addresses)
-        self.tally, self.evidence = Tally(len(self.addresses)), Evidence(len(self.addresses))
-        self.tasks = [measure for measure in measures if isinstance(measure, TaskMeasure)]
-        usual = usual_measures(class_flags(tokenizer_of(model), model.spec.vocab))
-        taken = [*usual, *(measure for measure in measures if not isinstance(measure, TaskMeasure))]
-        self.measures = [measure for measure in taken if detail == "full" or not measure.full]
-        self.echo = Echo(make_repeats(model, SEQUENCES, REPEATED, seed))
-        told = _numbers([*self.measures, *self.tasks, self.echo, Variability()])
-        self.numbers = {number.name: number for number in told}
+        self.model, self.progress = model, progress
+        self.max_length, self.batch_tokens, self.row_stride = max_length, batch_tokens, row_stride
+        self.detail, self.seed, self.control, self.process_group = detail, seed, control, process_group
+        self.hook_points = reachable_hook_points(model)
+        self.addresses = tuple(address for hook_point in self.hook_points for address in hook_point.head_addresses)
+        self.accumulator, self.top_contexts = Accumulator(len(self.addresses)), TopContexts(len(self.addresses))
+        self.tasks = [metric for metric in metrics if isinstance(metric, TaskMetric)]
+        defaults = default_metrics(token_class_flags(tokenizer_of(model), model.spec.vocab))
+        corpus_metrics = [*defaults, *(metric for metric in metrics if not isinstance(metric, TaskMetric))]
+        self.metrics = [metric for metric in corpus_metrics if detail == "full" or not metric.needs_full_detail]
+        self.induction = InductionMetric(make_repeated_sequences(model, NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, seed))
+        metric_specs = _unique_metric_specs([*self.metrics, *self.tasks, self.induction, VariabilityMetric()])
+        self.metric_specs = {metric_spec.name: metric_spec for metric_spec in metric_specs}
         self.roles = tuple(roles)
-        check_roles(self.roles, told)
+        check_roles(self.roles, metric_specs)
 
-    def run(self, corpus: Any, arcs: Any, causal: bool) -> Profile:
-        texts = Reading.of(self.model, corpus, self.longest)
-        self.team.agree(texts.corpus.fingerprint, OTHER_TEXTS)
-        if isinstance(self.model, Shard):  # all look at all of them, together
-            check_same(self.model.together, texts.corpus.fingerprint, "text")
-        asked = self._documents_for_relations(texts, arcs)
+    def run(self, corpus: Any, relations: Any, causal: bool) -> Profile:
+        tokenized = TokenizedCorpus.of(self.model, corpus, self.max_length)
+        self.process_group.check_equal(tokenized.corpus.fingerprint, TEXTS_DIFFER_MESSAGE)
+        if isinstance(self.model, ShardedTransformer):  # all look at all of them, together
+            check_same_across_processes(self.model.collectives, tokenized.corpus.fingerprint, "text")
+        candidate_corpus = self._relation_corpus(tokenized, relations)
+        # where words have moved arcs mean nothing
         documents = (
-            () if asked is None or self.control == "shuffled" else asked.documents()
-        )  # where words have moved arcs
-        first = next(iter(documents), None)  # mean nothing
-        related = None if first is None else asked
-        relations = None
-        if related is not None:
-            relations = Relations.of(self.tally, related.documents(), self.model.spec.kind != "encoder")
-        asks = causal and self.model.spec.kind == "decoder" and self.model.output is not None
-        kept = KeptTexts(asks)
-        echoes, ahead = self._echoes(self.echo.repeats), self.model.spec.kind != "decoder"
-        draw = Draw(len(self.addresses), echoes, ColumnLayout.of(self.measures), ahead)
-        self._read(texts, related, relations, draw, kept)
-        cases = draw.finish()
-        self._share(texts, relations, cases)
-        run_task(self.model, self.echo, self.tally, self.seed, beside=[ShownPlaces(cases)], progress=self.progress)
-        read_alike(self.model, kept.long, self.tally)
-        asked_apart, cases = run_tasks(self.model, self.tasks, self.tally, cases, self.seed, self.progress)
-        about = {
-            "texts": texts.texts, "tokens": texts.tokens, "documents": kept.documents,
-            "relations": OWN if related is texts else kept.digest(), "layers": [str(s.address) for s in self.sites],
-            "model": _shape(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
-            "every": self.every, "read": in_words(texts.corpus), "asked": "" if asked is None else in_words(asked.corpus),
-            **asked_apart,
+            () if candidate_corpus is None or self.control == "shuffled" else candidate_corpus.relation_documents()
+        )
+        first = next(iter(documents), None)
+        relation_corpus = None if first is None else candidate_corpus
+        relation_metric = None
+        if relation_corpus is not None:
+            relation_metric = RelationMetric.of(
+                self.accumulator, relation_corpus.relation_documents(), self.model.spec.kind != "encoder"
+            )
+        test_causally = causal and self.model.spec.kind == "decoder" and self.model.output is not None
+        kept_samples = ProfileSampleCollector(test_causally)
+        repeat_examples, ahead = self._repeat_examples(self.induction.repeats), self.model.spec.kind != "decoder"
+        sampler = ExampleSampler(len(self.addresses), repeat_examples, FeatureLayout.of(self.metrics), ahead)
+        self._collect(tokenized, relation_corpus, relation_metric, sampler, kept_samples)
+        examples = sampler.build_example_store()
+        self._merge_processes(tokenized, relation_metric, examples)
+        run_task(
+            self.model,
+            self.induction,
+            self.accumulator,
+            self.seed,
+            extra_metrics=[ExampleRecorder(examples)],
+            progress=self.progress,
+        )
+        measure_variability(self.model, kept_samples.long_samples, self.accumulator)
+        task_metadata, examples = run_tasks(
+            self.model, self.tasks, self.accumulator, examples, self.seed, self.progress
+        )
+        relations_digest = OWN_RELATIONS if relation_corpus is tokenized else kept_samples.digest()
+        metadata = {
+            **self._metadata(tokenized, candidate_corpus), "documents": kept_samples.num_documents,
+            "relations": relations_digest, **task_metadata,
         }  # fmt: skip
-        numbers = {**self.numbers, **{number.name: number for number in (relations.numbers if relations else ())}}
-        climbs = partial(self._climb, kept) if asks else None
+        metric_specs = {
+            **self.metric_specs,
+            **{
+                metric_spec.name: metric_spec
+                for metric_spec in (relation_metric.metric_specs if relation_metric else ())
+            },
+        }
+        run_causal_test = partial(self._causal_test, kept_samples) if test_causally else None
         return Profile.of(
-            self.addresses, self.tally, relations, self.evidence.contexts(), cases, about, numbers, self.roles, climbs
+            self.addresses,
+            self.accumulator,
+            relation_metric,
+            self.top_contexts.contexts(),
+            examples,
+            metadata,
+            metric_specs,
+            self.roles,
+            run_causal_test,
         )
 
-    def _documents_for_relations(self, texts: Reading, arcs: Any) -> Reading | None:
+    def _metadata(self, corpus: TokenizedCorpus, relation_corpus: TokenizedCorpus | None) -> dict[str, Any]:
+        return {
+            "texts": corpus.num_samples, "tokens": corpus.num_tokens,
+            "layers": [str(hook_point.address) for hook_point in self.hook_points],
+            "model": _describe_model(self.model), "control": self.control, "seed": self.seed, "detail": self.detail,
+            "row_stride": self.row_stride, "corpus": describe_corpus(corpus.corpus),
+            "relations_corpus": "" if relation_corpus is None else describe_corpus(relation_corpus.corpus),
+        }  # fmt: skip
+
+    def _relation_corpus(self, corpus: TokenizedCorpus, relations: Any) -> TokenizedCorpus | None:
         """Where relations are taken from: the texts themselves, if they have some, other documents, or nowhere."""
-        if arcs is False or (isinstance(arcs, list) and not arcs):
+        if relations is False or (isinstance(relations, list) and not relations):
             return None
-        if arcs is None and self.control != "shuffled" and next(texts.documents(), None) is not None:
-            return texts
-        return Reading.of(self.model, arcs, self.longest)
+        if relations is None and self.control != "shuffled" and next(corpus.relation_documents(), None) is not None:
+            return corpus
+        return TokenizedCorpus.of(self.model, relations, self.max_length)
 
-    def _batches(self, units: Iterable[Unit], known: int | None, what: str) -> Iterator[Batch]:
+    def _batches(self, samples: Iterable[TextSample], num_samples: int | None, stage: str) -> Iterator[TokenBatch]:
         """This process's share of the units; the others pass it by, and are counted."""
-        all_, done = 0, 0
-        of = None if known is None else len(range(self.team.rank, known, self.team.size))
+        num_seen, done = 0, 0
+        total = (
+            None if num_samples is None else len(range(self.process_group.rank, num_samples, self.process_group.size))
+        )
 
-        def mine() -> Iterator[Unit]:
-            nonlocal all_
-            for unit in units:
-                if all_ % self.team.size == self.team.rank:
-                    yield unit
-                all_ += 1
+        def own_samples() -> Iterator[TextSample]:
+            nonlocal num_seen
+            for sample in samples:
+                if num_seen % self.process_group.size == self.process_group.rank:
+                    yield sample
+                num_seen += 1
 
-        for batch in make_batches(mine(), self.tokens, device=self.model.device):
-            self.progress(what, done, of)
+        for batch in make_batches(own_samples(), self.batch_tokens, device=self.model.device):
+            self.progress(stage, done, total)
             yield batch
-            done += len(batch.units)
-        if 0 < all_ < self.team.size:  # each needs one, to know what is counted
-            raise HeadwiseError(f"{all_} {what} cannot be shared out over {self.team.size} processes; start fewer.")
-        self.progress(what, done, done)
+            done += len(batch.samples)
+        if 0 < num_seen < self.process_group.size:  # each needs one, to know what is counted
+            raise HeadwiseError(
+                f"{num_seen} {stage} cannot be shared out over {self.process_group.size} processes; start fewer."
+            )
+        self.progress(stage, done, done)
 
-    def _echoes(self, repeats: Repeats) -> list[Place]:
+    def _repeat_examples(self, repeats: RepeatedSequences) -> list[ExamplePosition]:
         """The places that are shown of repeated tokens."""
-        names = [token_names(tokenizer_of(self.model), ids) for ids in repeats.twice.tolist()]
-        return echo_places(names, repeats.start, repeats.length)
+        names = [token_names(tokenizer_of(self.model), ids) for ids in repeats.repeated.tolist()]
+        return repeated_token_examples(names, repeats.start, repeats.length)
 
-    def _read(
-        self, texts: Reading, related: Reading | None, relations: Relations | None, draw: Draw, kept: "KeptTexts"
+    def _collect(
+        self,
+        corpus: TokenizedCorpus,
+        relation_corpus: TokenizedCorpus | None,
+        relation_metric: RelationMetric | None,
+        sampler: ExampleSampler,
+        kept_samples: "ProfileSampleCollector",
     ) -> None:
         """The texts, and the documents with relations: in one pass where they are the same. What is shown and what is asked
         later is drawn and kept while they stream by."""
-        together = relations if related is texts else None
-        asked = [draw, self.evidence, *self.measures, *([] if together is None else [together])]
-        runner = Runner(self.tally, asked, self.every, self.detail)
-        if relations is not None:
-            relations.draw = draw
+        shared_metric = relation_metric if relation_corpus is corpus else None
+        metrics = [sampler, self.top_contexts, *self.metrics, *([] if shared_metric is None else [shared_metric])]
+        runner = MetricRunner(self.accumulator, metrics, self.row_stride, self.detail)
+        if relation_metric is not None:
+            relation_metric.sampler = sampler
 
-        def units() -> Iterator[Unit]:
-            for given in texts:
-                unit = _shuffled(given, self.seed) if self.control == "shuffled" else given
-                draw.tokens(unit)
-                kept.see_text(unit)
-                if together is not None:
-                    draw.words(together.rows_of(unit))
-                    kept.see_document(unit)
-                yield unit
+        def text_samples() -> Iterator[TextSample]:
+            for original in corpus:
+                sample = _shuffle_tokens(original, self.seed) if self.control == "shuffled" else original
+                sampler.draw_token_examples(sample)
+                kept_samples.add_text(sample)
+                if shared_metric is not None:
+                    sampler.draw_relation_examples(shared_metric.relation_targets(sample))
+                    kept_samples.add_document(sample)
+                yield sample
 
-        def documents(found: Reading, rows: Relations) -> Iterator[Unit]:
-            for unit in found:
-                if unit.document is not None:
-                    draw.words(rows.rows_of(unit))
-                    kept.see_document(unit)
-                    yield unit
+        def document_samples(tokenized: TokenizedCorpus, metric: RelationMetric) -> Iterator[TextSample]:
+            for sample in tokenized:
+                if sample.document is not None:
+                    sampler.draw_relation_examples(metric.relation_targets(sample))
+                    kept_samples.add_document(sample)
+                    yield sample
 
-        runner.read(self.model, self._batches(units(), texts.count_ahead(), "texts"))
-        if relations is not None and related is not None and together is None:
-            batches = self._batches(documents(related, relations), None, "documents with relations")
-            Runner(self.tally, [relations]).read(self.model, batches)
+        runner.run(self.model, self._batches(text_samples(), corpus.count_if_small(), "texts"))
+        if relation_metric is not None and relation_corpus is not None and shared_metric is None:
+            batches = self._batches(
+                document_samples(relation_corpus, relation_metric), None, "documents with relations"
+            )
+            MetricRunner(self.accumulator, [relation_metric]).run(self.model, batches)
 
-    def _share(self, texts: Reading, relations: Relations | None, cases: Cases) -> None:
+    def _merge_processes(
+        self, corpus: TokenizedCorpus, relation_metric: RelationMetric | None, examples: ExampleStore
+    ) -> None:
         """What every process counted, added up; the evidence of all."""
-        if self.team.size == 1:
+        if self.process_group.size == 1:
             return
-        self.team.agree(texts.fingerprint, OTHER_TEXTS)  # as they were read: a tokenizer may be another one too
-        for arrays in (self.tally.sums, self.tally.counts, *([] if relations is None else [relations.arrays()])):
+        # as they were read: a tokenizer may be another one too
+        self.process_group.check_equal(corpus.fingerprint, TEXTS_DIFFER_MESSAGE)
+        for arrays in (
+            self.accumulator.sums,
+            self.accumulator.counts,
+            *([] if relation_metric is None else [relation_metric.to_arrays()]),
+        ):
             for name in sorted(arrays):
-                self.team.add_up(arrays[name])
-        self.evidence.gather(self.team)
-        cases.gather(self.team)
+                self.process_group.all_reduce_inplace(arrays[name])
+        self.top_contexts.gather_from_processes(self.process_group)
+        examples.gather_from_processes(self.process_group)
 
-    def _climb(self, kept: "KeptTexts", found: Supports) -> Supports:
-        """The last rung."""
-        related = kept.few.units.values()
-        return climb(self.model, self.addresses, found, related, kept.first, self.seed + 1, self.progress)
+    def _causal_test(self, kept_samples: "ProfileSampleCollector", evidence: EvidencePerHead) -> EvidencePerHead:
+        """The last evidence level."""
+        documents = kept_samples.relation_documents.samples.values()
+        return causal_test(
+            self.model, self.addresses, evidence, documents, kept_samples.first_samples, self.seed + 1, self.progress
+        )
 
 
 def run_tasks(
-    model: AnyModel, tasks: Iterable[TaskMeasure], tally: Tally, cases: Cases, seed: int, progress: Progress
-) -> tuple[dict[str, Any], Cases]:
+    model: ModelProtocol,
+    tasks: Iterable[TaskMetric],
+    accumulator: Accumulator,
+    examples: ExampleStore,
+    seed: int,
+    progress: Progress,
+) -> tuple[dict[str, Any], ExampleStore]:
     """Ask what reads texts or prompts of its own: what is told about it, and the cases with those it shows."""
-    unasked, chosen = {}, {}
+    skipped, choices = {}, {}
     for task in tasks:
-        why = task.run(model, tally, seed, progress)
-        if why:
-            unasked[task.score.name] = why
-        chosen |= {name: list(places) for name, places in task.chosen.items()}
-        cases = cases if task.shown is None else cases.merge(task.shown)
-    return {"unasked": unasked, "chosen": chosen}, cases
+        reason = task.run(model, accumulator, seed, progress)
+        if reason:
+            skipped[task.score_spec.name] = reason
+        choices |= {name: list(positions) for name, positions in task.chosen_offsets.items()}
+        examples = examples if task.examples is None else examples.merge(task.examples)
+    return {"skipped": skipped, "chosen_offsets": choices}, examples
 
 
-class KeptTexts:
+class ProfileSampleCollector:
     """What is needed again when all texts have been read: a few of them, and counts."""
 
-    def __init__(self, asks: bool) -> None:
-        self.asks = asks
-        self.long: list[Unit] = []  # the first that are long enough to be compared place by place
-        self.first: list[Unit] = []  # in which the last rung looks for answers
-        self.few = Few()
-        self.documents, self._digest = 0, hashlib.sha256()
+    def __init__(self, keep_for_causal_test: bool) -> None:
+        self.keep_for_causal_test = keep_for_causal_test
+        self.long_samples: list[TextSample] = []  # the first that are long enough to be compared place by place
+        self.first_samples: list[TextSample] = []  # in which the causal test looks for answers
+        self.relation_documents = DocumentSample()
+        self.num_documents, self._digest = 0, hashlib.sha256()
 
-    def see_text(self, unit: Unit) -> None:
+    def add_text(self, sample: TextSample) -> None:
         """One text."""
-        if len(self.long) < TEXTS and len(unit.ids) >= LENGTH:
-            self.long.append(unit)
-        if self.asks and len(self.first) < ANSWERS:
-            self.first.append(unit)
+        if len(self.long_samples) < TEXTS and len(sample.ids) >= LENGTH:
+            self.long_samples.append(sample)
+        if self.keep_for_causal_test and len(self.first_samples) < MAX_ANSWER_TEXTS:
+            self.first_samples.append(sample)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether further texts would change nothing."""
-        return len(self.long) == TEXTS and (not self.asks or len(self.first) == ANSWERS)
+        return len(self.long_samples) == TEXTS and (
+            not self.keep_for_causal_test or len(self.first_samples) == MAX_ANSWER_TEXTS
+        )
 
-    def see_document(self, unit: Unit) -> None:
+    def add_document(self, sample: TextSample) -> None:
         """One text that relations are asked about."""
-        self._digest.update(f"{', ' if self.documents else '['}{unit.ids!r}".encode())
-        self.documents += 1
-        if self.asks:
-            self.few.see(unit)
+        self._digest.update(f"{', ' if self.num_documents else '['}{sample.ids!r}".encode())
+        self.num_documents += 1
+        if self.keep_for_causal_test:
+            self.relation_documents.add(sample)
 
     def digest(self) -> str:
         """What was read, in a few characters: whether two profiles read the same."""
-        whole = self._digest.copy()
-        whole.update(b"]" if self.documents else b"[]")
-        return whole.hexdigest()[:16]
+        hasher = self._digest.copy()
+        hasher.update(b"]" if self.num_documents else b"[]")
+        return hasher.hexdigest()[:16]
 
 
-def _numbers(measures: Iterable[Measure]) -> list[Number]:
+def _unique_metric_specs(metrics: Iterable[Metric]) -> list[MetricSpec]:
     """All numbers; two of one name would be added up as one."""
-    made = [number for measure in measures for number in measure.numbers]
-    twice = [name for name, often in Counter(number.name for number in made).items() if often > 1]
-    if twice:
-        raise HeadwiseError(f"there is a measure {sorted(twice)[0]!r} already; give yours another name.")
-    return made
+    metric_specs = [metric_spec for metric in metrics for metric_spec in metric.metric_specs]
+    duplicates = [
+        name for name, count in Counter(metric_spec.name for metric_spec in metric_specs).items() if count > 1
+    ]
+    if duplicates:
+        raise HeadwiseError(f"there is a metric {sorted(duplicates)[0]!r} already; give yours another name.")
+    return metric_specs
 
 
-def _shape(model: AnyModel) -> str:
+def _describe_model(model: ModelProtocol) -> str:
     """What a model is, whatever was cut from it: whether a head's address means the same in two profiles."""
     spec = model.spec
     layers = f"{spec.encoder_layers} + {spec.layers}" if spec.encoder_layers else str(spec.layers)
@@ -327,31 +408,36 @@ def _shape(model: AnyModel) -> str:
     )
 
 
-def in_words(corpus: Corpus) -> str:
+def describe_corpus(corpus: Corpus) -> str:
     """What a corpus is, as it is told beside the roles that were shown on it.
 
-    >>> in_words(Corpus.probe()), in_words(Corpus.of(["A text."]))
+    >>> describe_corpus(Corpus.probe_set()), describe_corpus(Corpus.of(["A text."]))
     ('the probe set', 'the texts given')
     """
     if corpus.name.endswith(".tsv"):
         return "names in GAP"  # the only files of this kind
-    listed = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # how many there are is told elsewhere
-    return f"the {listed[1]} given" if listed else ", ".join(Path(part).name for part in corpus.name.split(", "))
+    match = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # how many there are is told elsewhere
+    return f"the {match[1]} given" if match else ", ".join(Path(part).name for part in corpus.name.split(", "))
 
 
-def _shuffled(unit: Unit, seed: int) -> Unit:
+def _shuffle_tokens(sample: TextSample, seed: int) -> TextSample:
     """The same tokens in another order; the first and the last stay where they are, as special tokens do."""
-    n = len(unit.ids)
-    inner = np.random.default_rng([seed, *unit.ids]).permutation(max(0, n - 2)) + 1  # wherever in a corpus it stands
+    n = len(sample.ids)
+    inner = np.random.default_rng([seed, *sample.ids]).permutation(max(0, n - 2)) + 1  # wherever in a corpus it stands
     order = [0, *inner.tolist(), n - 1][:n]
-    return replace(unit, ids=tuple(unit.ids[i] for i in order), document=None, _align=partial(_reordered, unit, order))
+    return replace(
+        sample,
+        ids=tuple(sample.ids[i] for i in order),
+        document=None,
+        _align=partial(_reorder_alignment, sample, order),
+    )
 
 
-def _reordered(unit: Unit, order: list[int]) -> Alignment:
+def _reorder_alignment(sample: TextSample, order: list[int]) -> Alignment:
     """The tokens of a unit in another order, as a text of its own."""
-    aligned = unit.alignment
-    pieces = [aligned.text[slice(*aligned.spans[i])].strip() or aligned.tokens[i] for i in order]
-    ends = np.cumsum([len(piece) + 1 for piece in pieces])
-    spans = [(int(end) - 1 - len(piece), int(end) - 1) for end, piece in zip(ends, pieces, strict=True)]
-    ids, tokens = [unit.ids[i] for i in order], [aligned.tokens[i] for i in order]
-    return Alignment.of(" ".join(pieces), ids, tokens, spans)
+    alignment = sample.alignment
+    token_texts = [alignment.text[slice(*alignment.spans[i])].strip() or alignment.tokens[i] for i in order]
+    ends = np.cumsum([len(token_text) + 1 for token_text in token_texts])
+    spans = [(int(end) - 1 - len(token_text), int(end) - 1) for end, token_text in zip(ends, token_texts, strict=True)]
+    ids, tokens = [sample.ids[i] for i in order], [alignment.tokens[i] for i in order]
+    return Alignment.of(" ".join(token_texts), ids, tokens, spans)

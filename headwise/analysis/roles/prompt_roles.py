@@ -9,59 +9,80 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.copy_suppression import CopySuppression
-from headwise.analysis.metrics.long_offsets import BEYOND, FAR, FIXED, FarPlaces
-from headwise.analysis.metrics.name_movers import NameMover
-from headwise.analysis.metrics.name_suppression import NameSuppression
-from headwise.analysis.metrics.query_focus import QueryFocus
-from headwise.analysis.metrics.statistics import bootstrap
-from headwise.analysis.metrics.successor import Successor
-from headwise.analysis.metrics.tasks import TaskMeasure
-from headwise.analysis.roles.roles import DUE, HELD, LEAD, Role, Support
-
-STREAMS = 0.05  # attention condition for streaming: the largest share outside sink tokens and window
-
-
-def prompted_measures() -> tuple[TaskMeasure, ...]:
-    """What is asked, anew for each profile."""
-    return Successor(), NameMover(), NameSuppression(), CopySuppression(), QueryFocus(), FarPlaces()
-
-
-THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "name suppression": 0.1, "copy suppression": 0.1, "query focus": 0.1}
-ASKED = {
-    "successor": DUE,
-    "name mover": LEAD,
-    "name suppression": LEAD,
-    "copy suppression": HELD,
-}  # by ablation; the others have no answers
-PROMPTED = (
-    *(
-        Role(name, one.score, THRESHOLDS[name], ASKED.get(name), apart=True)
-        for one in prompted_measures()[:-1]
-        for name in (one.score.name,)
-    ),
-    *(Role(number.name, number, 0.3, apart=True) for number in (FAR[0], FIXED[0])),
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.copy_suppression import CopySuppressionMetric
+from headwise.analysis.metrics.long_offsets import (
+    FAR_OFFSET_SPECS,
+    FIXED_POSITION_SPECS,
+    OUTSIDE_WINDOW,
+    FarPositionTaskMetric,
 )
+from headwise.analysis.metrics.name_movers import NameMoverMetric
+from headwise.analysis.metrics.name_suppression import NameSuppressionMetric
+from headwise.analysis.metrics.query_focused_retrieval import QueryFocusMetric
+from headwise.analysis.metrics.statistics import bootstrap_interval
+from headwise.analysis.metrics.successor import SuccessorMetric
+from headwise.analysis.metrics.task_metric import TaskMetric
+from headwise.analysis.roles.roles import LEAD, PROMPT_PROBE, SUPPRESSION_PROBE, Role, RoleEvidence
+
+STREAMING_THRESHOLD = 0.05  # attention condition for streaming: the largest share outside sink tokens and window
 
 
-def with_choices(found: Sequence[Sequence[Support]], about: Mapping[str, Any]) -> tuple[tuple[Support, ...], ...]:
-    """The same with the offset or the place that was chosen for a head beside its role."""
-    chosen = about.get("chosen", {})
-    return tuple(
-        tuple(replace(one, detail=str(chosen[one.role][head])) if one.role in chosen else one for one in some)
-        for head, some in enumerate(found)
+def prompt_metrics() -> tuple[TaskMetric, ...]:
+    """What is asked, anew for each profile."""
+    return (
+        SuccessorMetric(),
+        NameMoverMetric(),
+        NameSuppressionMetric(),
+        CopySuppressionMetric(),
+        QueryFocusMetric(),
+        FarPositionTaskMetric(),
     )
 
 
-def could_stream(tally: Tally) -> np.ndarray | None:
+THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "name suppression": 0.1, "copy suppression": 0.1, "query focus": 0.1}
+# by ablation; the others have no answers
+CAUSAL_PROBES = {
+    "successor": PROMPT_PROBE,
+    "name mover": LEAD,
+    "name suppression": LEAD,
+    "copy suppression": SUPPRESSION_PROBE,
+}
+PROMPT_ROLES = (
+    *(
+        Role(name, metric.score_spec, THRESHOLDS[name], CAUSAL_PROBES.get(name), separate_family=True)
+        for metric in prompt_metrics()[:-1]
+        for name in (metric.score_spec.name,)
+    ),
+    *(
+        Role(metric_spec.name, metric_spec, 0.3, separate_family=True)
+        for metric_spec in (FAR_OFFSET_SPECS[0], FIXED_POSITION_SPECS[0])
+    ),
+)
+
+
+def add_chosen_offsets(
+    evidence: Sequence[Sequence[RoleEvidence]], metadata: Mapping[str, Any]
+) -> tuple[tuple[RoleEvidence, ...], ...]:
+    """The same with the offset or the place that was chosen for a head beside its role."""
+    choices = metadata.get("chosen_offsets", {})
+    return tuple(
+        tuple(
+            replace(entry, detail=str(choices[entry.role][head])) if entry.role in choices else entry
+            for entry in head_evidence
+        )
+        for head, head_evidence in enumerate(evidence)
+    )
+
+
+def streamable_heads(accumulator: Accumulator) -> np.ndarray | None:
     """Heads that meet the attention condition for streaming, (heads,); None if it was not measured.
 
-    The upper end of the 95% CI of the attention outside sink tokens and window is below STREAMS. The condition is necessary,
-    not sufficient: induction heads meet it, because they attend to the first token of ordinary text. Streaming is recommended
-    only if the loss with the KV head streaming was measured as well (`headwise.compression.streaming_cost`).
+    The upper end of the 95% CI of the attention outside sink tokens and window is below STREAMING_THRESHOLD. The condition is
+    necessary, not sufficient: induction heads meet it, because they attend to the first token of ordinary text. Streaming is
+    recommended only if the loss with the KV head streaming was measured as well (`headwise.compression.streaming_cost`).
     """
-    if BEYOND.name not in tally.fields:
+    if OUTSIDE_WINDOW.name not in accumulator.fields:
         return None
-    sums, counts = tally.per_bucket(BEYOND.name)
-    return None if not counts.any() else bootstrap(sums, counts)[1] < STREAMS
+    sums, counts = accumulator.per_bucket(OUTSIDE_WINDOW.name)
+    return None if not counts.any() else bootstrap_interval(sums, counts)[1] < STREAMING_THRESHOLD

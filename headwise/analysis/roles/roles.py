@@ -1,12 +1,12 @@
-"""Roles: what a head may be said to do, each a row of data; and the ladder of evidence a head has to climb.
+"""Roles and the evidence levels of a head's role.
 
-    pattern     its score, on the half of the texts used for choosing, is above its null by the role's threshold
-    selective   so it is on the other half, and the difference is no accident (max-T over all heads, roles and directions)
-    effective   so it is when attention is weighted by the length of what it fetches
-    causal      taking the head away costs the role's own answers more than the same answers reached another way, and more
-                than taking away others of its layer, on every token set that is tried (see causal.py)
+    none            the score exceeds its baseline by the role's threshold on the half of the texts used for selection only
+    attention       it does so on the other half as well (max-T test, corrected for all heads, roles and directions)
+    value-weighted  it does so too if attention is weighted by the norm of the value vectors
+    causal          ablating the head costs the role's answers more than the same answers reached another way, and more than
+                    ablating other heads of its layer, on every token set that is tested (see causal.py)
 
-No role is told from the first rung alone: such a head is `unclear`. Where a head rests is told apart from what it does.
+A head whose roles have level `none` is reported as `unclear`. Idle patterns are reported separately from roles.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,121 +14,135 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headwise.analysis.metrics.accumulator import Tally
+from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.batch_context import SPECIAL, WINDOW
+from headwise.analysis.metrics.directed_relations import (
+    CONTROL_RELATIONS,
+    CONTROL_SHAPES,
+    CONTROLS,
+    HITS,
+    MATCHED,
+    OTHERS,
+    WORD_SETS,
+    DirectedRelation,
+)
+from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
 from headwise.analysis.metrics.induction import DUPLICATE, INDUCTION
-from headwise.analysis.metrics.metric import Number
-from headwise.analysis.metrics.offsets import AIMED, LOCAL, LONG
-from headwise.analysis.metrics.relation_metrics import CONTROLS, HITS, MATCHED, NO_ROLE, OTHERS, SETS, SHAPES, Question
-from headwise.analysis.metrics.relations import Relations
-from headwise.analysis.metrics.row_shape import ENTROPY, RELATIVE, RESTING, SHARE
-from headwise.analysis.metrics.statistics import FEWEST, bootstrap, max_t
-from headwise.analysis.metrics.token_classes import CLASS_NUMBERS, CLASSES
-from headwise.analysis.metrics.word_arcs import NEAREST
-from headwise.analysis.recording.text_buckets import CHOOSING, REPORTING, in_half
-from headwise.analysis.roles.effects import Effect
-from headwise.errors import HeadwiseError, close_names
-from headwise.text.documents import Document
+from headwise.analysis.metrics.metric import MetricSpec
+from headwise.analysis.metrics.offsets import ELIGIBLE_SPECS, LOCAL_SPECS, LONG_RANGE_SPECS
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.row_shape import ENTROPY, FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
+from headwise.analysis.metrics.statistics import MIN_UNITS, bootstrap_interval, max_t_test
+from headwise.analysis.metrics.token_classes import CLASS_SPECS, CLASSES
+from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION, buckets_in_half
+from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.text.annotated_document import Document
 
 # Probes: tokens said twice; the same where a head holds them back; prompts of the role's own, by answer or by lead.
-REPEATS, HELD, DUE, LEAD = "repeats", "held back", "due", "lead"
-RUNGS = ("unclear", "pattern", "selective", "effective", "causal")
+REPEATS_PROBE, SUPPRESSION_PROBE, PROMPT_PROBE, LEAD = "repeats", "held back", "due", "lead"
+EVIDENCE_LEVELS = ("none", "attention", "value-weighted", "causal")
 
 
 @dataclass(frozen=True)
 class Role:
-    """One row: the measure that is the score, and how far above its null it must be, (score − null) / (1 − null)."""
+    """One row: the metric that is the score, and how far above its baseline it must be: (score − baseline) /
+    (1 − baseline)."""
 
     name: str
-    measure: Number  # it has a null and a valued twin, over the same rows: those that could have the target
+    metric_spec: MetricSpec  # it has a baseline and a value-weighted twin, over the same rows: those with a target
     threshold: float
     probe: str | None = (
-        None  # what is asked of the model when the head is taken away: one of those below, or of a relation
+        None  # what is asked of the model when the head is taken away: one of those above, or of a relation
     )
     detail: str = ""  # told beside the role: an offset, a direction
-    relation: bool = False  # asked of gold arcs
-    hits: bool = False  # its score is how often a word looks hardest at the right one
-    apart: bool = False  # asked on prompts of its own, and tested in a family of its own
+    is_relation: bool = False  # asked of gold arcs
+    is_hit_rate: bool = False  # its score is how often a word looks hardest at the right one
+    separate_family: bool = False  # asked on prompts of its own, and tested in a family of its own
 
 
 def offset_role(offset: int) -> Role:
     """A head that looks a fixed number of tokens back, or ahead."""
     names = {1: "previous token", -1: "next token", 0: "self"}
-    probe = REPEATS if offset == 1 else None
+    probe = REPEATS_PROBE if offset == 1 else None
     return Role(
-        names.get(offset, "fixed offset"), AIMED[offset], 0.3, probe, "" if offset in names else f"{-offset:+d}"
+        names.get(offset, "fixed offset"),
+        ELIGIBLE_SPECS[offset],
+        0.3,
+        probe,
+        "" if offset in names else f"{-offset:+d}",
     )
 
 
-TABLE = (
+DEFAULT_ROLES = (
     *(offset_role(offset) for offset in range(1 - WINDOW, WINDOW)),
-    Role("local", LOCAL[0], 0.4, None, "within 3"),
-    *(Role(name, CLASS_NUMBERS[name], 0.3) for name in CLASSES if name != SPECIAL),
-    Role("long range", LONG[0], 0.4, None, f"beyond {WINDOW}"),
-    Role("induction", INDUCTION[0], 0.1, REPEATS),
-    Role("duplicate token", DUPLICATE[0], 0.1, REPEATS),
+    Role("local", LOCAL_SPECS[0], 0.4, None, "within 3"),
+    *(Role(name, CLASS_SPECS[name], 0.3) for name in CLASSES if name != SPECIAL),
+    Role("long range", LONG_RANGE_SPECS[0], 0.4, None, f"beyond {WINDOW}"),
+    Role("induction", INDUCTION[0], 0.1, REPEATS_PROBE),
+    Role("duplicate token", DUPLICATE[0], 0.1, REPEATS_PROBE),
 )
-ROOM = 0.8  # a role whose null is above this is not told: a little more would look like all there is
-RELATION = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
-CONTROLLED = 5  # buckets of texts, in each half, that a control needs to say anything
-EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
+MAX_BASELINE = 0.8  # a role whose baseline is above this is not told: a little more would look like all there is
+RELATION_THRESHOLD = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
+MIN_CONTROL_BUCKETS = 5  # buckets of texts, in each half, that a control needs to say anything
+MIN_EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
 # relation: where a model that follows it must show it
-PROBES = {
+RELATION_PROBES = {
     "bracket": "later word", "quote": "later word", "copy": "later word", "if-then": "later word",
     "subject-verb": "later word", "nsubj": "later word", "pronoun-antecedent": "referent",
 }  # fmt: skip
-ROLE_OF = {
+ROLE_OF_RELATION = {
     "related": "semantic",
     "pronoun-antecedent": "coreference",
     "coref": "coreference",
     "same class": "part of speech",
     "delimiter": "sentence end",  # a full stop looks at the one before; the class of tokens has the other name
 }
-NARROW = ("previous token", "next token", "self", "fixed offset")
-RESTS = ("sink", "special token", "broad", "idle")
+SINGLE_OFFSET_ROLES = ("previous token", "next token", "self", "fixed offset")
+IDLE_PATTERNS = ("sink", "special token", "broad", "idle")
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class RoleScores:
     """One role in one form, for all heads at once: sums per bucket and head, and what they are sums over."""
 
     role: Role
     scores: np.ndarray  # (buckets, heads)
-    nulls: np.ndarray
-    valued: np.ndarray
+    baselines: np.ndarray
+    value_weighted: np.ndarray
     counts: np.ndarray
     coverage: np.ndarray | None = None  # (heads,): the share of rows that could be compared, on the half for reporting
 
-    def gain(self, half: int, valued: bool = False) -> np.ndarray:
-        """(score − null) / (1 − null) on one half: (heads,); NaN where nothing was asked."""
-        score, null = self.mean(half, valued), self.null(half)
+    def gain(self, half: int, value_weighted: bool = False) -> np.ndarray:
+        """(score − baseline) / (1 − baseline) on one half: (heads,); NaN where nothing was asked."""
+        score, baseline = self.mean(half, value_weighted), self.baseline(half)
         with np.errstate(invalid="ignore", divide="ignore"):
-            return (score - null) / (1 - null)
+            return (score - baseline) / (1 - baseline)
 
-    def mean(self, half: int, valued: bool = False) -> np.ndarray:
+    def mean(self, half: int, value_weighted: bool = False) -> np.ndarray:
         """The score on one half: (heads,)."""
-        some = self.half(half)
-        return _ratio((self.valued if valued else self.scores)[some], self.counts[some])
+        buckets = self.buckets_in_half(half)
+        return _ratio((self.value_weighted if value_weighted else self.scores)[buckets], self.counts[buckets])
 
-    def null(self, half: int) -> np.ndarray:
-        """The null on one half: (heads,)."""
-        some = self.half(half)
-        return _ratio(self.nulls[some], self.counts[some])
+    def baseline(self, half: int) -> np.ndarray:
+        """The baseline on one half: (heads,)."""
+        buckets = self.buckets_in_half(half)
+        return _ratio(self.baselines[buckets], self.counts[buckets])
 
-    def half(self, half: int) -> np.ndarray:
+    def buckets_in_half(self, half: int) -> np.ndarray:
         """Which buckets are in a half, (buckets,)."""
-        return in_half(self.counts, half)
+        return buckets_in_half(self.counts, half)
 
 
 @dataclass(frozen=True)
-class Support:
+class RoleEvidence:
     """What speaks for one head having one role."""
 
     role: str
     detail: str
-    rung: str
+    evidence_level: str
     score: float  # on the half for reporting
-    null: float
+    baseline: float
     interval: tuple[float, float]
     gain: float
     p: float  # family-wise
@@ -138,250 +152,314 @@ class Support:
     effect: float | None = None  # what taking the head away costs its probe, beyond others of its layer, nats an answer
     effect_interval: tuple[float, float] | None = None
     cost: float | None = None  # what it costs by itself
-    bar: float | None = None  # and what that must be above for the head to be causal
-    control: float | None = None  # what it costs where the same answers are reached another way; None: nowhere found
-    beyond_interval: tuple[float, float] | None = None  # of cost − control
-    mean_cost: float | None = None  # what it costs with its mean in its place, asked of heads that stand so far
+    cost_threshold: float | None = None  # and what that must be above for the head to be causal
+    control_cost: float | None = (
+        None  # what it costs where the same answers are reached another way; None: nowhere found
+    )
+    excess_interval: tuple[float, float] | None = None  # of cost − control_cost
+    mean_ablation_cost: float | None = (
+        None  # what it costs with its mean in its place, asked of heads that stand so far
+    )
     causal_p: float | None = None  # the largest of its token sets, family-wise; None: not tried, for lack of a control
-    relation: bool = False  # whether it was asked of gold arcs
-    on: str = ""  # the texts on which it was shown, in words
-    family: int = 0  # tests that p is corrected for, where they are not those of the profile
+    is_relation: bool = False  # whether it was asked of gold arcs
+    corpus_label: str = ""  # the texts on which it was shown, in words
+    family_size: int = 0  # tests that p is corrected for, where they are not those of the profile
     hits: bool = False  # the score is a share of cases in which the right target gets the largest weight
-    effects: tuple[Effect, ...] = ()  # of each token set tried; the numbers above are those of the first
+    effects: tuple[CausalEffect, ...] = ()  # of each token set tried; the numbers above are those of the first
     causal_on: tuple[str, ...] = ()  # the token sets, or prompts, on which the causal test holds
 
-    def with_effects(self, effects: Sequence[Effect], sets: int) -> "Support":
-        """Return the support with the results of its causal test. The level is causal only if all `sets` token sets were
+    def with_effects(self, effects: Sequence[CausalEffect], num_sets: int) -> "RoleEvidence":
+        """Return the support with the results of its causal test. The level is causal only if all `num_sets` token sets were
         tried and hold on each; otherwise `causal_on` names those that hold."""
-        effects = tuple(effect if effect.on else replace(effect, on=self.on) for effect in effects)
-        holds = tuple(effect.on for effect in effects if effect.causal)
-        tried = [effect.p for effect in effects if effect.control is not None]
+        effects = tuple(
+            effect if effect.corpus_label else replace(effect, corpus_label=self.corpus_label) for effect in effects
+        )
+        holds = tuple(effect.corpus_label for effect in effects if effect.is_causal)
+        tried = [effect.p for effect in effects if effect.control_cost is not None]
         first = effects[0]
         return replace(
-            self, rung="causal" if len(holds) == sets else self.rung, effect=first.more, effect_interval=first.interval,
-            cost=first.cost, bar=first.bar, control=first.control, beyond_interval=first.beyond,
-            mean_cost=first.mean_cost, causal_p=max(tried) if tried else None, effects=effects, causal_on=holds,
+            self, evidence_level="causal" if len(holds) == num_sets else self.evidence_level, effect=first.effect,
+            effect_interval=first.effect_interval, cost=first.cost, cost_threshold=first.cost_threshold,
+            control_cost=first.control_cost, excess_interval=first.excess_interval,
+            mean_ablation_cost=first.mean_ablation_cost, causal_p=max(tried) if tried else None, effects=effects,
+            causal_on=holds,
         )  # fmt: skip
 
     @property
-    def evidence_level(self) -> str:
+    def evidence_label(self) -> str:
         """Evidence level in words, with the token sets on which the causal test holds."""
         sets = " and ".join(self.causal_on)
         if not sets:
-            return self.rung
-        return f"causal on {sets}" if self.rung == "causal" else f"{self.rung}; causal on {sets}"
+            return self.evidence_level
+        return f"causal on {sets}" if self.evidence_level == "causal" else f"{self.evidence_level}; causal on {sets}"
 
     @property
-    def stands(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether it is told: a mere pattern is not."""
-        return RUNGS.index(self.rung) >= 2
+        return self.evidence_level != EVIDENCE_LEVELS[0]
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Roles rank by rung, then by gain."""
-        return RUNGS.index(self.rung), self.gain
+    def sort_key(self) -> tuple[int, float]:
+        """Roles rank by evidence level, then by gain."""
+        return EVIDENCE_LEVELS.index(self.evidence_level), self.gain
 
 
 def role_names(documents: Iterable[Document]) -> set[str]:
     """Every role a head may be found to have: those of the table, and those of the relations in some documents.
 
-    >>> from headwise.text.documents import Relation
+    >>> from headwise.text.annotated_document import Relation
     >>> sorted(role_names([Document.of(["it", "runs"], [Relation("subject-verb", 1, 0)])]) - role_names([]))
     ['subject-verb']
     """
-    names = {arc.name for document in documents for arc in document.relations} | {*SETS}
-    return {role.name for role in TABLE} | {ROLE_OF.get(name, name) for name in names - NO_ROLE}
+    names = {arc.name for document in documents for arc in document.relations} | {*WORD_SETS}
+    return {role.name for role in DEFAULT_ROLES} | {
+        ROLE_OF_RELATION.get(name, name) for name in names - CONTROL_RELATIONS
+    }
 
 
-def check_roles(roles: Sequence[Role], numbers: Iterable[Number]) -> None:
+def check_roles(roles: Sequence[Role], metric_specs: Iterable[MetricSpec]) -> None:
     """Whether some roles can be judged beside the usual ones, on what is measured."""
-    known = {number.name for number in numbers}
-    told = {(role.name, role.detail) for role in TABLE}
+    measured = {spec.name for spec in metric_specs}
+    used_names = {(role.name, role.detail) for role in DEFAULT_ROLES}
     for role in roles:
-        measure = role.measure
-        if not measure.null or not measure.valued:
+        metric_spec = role.metric_spec
+        if not metric_spec.baseline or not metric_spec.value_weighted:
             raise HeadwiseError(
-                f"the role {role.name!r} needs a measure with a null and a valued twin; {measure.name!r} has none."
+                f"the role {role.name!r} needs a metric with a baseline and a value-weighted twin; "
+                f"{metric_spec.name!r} has none."
             )
-        if not {measure.name, measure.null, measure.valued} <= known:
+        if not {metric_spec.name, metric_spec.baseline, metric_spec.value_weighted} <= measured:
             raise HeadwiseError(
-                f"the role {role.name!r} needs {measure.name!r} to be measured; give it in measures=[…]."
+                f"the role {role.name!r} needs {metric_spec.name!r} to be measured; give it in metrics=[…]."
             )
-        if (role.name, role.detail) in told:
+        if (role.name, role.detail) in used_names:
             raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
-        if not 0 < role.threshold < 1 or role.probe not in (None, REPEATS, HELD, *[DUE, LEAD] * role.apart):
+        if not 0 < role.threshold < 1 or role.probe not in (
+            None,
+            REPEATS_PROBE,
+            SUPPRESSION_PROBE,
+            *[PROMPT_PROBE, LEAD] * role.separate_family,
+        ):
             raise HeadwiseError(
-                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe {REPEATS!r}, {HELD!r} or none; "
-                f"got {role.threshold} and {role.probe!r}."
+                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe {REPEATS_PROBE!r}, "
+                f"{SUPPRESSION_PROBE!r} or none; got {role.threshold} and {role.probe!r}."
             )
-        told.add((role.name, role.detail))
+        used_names.add((role.name, role.detail))
 
 
-def make_cases(
-    tally: Tally, relations: Relations | None, only: str | None = None, roles: Sequence[Role] = TABLE
-) -> list[Case]:
+def score_roles(
+    accumulator: Accumulator,
+    relation_metric: RelationMetric | None,
+    only_role: str | None = None,
+    roles: Sequence[Role] = DEFAULT_ROLES,
+) -> list[RoleScores]:
     """Every role that was measured, or one of them."""
-    cases = list(_table_cases(tally, roles))
-    if relations is not None:
-        cases += _relation_cases(tally, relations)
-    if only is not None:
-        known = {case.role.name for case in cases}
-        if only not in known:
-            raise HeadwiseError(f"there is no role {only!r} here; {close_names(only, known)}")
-        cases = [case for case in cases if case.role.name == only]
-    return cases
+    all_scores = list(_metric_role_scores(accumulator, roles))
+    if relation_metric is not None:
+        all_scores += _relation_role_scores(accumulator, relation_metric)
+    if only_role is not None:
+        available = {scores.role.name for scores in all_scores}
+        if only_role not in available:
+            raise HeadwiseError(f"there is no role {only_role!r} here; {suggest_names(only_role, available)}")
+        all_scores = [scores for scores in all_scores if scores.role.name == only_role]
+    return all_scores
 
 
-def judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
+def assess_roles(all_scores: list[RoleScores], heads: int) -> tuple[list[list[RoleEvidence]], int]:
     """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests. Roles
-    `apart` are a second family and come behind others of their rung, so that those are told, and tried by ablation, as they
+    of a separate family come behind others of their evidence level, so that those are told, and tried by ablation, as they
     are without them."""
-    first, second = ([case for case in cases if case.role.apart == apart] for apart in (False, True))
-    found, family = _judge(first, heads)
-    more, beside = _judge(second, heads)
-    made = [[*some, *(replace(one, family=beside) for one in others)] for some, others in zip(found, more, strict=True)]
-    return [_one_each(in_order(some)) for some in made], family
+    first, second = (
+        [scores for scores in all_scores if scores.role.separate_family == separate] for separate in (False, True)
+    )
+    evidence, family_size = _assess_family(first, heads)
+    extra_evidence, extra_family_size = _assess_family(second, heads)
+    merged = [
+        [*head_evidence, *(replace(entry, family_size=extra_family_size) for entry in extra)]
+        for head_evidence, extra in zip(evidence, extra_evidence, strict=True)
+    ]
+    return [_drop_duplicate_roles(sort_evidence(head_evidence)) for head_evidence in merged], family_size
 
 
-def in_order(supports: Iterable[Support]) -> list[Support]:
-    """The best first: by rung; those of the first family; by gain."""
-    return sorted(supports, key=lambda one: (one.rank[0], not one.family, one.gain), reverse=True)
+def sort_evidence(evidence: Iterable[RoleEvidence]) -> list[RoleEvidence]:
+    """The best first: by evidence level; those of the first family; by gain."""
+    return sorted(evidence, key=lambda entry: (entry.sort_key[0], not entry.family_size, entry.gain), reverse=True)
 
 
-def _judge(cases: list[Case], heads: int) -> tuple[list[list[Support]], int]:
+def _assess_family(all_scores: list[RoleScores], heads: int) -> tuple[list[list[RoleEvidence]], int]:
     """One family."""
-    if not cases:
+    if not all_scores:
         return [[] for _ in range(heads)], 0
-    reporting = [case.half(REPORTING) for case in cases]
-    scores, nulls, valued, counts = (
-        np.stack([getattr(case, name) * half[:, None] for case, half in zip(cases, reporting, strict=True)], -1)
-        for name in ("scores", "nulls", "valued", "counts")
+    reporting = [role_scores.buckets_in_half(REPORTING) for role_scores in all_scores]
+    scores, baselines, value_weighted, counts = (
+        np.stack(
+            [
+                getattr(role_scores, name) * half[:, None]
+                for role_scores, half in zip(all_scores, reporting, strict=True)
+            ],
+            -1,
+        )
+        for name in ("scores", "baselines", "value_weighted", "counts")
     )  # (buckets, heads, cases): the other half is empty
-    p, family = max_t(scores, nulls, counts)
-    p_valued, _ = max_t(valued, nulls, counts)
-    found: list[list[Support]] = [[] for _ in range(heads)]
-    for number, (case, half) in enumerate(zip(cases, reporting, strict=True)):
-        asked = case.counts[half]  # (buckets, heads)
-        chosen, told, heavy = case.gain(CHOOSING), case.gain(REPORTING), case.gain(REPORTING, valued=True)
-        enough = (asked > 0).sum(0) >= FEWEST
-        room = np.maximum(case.null(CHOOSING), case.null(REPORTING)) <= ROOM  # NaN is not
-        wanted = np.flatnonzero((np.nan_to_num(chosen, nan=-1.0) >= case.role.threshold) & enough & room)
-        if not len(wanted):
+    p, family_size = max_t_test(scores, baselines, counts)
+    p_value_weighted, _ = max_t_test(value_weighted, baselines, counts)
+    evidence: list[list[RoleEvidence]] = [[] for _ in range(heads)]
+    for index, (role_scores, half) in enumerate(zip(all_scores, reporting, strict=True)):
+        role, row_counts = role_scores.role, role_scores.counts[half]  # (buckets, heads)
+        selection_gain, reporting_gain = role_scores.gain(SELECTION), role_scores.gain(REPORTING)
+        weighted_gain = role_scores.gain(REPORTING, value_weighted=True)
+        has_enough = (row_counts > 0).sum(0) >= MIN_UNITS
+        highest_baseline = np.maximum(role_scores.baseline(SELECTION), role_scores.baseline(REPORTING))
+        below_max_baseline = highest_baseline <= MAX_BASELINE  # NaN is not
+        selected = np.flatnonzero(
+            (np.nan_to_num(selection_gain, nan=-1.0) >= role.threshold) & has_enough & below_max_baseline
+        )
+        if not len(selected):
             continue
-        low, high = bootstrap(case.scores[half][:, wanted], asked[:, wanted])
-        score, null = case.mean(REPORTING), case.null(REPORTING)
-        rows = asked.sum(0)
-        for place, head in enumerate(wanted):
-            rung = 1
-            if told[head] >= case.role.threshold and p[head, number] < 0.05:
-                rung = 3 if heavy[head] >= case.role.threshold / 2 and p_valued[head, number] < 0.05 else 2
-            found[head].append(
-                Support(
-                    case.role.name, case.role.detail, RUNGS[rung], float(score[head]), float(null[head]),
-                    (float(low[place]), float(high[place])), float(told[head]), float(p[head, number]),
-                    1.0 if case.coverage is None else float(case.coverage[head]), case.role.probe, int(rows[head]),
-                    relation=case.role.relation, on=case.role.measure.on, hits=case.role.hits or case.role.measure.hits,
+        low, high = bootstrap_interval(role_scores.scores[half][:, selected], row_counts[:, selected])
+        score, baseline = role_scores.mean(REPORTING), role_scores.baseline(REPORTING)
+        rows = row_counts.sum(0)
+        for i, head in enumerate(selected):
+            level = 0
+            if reporting_gain[head] >= role.threshold and p[head, index] < 0.05:
+                level = 2 if weighted_gain[head] >= role.threshold / 2 and p_value_weighted[head, index] < 0.05 else 1
+            evidence[head].append(
+                RoleEvidence(
+                    role.name, role.detail, EVIDENCE_LEVELS[level], float(score[head]), float(baseline[head]),
+                    (float(low[i]), float(high[i])), float(reporting_gain[head]), float(p[head, index]),
+                    1.0 if role_scores.coverage is None else float(role_scores.coverage[head]), role.probe, int(rows[head]),
+                    is_relation=role.is_relation, corpus_label=role.metric_spec.corpus_label,
+                    hits=role.is_hit_rate or role.metric_spec.hits,
                 )
             )  # fmt: skip
-    return found, family
+    return evidence, family_size
 
 
-def rest(tally: Tally, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
+def find_idle_patterns(accumulator: Accumulator, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
     """Where each head rests: on the first token, on special tokens, everywhere alike, or without writing anything."""
-    told = (RESTING.name, SPECIAL, RELATIVE.name, SHARE.name)
-    nothing = np.full(tally.heads, np.nan)  # pictures have no first token
-    first, special, relative, writes = (tally.mean(name) if name in tally.fields else nothing for name in told)
-    share = writes * heads_in_layer
-    flags = np.stack((first > 0.3, (special > 0.3) & (first <= 0.3), relative > 0.9, share < 0.2), -1)
-    return [tuple(name for name, there in zip(RESTS, row, strict=True) if there) for row in flags]
+    names = (FIRST_TOKEN.name, SPECIAL, RELATIVE_ENTROPY.name, OUTPUT_SHARE.name)
+    missing = np.full(accumulator.heads, np.nan)  # pictures have no first token
+    first, special, relative_entropy, output_share = (
+        accumulator.mean(name) if name in accumulator.fields else missing for name in names
+    )
+    relative_output = output_share * heads_in_layer
+    flags = np.stack((first > 0.3, (special > 0.3) & (first <= 0.3), relative_entropy > 0.9, relative_output < 0.2), -1)
+    return [tuple(name for name, flag in zip(IDLE_PATTERNS, row, strict=True) if flag) for row in flags]
 
 
-def _one_each(supports: list[Support]) -> list[Support]:
+def _drop_duplicate_roles(evidence: list[RoleEvidence]) -> list[RoleEvidence]:
     """Each role once, in its best form; `local` only where no single offset says nearly as much."""
-    seen: set[str] = set()
-    kept = [one for one in supports if not (one.role in seen or seen.add(one.role))]
-    local = next((one for one in kept if one.role == "local"), None)
-    narrow = [one for one in kept if local and one.role in NARROW and RUNGS.index(one.rung) >= RUNGS.index(local.rung)]
-    if local and any(one.gain >= 0.7 * local.gain for one in narrow):
-        kept.remove(local)
-    return kept
+    seen_roles: set[str] = set()
+    unique = [entry for entry in evidence if not (entry.role in seen_roles or seen_roles.add(entry.role))]
+    local = next((entry for entry in unique if entry.role == "local"), None)
+    narrow = [
+        entry
+        for entry in unique
+        if local
+        and entry.role in SINGLE_OFFSET_ROLES
+        and EVIDENCE_LEVELS.index(entry.evidence_level) >= EVIDENCE_LEVELS.index(local.evidence_level)
+    ]
+    if local and any(entry.gain >= 0.7 * local.gain for entry in narrow):
+        unique.remove(local)
+    return unique
 
 
-def _table_cases(tally: Tally, roles: Sequence[Role]) -> Iterator[Case]:
-    rows = tally.per_bucket(ENTROPY.name)[1] if ENTROPY.name in tally.fields else None
+def _metric_role_scores(accumulator: Accumulator, roles: Sequence[Role]) -> Iterator[RoleScores]:
+    rows = accumulator.per_bucket(ENTROPY.name)[1] if ENTROPY.name in accumulator.fields else None
     for role in roles:
-        told = role.measure
-        if told.name not in tally.fields:
+        metric_spec = role.metric_spec
+        if metric_spec.name not in accumulator.fields:
             continue
-        (scores, counts), (nulls, asked), (valued, _) = map(tally.per_bucket, (told.name, told.null, told.valued))
+        (scores, counts), (baselines, baseline_counts), (value_weighted, _) = map(
+            accumulator.per_bucket, (metric_spec.name, metric_spec.baseline, metric_spec.value_weighted)
+        )
         if counts.sum() == 0:
             continue
-        with np.errstate(invalid="ignore", divide="ignore"):  # a null may have been measured on other texts
-            rate = np.where(asked > 0, nulls / asked, 0.0)
-        covered = None if rows is None or told.on else _covered(counts, rows)  # of texts of its own every row is asked
-        yield Case(role, scores, rate * counts, valued, counts, covered)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a baseline may have been measured on other texts
+            rate = np.where(baseline_counts > 0, baselines / baseline_counts, 0.0)
+        # of texts of its own every row is asked
+        coverage = None if rows is None or metric_spec.corpus_label else _coverage(counts, rows)
+        yield RoleScores(role, scores, rate * counts, value_weighted, counts, coverage)
 
 
-def _relation_cases(tally: Tally, relations: Relations) -> Iterator[Case]:
-    for number, question in enumerate(relations.questions):
-        name, way, told = question.relation, question.way, question.numbers
-        if name in NO_ROLE or relations.arcs[:, number].sum() == 0:
+def _relation_role_scores(accumulator: Accumulator, relation_metric: RelationMetric) -> Iterator[RoleScores]:
+    for index, relation in enumerate(relation_metric.relations):
+        name, direction, metric_specs = relation.relation, relation.direction, relation.metric_specs
+        if name in CONTROL_RELATIONS or relation_metric.arcs[:, index].sum() == 0:
             continue
-        measure = told[MATCHED if name in SETS else HITS]
+        metric_spec = metric_specs[MATCHED if name in WORD_SETS else HITS]
         role = Role(
-            ROLE_OF.get(name, name), measure, RELATION, PROBES.get(name), way, relation=True, hits=name not in SETS
+            ROLE_OF_RELATION.get(name, name),
+            metric_spec,
+            RELATION_THRESHOLD,
+            RELATION_PROBES.get(name),
+            direction,
+            is_relation=True,
+            is_hit_rate=name not in WORD_SETS,
         )
-        matched, fit = tally.per_bucket(told[MATCHED].name)
-        others = tally.per_bucket(told[OTHERS].name)[0]
-        hits, counts = tally.per_bucket(told[HITS].name)
-        covered, twin = _covered(fit, counts), tally.per_bucket(measure.valued)[0]
-        if name in SETS:
-            yield Case(role, matched, others, twin, fit, covered)
+        matched, matched_counts = accumulator.per_bucket(metric_specs[MATCHED].name)
+        others = accumulator.per_bucket(metric_specs[OTHERS].name)[0]
+        hits, counts = accumulator.per_bucket(metric_specs[HITS].name)
+        coverage, value_weighted = (
+            _coverage(matched_counts, counts),
+            accumulator.per_bucket(metric_spec.value_weighted)[0],
+        )
+        if name in WORD_SETS:
+            yield RoleScores(role, matched, others, value_weighted, matched_counts, coverage)
             continue
-        nulls = _best_offset(relations, number)[:, None] * np.ones(tally.heads)
-        for other, of in _controls(tally, relations, question):
-            nulls = _larger(nulls, counts, other, of)
-        chosen = in_half(counts, CHOOSING)
-        excess = _ratio(matched[chosen], fit[chosen]) - _ratio(others[chosen], fit[chosen])
-        follows = np.nan_to_num(excess) >= EXCESS  # a hard positional head has exactly none
-        yield Case(role, hits * follows, nulls, twin * follows, counts, covered)
+        baselines = _best_offset(relation_metric, index)[:, None] * np.ones(accumulator.heads)
+        for control_hits, control_rows in _control_hits(accumulator, relation_metric, relation):
+            baselines = _larger_baseline(baselines, counts, control_hits, control_rows)
+        selection_half = buckets_in_half(counts, SELECTION)
+        excess = _ratio(matched[selection_half], matched_counts[selection_half]) - _ratio(
+            others[selection_half], matched_counts[selection_half]
+        )
+        follows = np.nan_to_num(excess) >= MIN_EXCESS  # a hard positional head has exactly none
+        yield RoleScores(role, hits * follows, baselines, value_weighted * follows, counts, coverage)
 
 
-def _controls(tally: Tally, relations: Relations, question: Question) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _control_hits(
+    accumulator: Accumulator, relation_metric: RelationMetric, relation: DirectedRelation
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """How often each head looks at the wrong words, for each control of a relation: hits, rows, (buckets, heads) each."""
-    ahead = relations.offsets[:, relations.questions.index(question)].sum(0) @ np.sign(NEAREST) > 0
-    for control in CONTROLS.get(question.relation, ()):
+    ahead = relation_metric.offsets[:, relation_metric.relations.index(relation)].sum(0) @ np.sign(BASELINE_OFFSETS) > 0
+    for control in CONTROLS.get(relation.relation, ()):
         back = "<" if ahead else ">"  # those made here look back by >
-        asked = Question(control, question.way if control not in SHAPES else back)
-        if asked in relations.questions:
-            hits, rows = tally.per_bucket(asked.numbers[HITS].name)
-            if min(in_half(rows, half).sum() for half in (CHOOSING, REPORTING)) >= CONTROLLED:
+        control_relation = DirectedRelation(control, relation.direction if control not in CONTROL_SHAPES else back)
+        if control_relation in relation_metric.relations:
+            hits, rows = accumulator.per_bucket(control_relation.metric_specs[HITS].name)
+            if min(buckets_in_half(rows, half).sum() for half in (SELECTION, REPORTING)) >= MIN_CONTROL_BUCKETS:
                 yield hits, rows
 
 
-def _covered(some: np.ndarray, of: np.ndarray) -> np.ndarray:
+def _coverage(matched: np.ndarray, total: np.ndarray) -> np.ndarray:
     """The share of rows, on the half for reporting: (heads,)."""
-    half = in_half(of, REPORTING)
-    return np.nan_to_num(_ratio(some[half], of[half]))
+    half = buckets_in_half(total, REPORTING)
+    return np.nan_to_num(_ratio(matched[half], total[half]))
 
 
-def _larger(nulls: np.ndarray, counts: np.ndarray, other: np.ndarray, of: np.ndarray) -> np.ndarray:
+def _larger_baseline(
+    baselines: np.ndarray, counts: np.ndarray, control_hits: np.ndarray, control_rows: np.ndarray
+) -> np.ndarray:
     """Of two baselines the one that is larger on the half for choosing, for each head: the one so far, such as the best fixed
     offset, or how often it looks at the words of a control. (buckets, heads)"""
-    halves = [(in_half(counts, half), in_half(of, half)) for half in (CHOOSING, REPORTING)]
-    rates = [np.nan_to_num(_ratio(other[theirs], of[theirs])) for _, theirs in halves]  # (heads,) each
-    chosen = halves[CHOOSING][0]
-    take = rates[CHOOSING] > np.nan_to_num(_ratio(nulls[chosen], counts[chosen]))
-    matched = sum(mine[:, None] * counts * rate for (mine, _), rate in zip(halves, rates, strict=True))
-    return np.where(take, matched, nulls)
+    halves = [(buckets_in_half(counts, half), buckets_in_half(control_rows, half)) for half in (SELECTION, REPORTING)]
+    # (heads,) each
+    rates = [
+        np.nan_to_num(_ratio(control_hits[control_half], control_rows[control_half])) for _, control_half in halves
+    ]
+    selection_half = halves[SELECTION][0]
+    use_control = rates[SELECTION] > np.nan_to_num(_ratio(baselines[selection_half], counts[selection_half]))
+    scaled = sum(own_half[:, None] * counts * rate for (own_half, _), rate in zip(halves, rates, strict=True))
+    return np.where(use_control, scaled, baselines)
 
 
-def _best_offset(relations: Relations, question: int) -> np.ndarray:
+def _best_offset(relation_metric: RelationMetric, relation_index: int) -> np.ndarray:
     """How many arcs the best fixed offset hits in each bucket; the offset is chosen on the half for choosing."""
-    hits = relations.offsets[:, question]  # (buckets, offsets)
-    allowed = np.array([offset != 0 and (offset < 0 or not relations.causal) for offset in NEAREST])
-    chosen = in_half(relations.arcs[:, question], CHOOSING)
-    return hits[:, np.argmax(hits[chosen].sum(0) * allowed)]
+    hits = relation_metric.offsets[:, relation_index]  # (buckets, offsets)
+    allowed = np.array([offset != 0 and (offset < 0 or not relation_metric.causal) for offset in BASELINE_OFFSETS])
+    selection_half = buckets_in_half(relation_metric.arcs[:, relation_index], SELECTION)
+    return hits[:, np.argmax(hits[selection_half].sum(0) * allowed)]
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -11,51 +11,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.accumulator import Tally
-from headwise.analysis.metrics.attention_call import Call
-from headwise.analysis.metrics.metric import Measure
-from headwise.analysis.metrics.runner import Runner
-from headwise.analysis.recording.batching import Unit, make_batch
-from headwise.analysis.recording.tokenized_corpus import Reading
-from headwise.analysis.similarity.weight_similarity import product_norms, square_norms
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.recording.batching import TextSample, make_batch
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.similarity.weight_similarity import pairwise_gram_norms, pairwise_product_norms
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import Seen, Site
-from headwise.kernels.precision import at_least_float32
-from headwise.kernels.score_params import raw_scores, spread, visible_scores, weights
-from headwise.model import AnyModel
+from headwise.heads.hook_point import AttentionCall, HookPoint
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.score_params import masked_scores, raw_scores, repeat_kv, softmax_weights
+from headwise.model import ModelProtocol
 from headwise.spec import Address
 
-POOL = 2048  # texts at the beginning of a corpus, among which those that are read are drawn
-GROUP = 8  # texts read side by side
-PER_TEXT = 16  # rows taken from a text, unless texts are few
-HELD = 1 << 25  # attention weights held at once: heads × rows × keys
-CELLS = 1 << 11  # of them compared at once, so that they stay in the cache
+TEXT_POOL = 2048  # texts at the beginning of a corpus, among which those that are read are drawn
+GROUP_TEXTS = 8  # texts read side by side
+ROWS_PER_TEXT = 16  # rows taken from a text, unless texts are few
+MAX_WEIGHTS = 1 << 25  # attention weights held at once: heads × rows × keys
+CHUNK_WEIGHTS = 1 << 11  # of them compared at once, so that they stay in the cache
 
 
-def sample(
-    model: AnyModel, corpus: Any, rows: int, longest: int, heads: int, seed: int
-) -> Iterator[tuple[list[Unit], list[int]]]:
+def sample_rows(
+    model: ModelProtocol, corpus: Any, rows: int, max_length: int, heads: int, seed: int
+) -> Iterator[tuple[list[TextSample], list[int]]]:
     """Groups of texts of about one length, and the places whose rows are taken from each of them."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     first = 0 if model.spec.kind == "encoder" else 1  # the first row of a causal map is the same in every head
-    longest = min(longest, model.spec.context) if model.spec.positions == "learned" else longest
-    pool = [unit for unit in islice(Reading.of(model, corpus, longest), POOL) if first < len(unit.ids) <= longest]
+    max_length = min(max_length, model.spec.context) if model.spec.positions == "learned" else max_length
+    pool = [
+        sample
+        for sample in islice(TokenizedCorpus.of(model, corpus, max_length), TEXT_POOL)
+        if first < len(sample.ids) <= max_length
+    ]
     if not pool:
         raise HeadwiseError(
-            f"no text of {first + 1} to {longest} tokens to compare heads on; give others, or longest=…."
+            f"no text of {first + 1} to {max_length} tokens to compare heads on; give others, or max_length=…."
         )
-    pool.sort(key=lambda unit: len(unit.ids))
-    groups = [pool[start : start + GROUP] for start in range(0, len(pool), GROUP)]
-    each = max(PER_TEXT, -(-rows // len(pool)))
-    for number in dice.permutation(len(groups)):
+    pool.sort(key=lambda sample: len(sample.ids))
+    groups = [pool[start : start + GROUP_TEXTS] for start in range(0, len(pool), GROUP_TEXTS)]
+    rows_per_text = max(ROWS_PER_TEXT, -(-rows // len(pool)))
+    for index in rng.permutation(len(groups)):
         if rows < 1:
             return
-        group = groups[number][:rows]
+        group = groups[index][:rows]
         eligible = np.arange(first, len(group[0].ids))  # the shortest stands first
-        room = max(1, HELD // (heads * len(group) * len(group[-1].ids)))
-        take = min(each, len(eligible), rows // len(group), room)
-        yield group, sorted(dice.choice(eligible, take, replace=False).tolist())
-        rows -= take * len(group)
+        max_rows = max(1, MAX_WEIGHTS // (heads * len(group) * len(group[-1].ids)))
+        num_rows = min(rows_per_text, len(eligible), rows // len(group), max_rows)
+        yield group, sorted(rng.choice(eligible, num_rows, replace=False).tolist())
+        rows -= num_rows * len(group)
 
 
 class SampledRows(NamedTuple):
@@ -67,39 +71,50 @@ class SampledRows(NamedTuple):
     texts: int  # B
 
 
-class RowSampler(Measure):
+class RowSampler(Metric):
     """Keeps some rows of some heads while a group of texts is read: it has no numbers of its own, for it is pairs of heads
     that are compared."""
 
-    def __init__(self, places: list[int], wanted: set[Address]) -> None:
-        self.places, self.wanted = places, wanted
+    def __init__(self, positions: list[int], selected: set[Address]) -> None:
+        self.positions, self.selected = positions, selected
         self.maps: list[Tensor] = []
         self.v: list[Tensor] = []
         self.z: list[Tensor] = []
-        self._called: set[Site] = set()
+        self._called_hook_points: set[HookPoint] = set()
 
-    def at(self, call: Call) -> None:
+    def on_call(self, call: AttentionCallContext) -> None:
         """One call at one site."""
-        seen, places = call.seen, self.places
-        here = [i for i, address in enumerate(seen.site.addresses) if address in self.wanted]
-        if here and seen.site in self._called:
+        attention_call, positions = call.attention_call, self.positions
+        head_indices = [
+            i for i, address in enumerate(attention_call.hook_point.head_addresses) if address in self.selected
+        ]
+        if head_indices and attention_call.hook_point in self._called_hook_points:
             raise HeadwiseError(
-                f"layer {seen.site.address} is called several times in one pass, so its heads have no one map to compare; "
+                f"layer {attention_call.hook_point.address} is called several times in one pass, so its heads have no "
+                f"one map to compare; "
                 f"record them, and take a call: hw.record(model), recording[…].call(0)."
             )
-        self._called.add(seen.site)
-        if here:
-            first = call.scene.batch.first
-            self.maps.append(_by_head(_rows_of_texts(seen, places, first)[:, here]))
-            self.v.append(_by_head(_at(spread(seen.v, seen.terms.groups)[:, here], places, first)))
-            self.z.append(_by_head(_at(seen.z[:, here], places, first)))
+        self._called_hook_points.add(attention_call.hook_point)
+        if head_indices:
+            first = call.batch_context.batch.first_token_positions
+            self.maps.append(_by_head(_attention_rows_by_text(attention_call, positions, first)[:, head_indices]))
+            self.v.append(
+                _by_head(
+                    _select_positions(
+                        repeat_kv(attention_call.v, attention_call.params.kv_of_head)[:, head_indices], positions, first
+                    )
+                )
+            )
+            self.z.append(_by_head(_select_positions(attention_call.z[:, head_indices], positions, first)))
 
 
-def look(model: AnyModel, units: list[Unit], places: list[int], wanted: set[Address]) -> SampledRows:
+def record_rows(
+    model: ModelProtocol, samples: list[TextSample], positions: list[int], selected: set[Address]
+) -> SampledRows:
     """One pass over a group of texts, these rows alone kept."""
-    kept = RowSampler(places, wanted)
-    Runner(Tally(len(wanted)), [kept]).read(model, [make_batch(units, device=model.device)])
-    return SampledRows(torch.cat(kept.maps), torch.cat(kept.v), torch.cat(kept.z), len(units))
+    sampler = RowSampler(positions, selected)
+    MetricRunner(Accumulator(len(selected)), [sampler]).run(model, [make_batch(samples, device=model.device)])
+    return SampledRows(torch.cat(sampler.maps), torch.cat(sampler.v), torch.cat(sampler.z), len(samples))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -107,52 +122,56 @@ def _by_head(x: Tensor) -> Tensor:
     return at_least_float32(x.transpose(0, 1).flatten(1, 2))
 
 
-def _at(x: Tensor, places: list[int], first: Tensor) -> Tensor:
+def _select_positions(x: Tensor, positions: list[int], first: Tensor) -> Tensor:
     """What stands at some places of each text, counted from its first token: (B, h, T, e) → (B, h, r, e)."""
     if not bool(first.any()):
-        return x[:, :, places]
-    rows = first[:, None] + torch.tensor(places, device=first.device)  # (B, r)
+        return x[:, :, positions]
+    rows = first[:, None] + torch.tensor(positions, device=first.device)  # (B, r)
     return x.gather(2, rows[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
 
 
-def _rows_of_texts(seen: Seen, places: list[int], first: Tensor) -> Tensor:
-    """`rows_of` places counted from each text's first token, whose key has column 0."""
-    begins = first.tolist()
-    if not any(begins):
-        return rows_of(seen, places)
-    rows = sorted({begin + place for begin in begins for place in places})
-    made = rows_of(seen, rows)  # (B, H, n, S + 1)
+def _attention_rows_by_text(call: AttentionCall, positions: list[int], first: Tensor) -> Tensor:
+    """`attention_rows` at places counted from each text's first token, whose key has column 0."""
+    starts = first.tolist()
+    if not any(starts):
+        return attention_rows(call, positions)
+    rows = sorted({start + position for start in starts for position in positions})
+    all_rows = attention_rows(call, rows)  # (B, H, n, S + 1)
     texts = []
-    for text, begin in zip(made, begins, strict=True):
-        own = text[:, [rows.index(begin + place) for place in places]]  # (H, r, S + 1)
-        texts.append(torch.cat((own[..., :-1].roll(-begin, -1), own[..., -1:]), -1))
+    for text, start in zip(all_rows, starts, strict=True):
+        text_rows = text[:, [rows.index(start + position) for position in positions]]  # (H, r, S + 1)
+        texts.append(torch.cat((text_rows[..., :-1].roll(-start, -1), text_rows[..., -1:]), -1))
     return torch.stack(texts)
 
 
-def rows_of(seen: Seen, places: list[int]) -> Tensor:
+def attention_rows(call: AttentionCall, positions: list[int]) -> Tensor:
     """Some rows of every head's map, and what the sink took of each: (B, H, r, S + 1)."""
-    terms, q = seen.terms, at_least_float32(seen.q[:, :, places])
-    k = spread(seen.k, terms.groups).to(q)
-    T, S = seen.q.shape[2], k.shape[2]
-    scores = raw_scores(q, k, terms)  # (B, H, r, S)
+    params, q = call.params, at_least_float32(call.q[:, :, positions])
+    k = repeat_kv(call.k, params.kv_of_head).to(q)
+    T, S = call.q.shape[2], k.shape[2]
+    scores = raw_scores(q, k, params)  # (B, H, r, S)
     rows = [
-        visible_scores(scores[:, :, n : n + 1], terms, range(i, i + 1), range(S), T, S) for n, i in enumerate(places)
+        masked_scores(scores[:, :, n : n + 1], params, range(i, i + 1), range(S), T, S) for n, i in enumerate(positions)
     ]
-    share = weights(torch.cat(rows, 2), terms, terms.may_be_empty(T, S))
-    rest = (
-        (1 - share.sum(-1, keepdim=True)).clamp(min=0) if terms.sink is not None else torch.zeros_like(share[..., :1])
+    attention = softmax_weights(torch.cat(rows, 2), params, params.may_have_empty_rows(T, S))
+    sink_weight = (
+        (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
+        if params.sink is not None
+        else torch.zeros_like(attention[..., :1])
     )
-    return torch.cat((share, rest), -1)
+    return torch.cat((attention, sink_weight), -1)
 
 
-class Sums:
+class PairwiseAccumulator:
     """Sums over rows for all pairs of heads, (H, H), and the same for each head beside the others on another text."""
 
     def __init__(self, W_O: Tensor) -> None:
         self.W_O = W_O  # (H, e, D)
         self.rows, self.other_rows = 0, 0
-        self.here = {name: np.zeros((len(W_O),) * 2) for name in ("js", "map_cosine", "position", "subspace", "output")}
-        self.other = {name: np.zeros_like(sums) for name, sums in self.here.items()}
+        self.same_text = {
+            name: np.zeros((len(W_O),) * 2) for name in ("js", "map_cosine", "position", "subspace", "output")
+        }
+        self.other_text = {name: np.zeros_like(sums) for name, sums in self.same_text.items()}
         self.squares = np.zeros(len(W_O))  # ‖P‖² of the rows that have another text
 
     def add(self, rows: SampledRows) -> None:
@@ -160,38 +179,40 @@ class Sums:
         n, texts = rows.maps.shape[1], rows.texts
         keys = rows.maps[..., :-1]
         self.rows += n
-        self.here["js"] += js_sums(rows.maps.flatten(1))
-        pairs = [("map_cosine", keys), ("position", _unit(keys)), ("subspace", _unit(rows.v))]
+        self.same_text["js"] += js_sums(rows.maps.flatten(1))
+        pairs = [("map_cosine", keys), ("position", _normalize(keys)), ("subspace", _normalize(rows.v))]
         for name, x in pairs:
             self._add_products(name, x, texts)
         # What is written has D channels: a few rows at a time, the same of every text.
         z = rows.z.unflatten(1, (texts, -1))  # (H, B, r, e)
-        for some in z.split(max(1, GROUP // texts), 2):
-            self._add_products("output", _unit(some.flatten(1, 2) @ self.W_O.to(z)), texts)
+        for chunk in z.split(max(1, GROUP_TEXTS // texts), 2):
+            self._add_products("output", _normalize(chunk.flatten(1, 2) @ self.W_O.to(z)), texts)
         if texts > 1:
             self.other_rows += n
             self.squares += keys.double().square().sum((1, 2)).cpu().numpy()
-            self.other["js"] += np.diag(_js_beside(rows.maps, _next_text(rows.maps, texts)))
+            self.other_text["js"] += np.diag(_js_per_head(rows.maps, _next_text(rows.maps, texts)))
 
     def _add_products(self, name: str, x: Tensor, texts: int) -> None:
         flat = x.flatten(1)
-        self.here[name] += (flat @ flat.mT).double().cpu().numpy()
+        self.same_text[name] += (flat @ flat.mT).double().cpu().numpy()
         if texts > 1:
-            self.other[name] += (flat @ _next_text(x, texts).flatten(1).mT).double().cpu().numpy()
+            self.other_text[name] += (flat @ _next_text(x, texts).flatten(1).mT).double().cpu().numpy()
 
     def matrices(self) -> dict[str, np.ndarray]:
         """Means over rows; for whole maps, cosines."""
-        made = {name: sums / self.rows for name, sums in self.here.items()}
-        made["map_cosine"] = _cosines(self.here["map_cosine"], np.diag(self.here["map_cosine"]))
-        return made
+        result = {name: sums / self.rows for name, sums in self.same_text.items()}
+        result["map_cosine"] = _cosines(self.same_text["map_cosine"], np.diag(self.same_text["map_cosine"]))
+        return result
 
-    def nulls(self) -> dict[str, np.ndarray]:
+    def baselines(self) -> dict[str, np.ndarray]:
         """The same beside another text; NaN if there was only one. For js one number per head, as [a, b] of a alone."""
         if not self.other_rows:
-            return {name: np.array(np.nan) for name in self.other}
-        made = {name: (sums + sums.T) / 2 / self.other_rows for name, sums in self.other.items()}
-        made["map_cosine"] = _cosines((self.other["map_cosine"] + self.other["map_cosine"].T) / 2, self.squares)
-        return made | {"js": np.diag(made["js"])[:, None]}
+            return {name: np.array(np.nan) for name in self.other_text}
+        result = {name: (sums + sums.T) / 2 / self.other_rows for name, sums in self.other_text.items()}
+        result["map_cosine"] = _cosines(
+            (self.other_text["map_cosine"] + self.other_text["map_cosine"].T) / 2, self.squares
+        )
+        return result | {"js": np.diag(result["js"])[:, None]}
 
 
 def js_sums(rows: Tensor) -> np.ndarray:
@@ -199,7 +220,7 @@ def js_sums(rows: Tensor) -> np.ndarray:
     H = len(rows)
     rows = rows[:, (rows > 0).any(0)]  # places that no head looks at add nothing
     own, mixed = np.zeros(H), np.zeros((H, H))
-    for part in rows.split(CELLS, 1):
+    for part in rows.split(CHUNK_WEIGHTS, 1):
         own += _p_log_p(part)
         for a in range(H - 1):
             mixed[a, a + 1 :] += _p_log_p((part[a] + part[a + 1 :]) * 0.5)
@@ -207,10 +228,10 @@ def js_sums(rows: Tensor) -> np.ndarray:
     return upper + upper.T
 
 
-def _js_beside(rows: Tensor, others: Tensor) -> np.ndarray:
+def _js_per_head(rows: Tensor, others: Tensor) -> np.ndarray:
     """The same of each head's rows and others', head by head: (H, n, S) twice → (H,)."""
-    made = [(_p_log_p(p) + _p_log_p(q)) / 2 - _p_log_p((p + q) * 0.5) for p, q in zip(rows, others, strict=True)]
-    return np.array([row.sum() for row in made]).clip(min=0)
+    divergences = [(_p_log_p(p) + _p_log_p(q)) / 2 - _p_log_p((p + q) * 0.5) for p, q in zip(rows, others, strict=True)]
+    return np.array([row.sum() for row in divergences]).clip(min=0)
 
 
 def _p_log_p(p: Tensor) -> np.ndarray:
@@ -227,23 +248,25 @@ def cka(X: Tensor, Y: Tensor, debiased: bool = True) -> float:
     >>> round(cka(X, X.flip(1)), 4)
     1.0
     """
-    return float(_alike(X[None], Y[None], debiased)[0, 0])
+    return float(_pairwise_cka(X[None], Y[None], debiased)[0, 0])
 
 
 def cka_matrix(features: Tensor) -> np.ndarray:
     """Debiased CKA of all pairs, without any n×n matrix: (H, n, e) → (H, H)."""
-    return _alike(features, features)
+    return _pairwise_cka(features, features)
 
 
-def permuted_cka(features: Tensor, seed: int, heads: int = 32, draws: int = 4) -> np.ndarray:
+def permuted_cka_threshold(features: Tensor, seed: int, heads: int = 32, draws: int = 4) -> np.ndarray:
     """What 95 % of pairs stay below when the rows of one head are permuted; on some of the heads."""
-    dice = np.random.default_rng(seed)
-    some = features[torch.from_numpy(dice.permutation(len(features))[:heads])]
-    made = [_alike(some, some[:, torch.from_numpy(dice.permutation(some.shape[1]))]) for _ in range(draws)]
-    return np.array(np.nanquantile(made, 0.95) if not np.isnan(made).all() else np.nan)
+    rng = np.random.default_rng(seed)
+    subset = features[torch.from_numpy(rng.permutation(len(features))[:heads])]
+    values = [
+        _pairwise_cka(subset, subset[:, torch.from_numpy(rng.permutation(subset.shape[1]))]) for _ in range(draws)
+    ]
+    return np.array(np.nanquantile(values, 0.95) if not np.isnan(values).all() else np.nan)
 
 
-def _alike(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
+def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
     n = X.shape[1]
     if debiased and n < 4:
         return np.full((len(X), len(Y)), np.nan)
@@ -253,7 +276,7 @@ def _alike(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
 
     def independence(A: Tensor, B: Tensor) -> np.ndarray:
         """HSIC; debiased, of rows against *other* rows only. Of centred rows the sums over rows vanish."""
-        cross = square_norms(A) if A is B else product_norms(A.mT, B)
+        cross = pairwise_gram_norms(A) if A is B else pairwise_product_norms(A.mT, B)
         if not debiased:
             return cross
         a, b = (x.double().square().sum(-1).cpu().numpy() for x in (A, B))  # (H, n): each row with itself
@@ -270,7 +293,7 @@ def _cosines(products: np.ndarray, squares: np.ndarray, others: np.ndarray | Non
         return np.where(sizes > 0, products / np.sqrt(sizes), np.nan)
 
 
-def _unit(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)
 
 

@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
 from headwise.heads.head import Circuit
-from headwise.kernels.precision import at_least_float32
-from headwise.model import AnyModel
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.model import ModelProtocol
 from headwise.spec import Address
 
-READS = {"read_q": "q", "read_k": "k", "read_v": "v"}
+READ_METRICS = {"read_q": "q", "read_k": "k", "read_v": "v"}
 COMPOSITIONS = {"q_composition": "q", "k_composition": "k", "v_composition": "v"}
-LAST = 1 << 30  # after every layer
+AFTER_ALL_LAYERS = 1 << 30  # after every layer
 
-Groups = dict[tuple[str, int], tuple[Tensor, Tensor]]  # W_K and W_V, which the heads of a group share
+KVWeights = dict[tuple[str, int], tuple[Tensor, Tensor]]  # W_K and W_V, which the heads of a group share
 
 
 @dataclass(frozen=True)
-class StreamPlace:
+class StreamPosition:
     """Which stream a head reads or writes, and when: a head reads what others wrote into the same stream before."""
 
     name: str
-    turn: int
+    order: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class HeadWeights:
 
     address: Address
     weights: dict[str, Tensor]  # q, k, v: (D, d); o: (e, D)
-    streams: dict[str, StreamPlace]  # where q reads, where k and v read, where o writes
+    streams: dict[str, StreamPosition]  # where q reads, where k and v read, where o writes
     rotary: bool
     group: tuple[str, int]  # heads with the same share W_K and W_V
 
@@ -54,50 +54,60 @@ class HeadWeights:
         return Circuit(self.weights["q"], self.weights["k"].mT)
 
 
-def folded_heads(model: AnyModel, addresses: Sequence[Address]) -> list[HeadWeights]:
+def fold_norms_into_heads(model: ModelProtocol, addresses: Sequence[Address]) -> list[HeadWeights]:
     """These heads with norms folded in: x̂·w W = x̂ (w W), and for LayerNorm, which centres x, the columns of w W centred.
 
     A post-norm model (BERT) has no norm between its stream and what heads read: nothing is folded there.
     """
-    norms = model.norms() or {str(address.site): (None, None) for address in addresses}
-    at_once = model.spec.form == "parallel"
-    groups: Groups = {}
-    every = model.heads
-    made = [_folded(every[address], *norms[str(address.site)], at_once, groups) for address in addresses]
-    sizes = {letter: {tuple(head.weights[letter].shape) for head in made} for letter in "qkvo"}
-    widths = {shape[letter == "o"] for letter, shapes in sizes.items() for shape in shapes}
+    norms = model.input_norms() or {str(address.layer_address): (None, None) for address in addresses}
+    parallel = model.spec.norm_placement == "parallel"
+    groups: KVWeights = {}
+    all_heads = model.heads
+    head_weights = [
+        _fold_head(all_heads[address], *norms[str(address.layer_address)], parallel, groups) for address in addresses
+    ]
+    sizes = {projection: {tuple(head.weights[projection].shape) for head in head_weights} for projection in "qkvo"}
+    widths = {shape[projection == "o"] for projection, shapes in sizes.items() for shape in shapes}
     if len(widths) > 1 or any(len(shapes) > 1 for shapes in sizes.values()):
         raise HeadwiseError(
             f"heads of different sizes, or that read and write streams of different widths, are not compared; got "
-            f"{', '.join(f'W_{letter.upper()} {sorted(shapes)}' for letter, shapes in sizes.items())}."
+            f"{', '.join(f'W_{projection.upper()} {sorted(shapes)}' for projection, shapes in sizes.items())}."
         )
-    return made
+    return head_weights
 
 
-def _folded(head: Head, own: nn.Module | None, source: nn.Module | None, at_once: bool, groups: Groups) -> HeadWeights:
-    group = str(head.address.site), head.kv_index
+def _fold_head(
+    head: Head, query_norm: nn.Module | None, source_norm: nn.Module | None, parallel: bool, groups: KVWeights
+) -> HeadWeights:
+    group = str(head.address.layer_address), head.kv_index
     if group not in groups:
-        groups[group] = fold(head.W_K, source), fold(head.W_V, source)
-    weights = {"q": fold(head.W_Q, own), "k": groups[group][0], "v": groups[group][1], "o": _plain(head.W_O)}
-    address, across = head.address, head.address.stack == "cross"
+        groups[group] = fold_norm(head.W_K, source_norm), fold_norm(head.W_V, source_norm)
+    weights = {
+        "q": fold_norm(head.W_Q, query_norm),
+        "k": groups[group][0],
+        "v": groups[group][1],
+        "o": _as_float(head.W_O),
+    }
+    address, is_cross = head.address, head.address.stack == "cross"
     stream = "enc" if address.stack == "enc" else "dec"
-    now = StreamPlace(stream, 2 * address.layer + (across and not at_once))
-    theirs = StreamPlace("enc", LAST) if across else now  # keys and values of cross-attention: the finished source
-    streams = {"q": now, "k": theirs, "v": theirs, "o": now}
+    position = StreamPosition(stream, 2 * address.layer + (is_cross and not parallel))
+    # keys and values of cross-attention: the finished source
+    source_position = StreamPosition("enc", AFTER_ALL_LAYERS) if is_cross else position
+    streams = {"q": position, "k": source_position, "v": source_position, "o": position}
     return HeadWeights(address, weights, streams, head.layer.spec.rotary is not None, group)
 
 
-def fold(weight: Tensor, norm: nn.Module | None) -> Tensor:
+def fold_norm(weight: Tensor, norm: nn.Module | None) -> Tensor:
     """What a head reads of the stream before a norm, up to the norm's own scale of each token: (D, d) → (D, d)."""
-    weight = _plain(weight)
+    weight = _as_float(weight)
     if norm is None:
         return weight
     gain = norm.weight
-    weight = weight if not isinstance(gain, Tensor) else _plain(gain)[:, None] * weight
+    weight = weight if not isinstance(gain, Tensor) else _as_float(gain)[:, None] * weight
     return weight - weight.mean(0) if isinstance(norm, nn.LayerNorm) else weight
 
 
-def _plain(weight: Tensor) -> Tensor:
+def _as_float(weight: Tensor) -> Tensor:
     return at_least_float32(weight.detach())
 
 
@@ -123,10 +133,10 @@ def effective_rank(matrix: Tensor | Circuit) -> float:
     >>> round(effective_rank(torch.eye(4)), 4)
     4.0
     """
-    sigma = matrix.singular_values() if isinstance(matrix, Circuit) else torch.linalg.svdvals(_plain(matrix))
+    sigma = matrix.singular_values() if isinstance(matrix, Circuit) else torch.linalg.svdvals(_as_float(matrix))
     power = sigma.double().square()
-    share = power / power.sum()
-    return float(torch.special.entr(share).sum().exp())
+    fraction = power / power.sum()
+    return float(torch.special.entr(fraction).sum().exp())
 
 
 # Two heads.
@@ -142,22 +152,25 @@ def subspace_overlap(A: Tensor, B: Tensor) -> float:
         raise HeadwiseError(
             f"subspaces of one space have matrices of as many rows; got {tuple(A.shape)} and {tuple(B.shape)}."
         )
-    (a,), (b,) = bases(A[None]), bases(B[None])
-    fewest = min(int(basis.square().sum().round()) for basis in (a, b))
-    return float((a.mT @ b).square().sum()) / fewest if fewest else float("nan")
+    (a,), (b,) = orthonormal_bases(A[None]), orthonormal_bases(B[None])
+    min_rank = min(int(basis.square().sum().round()) for basis in (a, b))
+    return float((a.mT @ b).square().sum()) / min_rank if min_rank else float("nan")
 
 
-def composition(A: Circuit, B: Circuit) -> float:
+def composition_score(A: Circuit, B: Circuit) -> float:
     """‖A B‖ / ‖A‖‖B‖ (Frobenius): how much of what A writes B reads, A first; chance is 1/√D. Row vectors: x A B.
 
     https://transformer-circuits.pub/2021/framework/index.html
 
-    >>> one = Circuit(torch.eye(4)[:, :1], torch.eye(4)[1:2])  # reads direction 0, writes direction 1
-    >>> two = Circuit(torch.eye(4)[:, 1:2], torch.eye(4)[2:3])  # reads direction 1
-    >>> composition(one, two), composition(two, one)
+    >>> first = Circuit(torch.eye(4)[:, :1], torch.eye(4)[1:2])  # reads direction 0, writes direction 1
+    >>> second = Circuit(torch.eye(4)[:, 1:2], torch.eye(4)[2:3])  # reads direction 1
+    >>> composition_score(first, second), composition_score(second, first)
     (1.0, 0.0)
     """
-    left, right = fewest_rows(A.left[None], A.right[None])[0], fewest_columns(B.left[None], B.right[None])[0]
+    left, right = (
+        compress_product_rows(A.left[None], A.right[None])[0],
+        compress_product_columns(B.left[None], B.right[None])[0],
+    )
     size = float(left.norm() * right.norm())
     return float((left @ right).norm()) / size if size > 0 else float("nan")
 
@@ -165,39 +178,41 @@ def composition(A: Circuit, B: Circuit) -> float:
 # All pairs.
 
 
-def bases(matrices: Tensor) -> Tensor:
+def orthonormal_bases(matrices: Tensor) -> Tensor:
     """Orthonormal bases of the column spaces, (H, D, d) → (H, D, d); columns beyond the rank are 0."""
-    Q, R = torch.linalg.qr(_plain(matrices))
+    Q, R = torch.linalg.qr(_as_float(matrices))
     U, sigma, _ = torch.linalg.svd(R)
     tiny = torch.finfo(sigma.dtype).eps * max(matrices.shape[-2:])
     counts = (sigma > tiny * sigma[:, :1]) & (sigma > 0)
     return Q @ (U[..., : sigma.shape[1]] * counts[:, None])
 
 
-def fewest_rows(left: Tensor, right: Tensor) -> Tensor:
+def compress_product_rows(left: Tensor, right: Tensor) -> Tensor:
     """left · right of as few rows as can be, the rest being a rotation: (H, D, d), (H, d, D) → (H, d, D)."""
     return torch.linalg.qr(left, mode="r")[1] @ right
 
 
-def fewest_columns(left: Tensor, right: Tensor) -> Tensor:
+def compress_product_columns(left: Tensor, right: Tensor) -> Tensor:
     """The same of as few columns: (H, D, d), (H, d, D) → (H, D, d)."""
     return left @ torch.linalg.qr(right.mT, mode="r")[1].mT
 
 
-def product_norms(left: Tensor, right: Tensor, upper: bool = False) -> np.ndarray:
+def pairwise_product_norms(left: Tensor, right: Tensor, upper: bool = False) -> np.ndarray:
     """‖left[a] right[b]‖² for all a and b, or for a ≤ b and 0 elsewhere: (H, d, n), (H, n, e) → (H, H)."""
     H, n, e = right.shape
     flat = right.transpose(0, 1).reshape(n, H * e)
-    made = np.zeros((len(left), H))
-    for a, one in enumerate(left):
+    norms = np.zeros((len(left), H))
+    for a, matrix in enumerate(left):
         first = a if upper else 0
-        made[a, first:] = (one @ flat[:, first * e :]).square().unflatten(1, (-1, e)).sum((0, 2)).double().cpu().numpy()
-    return made
+        norms[a, first:] = (
+            (matrix @ flat[:, first * e :]).square().unflatten(1, (-1, e)).sum((0, 2)).double().cpu().numpy()
+        )
+    return norms
 
 
-def square_norms(matrices: Tensor) -> np.ndarray:
+def pairwise_gram_norms(matrices: Tensor) -> np.ndarray:
     """‖Xᵀ[a] X[b]‖² for all pairs, each made once: (H, n, e) → (H, H)."""
-    upper = product_norms(matrices.mT, matrices, upper=True)
+    upper = pairwise_product_norms(matrices.mT, matrices, upper=True)
     return upper + np.triu(upper, 1).T
 
 
@@ -206,46 +221,52 @@ def compare_weights(heads: list[HeadWeights]) -> dict[str, np.ndarray]:
 
     Compositions are directed, [a, b]: how much of what a writes b reads; NaN unless a comes before b.
     """
-    made = {name: _overlaps(heads, letter) for name, letter in READS.items()}
-    made["write"] = _overlaps(heads, "o")
-    W_Q, W_K, W_V, W_O = (torch.stack([head.weights[letter] for head in heads]) for letter in "qkvo")
-    reads = {"q": fewest_columns(W_Q, W_K.mT), "k": fewest_columns(W_K, W_Q.mT), "v": fewest_columns(W_V, W_O)}
-    writes = fewest_rows(W_V, W_O)
-    for name, letter in COMPOSITIONS.items():
-        turned = np.array([head.rotary and letter != "v" for head in heads])
-        if turned.all():
-            made[name] = np.full((len(heads), len(heads)), np.nan)
+    matrices = {name: _overlaps(heads, projection) for name, projection in READ_METRICS.items()}
+    matrices["write"] = _overlaps(heads, "o")
+    W_Q, W_K, W_V, W_O = (torch.stack([head.weights[projection] for head in heads]) for projection in "qkvo")
+    reads = {
+        "q": compress_product_columns(W_Q, W_K.mT),
+        "k": compress_product_columns(W_K, W_Q.mT),
+        "v": compress_product_columns(W_V, W_O),
+    }
+    writes = compress_product_rows(W_V, W_O)
+    for name, projection in COMPOSITIONS.items():
+        is_rotary = np.array([head.rotary and projection != "v" for head in heads])
+        if is_rotary.all():
+            matrices[name] = np.full((len(heads), len(heads)), np.nan)
             continue
-        sizes = np.sqrt(_squares(writes))[:, None] * np.sqrt(_squares(reads[letter]))
+        sizes = np.sqrt(_squared_norms(writes))[:, None] * np.sqrt(_squared_norms(reads[projection]))
         with np.errstate(invalid="ignore", divide="ignore"):
-            score = np.sqrt(product_norms(writes, reads[letter], upper=True)) / sizes
-        meets = np.array([[_before(a.streams["o"], b.streams[letter]) for b in heads] for a in heads])
-        made[name] = np.where(meets & ~turned, score, np.nan)
-    return made
+            score = np.sqrt(pairwise_product_norms(writes, reads[projection], upper=True)) / sizes
+        meets = np.array([[_comes_before(a.streams["o"], b.streams[projection]) for b in heads] for a in heads])
+        matrices[name] = np.where(meets & ~is_rotary, score, np.nan)
+    return matrices
 
 
-def _overlaps(heads: list[HeadWeights], letter: str) -> np.ndarray:
-    weights = [head.weights[letter] for head in heads]
+def _overlaps(heads: list[HeadWeights], projection: str) -> np.ndarray:
+    weights = [head.weights[projection] for head in heads]
     # Heads of a group hold the very same tensor: compared once, spread afterwards.
-    once = {id(weight): weight for weight in weights}
-    where = [list(once).index(id(weight)) for weight in weights]
-    basis = bases(torch.stack([weight.mT if letter == "o" else weight for weight in once.values()]))
-    ranks = _squares(basis).round()
+    unique = {id(weight): weight for weight in weights}
+    unique_index = [list(unique).index(id(weight)) for weight in weights]
+    basis = orthonormal_bases(torch.stack([weight.mT if projection == "o" else weight for weight in unique.values()]))
+    ranks = _squared_norms(basis).round()
     with np.errstate(invalid="ignore", divide="ignore"):
-        made = (square_norms(basis) / np.minimum(ranks[:, None], ranks))[np.ix_(where, where)]
-    apart = np.array([[a.streams[letter].name != b.streams[letter].name for b in heads] for a in heads])
-    return np.where(apart | (letter in "kv") & shared(heads), np.nan, made)
+        overlaps = (pairwise_gram_norms(basis) / np.minimum(ranks[:, None], ranks))[np.ix_(unique_index, unique_index)]
+    different_stream = np.array(
+        [[a.streams[projection].name != b.streams[projection].name for b in heads] for a in heads]
+    )
+    return np.where(different_stream | (projection in "kv") & shared_kv_mask(heads), np.nan, overlaps)
 
 
-def shared(heads: list[HeadWeights]) -> np.ndarray:
+def shared_kv_mask(heads: list[HeadWeights]) -> np.ndarray:
     """Which pairs of heads share W_K and W_V, and so agree there by construction: (H, H)."""
     groups = [head.group for head in heads]
     return np.array([[a == b and i != j for j, b in enumerate(groups)] for i, a in enumerate(groups)])
 
 
-def _before(write: StreamPlace, read: StreamPlace) -> bool:
-    return write.name == read.name and write.turn < read.turn
+def _comes_before(writer: StreamPosition, reader: StreamPosition) -> bool:
+    return writer.name == reader.name and writer.order < reader.order
 
 
-def _squares(matrices: Tensor) -> np.ndarray:
+def _squared_norms(matrices: Tensor) -> np.ndarray:
     return matrices.double().square().sum((1, 2)).cpu().numpy()

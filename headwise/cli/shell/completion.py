@@ -5,43 +5,47 @@ from pathlib import Path
 
 import typer
 
-WEIGHTS = (".safetensors", ".gguf", ".npz")
-FOLDERS = ("spec.json", "config.json", "run.json")  # one of them makes a folder a model, or a run that has one
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
+MODEL_FILES = ("spec.json", "config.json", "run.json")  # one of them makes a folder a model, or a run that has one
 
 
-def models(incomplete: str) -> list[str]:
+def complete_models(incomplete: str) -> list[str]:
     """Bundles, and what lies here: folders with a model in them, files of weights, saved profiles."""
     from headwise.io.resolve_path import BUNDLES
 
     start = Path(incomplete)
     folder = start if incomplete.endswith("/") else start.parent
-    here = sorted(folder.iterdir()) if folder.is_dir() else []
-    offered = [str(path) + "/" * path.is_dir() for path in here if path.suffix in WEIGHTS or _may_hold(path)]
-    return _fitting([*BUNDLES, *offered], incomplete)
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    candidates = [
+        str(path) + "/" * path.is_dir() for path in paths if path.suffix in WEIGHT_SUFFIXES or _may_contain_model(path)
+    ]
+    return _matching([*BUNDLES, *candidates], incomplete)
 
 
-def heads(context: typer.Context, incomplete: str) -> list[str]:
+def complete_heads(context: typer.Context, incomplete: str) -> list[str]:
     """The heads of the model that was named, and all heads of a layer; behind a comma, one more."""
     from headwise.errors import HeadwiseError
 
-    before, comma, last = incomplete.rpartition(",")
+    prefix, comma, partial = incomplete.rpartition(",")
     try:
         addresses = _addresses(str(context.params.get("model") or ""))
     except (HeadwiseError, OSError):  # nothing can be offered for what cannot be read
         return []
-    offered = dict.fromkeys(f"{address.site}.*" for address in addresses) | dict.fromkeys(map(str, addresses))
-    return [before + comma + one for one in _fitting(offered, last)]
+    candidates = dict.fromkeys(f"{address.layer_address}.*" for address in addresses) | dict.fromkeys(
+        map(str, addresses)
+    )
+    return [prefix + comma + candidate for candidate in _matching(candidates, partial)]
 
 
-def roles(incomplete: str) -> list[str]:
+def complete_roles(incomplete: str) -> list[str]:
     """The roles a head may have: those of the tables, and those of the embedded probe set's relations."""
-    from headwise.analysis.roles.prompt_roles import PROMPTED
+    from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
     from headwise.analysis.roles.roles import role_names
+    from headwise.text.annotated_document import Document
     from headwise.text.corpus import Corpus
-    from headwise.text.documents import Document
 
-    documents = (item for item in Corpus.probe().items() if isinstance(item, Document))
-    return _fitting(sorted(role_names(documents) | {role.name for role in PROMPTED}), incomplete)
+    documents = (item for item in Corpus.probe_set().items() if isinstance(item, Document))
+    return _matching(sorted(role_names(documents) | {role.name for role in PROMPT_ROLES}), incomplete)
 
 
 def _addresses(model: str) -> Iterable:
@@ -52,15 +56,15 @@ def _addresses(model: str) -> Iterable:
         return Profile.load(model).addresses
     from headwise.weights.load import open_checkpoint
 
-    return open_checkpoint(model).spec.addresses
+    return open_checkpoint(model).spec.head_addresses
 
 
-def _fitting(names: Iterable[str], incomplete: str) -> list[str]:
+def _matching(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _may_hold(path: Path) -> bool:
+def _may_contain_model(path: Path) -> bool:
     """Whether a folder is a model, or may lead to one."""
     if not path.is_dir() or path.name.startswith("."):
         return False
-    return any((path / name).is_file() for name in FOLDERS) or any(one.is_dir() for one in path.iterdir())
+    return any((path / name).is_file() for name in MODEL_FILES) or any(child.is_dir() for child in path.iterdir())

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def noticed() -> Iterator[list[int]]:
+def sigint_flag() -> Iterator[list[int]]:
     """Yields a list that is empty until Ctrl-C is pressed; KeyboardInterrupt is raised as ever."""
-    pressed: list[int] = []
+    received: list[int] = []
 
-    def press(number: int, frame: object) -> None:
-        pressed.append(number)
+    def handler(signum: int, frame: object) -> None:
+        received.append(signum)
         raise KeyboardInterrupt
 
-    usual = signal.getsignal(signal.SIGINT)
-    ours = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, press)
+    previous = signal.getsignal(signal.SIGINT)
+    installed = threading.current_thread() is threading.main_thread() and previous is signal.default_int_handler
+    if installed:
+        signal.signal(signal.SIGINT, handler)
     try:
-        yield pressed
+        yield received
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, usual)
+        if installed:
+            signal.signal(signal.SIGINT, previous)

@@ -10,130 +10,137 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.distillation.distill import lesson_of
-from headwise.distillation.distill_config import Lesson
-from headwise.experiments.engine.experiment_config import STARTS, Made, Point
-from headwise.experiments.engine.memory import is_known, rise
-from headwise.experiments.engine.store import DONE, Store
-from headwise.experiments.engine.threads import one_thread
-from headwise.experiments.engine.versions import VERSIONS
+from headwise.distillation.distill import distill_loss_factory
+from headwise.distillation.distill_config import DistillConfig
+from headwise.experiments.engine.declared_code_versions import VERSIONS
+from headwise.experiments.engine.experiment_config import INITIALIZERS, ExperimentConfig, TrainedModel
+from headwise.experiments.engine.experiment_store import RESULTS_FILE, ExperimentStore
+from headwise.experiments.engine.peak_memory import peak_memory, peak_memory_available
+from headwise.experiments.engine.single_thread import one_thread
 from headwise.model import Transformer
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.text.synthetic import LittleLanguage
+from headwise.text.synthetic import SyntheticLanguage
 from headwise.training import train
-from headwise.training.loop import Diverged, Trained
-from headwise.training.loss import LanguageLoss, MakeLoss
-from headwise.training.synthetic_eval import Mark, exam
+from headwise.training.language_loss import LanguageLoss, MakeLoss
+from headwise.training.loop import DivergenceError, TrainResult
+from headwise.training.synthetic_eval import ClozeScore, synthetic_eval
 
-HELD_OUT = 500  # documents of the little language the loss is measured on; no more than are learned from
-EXAMINED = 600  # and those of the exam,
-EXAM = 20_000  # whose seed is that of the point and so much more
+HELD_OUT_DOCUMENTS = 500  # documents of the synthetic language the loss is measured on; no more than are learned from
+EVAL_DOCUMENTS = 600  # and those of the exam,
+EVAL_SEED_OFFSET = 20_000  # whose seed is that of the point and so much more
 
 
-def make(point: Point, store: Store) -> Made:
+def train_or_load(config: ExperimentConfig, store: ExperimentStore) -> TrainedModel:
     """A trained point; trained now if it is not there. Raises KeyboardInterrupt if training was told to stop."""
-    place = store.place(point)
-    with store.holding(place):
-        found = store.made(point)
-        if found is not None:
-            return found
+    folder = store.folder_of(config)
+    with store.locked(folder):
+        existing = store.load_trained(config)
+        if existing is not None:
+            return existing
         with one_thread():  # so that it is the same bits whoever trains it
-            told = _train(point, place, store)
-        store.write(place / DONE, told)
-        for litter in (place / "tokens", place / "checkpoints", *place.glob(".step-*")):  # a finished run needs none
-            shutil.rmtree(litter, ignore_errors=True)
-    return Made(point, place, told)
+            results = _train(config, folder, store)
+        store.write_json(folder / RESULTS_FILE, results)
+        for leftover in (
+            folder / "tokens",
+            folder / "checkpoints",
+            *folder.glob(".step-*"),
+        ):  # a finished run needs none
+            shutil.rmtree(leftover, ignore_errors=True)
+    return TrainedModel(config, folder, results)
 
 
-def _train(point: Point, place: Path, store: Store) -> dict[str, Any]:
-    recipe, runs = point.recipe, list[Trained]()
-    corpus, valid = _texts(point, store)
+def _train(config: ExperimentConfig, folder: Path, store: ExperimentStore) -> dict[str, Any]:
+    recipe, runs = config.recipe, list[TrainResult]()
+    corpus, valid = _corpora(config, store)
 
-    def keep(model: Transformer, step: int) -> None:
-        if step in point.watch:
-            model.save(place / f"step-{step}")
+    def save_step(model: Transformer, step: int) -> None:
+        if step in config.checkpoint_steps:
+            model.save(folder / f"step-{step}")
 
     def run() -> None:
-        every = int(np.gcd.reduce([*point.watch, recipe.steps]))
-        made = train(
-            _beginning(point, corpus), corpus, recipe, out=place, valid=valid, tokenizer=point.tokenizer,
-            loss=_loss(point, corpus, store), call=keep if point.watch else None, every=every, progress=False,
+        callback_every = int(np.gcd.reduce([*config.checkpoint_steps, recipe.steps]))
+        result = train(
+            _initial_model(config, corpus), corpus, recipe, out=folder, valid=valid, tokenizer=config.tokenizer,
+            loss=_loss(config, corpus, store), callback=save_step if config.checkpoint_steps else None,
+            callback_every=callback_every, progress=False,
         )  # fmt: skip
-        runs.append(made)
+        runs.append(result)
 
     try:
-        memory = rise(run) if is_known() else run()
-    except Diverged:
-        return {"loss": None, "curve": [], "marks": {}, "tokens": 0, "speed": None, "memory": None}
-    if runs[0].stopped == "interrupted":
+        memory = peak_memory(run) if peak_memory_available() else run()
+    except DivergenceError:
+        return {"loss": None, "curve": [], "probe_accuracy": {}, "tokens": 0, "speed": None, "memory": None}
+    if runs[0].stop_reason == "interrupted":
         raise KeyboardInterrupt
-    return _measure(point, runs[0]) | {"memory": memory}
+    return _measure(config, runs[0]) | {"memory": memory}
 
 
-def _loss(point: Point, corpus: Corpus, store: Store) -> MakeLoss:
+def _loss(config: ExperimentConfig, corpus: Corpus, store: ExperimentStore) -> MakeLoss:
     """What it learns from: the text, or a teacher that is trained first."""
-    if point.teacher is None:
+    if config.teacher is None:
         return LanguageLoss
-    teacher = make(point.teacher, store).model()
+    teacher = train_or_load(config.teacher, store).load_model()
     losses, pairs = [], "best"
-    for part in point.by.split("+"):
-        name, _, paired = part.partition(" ")
+    for term in config.distill_losses.split("+"):
+        name, _, pairing = term.partition(" ")
         losses.append(name)
-        pairs = paired or pairs
-    given = _first_layers(point, teacher) if pairs == "first" else pairs
-    return lesson_of(teacher, Lesson(tuple(losses), pairs=given), corpus)
+        pairs = pairing or pairs
+    head_pairs = _first_layers(config, teacher) if pairs == "first" else pairs
+    return distill_loss_factory(teacher, DistillConfig(tuple(losses), head_pairs=head_pairs), corpus)
 
 
-def _first_layers(point: Point, teacher: Transformer) -> list[tuple[str, str]]:
+def _first_layers(config: ExperimentConfig, teacher: Transformer) -> list[tuple[str, str]]:
     """Every layer with the teacher's of the same number, its heads in order."""
-    own = point.spec.addresses
-    theirs = set(teacher.spec.addresses)
-    return [(str(head), str(head)) for head in own if head in theirs]
+    student_heads = config.spec.head_addresses
+    teacher_heads = set(teacher.spec.head_addresses)
+    return [(str(head), str(head)) for head in student_heads if head in teacher_heads]
 
 
-def _measure(point: Point, run: Trained) -> dict[str, Any]:
-    model, asked = run.model.eval(), min(EXAMINED, point.recipe.steps * point.recipe.batch)
+def _measure(config: ExperimentConfig, run: TrainResult) -> dict[str, Any]:
+    model, num_documents = run.model.eval(), min(EVAL_DOCUMENTS, config.recipe.steps * config.recipe.batch_size)
     speeds = [row["tokens_per_second"] for row in run.history if "tokens_per_second" in row]
     return {
         "loss": run.valid_loss,
         "curve": [(row["step"], row["valid_loss"]) for row in run.history if "valid_loss" in row],
-        "marks": {} if point.text else {mark.quiz: mark.right for mark in examine(model, point.recipe.seed, asked)},
+        "probe_accuracy": {}
+        if config.text
+        else {score.probe: score.accuracy for score in evaluate_synthetic(model, config.recipe.seed, num_documents)},
         "tokens": run.tokens,
         "speed": median(speeds) if speeds else None,
     }
 
 
-def examine(model: Transformer, seed: int, documents: int = EXAMINED) -> tuple[Mark, ...]:
+def evaluate_synthetic(model: Transformer, seed: int, documents: int = EVAL_DOCUMENTS) -> tuple[ClozeScore, ...]:
     """The exam of a seed: documents that other seeds are not asked about."""
-    return exam(model, documents=documents, seed=EXAM + seed)
+    return synthetic_eval(model, documents=documents, seed=EVAL_SEED_OFFSET + seed)
 
 
-def _beginning(point: Point, corpus: Corpus) -> Any:
+def _initial_model(config: ExperimentConfig, corpus: Corpus) -> Any:
     """The spec, for a model begun as usual; else a new model, changed before its first step."""
-    begin = STARTS[point.start]
-    if begin is None:
-        return point.spec
-    tokenizer = make_tokenizer(point.tokenizer, corpus)
+    initialize = INITIALIZERS[config.init]
+    if initialize is None:
+        return config.spec
+    tokenizer = make_tokenizer(config.tokenizer, corpus)
     with torch.random.fork_rng():
-        torch.manual_seed(point.recipe.seed)
-        model = Transformer(replace(point.spec, vocab=len(tokenizer)))
+        torch.manual_seed(config.recipe.seed)
+        model = Transformer(replace(config.spec, vocab=len(tokenizer)))
     model.tokenizer = tokenizer
-    begin(model)
+    initialize(model)
     return model
 
 
-def _texts(point: Point, store: Store) -> tuple[Corpus, Corpus | None]:
-    """What is learned and what is held out. Documents of the little language are written once for all points of a seed."""
-    if point.text:
-        return Corpus.of(Path(point.text)), None
-    recipe = point.recipe
-    documents = recipe.steps * recipe.batch
-    path = store.folder / "texts" / f"little-{recipe.seed}-{documents}-v{VERSIONS['texts']}.json"
-    with store.holding(path):
-        texts = store.read(path)
+def _corpora(config: ExperimentConfig, store: ExperimentStore) -> tuple[Corpus, Corpus | None]:
+    """What is learned and what is held out. Documents of the synthetic language are written once for all points of a seed."""
+    if config.text:
+        return Corpus.of(Path(config.text)), None
+    recipe = config.recipe
+    documents = recipe.steps * recipe.batch_size
+    path = store.folder / "texts" / f"synthetic-{recipe.seed}-{documents}-v{VERSIONS['texts']}.json"
+    with store.locked(path):
+        texts = store.read_json(path)
         if texts is None:
-            texts = [document.text for document in islice(LittleLanguage(recipe.seed), documents)]
-            store.write(path, texts)
-    held_out = Corpus.little("held-out", documents=min(HELD_OUT, documents), seed=recipe.seed)
+            texts = [document.text for document in islice(SyntheticLanguage(recipe.seed), documents)]
+            store.write_json(path, texts)
+    held_out = Corpus.synthetic("held-out", documents=min(HELD_OUT_DOCUMENTS, documents), seed=recipe.seed)
     return Corpus.of(texts), held_out

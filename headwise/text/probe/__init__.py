@@ -8,13 +8,13 @@ first word of a sentence, where many heads rest whatever the words.
 from functools import cache
 from importlib.resources import files
 
-from headwise.errors import HeadwiseError, close_names
-from headwise.text.documents import Document
-from headwise.text.probe.markup import MARKS, parse_file
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.text.annotated_document import Document
+from headwise.text.probe.markup import RELATION_BY_TAG, parse_file
 
 __all__ = ["RELATIONS", "probe_set"]
 
-RELATIONS = tuple(MARKS.values())
+RELATIONS = tuple(RELATION_BY_TAG.values())
 
 
 def probe_set(*relations: str) -> tuple[Document, ...]:
@@ -29,19 +29,19 @@ def probe_set(*relations: str) -> tuple[Document, ...]:
     """
     for name in relations:
         if name not in RELATIONS:
-            raise HeadwiseError(f"no relation {name!r} in the probe set; {close_names(name, RELATIONS)}")
+            raise HeadwiseError(f"no relation {name!r} in the probe set; {suggest_names(name, RELATIONS)}")
     if not relations:
-        return _all()
-    chosen = []
-    for document in _all():
+        return _all_documents()
+    selected = []
+    for document in _all_documents():
         arcs = tuple(arc for arc in document.relations if arc.name in relations)
         if arcs:
-            chosen.append(Document(document.text, document.words, arcs))
-    return tuple(chosen)
+            selected.append(Document(document.text, document.words, arcs))
+    return tuple(selected)
 
 
 @cache
-def _all() -> tuple[Document, ...]:
+def _all_documents() -> tuple[Document, ...]:
     folder = files("headwise.text.probe")
     texts = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".txt")), key=lambda entry: entry.name)
     return tuple(document for entry in texts for document in parse_file(entry.read_text("utf-8"), entry.name))

@@ -1,9 +1,18 @@
-"""The little language: endless English-like documents with gold relations, in which no fixed offset finds them."""
+"""The synthetic language: endless English-like documents with gold relations, in which no fixed offset finds them."""
 
-from headwise.text.synthetic.cloze_probes import Quiz, quizzes
-from headwise.text.synthetic.describe import Description, describe
-from headwise.text.synthetic.generator import LittleLanguage
-from headwise.text.synthetic.offset_limits import OFFSETS
-from headwise.text.synthetic.vocabulary import CLASSES, VOCABULARY
+from headwise.text.synthetic.cloze_probes import ClozeProbe, cloze_probes
+from headwise.text.synthetic.generator import SyntheticLanguage
+from headwise.text.synthetic.max_offset_accuracy import MAX_OFFSET_FRACTIONS
+from headwise.text.synthetic.relation_statistics import RelationOffsetSummary, describe_language
+from headwise.text.synthetic.vocabulary import VOCABULARY, WORD_CLASSES
 
-__all__ = ["CLASSES", "OFFSETS", "VOCABULARY", "Description", "LittleLanguage", "Quiz", "describe", "quizzes"]
+__all__ = [
+    "MAX_OFFSET_FRACTIONS",
+    "VOCABULARY",
+    "WORD_CLASSES",
+    "ClozeProbe",
+    "RelationOffsetSummary",
+    "SyntheticLanguage",
+    "cloze_probes",
+    "describe_language",
+]

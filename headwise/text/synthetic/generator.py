@@ -4,22 +4,22 @@ from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 
-from headwise.text.documents import Document, Relation
-from headwise.text.synthetic.fragments import Fragment, Word, join
-from headwise.text.synthetic.grammar import PATTERNS
-from headwise.text.synthetic.phrases import Setting
-from headwise.text.synthetic.splits import check_split
+from headwise.text.annotated_document import Document, Relation
+from headwise.text.synthetic.annotated_fragment import AnnotatedFragment, Word, join_fragments
+from headwise.text.synthetic.grammar import SENTENCE_WEIGHTS
+from headwise.text.synthetic.phrases import DocumentState
 from headwise.text.synthetic.vocabulary import Noun
+from headwise.text.synthetic.word_pair_splits import check_split
 
-SHORTEST, LONGEST = 20, 80  # words of a document
-_PATTERNS = [pattern for pattern, times in PATTERNS.items() for _ in range(times)]
+MIN_WORDS, MAX_WORDS = 20, 80  # words of a document
+_WEIGHTED_SENTENCES = [pattern for pattern, weight in SENTENCE_WEIGHTS.items() for _ in range(weight)]
 
 
-class LittleLanguage:
+class SyntheticLanguage:
     """English-like documents with gold relations, seeded and endless; `held-out` ones pair words training never pairs.
 
-    >>> language = LittleLanguage(seed=0)
-    >>> language.document(5) == LittleLanguage(seed=0).document(5)
+    >>> language = SyntheticLanguage(seed=0)
+    >>> language.document(5) == SyntheticLanguage(seed=0).document(5)
     True
     >>> first = next(iter(language))
     >>> first == language.document(0), len(first.words) == len(first.classes)
@@ -32,46 +32,51 @@ class LittleLanguage:
         self.split = split
 
     def __iter__(self) -> Iterator[Document]:
-        number = 0
+        index = 0
         while True:
-            yield self.document(number)
-            number += 1
+            yield self.document(index)
+            index += 1
 
-    def document(self, number: int) -> Document:
+    def document(self, index: int) -> Document:
         """The document of this number, the same whenever it is asked for."""
-        scene = Setting(Random(f"{self.seed} {self.split} {number}").random, self.split)
-        return finish(tell(scene))
+        doc = DocumentState(Random(f"{self.seed} {self.split} {index}").random, self.split)
+        return to_document(generate_document_fragment(doc))
 
 
-def tell(scene: Setting) -> Fragment:
+def generate_document_fragment(doc: DocumentState) -> AnnotatedFragment:
     """Sentence after sentence, now about one topic, now about the other, until the document is long enough."""
-    target = SHORTEST + scene.random() * (LONGEST - SHORTEST) * 0.75
-    told = _sentence(scene)
-    while len(told.words) < target:
-        more = _sentence(scene)
-        if len(told.words) + len(more.words) <= LONGEST:
-            told = join(told, more)
-    return told
+    target_words = MIN_WORDS + doc.random() * (MAX_WORDS - MIN_WORDS) * 0.75
+    fragment = _generate_sentence(doc)
+    while len(fragment.words) < target_words:
+        sentence = _generate_sentence(doc)
+        if len(fragment.words) + len(sentence.words) <= MAX_WORDS:
+            fragment = join_fragments(fragment, sentence)
+    return fragment
 
 
-def finish(fragment: Fragment) -> Document:
+def to_document(fragment: AnnotatedFragment) -> Document:
     """Give every word its place, add the relations that run through the whole document, and turn arcs into places."""
-    for place, word in enumerate(fragment.words):
-        word.place = place
-    arcs = [*fragment.arcs, *_copies(fragment.words), *_related(fragment.words), *_delimiters(fragment.words)]
-    relations = sorted(Relation(name, source.place, target.place) for name, source, target in arcs)
+    for index, word in enumerate(fragment.words):
+        word.index = index
+    arcs = [
+        *fragment.arcs,
+        *_copy_arcs(fragment.words),
+        *_related_arcs(fragment.words),
+        *_delimiter_arcs(fragment.words),
+    ]
+    relations = sorted(Relation(name, source.index, target.index) for name, source, target in arcs)
     words = tuple(word.text for word in fragment.words)
     classes = tuple(word.kind for word in fragment.words)
-    phrases = sorted((first.place, last.place + 1) for first, last in fragment.phrases)
+    phrases = sorted((first.index, last.index + 1) for first, last in fragment.phrases)
     return Document(" ".join(words), words, tuple(relations), classes, tuple(phrases))
 
 
-def _sentence(scene: Setting) -> Fragment:
-    scene.turn()
-    return scene.pick(_PATTERNS)(scene)
+def _generate_sentence(doc: DocumentState) -> AnnotatedFragment:
+    doc.start_sentence()
+    return doc.choice(_WEIGHTED_SENTENCES)(doc)
 
 
-def _copies(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
+def _copy_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
     """A surname that was there before points at where it was first."""
     first: dict[str, Word] = {}
     for word in words:
@@ -82,7 +87,7 @@ def _copies(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
                 first[word.text] = word
 
 
-def _related(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
+def _related_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
     """A noun points at the nearest earlier noun of its topic that is another word."""
     earlier: list[tuple[Word, Noun]] = []
     for word in words:
@@ -94,7 +99,7 @@ def _related(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
             earlier.append((word, word.noun))
 
 
-def _delimiters(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
+def _delimiter_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
     """The end of a sentence points at the end of the one before."""
     ends = [word for word in words if word.text in (".", "?")]
     for earlier, word in pairwise(ends):

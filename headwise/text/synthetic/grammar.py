@@ -7,246 +7,282 @@ noun fits, though another may be nearer.
 from collections.abc import Callable
 
 from headwise.text.synthetic import vocabulary as v
-from headwise.text.synthetic.fragments import Fragment, Word, join
+from headwise.text.synthetic.annotated_fragment import AnnotatedFragment, Word, join_fragments
 from headwise.text.synthetic.phrases import (
-    Setting,
-    acting,
-    acting_on,
-    adverb,
-    aside,
-    before_verb,
-    enclosed,
+    DocumentState,
+    enclosed_clause,
     inflect,
+    intransitive_clause,
     noun_phrase,
-    prepositional,
+    optional_pre_adverb,
+    parenthetical,
+    prepositional_phrase,
+    random_adverb,
+    transitive_clause,
 )
-from headwise.text.synthetic.splits import partners
 from headwise.text.synthetic.vocabulary import Noun
+from headwise.text.synthetic.word_pair_splits import allowed_partners
 
 
-def stop(mark: str = ".") -> Word:
+def punctuation(mark: str = ".") -> Word:
     """A full stop, a question mark or a comma."""
     return Word(mark, "delimiter")
 
 
-def pronoun_for(noun: Noun, antecedent: Word) -> Fragment:
+def pronoun_for(noun: Noun, antecedent: Word) -> AnnotatedFragment:
     """The pronoun that stands for a noun, with its arc."""
     word = Word(noun.pronoun, "pronoun", noun)
-    return join(word).relate("pronoun-antecedent", word, antecedent)
+    return join_fragments(word).add_relation("pronoun-antecedent", word, antecedent)
 
 
-def telling(scene: Setting) -> Fragment:
+def transitive_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The dog ( … ) sees the cat near the barn ."""
-    noun = scene.noun(animate=True)
-    subject = noun_phrase(scene, noun, tails=0.5)
-    if scene.chance(0.35):
-        subject = join(subject, aside(scene))
-    object = noun_phrase(scene, scene.noun(), tails=0.3)
-    if scene.chance(0.35):
-        object = join(object, aside(scene))
-    return join(acting_on(scene, subject, noun, object), stop())
+    noun = doc.sample_noun(animate=True)
+    subject = noun_phrase(doc, noun, tail_probability=0.5)
+    if doc.bernoulli(0.35):
+        subject = join_fragments(subject, parenthetical(doc))
+    object = noun_phrase(doc, doc.sample_noun(), tail_probability=0.3)
+    if doc.bernoulli(0.35):
+        object = join_fragments(object, parenthetical(doc))
+    return join_fragments(transitive_clause(doc, subject, noun, object), punctuation())
 
 
-def resolving(scene: Setting) -> Fragment:
+def pronoun_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The dogs like the pillow because it is soft: whoever knows which noun "it" is knows the last word."""
-    by_subject = scene.chance(0.5)
-    meant = scene.noun(animate=by_subject, names=0.15)  # or "late" would be the best guess
-    other = scene.noun(animate=not by_subject, beside=meant)
-    tails = 0.3
-    if by_subject:
-        actor, subject = meant, noun_phrase(scene, meant, beside=meant, tails=tails)
-        object = noun_phrase(scene, other, beside=meant, tails=tails)
+    refers_to_subject = doc.bernoulli(0.5)
+    antecedent = doc.sample_noun(animate=refers_to_subject, name_probability=0.15)  # or "late" would be the best guess
+    other = doc.sample_noun(animate=not refers_to_subject, distinct_from=antecedent)
+    tail_probability = 0.3
+    if refers_to_subject:
+        actor, subject = (
+            antecedent,
+            noun_phrase(doc, antecedent, distinct_from=antecedent, tail_probability=tail_probability),
+        )
+        object = noun_phrase(doc, other, distinct_from=antecedent, tail_probability=tail_probability)
     else:
-        actor, subject = other, noun_phrase(scene, other, beside=meant, tails=tails)
-        object = noun_phrase(scene, meant, beside=meant, tails=tails)
-    event = acting_on(scene, subject, actor, object)
-    pronoun = pronoun_for(meant, (subject if by_subject else object).head)
-    verb, state = inflect(v.IS, meant), Word(v.STATES[meant.kind], "adjective")
-    remark = join(pronoun, verb, state, head=state).relate("subject-verb", pronoun.head, verb)
-    link = scene.pick(("because", "because", "so", "."))
-    if link == ".":
-        return join(event, stop(), remark, stop())
-    whole = join(event, Word(link, "conjunction"), remark, stop())
-    effect, cause = (event.head, state) if link == "because" else (state, event.head)
-    return whole.relate("cause-effect", effect, cause)
+        actor, subject = other, noun_phrase(doc, other, distinct_from=antecedent, tail_probability=tail_probability)
+        object = noun_phrase(doc, antecedent, distinct_from=antecedent, tail_probability=tail_probability)
+    event = transitive_clause(doc, subject, actor, object)
+    pronoun = pronoun_for(antecedent, (subject if refers_to_subject else object).head)
+    verb, state = inflect(v.IS, antecedent), Word(v.STATE_ADJECTIVES[antecedent.kind], "adjective")
+    remark = join_fragments(pronoun, verb, state, head=state).add_relation("subject-verb", pronoun.head, verb)
+    connective = doc.choice(("because", "because", "so", "."))
+    if connective == ".":
+        return join_fragments(event, punctuation(), remark, punctuation())
+    sentence = join_fragments(event, Word(connective, "conjunction"), remark, punctuation())
+    effect, cause = (event.head, state) if connective == "because" else (state, event.head)
+    return sentence.add_relation("cause-effect", effect, cause)
 
 
-def meeting(scene: Setting) -> Fragment:
+def two_person_sentence(doc: DocumentState) -> AnnotatedFragment:
     """Alice Smith sees the old barn near Tom Reed ."""
-    if len(scene.cast) < 2:
-        return telling(scene)
-    actor = scene.pick(scene.cast)
-    other = scene.pick([person for person in scene.cast if person != actor])
-    scene.named.update((actor, other))
-    thing, preposition = noun_phrase(scene, scene.noun()), Word(scene.pick(v.PREPOSITIONS), "preposition")
-    object = join(thing, preposition, noun_phrase(scene, other))
-    return join(acting_on(scene, noun_phrase(scene, actor), actor, object), stop())
+    if len(doc.people) < 2:
+        return transitive_sentence(doc)
+    actor = doc.choice(doc.people)
+    other = doc.choice([person for person in doc.people if person != actor])
+    doc.mentioned.update((actor, other))
+    thing, preposition = noun_phrase(doc, doc.sample_noun()), Word(doc.choice(v.PREPOSITIONS), "preposition")
+    object = join_fragments(thing, preposition, noun_phrase(doc, other))
+    return join_fragments(transitive_clause(doc, noun_phrase(doc, actor), actor, object), punctuation())
 
 
-def owning(scene: Setting) -> Fragment:
+def possessive_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The boy near the horses sees his dog . / The boy sees the horses near his house ."""
-    owner = scene.noun(animate=True)
-    subject = noun_phrase(scene, owner, beside=owner, tails=0.35)
+    owner = doc.sample_noun(animate=True)
+    subject = noun_phrase(doc, owner, distinct_from=owner, tail_probability=0.35)
     possessive = Word(v.POSSESSIVES[owner.pronoun], "possessive")
-    owned = noun_phrase(scene, _common(scene, owner), determiner=possessive)
-    if scene.chance(0.5):
+    owned = noun_phrase(doc, _common_noun(doc, owner), determiner=possessive)
+    if doc.bernoulli(0.5):
         object = owned
     else:
-        thing = noun_phrase(scene, scene.noun(beside=owner))
-        object = join(thing, Word(scene.pick(v.PREPOSITIONS), "preposition"), owned)
-    whole = join(acting_on(scene, subject, owner, object), stop())
-    return whole.relate("possessive", possessive, subject.head)
+        thing = noun_phrase(doc, doc.sample_noun(distinct_from=owner))
+        object = join_fragments(thing, Word(doc.choice(v.PREPOSITIONS), "preposition"), owned)
+    sentence = join_fragments(transitive_clause(doc, subject, owner, object), punctuation())
+    return sentence.add_relation("possessive", possessive, subject.head)
 
 
-def _common(scene: Setting, beside: Noun) -> Noun:
+def _common_noun(doc: DocumentState, distinct_from: Noun) -> Noun:
     """A noun without a name: Alice Smith is nobody's."""
-    while (noun := scene.noun(beside=beside)).kind == "named":
+    while (noun := doc.sample_noun(distinct_from=distinct_from)).kind == "named":
         pass
     return noun
 
 
-def causing(scene: Setting) -> Fragment:
+def cause_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The barn near the trees is wet because the rain falls . / The rain falls here so the barn is wet ."""
-    noun = scene.noun()
-    effect = scene.pick(partners(scene.split, noun.index, v.EFFECTS))
-    power, does, _ = next(row for row in v.WEATHER if row[2] == effect)
-    subject = noun_phrase(scene, noun, tails=0.4)
+    noun = doc.sample_noun()
+    effect = doc.choice(allowed_partners(doc.split, noun.index, v.EFFECTS))
+    agent, agent_verb, _ = next(row for row in v.CAUSES if row[2] == effect)
+    subject = noun_phrase(doc, noun, tail_probability=0.4)
     verb, state = inflect(v.IS, noun), Word(effect, "adjective")
-    result = join(subject, verb, state, head=state)
-    result.relate("subject-verb", subject.head, verb).relate("adjective-noun", state, subject.head)
-    the, cause, act = Word("the", "determiner"), Word(power, "noun"), Word(does, "verb")
-    event = join(the, cause, act, *([adverb(scene)] if scene.chance(0.5) else []), head=act)
-    event.relate("determiner-noun", the, cause).relate("subject-verb", cause, act)
-    if scene.chance(0.5):
-        whole = join(result, Word("because", "conjunction"), event, stop())
+    result = join_fragments(subject, verb, state, head=state)
+    result.add_relation("subject-verb", subject.head, verb).add_relation("adjective-noun", state, subject.head)
+    the, cause, act = Word("the", "determiner"), Word(agent, "noun"), Word(agent_verb, "verb")
+    event = join_fragments(the, cause, act, *([random_adverb(doc)] if doc.bernoulli(0.5) else []), head=act)
+    event.add_relation("determiner-noun", the, cause).add_relation("subject-verb", cause, act)
+    if doc.bernoulli(0.5):
+        sentence = join_fragments(result, Word("because", "conjunction"), event, punctuation())
     else:
-        whole = join(event, Word("so", "conjunction"), result, stop())
-    return whole.relate("cause-effect", state, act)
+        sentence = join_fragments(event, Word("so", "conjunction"), result, punctuation())
+    return sentence.add_relation("cause-effect", state, act)
 
 
-def agreeing(scene: Setting) -> Fragment:
+def agreement_sentence(doc: DocumentState) -> AnnotatedFragment:
     """Today the dogs near the barn are old . / The dogs , which the boy near the barn sees , are old ."""
-    noun = scene.noun()
-    if noun.kind != "named" and scene.chance(0.5):
-        opener, be = [], v.IS
-        subject = noun_phrase(scene, noun)
-        subject = join(subject, relative(scene, subject.head, noun))
+    noun = doc.sample_noun()
+    if noun.kind != "named" and doc.bernoulli(0.5):
+        opener, verb_forms = [], v.IS
+        subject = noun_phrase(doc, noun)
+        subject = join_fragments(subject, relative_clause(doc, subject.head, noun))
     else:
-        opener = [Word(scene.pick(tuple(v.OPENERS)), "adverb")]
-        be = v.OPENERS[opener[0].text]
-        subject = noun_phrase(scene, noun, tails=0.8)
-        if scene.chance(0.25):
-            subject = join(subject, aside(scene))
-    verb, quality = inflect(be, noun), Word(scene.adjective(noun), "adjective")
-    whole = join(*opener, subject, verb, quality, stop(), head=verb)
-    return whole.relate("subject-verb", subject.head, verb).relate("adjective-noun", quality, subject.head)
+        opener = [Word(doc.choice(tuple(v.TIME_ADVERBS)), "adverb")]
+        verb_forms = v.TIME_ADVERBS[opener[0].text]
+        subject = noun_phrase(doc, noun, tail_probability=0.8)
+        if doc.bernoulli(0.25):
+            subject = join_fragments(subject, parenthetical(doc))
+    verb, quality = inflect(verb_forms, noun), Word(doc.sample_adjective(noun), "adjective")
+    sentence = join_fragments(*opener, subject, verb, quality, punctuation(), head=verb)
+    return sentence.add_relation("subject-verb", subject.head, verb).add_relation(
+        "adjective-noun", quality, subject.head
+    )
 
 
-def relative(scene: Setting, head: Word, noun: Noun) -> Fragment:
+def relative_clause(doc: DocumentState, head: Word, noun: Noun) -> AnnotatedFragment:
     """, which the boy near the barn sees ,"""
-    which = Word("who" if noun.kind in v.PEOPLE else "which", "pronoun")
-    actor = scene.noun(animate=True)
-    subject = noun_phrase(scene, actor, tails=0.3)
-    verb = inflect(scene.verb(v.TRANSITIVE, actor), actor)
-    whole = join(stop(","), which, subject, *before_verb(scene), verb, stop(","))
-    whole.relate("subject-verb", subject.head, verb).relate("verb-object", head, verb)
-    return whole
+    relative_pronoun = Word("who" if noun.kind in v.PEOPLE else "which", "pronoun")
+    actor = doc.sample_noun(animate=True)
+    subject = noun_phrase(doc, actor, tail_probability=0.3)
+    verb = inflect(doc.sample_verb(v.TRANSITIVE, actor), actor)
+    clause = join_fragments(
+        punctuation(","), relative_pronoun, subject, *optional_pre_adverb(doc), verb, punctuation(",")
+    )
+    clause.add_relation("subject-verb", subject.head, verb).add_relation("verb-object", head, verb)
+    return clause
 
 
-def speaking(scene: Setting) -> Fragment:
+def quote_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The king says , " the queen waits here " ."""
-    noun = scene.noun(animate=True)
-    subject = noun_phrase(scene, noun, tails=0.3)
+    noun = doc.sample_noun(animate=True)
+    subject = noun_phrase(doc, noun, tail_probability=0.3)
     verb = inflect(v.SAY, noun)
-    whole = join(subject, *before_verb(scene), verb, stop(","), enclosed(scene, scene.pick((3, 4))), stop(), head=verb)
-    return whole.relate("subject-verb", subject.head, verb)
+    sentence = join_fragments(
+        subject,
+        *optional_pre_adverb(doc),
+        verb,
+        punctuation(","),
+        enclosed_clause(doc, doc.choice((3, 4))),
+        punctuation(),
+        head=verb,
+    )
+    return sentence.add_relation("subject-verb", subject.head, verb)
 
 
-def supposing(scene: Setting) -> Fragment:
+def conditional_sentence(doc: DocumentState) -> AnnotatedFragment:
     """If the dog near the barn sleeps here , then it sees the cat ."""
-    noun = scene.noun(animate=True)
-    first = noun_phrase(scene, noun, beside=noun, tails=0.4)
-    if scene.chance(0.4):
-        condition = join(acting(scene, first, noun), adverb(scene))
+    noun = doc.sample_noun(animate=True)
+    first = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.4)
+    if doc.bernoulli(0.4):
+        condition = join_fragments(intransitive_clause(doc, first, noun), random_adverb(doc))
     else:
-        thing = noun_phrase(scene, scene.noun(beside=noun), beside=noun, tails=0.3)
-        condition = acting_on(scene, first, noun, thing)
+        thing = noun_phrase(doc, doc.sample_noun(distinct_from=noun), distinct_from=noun, tail_probability=0.3)
+        condition = transitive_clause(doc, first, noun, thing)
     actor, second = noun, pronoun_for(noun, first.head)
-    if scene.chance(0.5):
-        actor = scene.noun(animate=True)
-        second = noun_phrase(scene, actor, tails=0.3)
-    consequence = acting_on(scene, second, actor, noun_phrase(scene, scene.noun()))
+    if doc.bernoulli(0.5):
+        actor = doc.sample_noun(animate=True)
+        second = noun_phrase(doc, actor, tail_probability=0.3)
+    consequence = transitive_clause(doc, second, actor, noun_phrase(doc, doc.sample_noun()))
     if_, then = Word("if", "conjunction"), Word("then", "conjunction")
-    whole = join(if_, condition, stop(","), then, consequence, stop(), head=consequence.head)
-    return whole.relate("if-then", if_, then)
+    sentence = join_fragments(if_, condition, punctuation(","), then, consequence, punctuation(), head=consequence.head)
+    return sentence.add_relation("if-then", if_, then)
 
 
-def asking(scene: Setting) -> Fragment:
+def question_answer(doc: DocumentState) -> AnnotatedFragment:
     """One question of four kinds, with its answer."""
-    return scene.pick((asking_where, asking_what, asking_who, asking_whether))(scene)
+    return doc.choice((where_question, what_question, who_question, yes_no_question))(doc)
 
 
-def asking_where(scene: Setting) -> Fragment:
+def where_question(doc: DocumentState) -> AnnotatedFragment:
     """Where are the old dogs ? they are near the barn ."""
-    noun = scene.noun()
-    where, verb, again = Word("where", "question"), inflect(v.IS, noun), inflect(v.IS, noun)
-    subject = noun_phrase(scene, noun, beside=noun, tails=0.2)
-    pronoun, place = pronoun_for(noun, subject.head), prepositional(scene, None)
-    whole = join(where, verb, subject, stop("?"), pronoun, again, place, stop(), head=verb)
-    whole.relate("subject-verb", subject.head, verb).relate("subject-verb", pronoun.head, again)
-    return whole.relate("question-answer", where, place.head)
+    noun = doc.sample_noun()
+    question_word, verb, answer_verb = Word("where", "question"), inflect(v.IS, noun), inflect(v.IS, noun)
+    subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.2)
+    pronoun, location = pronoun_for(noun, subject.head), prepositional_phrase(doc, None)
+    sentence = join_fragments(
+        question_word, verb, subject, punctuation("?"), pronoun, answer_verb, location, punctuation(), head=verb
+    )
+    sentence.add_relation("subject-verb", subject.head, verb).add_relation("subject-verb", pronoun.head, answer_verb)
+    return sentence.add_relation("question-answer", question_word, location.head)
 
 
-def asking_what(scene: Setting) -> Fragment:
+def what_question(doc: DocumentState) -> AnnotatedFragment:
     """What does the old dog see ? it sees a cake ."""
-    noun = scene.noun(animate=True)
-    subject = noun_phrase(scene, noun, beside=noun, tails=0.3)
-    what, do, verb = Word("what", "question"), inflect(v.DO, noun), scene.verb(v.TRANSITIVE, noun)
-    pronoun, again = pronoun_for(noun, subject.head), inflect(verb, noun)
-    object = noun_phrase(scene, scene.noun())
-    whole = join(
-        what,
+    noun = doc.sample_noun(animate=True)
+    subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
+    question_word, do, verb = Word("what", "question"), inflect(v.DO, noun), doc.sample_verb(v.TRANSITIVE, noun)
+    pronoun, answer_verb = pronoun_for(noun, subject.head), inflect(verb, noun)
+    object = noun_phrase(doc, doc.sample_noun())
+    sentence = join_fragments(
+        question_word,
         do,
         subject,
         Word(verb[1], "verb"),
-        stop("?"),
+        punctuation("?"),
         pronoun,
-        *before_verb(scene),
-        again,
+        *optional_pre_adverb(doc),
+        answer_verb,
         object,
-        stop(),
+        punctuation(),
         head=do,
     )
-    whole.relate("subject-verb", subject.head, do).relate("subject-verb", pronoun.head, again)
-    return whole.relate("verb-object", object.head, again).relate("question-answer", what, object.head)
+    sentence.add_relation("subject-verb", subject.head, do).add_relation("subject-verb", pronoun.head, answer_verb)
+    return sentence.add_relation("verb-object", object.head, answer_verb).add_relation(
+        "question-answer", question_word, object.head
+    )
 
 
-def asking_who(scene: Setting) -> Fragment:
+def who_question(doc: DocumentState) -> AnnotatedFragment:
     """Who sees the old dog ? the king does ."""
-    while (noun := scene.noun(animate=True)).kind not in v.PEOPLE:
+    while (noun := doc.sample_noun(animate=True)).kind not in v.PEOPLE:
         pass
-    who, verb = Word("who", "question"), Word(scene.verb(v.TRANSITIVE, noun)[0], "verb")
-    object = noun_phrase(scene, scene.noun(), tails=0.4)
-    person, do = noun_phrase(scene, noun), inflect(v.DO, noun)
-    whole = join(who, verb, object, stop("?"), person, do, stop(), head=verb)
-    whole.relate("subject-verb", person.head, do).relate("verb-object", object.head, verb)
-    return whole.relate("question-answer", who, person.head)
+    question_word, verb = Word("who", "question"), Word(doc.sample_verb(v.TRANSITIVE, noun)[0], "verb")
+    object = noun_phrase(doc, doc.sample_noun(), tail_probability=0.4)
+    person, do = noun_phrase(doc, noun), inflect(v.DO, noun)
+    sentence = join_fragments(question_word, verb, object, punctuation("?"), person, do, punctuation(), head=verb)
+    sentence.add_relation("subject-verb", person.head, do).add_relation("verb-object", object.head, verb)
+    return sentence.add_relation("question-answer", question_word, person.head)
 
 
-def asking_whether(scene: Setting) -> Fragment:
+def yes_no_question(doc: DocumentState) -> AnnotatedFragment:
     """Does the dog see the cats ? yes , it does ."""
-    noun = scene.noun(animate=True)
-    subject = noun_phrase(scene, noun, beside=noun, tails=0.3)
-    do, again, verb = inflect(v.DO, noun), inflect(v.DO, noun), Word(scene.verb(v.TRANSITIVE, noun)[1], "verb")
-    object = noun_phrase(scene, scene.noun(beside=noun))
-    answer, pronoun = Word(scene.pick(("yes", "no")), "answer"), pronoun_for(noun, subject.head)
+    noun = doc.sample_noun(animate=True)
+    subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
+    do, answer_auxiliary, verb = (
+        inflect(v.DO, noun),
+        inflect(v.DO, noun),
+        Word(doc.sample_verb(v.TRANSITIVE, noun)[1], "verb"),
+    )
+    object = noun_phrase(doc, doc.sample_noun(distinct_from=noun))
+    answer, pronoun = Word(doc.choice(("yes", "no")), "answer"), pronoun_for(noun, subject.head)
     denial = [Word("not", "answer")] if answer.text == "no" else []
-    whole = join(do, subject, verb, object, stop("?"), answer, stop(","), pronoun, again, *denial, stop())
-    whole.relate("subject-verb", subject.head, do).relate("subject-verb", pronoun.head, again)
-    return whole.relate("verb-object", object.head, verb).relate("question-answer", do, answer)
+    sentence = join_fragments(
+        do,
+        subject,
+        verb,
+        object,
+        punctuation("?"),
+        answer,
+        punctuation(","),
+        pronoun,
+        answer_auxiliary,
+        *denial,
+        punctuation(),
+    )
+    sentence.add_relation("subject-verb", subject.head, do).add_relation("subject-verb", pronoun.head, answer_auxiliary)
+    return sentence.add_relation("verb-object", object.head, verb).add_relation("question-answer", do, answer)
 
 
 # how often each kind of sentence is told
-PATTERNS: dict[Callable[[Setting], Fragment], int] = {
-    resolving: 5, agreeing: 3, telling: 4, meeting: 2, speaking: 3, owning: 2, causing: 2, supposing: 2, asking: 3,
+SENTENCE_WEIGHTS: dict[Callable[[DocumentState], AnnotatedFragment], int] = {
+    pronoun_sentence: 5, agreement_sentence: 3, transitive_sentence: 4, two_person_sentence: 2, quote_sentence: 3,
+    possessive_sentence: 2, cause_sentence: 2, conditional_sentence: 2, question_answer: 3,
 }  # fmt: skip

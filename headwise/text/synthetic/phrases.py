@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from headwise.text.synthetic import vocabulary as v
-from headwise.text.synthetic.fragments import Fragment, Word, join
-from headwise.text.synthetic.splits import is_held_out, nestings, partners
+from headwise.text.synthetic.annotated_fragment import AnnotatedFragment, Word, join_fragments
 from headwise.text.synthetic.vocabulary import Noun
+from headwise.text.synthetic.word_pair_splits import allowed_nestings, allowed_partners, is_held_out
 
 Item = TypeVar("Item")
 
-_FIRST = tuple(v.FIRST_NAMES.items())
+_FIRST_NAMES = tuple(v.FIRST_NAMES.items())
 _BY_TOPIC = {topic: tuple(noun for noun in v.NOUNS if noun.topic == topic) for topic in v.TOPICS}
 _ANIMATE_BY_TOPIC = {t: tuple(noun for noun in nouns if noun.kind in v.ANIMATE) for t, nouns in _BY_TOPIC.items()}
 
 
-class Setting:
+class DocumentState:
     """What one document is about: its topics, its people with names, and the dice that decide everything.
 
     Only `random()` is asked of the dice: its sequence is promised to stay the same from one Python to the next.
@@ -24,65 +24,71 @@ class Setting:
     def __init__(self, random: Callable[[], float], split: str) -> None:
         self.random = random
         self.split = split
-        first = self.pick(v.TOPICS)
-        self.topics = (first, self.pick([topic for topic in v.TOPICS if topic != first]))
+        first = self.choice(v.TOPICS)
+        self.topics = (first, self.choice([topic for topic in v.TOPICS if topic != first]))
         self.topic = first  # of the sentence under way
-        self.cast = self._people()
-        self.named: set[Noun] = set()  # in the sentence under way
+        self.people = self._sample_people()
+        self.mentioned: set[Noun] = set()  # in the sentence under way
 
-    def turn(self) -> None:
+    def start_sentence(self) -> None:
         """Begin a sentence: it has one of the two topics, and names nobody yet."""
-        self.topic = self.pick(self.topics)
-        self.named.clear()
+        self.topic = self.choice(self.topics)
+        self.mentioned.clear()
 
-    def pick(self, options: Sequence[Item]) -> Item:
+    def choice(self, options: Sequence[Item]) -> Item:
         """One of several, each as likely."""
         return options[int(self.random() * len(options))]
 
-    def chance(self, probability: float) -> bool:
+    def bernoulli(self, probability: float) -> bool:
         """True so often."""
         return self.random() < probability
 
-    def noun(self, *, animate: bool = False, beside: Noun | None = None, names: float | None = None) -> Noun:
-        """A noun to speak of; one that can be mistaken for `beside` neither by its pronoun nor by its kind.
+    def sample_noun(
+        self, *, animate: bool = False, distinct_from: Noun | None = None, name_probability: float | None = None
+    ) -> Noun:
+        """A noun to speak of; one that can be mistaken for `distinct_from` neither by its pronoun nor by its kind.
 
-        `names`: how often it is a person with a name, where there are any.
+        `name_probability`: how often it is a person with a name, where there are any.
         """
-        names = (0.6 if animate else 0.4) if names is None else names
+        name_probability = (0.6 if animate else 0.4) if name_probability is None else name_probability
         while True:
-            if self.cast and self.chance(names):
-                noun = self.pick(self.cast)
-                if noun in self.named:
+            if self.people and self.bernoulli(name_probability):
+                noun = self.choice(self.people)
+                if noun in self.mentioned:
                     continue  # once in a sentence is enough
             else:
-                topic = self.topic if self.chance(0.75) else self.pick(self.topics)
-                noun = self.pick((_ANIMATE_BY_TOPIC if animate else _BY_TOPIC)[topic])
-            if beside is None or (noun.pronoun != beside.pronoun and noun.kind != beside.kind):
+                topic = self.topic if self.bernoulli(0.75) else self.choice(self.topics)
+                noun = self.choice((_ANIMATE_BY_TOPIC if animate else _BY_TOPIC)[topic])
+            if distinct_from is None or (noun.pronoun != distinct_from.pronoun and noun.kind != distinct_from.kind):
                 if noun.kind == "named":
-                    self.named.add(noun)
+                    self.mentioned.add(noun)
                 return noun
 
-    def verb(self, table: tuple[tuple[str, str], ...], subject: Noun) -> tuple[str, str]:
+    def sample_verb(self, table: tuple[tuple[str, str], ...], subject: Noun) -> tuple[str, str]:
         """A verb this subject may have in this split, in both its numbers."""
-        return self.pick(partners(self.split, subject.index, table))
+        return self.choice(allowed_partners(self.split, subject.index, table))
 
-    def adjective(self, noun: Noun, other: str = "") -> str:
+    def sample_adjective(self, noun: Noun, other: str = "") -> str:
         """An adjective this noun may have in this split, and not that other one."""
-        while (adjective := self.pick(partners(self.split, noun.index, v.ADJECTIVES))) == other:
+        while (adjective := self.choice(allowed_partners(self.split, noun.index, v.ADJECTIVES))) == other:
             pass
         return adjective
 
-    def _people(self) -> tuple[Noun, ...]:
+    def _sample_people(self) -> tuple[Noun, ...]:
         """One person with a name, now and then two, who share no name; and only some meet in this split."""
         people: list[Noun] = []
-        wanted = self.pick((1, 1, 1, 1, 1, 1, 1, 2))
-        while len(people) < wanted:
-            free = [index for index in range(len(_FIRST)) if all(self._may_meet(index, one.index) for one in people)]
-            if not free:
+        num_people = self.choice((1, 1, 1, 1, 1, 1, 1, 2))
+        while len(people) < num_people:
+            candidates = [
+                index
+                for index in range(len(_FIRST_NAMES))
+                if all(self._may_meet(index, person.index) for person in people)
+            ]
+            if not candidates:
                 break
-            index = self.pick(free)
-            first, pronoun = _FIRST[index]
-            surname = self.pick([name for name in v.SURNAMES if name not in [one.text for one in people]])
+            index = self.choice(candidates)
+            first, pronoun = _FIRST_NAMES[index]
+            surname = self.choice([name for name in v.SURNAMES if name not in [person.text for person in people]])
             people.append(Noun(surname, first, False, pronoun, "named", "", index))
         return tuple(people)
 
@@ -98,90 +104,106 @@ def inflect(verb: tuple[str, str], subject: Noun) -> Word:
 
 
 def noun_phrase(
-    scene: Setting,
+    doc: DocumentState,
     noun: Noun,
     *,
-    beside: Noun | None = None,
-    tails: float = 0.0,
+    distinct_from: Noun | None = None,
+    tail_probability: float = 0.0,
     determiner: Word | None = None,
-) -> Fragment:
-    """[the] [old and quiet] dog [near the barn]: the noun is its head. `tails`: how likely a prepositional phrase follows."""
+) -> AnnotatedFragment:
+    """[the] [old and quiet] dog [near the barn]: the noun is its head.
+
+    `tail_probability`: how likely a prepositional phrase follows.
+    """
     head = Word(noun.text, "name" if noun.kind == "named" else "noun", noun)
     if noun.kind == "named":
-        whole = join(Word(noun.lemma, "name"), head, head=head)
+        phrase = join_fragments(Word(noun.lemma, "name"), head, head=head)
     else:
-        adjectives = adjective_row(scene, noun, head)
+        adjectives = adjective_phrase(doc, noun, head)
         follower = adjectives.words[0].text if adjectives else noun.text
         if determiner is None:
-            determiner = Word(scene.pick(v.PLURAL if noun.plural else v.SINGULAR), "determiner")
+            determiner = Word(doc.choice(v.PLURAL_DETERMINERS if noun.plural else v.SINGULAR_DETERMINERS), "determiner")
             if determiner.text == "a" and follower[0] in "aeiou":
                 determiner.text = "an"
-        whole = join(determiner, *([adjectives] if adjectives else []), head, head=head)
-        whole.relate("determiner-noun", determiner, head)
-    if tails and scene.chance(tails):
-        whole = join(whole, prepositional(scene, beside))
-    whole.phrases.append((whole.words[0], whole.words[-1]))
-    return whole
+        phrase = join_fragments(determiner, *([adjectives] if adjectives else []), head, head=head)
+        phrase.add_relation("determiner-noun", determiner, head)
+    if tail_probability and doc.bernoulli(tail_probability):
+        phrase = join_fragments(phrase, prepositional_phrase(doc, distinct_from))
+    phrase.phrases.append((phrase.words[0], phrase.words[-1]))
+    return phrase
 
 
-def adjective_row(scene: Setting, noun: Noun, head: Word) -> Fragment | None:
+def adjective_phrase(doc: DocumentState, noun: Noun, head: Word) -> AnnotatedFragment | None:
     """Nothing, old, old quiet, or old and quiet."""
-    dice = scene.random()
-    if dice < 0.5:
+    u = doc.random()
+    if u < 0.5:
         return None
-    first = Word(scene.adjective(noun), "adjective")
-    if dice < 0.7:
-        return join(first).relate("adjective-noun", first, head)
-    second = Word(scene.adjective(noun, first.text), "adjective")
-    between = [Word("and", "conjunction")] if dice < 0.85 else []
-    both = join(first, *between, second)
-    return both.relate("adjective-noun", first, head).relate("adjective-noun", second, head)
+    first = Word(doc.sample_adjective(noun), "adjective")
+    if u < 0.7:
+        return join_fragments(first).add_relation("adjective-noun", first, head)
+    second = Word(doc.sample_adjective(noun, first.text), "adjective")
+    between = [Word("and", "conjunction")] if u < 0.85 else []
+    phrase = join_fragments(first, *between, second)
+    return phrase.add_relation("adjective-noun", first, head).add_relation("adjective-noun", second, head)
 
 
-def prepositional(scene: Setting, beside: Noun | None) -> Fragment:
+def prepositional_phrase(doc: DocumentState, distinct_from: Noun | None) -> AnnotatedFragment:
     """Near the old barn."""
-    preposition = Word(scene.pick(v.PREPOSITIONS), "preposition")
-    place = noun_phrase(scene, scene.noun(beside=beside), beside=beside)
-    return join(preposition, place, head=place.head)
+    preposition = Word(doc.choice(v.PREPOSITIONS), "preposition")
+    location = noun_phrase(doc, doc.sample_noun(distinct_from=distinct_from), distinct_from=distinct_from)
+    return join_fragments(preposition, location, head=location.head)
 
 
-def acting(scene: Setting, subject: Fragment, noun: Noun) -> Fragment:
+def intransitive_clause(doc: DocumentState, subject: AnnotatedFragment, noun: Noun) -> AnnotatedFragment:
     """The dog sleeps: a subject, with all that belongs to it, and its intransitive verb, which is the head."""
-    verb = inflect(scene.verb(v.INTRANSITIVE, noun), noun)
-    return join(subject, *before_verb(scene), verb, head=verb).relate("subject-verb", subject.head, verb)
+    verb = inflect(doc.sample_verb(v.INTRANSITIVE, noun), noun)
+    return join_fragments(subject, *optional_pre_adverb(doc), verb, head=verb).add_relation(
+        "subject-verb", subject.head, verb
+    )
 
 
-def acting_on(scene: Setting, subject: Fragment, noun: Noun, object: Fragment) -> Fragment:
+def transitive_clause(
+    doc: DocumentState, subject: AnnotatedFragment, noun: Noun, object: AnnotatedFragment
+) -> AnnotatedFragment:
     """The dog sees the cat: subject, transitive verb, object; the verb is the head."""
-    verb = inflect(scene.verb(v.TRANSITIVE, noun), noun)
-    clause = join(subject, *before_verb(scene), verb, object, head=verb).relate("subject-verb", subject.head, verb)
-    return clause.relate("verb-object", object.head, verb)
+    verb = inflect(doc.sample_verb(v.TRANSITIVE, noun), noun)
+    clause = join_fragments(subject, *optional_pre_adverb(doc), verb, object, head=verb).add_relation(
+        "subject-verb", subject.head, verb
+    )
+    return clause.add_relation("verb-object", object.head, verb)
 
 
-def before_verb(scene: Setting) -> list[Word]:
+def optional_pre_adverb(doc: DocumentState) -> list[Word]:
     """Always, never, still, or nothing."""
-    return [Word(scene.pick(v.PRE_ADVERBS), "adverb")] if scene.chance(0.3) else []
+    return [Word(doc.choice(v.PRE_ADVERBS), "adverb")] if doc.bernoulli(0.3) else []
 
 
-def adverb(scene: Setting) -> Word:
+def random_adverb(doc: DocumentState) -> Word:
     """Here, often, slowly."""
-    return Word(scene.pick(v.ADVERBS), "adverb")
+    return Word(doc.choice(v.ADVERBS), "adverb")
 
 
-def enclosed(scene: Setting, shape: int, beside: Noun | None = None, *, deeper: float = 0.35) -> Fragment:
+def enclosed_clause(
+    doc: DocumentState, shape: int, distinct_from: Noun | None = None, *, nest_probability: float = 0.35
+) -> AnnotatedFragment:
     """( the boy sings [ a dog waits here ] often ): what is enclosed always ends with an adverb, so that a reader
     knows *that* it closes, and must remember *what* was opened."""
     kind = "quote" if v.BRACKETS[shape] in v.QUOTES else "bracket"
     opener, closer = (Word(mark, kind) for mark in v.BRACKETS[shape])
-    noun = scene.noun(animate=True, beside=beside)
-    tails = 0.2 if deeper else 0.0
-    content = acting(scene, noun_phrase(scene, noun, beside=beside, tails=tails), noun)
-    if scene.chance(deeper):
-        content = join(content, enclosed(scene, scene.pick(nestings(scene.split, shape)), beside, deeper=0.0))
-    whole = join(opener, content, adverb(scene), closer, head=content.head)
-    return whole.relate(kind, closer, opener)
+    noun = doc.sample_noun(animate=True, distinct_from=distinct_from)
+    tail_probability = 0.2 if nest_probability else 0.0
+    content = intransitive_clause(
+        doc, noun_phrase(doc, noun, distinct_from=distinct_from, tail_probability=tail_probability), noun
+    )
+    if doc.bernoulli(nest_probability):
+        content = join_fragments(
+            content,
+            enclosed_clause(doc, doc.choice(allowed_nestings(doc.split, shape)), distinct_from, nest_probability=0.0),
+        )
+    clause = join_fragments(opener, content, random_adverb(doc), closer, head=content.head)
+    return clause.add_relation(kind, closer, opener)
 
 
-def aside(scene: Setting, beside: Noun | None = None) -> Fragment:
+def parenthetical(doc: DocumentState, distinct_from: Noun | None = None) -> AnnotatedFragment:
     """Something said by the way, in round, square or curly brackets."""
-    return enclosed(scene, scene.pick((0, 1, 2)), beside)
+    return enclosed_clause(doc, doc.choice((0, 1, 2)), distinct_from)

@@ -43,7 +43,7 @@ _KINDS = {
 }  # fmt: skip
 
 # kind: what is said of it where a pronoun stands for it
-STATES = {
+STATE_ADJECTIVES = {
     "family": "kind", "child": "young", "ruler": "proud", "named": "late", "animal": "tired",
     "cloth": "soft", "food": "sweet", "tool": "sharp", "vehicle": "fast", "building": "tall",
 }  # fmt: skip
@@ -55,16 +55,16 @@ def _nouns() -> tuple[Noun, ...]:
     forms = []
     for topic, table in _NOUNS.items():
         for row in table.split(","):
-            one, many, told = row.split()
-            kind, pronoun = _KINDS.get(told, (told, "it"))
+            singular, plural, label = row.split()
+            kind, pronoun = _KINDS.get(label, (label, "it"))
             index = len(forms) // 2
-            forms.append(Noun(one, one, False, pronoun, kind, topic, index))
-            forms.append(Noun(many, one, True, "they", kind, topic, index))
+            forms.append(Noun(singular, singular, False, pronoun, kind, topic, index))
+            forms.append(Noun(plural, singular, True, "they", kind, topic, index))
     return tuple(forms)
 
 
 NOUNS = _nouns()
-NOUN = {noun.text: noun for noun in NOUNS}
+NOUN_BY_TEXT = {noun.text: noun for noun in NOUNS}
 TOPICS = tuple(_NOUNS)
 
 FIRST_NAMES = {
@@ -94,28 +94,28 @@ ADJECTIVES = (
     "little", "thin", "heavy",
 )  # fmt: skip
 # cause: (what does it, what it does, how things are then)
-WEATHER = (
+CAUSES = (
     ("rain", "falls", "wet"), ("sun", "shines", "warm"), ("wind", "blows", "cold"),
     ("night", "comes", "dark"), ("fire", "burns", "hot"),
 )  # fmt: skip
-EFFECTS = tuple(effect for _, _, effect in WEATHER)
+EFFECTS = tuple(effect for _, _, effect in CAUSES)
 
-SINGULAR = ("the", "the", "a", "this", "that", "every")  # twice: twice as often
-PLURAL = ("the", "the", "some", "these", "those", "many")
+SINGULAR_DETERMINERS = ("the", "the", "a", "this", "that", "every")  # twice: twice as often
+PLURAL_DETERMINERS = ("the", "the", "some", "these", "those", "many")
 POSSESSIVES = {"he": "his", "she": "her", "it": "its", "they": "their"}
 PREPOSITIONS = ("near", "behind", "beside", "under", "with")
 ADVERBS = ("here", "there", "often", "again", "quietly", "slowly")  # behind a verb
 PRE_ADVERBS = ("always", "never", "still")  # before it
-OPENERS = {"today": IS, "now": IS, "yesterday": WAS, "once": WAS}  # when, and the verb that follows
+TIME_ADVERBS = {"today": IS, "now": IS, "yesterday": WAS, "once": WAS}  # when, and the verb that follows
 CONNECTIVES = ("because", "so", "and", "if", "then")
-QUESTIONS = ("where", "what", "who", "which")
-ANSWERS = ("yes", "no", "not")
+QUESTION_WORDS = ("where", "what", "who", "which")
+ANSWER_WORDS = ("yes", "no", "not")
 BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))  # the last two are quotes
 QUOTES = BRACKETS[3:]
-CLOSERS = tuple(closer for _, closer in BRACKETS)
-STOPS = (".", "?", ",")
+CLOSING_BRACKETS = tuple(closer for _, closer in BRACKETS)
+PUNCTUATION = (".", "?", ",")
 
-CLASSES = (
+WORD_CLASSES = (
     *("noun", "name", "verb", "auxiliary", "adjective", "adverb", "determiner", "pronoun", "possessive", "preposition"),
     *("conjunction", "question", "answer", "delimiter", "bracket", "quote"),
 )
@@ -124,12 +124,12 @@ CLASSES = (
 VOCABULARY: tuple[str, ...] = tuple(
     dict.fromkeys(
         [
-            *STOPS, *(mark for pair in BRACKETS for mark in pair),
-            *SINGULAR, "an", *PLURAL, *POSSESSIVES, *POSSESSIVES.values(), *PREPOSITIONS,
-            *CONNECTIVES, *QUESTIONS, *ANSWERS, *OPENERS, *ADVERBS, *PRE_ADVERBS, *IS, *WAS, *DO, *SAY,
+            *PUNCTUATION, *(mark for pair in BRACKETS for mark in pair),
+            *SINGULAR_DETERMINERS, "an", *PLURAL_DETERMINERS, *POSSESSIVES, *POSSESSIVES.values(), *PREPOSITIONS,
+            *CONNECTIVES, *QUESTION_WORDS, *ANSWER_WORDS, *TIME_ADVERBS, *ADVERBS, *PRE_ADVERBS, *IS, *WAS, *DO, *SAY,
             *(form for verb in (*TRANSITIVE, *INTRANSITIVE) for form in verb),
-            *(word for row in WEATHER for word in row), *ADJECTIVES, *STATES.values(),
-            *FIRST_NAMES, *SURNAMES, *NOUN,
+            *(word for row in CAUSES for word in row), *ADJECTIVES, *STATE_ADJECTIVES.values(),
+            *FIRST_NAMES, *SURNAMES, *NOUN_BY_TEXT,
         ]
     )
 )  # fmt: skip

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
-from headwise.io.atomic_write import whole_file
+from headwise.io.atomic_write import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PICTURES, DATA = (".svg", ".png", ".pdf"), (".csv", ".json")
-INK, FAINT, PAPER = "#22262b", "#9aa1a9", "#ffffff"
-COLOURS = ("#1f6fb4", "#c2571a", "#2f8a4d", "#8a4fa3", "#a8324a", "#6b7a1f")  # dark enough for thin lines on white
-SHARP = 160  # dots an inch
-DATES = {".svg": "Date", ".pdf": "CreationDate"}  # left out, so that the same picture is the same file
+IMAGE_SUFFIXES, DATA_SUFFIXES = (".svg", ".png", ".pdf"), (".csv", ".json")
+TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#22262b", "#9aa1a9", "#ffffff"
+LINE_COLORS = ("#1f6fb4", "#c2571a", "#2f8a4d", "#8a4fa3", "#a8324a", "#6b7a1f")  # dark enough for thin lines on white
+DPI = 160  # dots an inch
+DATE_METADATA = {".svg": "Date", ".pdf": "CreationDate"}  # left out, so that the same picture is the same file
 
 
 @dataclass(frozen=True, eq=False)
-class Drawing:
+class FigureResult:
     """`figure` is matplotlib's own, `rows` are the numbers in it. `save("a.svg")` writes a picture, `save("a.csv")` data.
 
-    >>> drawn = Drawing(make_figure(3, 2), [{"head": "5.1", "entropy": 1.5}])
-    >>> print(drawn.as_csv(), end="")
+    >>> figure = FigureResult(make_figure(3, 2), [{"head": "5.1", "entropy": 1.5}])
+    >>> print(figure.as_csv(), end="")
     head,entropy
     5.1,1.5
     """
@@ -39,31 +39,31 @@ class Drawing:
     def save(self, path: str | Path) -> Path:
         """Write a picture (.svg, .png, .pdf) or the numbers (.csv, .json), whole or not at all."""
         path = check_path(path)
-        kind = path.suffix.lower()
-        if kind == ".csv":
-            return whole_file(path, self.as_csv().encode())
-        if kind == ".json":
-            return whole_file(path, json.dumps(self.as_records(), indent=1).encode())
-        return whole_file(path, self.as_picture(kind))
+        suffix = path.suffix.lower()
+        if suffix == ".csv":
+            return write_atomic(path, self.as_csv().encode())
+        if suffix == ".json":
+            return write_atomic(path, json.dumps(self.as_records(), indent=1).encode())
+        return write_atomic(path, self.as_image(suffix))
 
-    def as_picture(self, kind: str) -> bytes:
+    def as_image(self, suffix: str) -> bytes:
         """The picture in one of the formats, `.svg`."""
         from matplotlib import rc_context
 
-        written = BytesIO()
+        buffer = BytesIO()
         with rc_context({"svg.hashsalt": "headwise"}):
-            undated = {DATES[kind]: None} if kind in DATES else None
-            self.figure.savefig(written, format=kind.removeprefix("."), dpi=SHARP, metadata=undated)
-        return written.getvalue()
+            metadata = {DATE_METADATA[suffix]: None} if suffix in DATE_METADATA else None
+            self.figure.savefig(buffer, format=suffix.removeprefix("."), dpi=DPI, metadata=metadata)
+        return buffer.getvalue()
 
     def as_csv(self) -> str:
         """The numbers, a line each."""
-        written = StringIO()
+        buffer = StringIO()
         names = list(dict.fromkeys(name for row in self.rows for name in row))
-        table = csv.DictWriter(written, names, lineterminator="\n")
-        table.writeheader()
-        table.writerows(self.as_records())
-        return written.getvalue()
+        writer = csv.DictWriter(buffer, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.as_records())
+        return buffer.getvalue()
 
     def as_records(self) -> list[dict[str, Any]]:
         """The numbers as JSON knows them: what is not known is None."""
@@ -73,14 +73,14 @@ class Drawing:
         ]
 
     def _repr_png_(self) -> bytes:
-        return self.as_picture(".png")
+        return self.as_image(".png")
 
 
-def check_path(path: str | Path, kinds: Sequence[str] = (*PICTURES, *DATA)) -> Path:
+def check_path(path: str | Path, suffixes: Sequence[str] = (*IMAGE_SUFFIXES, *DATA_SUFFIXES)) -> Path:
     """Whether a drawing can be written there; asked before long work."""
     path = Path(path)
-    if path.suffix.lower() not in kinds:
-        raise HeadwiseError(f"a picture is written as {', '.join(kinds)}; got {str(path)!r}.")
+    if path.suffix.lower() not in suffixes:
+        raise HeadwiseError(f"a picture is written as {', '.join(suffixes)}; got {str(path)!r}.")
     if not path.parent.is_dir():
         raise HeadwiseError(f"there is no folder {path.parent} to write {path.name} into; make it first.")
     return path
@@ -90,18 +90,18 @@ def make_figure(width: float, height: float) -> "Figure":
     """An empty sheet, so many inches."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
+    return Figure(figsize=(width, height), facecolor=BACKGROUND, layout="constrained")
 
 
-def tidy(panel: "Axes", x: str = "", y: str = "") -> None:
+def style_axes(axes: "Axes", x: str = "", y: str = "") -> None:
     """Two axes with their names, no box around."""
-    panel.set_xlabel(x, fontsize=9, color=INK)
-    panel.set_ylabel(y, fontsize=9, color=INK)
-    panel.tick_params(labelsize=8, colors=INK)
+    axes.set_xlabel(x, fontsize=9, color=TEXT_COLOR)
+    axes.set_ylabel(y, fontsize=9, color=TEXT_COLOR)
+    axes.tick_params(labelsize=8, colors=TEXT_COLOR)
     for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+        axes.spines[side].set_visible(False)
 
 
-def safe(label: str) -> str:
+def escape_dollar(label: str) -> str:
     """A dollar sign begins a formula in matplotlib; here it is just a dollar sign."""
     return label.replace("$", r"\$")

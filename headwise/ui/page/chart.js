@@ -1,7 +1,7 @@
 // Charts: lines with intervals, weights by distance, bars. Each has its numbers beside it as a table.
 
 import { el, svg, grid, number, signed } from "./dom.js";
-import { CHOSEN } from "./colour.js";
+import { CHOSEN } from "./color.js";
 
 const WIDE = 600, HIGH = 260, LEFT = 52, BELOW = 40, ABOVE = 12, RIGHT = 14;
 
@@ -33,17 +33,17 @@ export function linePlot(given) {
   return el("figure", {}, el("figcaption", {}, given.y), made, el("div", { class: "chips" }, names));
 }
 
-function curve(points, colour, across, up) {
+function curve(points, color, across, up) {
   const there = points.filter((point) => Number.isFinite(point[1])).sort((a, b) => a[0] - b[0]);
   const line = there.map((point, i) => `${i ? "L" : "M"}${across(point[0])} ${up(point[1])}`).join("");
   const banded = there.filter((point) => Number.isFinite(point[2]) && Number.isFinite(point[3]));
-  const made = [svg("path", { d: line, fill: "none", stroke: colour, "stroke-width": 2 })];
+  const made = [svg("path", { d: line, fill: "none", stroke: color, "stroke-width": 2 })];
   if (banded.length > 1) {
     const edge = [...banded.map((point) => [point[0], point[3]]), ...banded.map((point) => [point[0], point[2]]).reverse()];
-    made.unshift(svg("path", { d: `${edge.map(([x, y], i) => `${i ? "L" : "M"}${across(x)} ${up(y)}`).join("")}Z`, fill: colour, opacity: 0.15 }));
+    made.unshift(svg("path", { d: `${edge.map(([x, y], i) => `${i ? "L" : "M"}${across(x)} ${up(y)}`).join("")}Z`, fill: color, opacity: 0.15 }));
   }
-  if (banded.length === 1) made.push(...banded.map(([x, , low, high]) => svg("line", { x1: across(x), x2: across(x), y1: up(low), y2: up(high), stroke: colour })));
-  if (there.length <= 40) made.push(...there.map((point) => svg("circle", { cx: across(point[0]), cy: up(point[1]), r: 3, fill: colour })));
+  if (banded.length === 1) made.push(...banded.map(([x, , low, high]) => svg("line", { x1: across(x), x2: across(x), y1: up(low), y2: up(high), stroke: color })));
+  if (there.length <= 40) made.push(...there.map((point) => svg("circle", { cx: across(point[0]), cy: up(point[1]), r: 3, fill: color })));
   return made;
 }
 
@@ -54,10 +54,10 @@ export function offsetChart(offsets, others = null) {
   const made = svg("svg", { viewBox: `0 0 ${wide} ${high + 34}`, class: "plot", role: "img", "aria-label": `Mean weight by distance, at most ${number(top, 2)}` });
   made.append(svg("line", { class: "axis", x1: 36, x2: wide, y1: high, y2: high }),
     svg("text", { class: "soft", x: 32, y: 14, "text-anchor": "end" }, number(top, 2)), svg("text", { class: "soft", x: 32, y: high, "text-anchor": "end" }, "0"));
-  const paint = (some, colour, part, parts) => some.forEach(([offset, weight]) => {
+  const paint = (some, color, part, parts) => some.forEach(([offset, weight]) => {
     const place = offsets.findIndex(([one]) => one === offset), tall = ((weight ?? 0) / top) * (high - 8);
     if (place < 0) return;
-    made.append(svg("rect", { x: 38 + place * step + (part * step) / parts, y: high - tall, width: Math.max(0.8, step / parts - 0.6), height: tall, fill: colour },
+    made.append(svg("rect", { x: 38 + place * step + (part * step) / parts, y: high - tall, width: Math.max(0.8, step / parts - 0.6), height: tall, fill: color },
       svg("title", {}, `${distanceName(offset)}: ${number(weight, 3)}`)));
   });
   paint(offsets, CHOSEN[0], 0, others ? 2 : 1);
@@ -93,7 +93,7 @@ export function intervalBars(given) {
   const low = Math.min(...all), high = Math.max(...all), dots = low > 0 && high - low < 0.3 * high;
   const [left, right] = dots ? range([low, high]) : [Math.min(0, low), Math.max(0, high) || 1];
   const share = (value) => (100 * (value - left)) / (right - left);
-  const line = (kind, from, to, colour) => el("span", { class: kind, style: { left: `${share(from)}%`, width: `${share(to) - share(from)}%`, "--chip": colour } });
+  const line = (kind, from, to, color) => el("span", { class: kind, style: { left: `${share(from)}%`, width: `${share(to) - share(from)}%`, "--chip": color } });
   const rows = given.bars.flatMap(({ name, rows }, i) => [
     (rows.length > 1 || rows[0][0] !== name) && given.bars.length > 1 && el("h3", {}, name),
     ...rows.flatMap(([label, value, from, to]) => [el("span", {}, label),

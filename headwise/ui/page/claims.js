@@ -2,39 +2,39 @@
 
 import { el, section, press, grid, number, brief } from "./dom.js";
 import { state, change, writeHash } from "./state.js";
-import { store } from "./book.js";
+import { store } from "./report.js";
 import { linePlot, intervalBars } from "./chart.js";
 
 const VERDICTS = {
-  holds: { sign: "✓", colour: "var(--good)", some: "hold", one: "holds" },
-  "does not hold": { sign: "✗", colour: "var(--bad)", some: "do not hold", one: "does not hold" },
-  depends: { sign: "◐", colour: "var(--focus)", some: "depend on something", one: "depends on something" },
-  "true by construction": { sign: "≡", colour: "var(--accent)", some: "are true by construction", one: "is true by construction" },
+  holds: { sign: "✓", color: "var(--good)", some: "hold", one: "holds" },
+  "does not hold": { sign: "✗", color: "var(--bad)", some: "do not hold", one: "does not hold" },
+  depends: { sign: "◐", color: "var(--focus)", some: "depend on something", one: "depends on something" },
+  "true by construction": { sign: "≡", color: "var(--accent)", some: "are true by construction", one: "is true by construction" },
 };
 const unfolded = new Set(); // claims whose figures are open; drawing anew leaves them so
 let reached = ""; // the claim last gone to
 
 export async function claims(root) {
   const asked = Object.hasOwn(VERDICTS, state.verdict) ? state.verdict : "";
-  const shown = store.book.claims.filter((one) => !asked || one.verdict === asked);
+  const shown = store.report.claims.filter((one) => !asked || one.verdict === asked);
   root.append(el("div", { class: "stack" },
-    section(`${counted(store.book.claims.length, "claim")} put to the test`, summary(asked), contents(shown)), shown.map(tested)));
+    section(`${counted(store.report.claims.length, "claim")} put to the test`, summary(asked), contents(shown)), shown.map(tested)));
   if (state.claim !== reached) goTo(state.claim);
 }
 
 // How many hold, in words; and a button for each verdict.
 function summary(asked) {
-  const count = (verdict) => store.book.claims.filter((one) => one.verdict === verdict).length;
+  const count = (verdict) => store.report.claims.filter((one) => one.verdict === verdict).length;
   const there = Object.keys(VERDICTS).filter((verdict, place) => place < 3 || count(verdict) > 0);
   const words = there.map((verdict) => `${count(verdict)} ${VERDICTS[verdict][count(verdict) === 1 ? "one" : "some"]}`);
   const choose = (verdict, label) => el("button", { type: "button", "data-key": `verdict ${verdict}`, "aria-pressed": String(asked === verdict),
     onclick: () => change({ verdict }) }, label);
   return [
     el("p", { class: "big", "data-fact": "summary" }, `${words.join(", ")}.`),
-    store.book.claims.some((one) => one.indicative) && el("p", { class: "note" }, "Indicative: measured with fewer than three seeds. That shows the way, no more."),
-    store.book.claims.some((one) => one.verdict === "true by construction") && el("p", { class: "note" }, "True by construction: the algebra of a layer says so; measuring it tests the code, and is no evidence."),
-    store.book.claims.some((one) => one.seen) && el("p", { class: "note" }, "These seeds were looked at while the rules were made."),
-    el("div", { class: "chips tools", role: "group", "aria-label": "Show by verdict" }, choose("", `all ${store.book.claims.length}`),
+    store.report.claims.some((one) => one.preliminary) && el("p", { class: "note" }, "Indicative: measured with fewer than three seeds. That shows the way, no more."),
+    store.report.claims.some((one) => one.verdict === "true by construction") && el("p", { class: "note" }, "True by construction: the algebra of a layer says so; measuring it tests the code, and is no evidence."),
+    store.report.claims.some((one) => one.exploratory) && el("p", { class: "note" }, "These seeds were looked at while the rules were made."),
+    el("div", { class: "chips tools", role: "group", "aria-label": "Show by verdict" }, choose("", `all ${store.report.claims.length}`),
       there.map((verdict) => choose(verdict, [chip(verdict), ` ${count(verdict)}`]))),
   ];
 }
@@ -42,23 +42,23 @@ function summary(asked) {
 function contents(shown) {
   if (shown.length === 0) return el("p", { class: "note" }, "No claim has this verdict.");
   const link = (one) => el("a", { href: `#${writeHash({ ...state, view: "claims", claim: one.name })}`, "data-key": `to ${one.name}`,
-    onclick: (event) => { event.preventDefault(); reached = ""; change({ claim: one.name }); } }, brief(one.says, 110));
+    onclick: (event) => { event.preventDefault(); reached = ""; change({ claim: one.name }); } }, brief(one.statement, 110));
   return el("div", { class: "contents" }, grid("Contents", ["", "claim", "verdict"],
-    shown.map((one) => [String(one.number), link(one), el("span", { class: "chips" }, chip(one.verdict), one.indicative && el("small", {}, "indicative"))]), { "data-table": "claims" }));
+    shown.map((one) => [String(one.number), link(one), el("span", { class: "chips" }, chip(one.verdict), one.preliminary && el("small", {}, "indicative"))]), { "data-table": "claims" }));
 }
 
-// A verdict: its colour, a sign and the word.
+// A verdict: its color, a sign and the word.
 function chip(verdict) {
-  const { sign, colour } = VERDICTS[verdict];
-  return el("span", { class: "chip verdict", style: { "--chip": colour } }, el("span", { "aria-hidden": "true" }, sign), verdict);
+  const { sign, color } = VERDICTS[verdict];
+  return el("span", { class: "chip verdict", style: { "--chip": color } }, el("span", { "aria-hidden": "true" }, sign), verdict);
 }
 
 function tested(one) {
-  const facts = [["counts against it", one.against], ["set-up", one.setup], ["rule", one.rule],
-    ["true by construction", one.identity], ["seeds", one.seeds.join(", ")], ["tried on", one.on], ["do it again", el("code", { class: "command" }, one.again)]];
-  return el("section", { id: `claim-${one.name}`, class: one.name === state.claim ? "claim here" : "claim", "aria-label": one.says },
-    el("h2", { tabindex: "-1" }, `${one.number}. ${one.says}`),
-    el("p", { class: "chips", "data-fact": "verdict" }, chip(one.verdict), one.depends_on && el("strong", {}, one.depends_on), one.indicative && el("small", {}, `indicative: ${counted(one.seeds.length, "seed")}`)),
+  const facts = [["counts against it", one.counterevidence], ["set-up", one.setup], ["rule", one.rule],
+    ["true by construction", one.identity], ["seeds", one.seeds.join(", ")], ["tried on", one.model], ["do it again", el("code", { class: "command" }, one.command)]];
+  return el("section", { id: `claim-${one.name}`, class: one.name === state.claim ? "claim here" : "claim", "aria-label": one.statement },
+    el("h2", { tabindex: "-1" }, `${one.number}. ${one.statement}`),
+    el("p", { class: "chips", "data-fact": "verdict" }, chip(one.verdict), one.depends_on && el("strong", {}, one.depends_on), one.preliminary && el("small", {}, `indicative: ${counted(one.seeds.length, "seed")}`)),
     el("div", { class: "pair" },
       el("dl", { class: "facts" }, facts.filter(([, value]) => value).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
       plotOf(one)),
@@ -66,19 +66,19 @@ function tested(one) {
     press("↑ contents", () => { change({ claim: "" }); goTo("", one.name); }, { class: "small", "data-key": `from ${one.name}` }));
 }
 
-function plotOf({ says, picture }) {
-  if (picture.series) return linePlot({ ...picture, title: says });
-  return picture.bars.length > 0 && intervalBars({ ...picture, title: says });
+function plotOf({ statement, plot }) {
+  if (plot.series) return linePlot({ ...plot, title: statement });
+  return plot.bars.length > 0 && intervalBars({ ...plot, title: statement });
 }
 
 // All that was measured, drawn or not.
 function figures(one) {
-  const short = (value) => [value, "short"], many = one.figures.some((row) => row.values.length > 1);
-  const rows = one.figures.map((row) => [row.name, row.at === null ? "" : String(row.at), short(row.mean), short(row.low), short(row.high),
+  const short = (value) => [value, "short"], many = one.statistics.some((row) => row.values.length > 1);
+  const rows = one.statistics.map((row) => [row.name, row.condition === null ? "" : String(row.condition), short(row.mean), short(row.low), short(row.high),
     ...(many ? [row.values.map((value) => number(value, "short")).join(" · ")] : [])]);
   return el("details", { open: unfolded.has(one.name), ontoggle: (event) => { unfolded[event.target.open ? "add" : "delete"](one.name); } },
     el("summary", { "data-key": `figures ${one.name}` }, counted(rows.length, "figure")),
-    grid(`Figures of ${one.name}; low and high: ${one.ends}`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
+    grid(`Figures of ${one.name}; low and high: ${one.interval_note}`, ["figure", "at", "mean", "low", "high", ...(many ? ["each seed"] : [])], rows, { "data-table": one.name }));
 }
 
 // Once it is drawn, the claim comes into sight and takes the focus; without one, the contents, at the claim one comes from.

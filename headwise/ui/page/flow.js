@@ -3,14 +3,14 @@
 
 import { el, svg, section, choice, tools, grid, brief, number } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, openSentence } from "./book.js";
-import { CHOSEN, ink } from "./colour.js";
+import { store, openSentence } from "./report.js";
+import { CHOSEN, ink } from "./color.js";
 import { paintMap } from "./heat.js";
 
 export async function flow(root) {
   const sight = await openSentence(state.sentence);
   if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence to follow."));
-  const layers = store.book.model.layers.filter((one) => one.heads.some((head) => sight.has(head)));
+  const layers = store.report.model.layers.filter((one) => one.heads.some((head) => sight.has(head)));
   const layer = layers.find((one) => one.address === (state.layer || state.head.split(".").slice(0, -1).join("."))) ?? layers[0];
   const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.special.lastIndexOf(false);
   const heads = layer.heads.filter((head) => sight.has(head));
@@ -41,14 +41,14 @@ function drawing(sight, heads, token) {
   const top = middle - thick / 2;
   let concat = top;
   heads.forEach((head, place) => {
-    const y = 10 + place * line + size / 2, share = sight.share(head, token) / total, colour = CHOSEN[place % CHOSEN.length];
+    const y = 10 + place * line + size / 2, share = sight.share(head, token) / total, color = CHOSEN[place % CHOSEN.length];
     const width = Math.max(0.8, share * thick), slot = concat + width / 2;
     concat += share * thick;
     pen.append(
       svg("path", { d: `M130 ${middle}C190 ${middle} 190 ${y} ${map} ${y}`, fill: "none", stroke: ink("soft"), "stroke-width": 1.2, opacity: 0.7 }),
-      svg("path", { d: `M${map + size + 130} ${y}C${out - 60} ${y} ${out - 70} ${slot} ${out} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.75 }, svg("title", {}, `${head}: ${number(share, 3)} of the write`)),
-      svg("rect", { x: out, y: slot - width / 2, width: 26, height: width, fill: colour }),
-      svg("path", { d: `M${out + 26} ${slot}C${out + 80} ${slot} ${out + 80} ${slot} ${blend} ${slot}`, fill: "none", stroke: colour, "stroke-width": width, opacity: 0.45 }),
+      svg("path", { d: `M${map + size + 130} ${y}C${out - 60} ${y} ${out - 70} ${slot} ${out} ${slot}`, fill: "none", stroke: color, "stroke-width": width, opacity: 0.75 }, svg("title", {}, `${head}: ${number(share, 3)} of the write`)),
+      svg("rect", { x: out, y: slot - width / 2, width: 26, height: width, fill: color }),
+      svg("path", { d: `M${out + 26} ${slot}C${out + 80} ${slot} ${out + 80} ${slot} ${blend} ${slot}`, fill: "none", stroke: color, "stroke-width": width, opacity: 0.45 }),
       svg("text", { x: map + size + 8, y: y - 2 }, svg("tspan", { "font-weight": "bold" }, head), ` ${brief(most(sight, head, token), 17)}`),
       svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, share < 0.005 ? "writes under 1 %" : `writes ${Math.round(share * 100)} %`));
     box.append(smallMap(sight, head, token, size, map, y - size / 2));

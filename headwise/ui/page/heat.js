@@ -1,7 +1,7 @@
 // A map as a picture: rows look at columns. Rows and columns can be pinned, by pointer or by keys.
 
 import { el, canvas, number, brief } from "./dom.js";
-import { ramp, ink } from "./colour.js";
+import { ramp, ink } from "./color.js";
 
 // `pinned` is [row, column] or null; `onpin` is told when it changes. `most`: the largest picture, in pixels. `under`: a thumbnail
 // of the whole map, where only the strongest weights are known.
@@ -72,9 +72,9 @@ export function heatMap({ weights, labels, columns = labels, name, pinned = null
 // One pixel for each weight, to be drawn larger; `clear`: nothing where the weight is 0.
 export function paintMap(weights, n, m = n, clear = false) {
   const base = el("canvas", { width: Math.max(1, m), height: Math.max(1, n) });
-  const pen = base.getContext("2d"), image = pen.createImageData(Math.max(1, m), Math.max(1, n)), colours = ramp();
+  const pen = base.getContext("2d"), image = pen.createImageData(Math.max(1, m), Math.max(1, n)), colors = ramp();
   for (let at = 0; at < n * m; at++) {
-    const [r, g, b] = colours[Math.round(Math.sqrt(Math.min(1, Math.max(0, weights[at]))) * 255)];
+    const [r, g, b] = colors[Math.round(Math.sqrt(Math.min(1, Math.max(0, weights[at]))) * 255)];
     image.data[at * 4] = r; image.data[at * 4 + 1] = g; image.data[at * 4 + 2] = b; image.data[at * 4 + 3] = clear && weights[at] === 0 ? 0 : 255;
   }
   pen.putImageData(image, 0, 0);
@@ -100,8 +100,8 @@ function names(pen, labels, columns, left, top, cell, at) {
   });
 }
 
-function cross(pen, [row, column], colour, left, top, cell, n, m) {
-  pen.strokeStyle = colour;
+function cross(pen, [row, column], color, left, top, cell, n, m) {
+  pen.strokeStyle = color;
   pen.lineWidth = 1.2;
   pen.strokeRect(left + 0.5, top + row * cell + 0.5, m * cell, cell);
   pen.strokeRect(left + column * cell + 0.5, top + 0.5, cell, n * cell);

@@ -2,9 +2,9 @@
 
 import { el, section, press, visible, say } from "./dom.js";
 import { state, change } from "./state.js";
-import { ask, addSentence, chosenHeads, store } from "./book.js";
+import { ask, addSentence, chosenHeads, store } from "./report.js";
 import { barList } from "./chart.js";
-import { CHOSEN, ramp, shade } from "./colour.js";
+import { CHOSEN, ramp, shade } from "./color.js";
 
 const OFFERED = [
   "The animal didn't cross the street because it was too tired", "The cat sat on the mat because it was soft",
@@ -29,7 +29,7 @@ export function livePanel() {
     onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); look(box.value); } } });
   const offers = OFFERED.map((offer) => press(offer, () => look(offer), { class: "small" }));
   return section("Live", box, el("div", { class: "chips tools" }, press("Look", () => look(box.value)), offers),
-    (store.book.model.output ?? "lm") !== "none" && predictions(text));
+    (store.report.model.output ?? "lm") !== "none" && predictions(text));
 }
 
 async function look(text) {
@@ -58,7 +58,7 @@ function predictions(text) {
   if (written.text.startsWith(text) && written.steps.length) showSteps(steps);
   return el("div", {},
     el("div", { class: "chips tools", role: "group", "aria-label": "Heads that are off" }, el("span", { class: "note" }, "heads off:"), chips.length ? chips : el("span", { class: "note" }, "none"), add,
-      press("Predict", predict), (store.book.model.kind ?? "decoder") === "decoder" && press("Next word", () => step(text, steps))), outcome, steps);
+      press("Predict", predict), (store.report.model.kind ?? "decoder") === "decoder" && press("Next word", () => step(text, steps))), outcome, steps);
 }
 
 function told(title, pairs) {
@@ -78,32 +78,32 @@ async function step(text, box) {
 
 // For each word that was written, where each chosen head looked while it was.
 function showSteps(box, heads = [...Object.keys(written.steps[0].rows)].slice(0, 4)) {
-  const colours = ramp();
+  const colors = ramp();
   box.replaceChildren(el("p", { class: "context" }, written.text), ...written.steps.slice(-6).reverse().map((one) => el("div", {}, el("h3", {}, `“${visible(one.token)}”`),
     heads.filter((head) => one.rows[head]).map((head, place) => el("div", { class: "strip" }, el("div", { class: "tokens", role: "img", "aria-label": `Where ${head} looked` },
       el("span", { class: "chip", style: { "--chip": CHOSEN[place] } }, head),
-      one.rows[head].map((weight, j) => el("span", { title: weight.toFixed(3), style: { background: shade(weight, colours), color: dark(weight, colours) ? "#fff" : "#000", padding: "0 4px", "border-radius": "3px" } }, visible(one.tokens[j] ?? "·")))))))));
+      one.rows[head].map((weight, j) => el("span", { title: weight.toFixed(3), style: { background: shade(weight, colors), color: dark(weight, colors) ? "#fff" : "#000", padding: "0 4px", "border-radius": "3px" } }, visible(one.tokens[j] ?? "·")))))))));
 }
 
-function dark(weight, colours) {
-  const [r, g, b] = colours[Math.round(Math.sqrt(Math.min(1, Math.max(0, weight))) * 255)];
+function dark(weight, colors) {
+  const [r, g, b] = colors[Math.round(Math.sqrt(Math.min(1, Math.max(0, weight))) * 255)];
   return r * 0.3 + g * 0.6 + b * 0.1 < 140;
 }
 
 // Why a token looked there: which parts of the stream at both met in the score, beside the mean of all it sees.
-export function whyPanel(text, head, at, to, labels, words) {
+export function explainPanel(text, head, at, to, labels, words) {
   const box = el("div", { "aria-live": "polite" });
   const asked = () => trying(async () => {
     say("looking for reasons …");
-    const made = await ask("api/why", { text, head, at, to, words });
-    const way = (side) => made.chain.filter((one) => one.side === side).map((one) => `${one.part} at “${visible(one.token)}”` + (one.looks_at === null ? "" : ` (from “${visible(one.looks_at)}”)`)).join(" ← ");
+    const made = await ask("api/explain", { text, head, query: at, key: to, words });
+    const way = (side) => made.path.filter((one) => one.side === side).map((one) => `${one.part} at “${visible(one.token)}”` + (one.source_token === null ? "" : ` (from “${visible(one.source_token)}”)`)).join(" ← ");
     box.replaceChildren(
       el("p", { class: "note" }, `Its score lies ${Math.abs(made.score).toFixed(2)} ${made.score < 0 ? "below" : "above"} the mean of all that “${labels[at]}” sees. It is a sum over pairs: something written at “${labels[at]}” meets something written at “${labels[to]}”. The largest:`),
       barList(made.pairs.map((one) => [`${one.query} · ${one.key}`, one.score])),
       el("p", { class: "note" }, `The first pair began here. At “${labels[at]}”: ${way("query")}. At “${labels[to]}”: ${way("key")}.`));
     say("");
   });
-  return el("div", { class: "stack" }, press(`Why did “${labels[at]}” look at “${labels[to]}”?`, asked, { "data-key": "why" }), box);
+  return el("div", { class: "stack" }, press(`Why did “${labels[at]}” look at “${labels[to]}”?`, asked, { "data-key": "explain" }), box);
 }
 
 async function trying(work) {

@@ -2,8 +2,8 @@
 
 import { el, number, press, say } from "./dom.js";
 import { state, change, onChange, readHash } from "./state.js";
-import { store, openBook } from "./book.js";
-import { isDark } from "./colour.js";
+import { store, openReport } from "./report.js";
+import { isDark } from "./color.js";
 import { overview } from "./overview.js";
 import { sentence } from "./sentence.js";
 import { card } from "./card.js";
@@ -13,14 +13,14 @@ import { relations } from "./relations.js";
 import { curves } from "./curves.js";
 import { plan } from "./plan.js";
 import { claims, counted } from "./claims.js";
-import { glossary, listenWords } from "./words.js";
+import { glossary, listenWords } from "./glossary.js";
 import { savePicture } from "./picture.js";
 
-const VIEWS = { overview, sentence, card, flow, compare, relations, curves, plan, claims, words: glossary };
-const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Price", claims: "Claims", words: "Words" };
+const VIEWS = { overview, sentence, card, flow, compare, relations, curves, plan, claims, glossary };
+const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Cost", claims: "Claims", glossary: "Words" };
 // One line that says what is seen.
 const SEEN = {
-  overview: "Every square is one head: layers from top to bottom, heads from left to right. Colour and letters are what it does; grey: nothing was found.",
+  overview: "Every square is one head: layers from top to bottom, heads from left to right. Color and letters are what it does; grey: nothing was found.",
   sentence: "One sentence: arcs lead from each word to the words it looks at, in the heads that matter here.",
   card: "One head: what it does, how sure that is, what it writes, what the model loses without it.",
   flow: "One token on its way through one layer: into every head, and out as the sum of what they write.",
@@ -29,7 +29,7 @@ const SEEN = {
   curves: "What is lost as heads, bits or caches are taken away.",
   plan: "What every head costs: bits of its weights, its cache, and what less of either would lose.",
   claims: "What guides say about heads, each put to a test.",
-  words: "Every word of this page, what it means and where it is told how its number is made.",
+  glossary: "Every word of this page, what it means and where it is told how its number is made.",
 };
 const PICTURED = "One picture: where each head looks from one patch, from another token, or from all patches on average.";
 let turn = 0;
@@ -55,15 +55,15 @@ async function render() {
   for (const old of main.childNodes) if (old !== fresh) before.push(old);
   for (const old of before) old.remove();
   if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
-  document.getElementById("seen").textContent = view === "sentence" && store.book.about.pictures ? PICTURED : SEEN[view];
-  document.title = `${nameOf(view)} – ${store.book.model.name || "Headwise"}`;
+  document.getElementById("seen").textContent = view === "sentence" && store.report.metadata.image_grid ? PICTURED : SEEN[view];
+  document.title = `${nameOf(view)} – ${store.report.model.name || "Headwise"}`;
   main.dataset.view = view;
 }
 
-// The views that have something to show; a book of claims alone has one.
+// The views that have something to show; a report of claims alone has one.
 function views() {
-  const { heads, curves: cut, plan: priced, claims: tried, about } = store.book;
-  const filled = { ...(about?.pictures ? { relations: false } : {}), curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0, words: Object.keys(store.book.words ?? {}).length > 0 };
+  const { heads, curves: cut, plan: priced, claims: tried, metadata: about } = store.report;
+  const filled = { ...(about?.image_grid ? { relations: false } : {}), curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0, glossary: Object.keys(store.report.glossary ?? {}).length > 0 };
   return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tried.length === 0));
 }
 
@@ -74,7 +74,7 @@ function navigation(there, now) {
 }
 
 function nameOf(view) {
-  return view === "sentence" && store.book.about.pictures ? "Picture" : NAMES[view];
+  return view === "sentence" && store.report.metadata.image_grid ? "Picture" : NAMES[view];
 }
 
 // A link to what is shown, and pictures of it.
@@ -98,9 +98,9 @@ function hello() {
     if (localStorage.getItem(key)) return;
     localStorage.setItem(key, "1");
   } catch { /* a browser that keeps nothing says it each time */ }
-  if (!store.book.heads.length) return;
-  const found = store.book.heads.filter((head) => head.roles.length).length;
-  const line = el("p", { id: "hello", role: "note" }, `New here? This page shows what each of the ${number(store.book.heads.length)} attention heads of ${store.book.model.name || "the model"} does: for ${number(found)} of them something was found that held on ${store.book.about.pictures ? "pictures" : "texts"} it was not chosen on. Point at a square, or press it. Underlined words explain themselves. `,
+  if (!store.report.heads.length) return;
+  const found = store.report.heads.filter((head) => head.roles.length).length;
+  const line = el("p", { id: "hello", role: "note" }, `New here? This page shows what each of the ${number(store.report.heads.length)} attention heads of ${store.report.model.name || "the model"} does: for ${number(found)} of them something was found that held on ${store.report.metadata.image_grid ? "pictures" : "texts"} it was not chosen on. Point at a square, or press it. Underlined words explain themselves. `,
     press("Got it", () => line.remove(), { class: "small" }));
   document.getElementById("seen").before(line);
 }
@@ -112,11 +112,11 @@ function setTheme() {
 }
 
 function facts() {
-  const { model, about, claims: tried } = store.book;
+  const { model, metadata: about, claims: tried } = store.report;
   const sizes = [`${model.layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && (model.parameters < 1e6 ? `${number(model.parameters)} parameters` : `${number(model.parameters / 1e6, 1)} M parameters`)];
   document.getElementById("model-name").textContent = model.name;
   if (model.heads === 0 && tried.length) return document.getElementById("model-facts").replaceChildren(`${counted(tried.length, "claim")} · ${seeds(tried)}`);
-  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} ${about.pictures ? "pictures" : "texts"}, ${number(about.tokens)} tokens`;
+  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} ${about.image_grid ? "pictures" : "texts"}, ${number(about.tokens)} tokens`;
 }
 
 // With how many seeds claims were tried.
@@ -128,7 +128,7 @@ function seeds(tried) {
 async function begin() {
   readHash();
   try {
-    await openBook();
+    await openReport();
   } catch (error) {
     return document.getElementById("main").replaceChildren(el("p", { class: "note error", role: "alert" }, `There is nothing to show: ${error.message}`));
   }
@@ -142,7 +142,7 @@ async function begin() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     if (state.view !== "overview") change({ view: "overview" });
-    else if (state.role || state.search || state.verdict || state.cheap) change({ role: "", search: "", verdict: "", cheap: "" });
+    else if (state.role || state.search || state.verdict || state.cost_filter) change({ role: "", search: "", verdict: "", cost_filter: "" });
     say("");
   });
   let waiting = 0;

@@ -2,13 +2,13 @@
 
 import { el, section, choice, tools, press, canvas, number, brief } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, describe, describeRole, openSentence, RUNGS } from "./book.js";
-import { roleColour, roleMark, roleSign, letterInk, strength, ramp, ink } from "./colour.js";
+import { store, describe, describeRole, openSentence, EVIDENCE_LEVELS } from "./report.js";
+import { roleColor, roleMark, roleBadge, letterInk, strength, ramp, ink } from "./color.js";
 import { fewBits } from "./plan.js";
-import { word } from "./words.js";
+import { word } from "./glossary.js";
 
-const SORTS = [["layer", "layers × heads"], ["score", "score"], ["rung", "evidence"], ["role", "role"], ["importance", "importance"],
-  ["entropy", "entropy"], ["confidence", "confidence"], ["write share", "write share"]];
+const SORTS = [["layer", "layers × heads"], ["score", "score"], ["evidence_level", "evidence"], ["role", "role"], ["importance", "importance"],
+  ["entropy", "entropy"], ["confidence", "confidence"], ["output share", "output share"]];
 
 export async function overview(root) {
   const sight = await openSentence(state.sentence);
@@ -18,8 +18,8 @@ export async function overview(root) {
     tools(
       search(() => mark(board)),
       choice("role", [["", "all roles"], ...roles().map(([role, count]) => [role, `${role} (${count})`])], state.role, (role) => change({ role })),
-      prices().length > 1 && choice("price", prices(), state.cheap, (cheap) => change({ cheap })),
-      choice("order", [...SORTS.filter(([key]) => key !== "importance" || store.book.importance), ...costs()], state.sort, (sort) => change({ sort })),
+      costFilters().length > 1 && choice("cost", costFilters(), state.cost_filter, (chosen) => change({ cost_filter: chosen })),
+      choice("order", [...SORTS.filter(([key]) => key !== "importance" || store.report.importance), ...costs()], state.sort, (sort) => change({ sort })),
       choice("pictures", [["map", "maps of the sentence"], ["offsets", "weight by distance"]], picture(sight), (thumb) => change({ thumb })),
       store.sentences.length > 0 && choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 50)]), state.sentence,
         (place) => change({ sentence: Number(place) }))),
@@ -37,20 +37,20 @@ function search(act) {
 }
 
 // Heads by what they cost: those a plan touches, those that few bits would not be noticed in.
-const CHEAP = {
-  free: ({ price }) => price?.costs.length > 0 && price.costs.every(({ low, high }) => low <= 0 && high >= 0),
-  dear: ({ price }) => price?.costs.some(({ low }) => low > 0),
-  cut: ({ price }) => price?.cut, bits: ({ price }) => price && fewBits(price), cache: ({ price }) => price?.cache?.less,
+const COST_FILTERS = {
+  free: ({ cost }) => cost?.costs.length > 0 && cost.costs.every(({ low, high }) => low <= 0 && high >= 0),
+  costly: ({ cost }) => cost?.costs.some(({ low }) => low > 0),
+  pruned: ({ cost }) => cost?.pruned, bits: ({ cost }) => cost && fewBits(cost), cache: ({ cost }) => cost?.cache?.reduced,
 };
-const CHEAP_NAMES = { free: "few bits cost nothing that could be measured", dear: "few bits cost something", cut: "cut by the plan", bits: "at few bits", cache: "its cache keeps less" };
+const COST_FILTER_NAMES = { free: "few bits cost nothing that could be measured", costly: "few bits cost something", pruned: "cut by the plan", bits: "at few bits", cache: "its cache keeps less" };
 
-function prices() {
-  return [["", "all prices"], ...Object.keys(CHEAP).filter((key) => store.book.heads.some(CHEAP[key])).map((key) => [key, CHEAP_NAMES[key]])];
+function costFilters() {
+  return [["", "all costs"], ...Object.keys(COST_FILTERS).filter((key) => store.report.heads.some(COST_FILTERS[key])).map((key) => [key, COST_FILTER_NAMES[key]])];
 }
 
 // Orders by what a part costs at few bits.
 function costs() {
-  return (store.book.heads[0]?.price?.costs ?? []).map(({ part, bits }) => [`price ${part} ${bits}`, `price of ${part} at ${bits} bits`]);
+  return (store.report.heads[0]?.cost?.costs ?? []).map(({ part, bits }) => [`cost ${part} ${bits}`, `cost of ${part} at ${bits} bits`]);
 }
 
 function picture(sight) {
@@ -60,19 +60,19 @@ function picture(sight) {
 // Roles with how many heads have each, the most frequent first.
 function roles() {
   const counts = new Map();
-  for (const head of store.book.heads) for (const role of head.roles.length ? head.roles : [head.role]) counts.set(role, (counts.get(role) ?? 0) + 1);
+  for (const head of store.report.heads) for (const role of head.roles.length ? head.roles : [head.role]) counts.set(role, (counts.get(role) ?? 0) + 1);
   return [...counts].sort((a, b) => (a[0] === "unclear") - (b[0] === "unclear") || b[1] - a[1]);
 }
 
 // Rows of cells: one for each layer, or, in another order, as many as fit.
 function rows() {
   if (state.sort === "layer")
-    return store.book.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
-  const shown = store.book.heads.filter((head) => !state.role || hasRole(head, state.role));
+    return store.report.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
+  const shown = store.report.heads.filter((head) => !state.role || hasRole(head, state.role));
   const key = {
-    score: (head) => -(head.score ?? -1), rung: (head) => -RUNGS.indexOf(head.rung) - (head.score ?? 0) / 10,
-    importance: (head) => -(head.importance?.worth ?? -Infinity),
-  }[state.sort] ?? (state.sort.startsWith("price ") ? (head) => -(costOf(head) ?? -Infinity) : null) ?? ((head) => -(head.measures[state.sort] ?? -Infinity));
+    score: (head) => -(head.score ?? -1), evidence_level: (head) => -EVIDENCE_LEVELS.indexOf(head.evidence_level) - (head.score ?? 0) / 10,
+    importance: (head) => -(head.importance?.importance ?? -Infinity),
+  }[state.sort] ?? (state.sort.startsWith("cost ") ? (head) => -(costOf(head) ?? -Infinity) : null) ?? ((head) => -(head.metrics[state.sort] ?? -Infinity));
   const ordered = state.sort === "role" ? shown.sort((a, b) => a.role.localeCompare(b.role)) : shown.sort((a, b) => key(a) - key(b));
   const wide = Math.max(8, Math.min(32, Math.ceil(Math.sqrt(ordered.length * 1.6))));
   const made = [];
@@ -83,7 +83,7 @@ function rows() {
 
 function costOf(head) {
   const [, part, bits] = state.sort.split(" ");
-  return head.price?.costs.find((one) => one.part === part && one.bits === Number(bits))?.more;
+  return head.cost?.costs.find((one) => one.part === part && one.bits === Number(bits))?.loss_increase;
 }
 
 function draw(board, sight) {
@@ -93,7 +93,7 @@ function draw(board, sight) {
   const size = Math.max(24, Math.min(84, Math.floor(room / widest), Math.max(46, Math.floor(1500 / lines.length))));
   const wide = widest * size, high = Math.max(size, lines.length * size);
   const [picture_, pen] = canvas(wide, high, { class: "under", "aria-hidden": "true" });
-  const sheet = el("div", { class: "sheet", role: "grid", "aria-label": `${store.book.heads.length} heads`, "aria-rowcount": lines.length,
+  const sheet = el("div", { class: "sheet", role: "grid", "aria-label": `${store.report.heads.length} heads`, "aria-rowcount": lines.length,
     style: { "--cell": `${size}px`, "--wide": widest } });
   const scale = pictures(sight);
   lines.forEach((line, y) => {
@@ -123,10 +123,10 @@ function numberOf(address) {
 
 // All thumbnails in one picture, so that each cell is one copy of a piece of it; and how large each is drawn.
 function pictures(sight) {
-  const colours = ramp();
-  const worths = store.book.heads.map((head) => head.importance?.worth ?? null);
-  const largest = store.book.importance ? Math.max(1e-12, ...worths.filter((worth) => worth !== null)) : null;
-  const sizeOf = (head) => (largest === null || !head.importance ? 1 : 0.35 + 0.65 * Math.sqrt(Math.max(0, head.importance.worth) / largest));
+  const colors = ramp();
+  const importances = store.report.heads.map((head) => head.importance?.importance ?? null);
+  const largest = store.report.importance ? Math.max(1e-12, ...importances.filter((importance) => importance !== null)) : null;
+  const sizeOf = (head) => (largest === null || !head.importance ? 1 : 0.35 + 0.65 * Math.sqrt(Math.max(0, head.importance.importance) / largest));
   if (picture(sight) === "offsets") return { sizeOf, bars: true };
   const heads = sight.heads, each = sight.thumb(heads[0]).size, across = Math.ceil(Math.sqrt(heads.length));
   const atlas = el("canvas", { width: across * each, height: Math.ceil(heads.length / across) * each });
@@ -137,7 +137,7 @@ function pictures(sight) {
     places.set(head, [left, top]);
     for (let i = 0; i < each; i++)
       for (let j = 0; j < each; j++) {
-        const at = ((top + i) * atlas.width + left + j) * 4, [r, g, b] = colours[bytes[i * each + j]];
+        const at = ((top + i) * atlas.width + left + j) * 4, [r, g, b] = colors[bytes[i * each + j]];
         image.data[at] = r; image.data[at + 1] = g; image.data[at + 2] = b; image.data[at + 3] = 255;
       }
   });
@@ -158,16 +158,16 @@ function paint(pen, head, x, y, size, scale) {
   plate(pen, head, x, y, size);
 }
 
-// A band for each role, three at most; the stronger its colour, the higher the evidence level.
+// A band for each role, three at most; the stronger its color, the higher the evidence level.
 function ground(pen, head, x, y, size) {
   const there = head.roles.slice(0, 3), wide = (size - 2) / Math.max(1, there.length);
   if (!there.length) {
-    pen.fillStyle = roleColour("unclear", strength("unclear"));
+    pen.fillStyle = roleColor("unclear", strength("none"));
     pen.fillRect(x + 1, y + 1, size - 2, size - 2);
   }
   there.forEach((role, place) => {
-    const rung = head.supports.find((one) => one.role === role)?.rung ?? head.rung;
-    pen.fillStyle = roleColour(role, strength(rung));
+    const level = head.evidence.find((one) => one.role === role)?.evidence_level ?? head.evidence_level;
+    pen.fillStyle = roleColor(role, strength(level));
     pen.fillRect(x + 1 + place * wide, y + 1, wide, size - 2);
   });
 }
@@ -175,10 +175,10 @@ function ground(pen, head, x, y, size) {
 // The letters of its first role; a + where it has more.
 function plate(pen, head, x, y, size) {
   if (!head.roles.length) return;
-  const high = Math.max(8, Math.min(13, size * 0.27)), letters = roleSign(head.role)[0] + (head.roles.length > 1 ? "+" : "");
+  const high = Math.max(8, Math.min(13, size * 0.27)), letters = roleBadge(head.role)[0] + (head.roles.length > 1 ? "+" : "");
   pen.font = `600 ${high}px system-ui, sans-serif`;
   const wide = pen.measureText(letters).width + 4;
-  pen.fillStyle = roleColour(head.role);
+  pen.fillStyle = roleColor(head.role);
   pen.fillRect(x + 1, y + 1, wide, high + 3);
   pen.fillStyle = letterInk(head.role);
   pen.textBaseline = "top";
@@ -224,20 +224,20 @@ function hasRole(head, role) {
   return head.role === role || head.roles.includes(role);
 }
 
-// All words that are told of a head, its story and cases too; put together once.
+// All words that are told of a head, its summary and examples too; put together once.
 const haystacks = new Map();
 function haystack(head) {
   if (!haystacks.has(head)) {
-    const texts = [...head.cases.flatMap((one) => one.examples), ...head.hardest].map((one) => one.parts.map(([, text]) => text).join(""));
-    const names = [head.address, head.role, head.detail, head.rung, ...head.rest, ...head.supports.map((one) => one.role)];
-    haystacks.set(head, [...names, ...head.story.map(([, text]) => text), ...texts].join(" ").toLowerCase());
+    const texts = [...head.examples.flatMap((one) => one.examples), ...head.top_contexts].map((one) => one.segments.map(([, text]) => text).join(""));
+    const names = [head.address, head.role, head.detail, head.evidence_level, ...head.idle_patterns, ...head.evidence.map((one) => one.role)];
+    haystacks.set(head, [...names, ...head.summary.map(([, text]) => text), ...texts].join(" ").toLowerCase());
   }
   return haystacks.get(head);
 }
 
 // What does not match steps back; nothing is drawn anew.
 function mark(board) {
-  const wanted = state.search.trim().toLowerCase(), priced = CHEAP[state.cheap];
+  const wanted = state.search.trim().toLowerCase(), priced = COST_FILTERS[state.cost_filter];
   for (const cell of board.querySelectorAll(".cell")) {
     const head = store.heads.get(cell.dataset.head);
     const found = !wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : haystack(head).includes(wanted));
@@ -248,14 +248,14 @@ function mark(board) {
 
 function tell(peek, head) {
   if (head === null) return peek.replaceChildren(el("p", { class: "note" }, "Point at a head, or walk through the grid with the arrow keys. Enter opens its card."));
-  const [first] = head.cases, examples = first?.examples ?? [], seen = examples.find((one) => one.hit) ?? examples[0] ?? head.hardest[0];
+  const [first] = head.examples, examples = first?.examples ?? [], seen = examples.find((one) => one.hit) ?? examples[0] ?? head.top_contexts[0];
   peek.replaceChildren(...[
     el("h2", {}, `${head.address} `, (head.roles.length ? head.roles : ["unclear"]).slice(0, 3).map(roleMark), ` ${describeRole(head)}`),
-    head.on && el("p", {}, `shown on ${head.on}`),
-    el("p", {}, word(head.rung), head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.null, 2)}, its `, head.score === null ? "" : word("baseline")),
-    head.rest.length > 0 && el("p", {}, word("rests"), ": ", head.rest.flatMap((one, i) => [i ? ", " : "", word(one)])),
-    head.importance && el("p", {}, word("worth"), ` ${number(head.importance.worth, 4)}`),
-    seen && el("p", { class: "context" }, seen.parts.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))),
+    head.corpus_label && el("p", {}, `shown on ${head.corpus_label}`),
+    el("p", {}, word(head.evidence_level), head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.baseline, 2)}, its `, head.score === null ? "" : word("baseline")),
+    head.idle_patterns.length > 0 && el("p", {}, word("idle pattern"), ": ", head.idle_patterns.flatMap((one, i) => [i ? ", " : "", word(one)])),
+    head.importance && el("p", {}, word("importance"), ` ${number(head.importance.importance, 4)}`),
+    seen && el("p", { class: "context" }, seen.segments.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))),
     press("Open its card", () => change({ head: head.address, view: "card" }), { class: "small" }),
   ].filter(Boolean));
 }
@@ -267,12 +267,12 @@ function legend() {
       el("button", { type: "button", "aria-pressed": String(state.role === role), "data-key": `legend ${role}`,
         onclick: () => change({ role: state.role === role ? "" : role }) },
         roleMark(role), ` ${role} `, el("small", {}, count))))),
-    el("p", { class: "note" }, "The stronger the colour, the higher the evidence level:"),
-    el("ul", { class: "rungs" }, RUNGS.map((rung) => el("li", {}, sample({ background: rung === "unclear" ? roleColour(rung, 0.3) : roleColour("induction", strength(rung)) }), " ", word(rung)))),
-    store.book.importance && el("p", { class: "note" }, "The larger the picture, the more is lost without the head."),
+    el("p", { class: "note" }, "The stronger the color, the higher the evidence level:"),
+    el("ul", { class: "levels" }, EVIDENCE_LEVELS.map((level) => el("li", {}, sample({ background: level === "none" ? roleColor(level, 0.3) : roleColor("induction", strength(level)) }), " ", word(level)))),
+    store.report.importance && el("p", { class: "note" }, "The larger the picture, the more is lost without the head."),
     el("p", { class: "note" }, state.thumb === "map" && store.sentences.length ? "Pictures: rows look at columns; the darker (lighter on a dark page), the harder." : "Pictures: mean weight at each distance, far back on the left, oneself " + (ahead() ? "in the middle, ahead on the right." : "on the right.")));
 }
 
 function ahead() {
-  return store.book.heads.some((head) => head.offsets.some(([offset]) => offset < 0));
+  return store.report.heads.some((head) => head.offsets.some(([offset]) => offset < 0));
 }

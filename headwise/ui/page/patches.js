@@ -2,19 +2,19 @@
 
 import { el, canvas, section, number } from "./dom.js";
 import { state, change } from "./state.js";
-import { store } from "./book.js";
-import { CHOSEN, ink } from "./colour.js";
+import { store } from "./report.js";
+import { CHOSEN, ink } from "./color.js";
 
-const PANEL = 260, EVEN = 4; // a head that looks at all alike stays faint: full colour is four times an even share at least
+const PANEL = 260, EVEN = 4; // a head that looks at all alike stays faint: full color is four times an even share at least
 
 // The picture once for each head, weights laid over it; a press on a patch asks from there.
 export async function overPicture(sight, heads) {
   const image = new Image();
-  image.src = `data:image/png;base64,${sight.picture.png}`;
+  image.src = `data:image/png;base64,${sight.image.png}`;
   await image.decode();
   const panels = heads.map((head, place) => patchPanel(sight, image, head, CHOSEN[place]));
   const asked = el("p", { class: "readout", "aria-live": "polite" });
-  const buttons = [[-1, "all patches"], ...sight.tokens.map((name, i) => [i, name]).filter(([i]) => sight.picture.cells[i] < 0)]
+  const buttons = [[-1, "all patches"], ...sight.tokens.map((name, i) => [i, name]).filter(([i]) => sight.image.cells[i] < 0)]
     .map(([i, name]) => el("button", { type: "button", class: "small", "data-token": i, onclick: () => from(i) }, name));
   const show = (at) => {
     for (const one of panels) one.draw(at);
@@ -27,11 +27,11 @@ export async function overPicture(sight, heads) {
   return section("The picture, and where each head looks",
     el("div", { class: "tools" }, buttons), asked,
     el("div", { class: "over" }, panels.map((one) => one.node)),
-    el("p", { class: "note" }, "Point at a patch to see where each head looks from it; press to keep it. The stronger the colour the more weight: full colour is the largest weight of the head, or four even shares where that is more. What goes to tokens that are no patches stands below."));
+    el("p", { class: "note" }, "Point at a patch to see where each head looks from it; press to keep it. The stronger the color the more weight: full color is the largest weight of the head, or four even shares where that is more. What goes to tokens that are no patches stands below."));
 }
 
-function patchPanel(sight, image, head, colour) {
-  const { rows, columns, cells } = sight.picture;
+function patchPanel(sight, image, head, color) {
+  const { rows, columns, cells } = sight.image;
   const wide = Math.min(PANEL, globalThis.innerWidth - 70), high = Math.round((wide * image.height) / image.width);
   const [picture, pen] = canvas(wide, high, { tabindex: "0", role: "img", "data-head": head,
     "aria-label": `Head ${head} over the picture, ${rows} rows of ${columns} patches. Arrow keys move, Enter keeps a patch.` });
@@ -41,7 +41,7 @@ function patchPanel(sight, image, head, colour) {
   let now = -1;
   const draw = (at) => {
     now = at;
-    const row = at < 0 ? meanOfPatches(sight, head) : sight.row(head, at, false, state.valued);
+    const row = at < 0 ? meanOfPatches(sight, head) : sight.row(head, at, false, state.value_weighted);
     const most = Math.max(EVEN / sight.n, ...cells.map((cell, token) => (cell < 0 ? 0 : row[token])));
     pen.globalAlpha = 1;
     pen.imageSmoothingEnabled = image.width > wide;
@@ -49,7 +49,7 @@ function patchPanel(sight, image, head, colour) {
     pen.fillStyle = ink("paper");
     pen.globalAlpha = 0.35;
     pen.fillRect(0, 0, wide, high);
-    pen.fillStyle = colour;
+    pen.fillStyle = color;
     cells.forEach((cell, token) => {
       if (cell < 0) return;
       pen.globalAlpha = 0.85 * (row[token] / most);
@@ -87,12 +87,12 @@ function patchPanel(sight, image, head, colour) {
     });
   };
   const name = `${head} ${store.heads.get(head)?.role ?? ""}`;
-  return { draw, listen, node: el("figure", {}, el("figcaption", {}, el("strong", { style: { color: colour } }, name)), el("div", { class: "heat" }, picture), told) };
+  return { draw, listen, node: el("figure", {}, el("figcaption", {}, el("strong", { style: { color: color } }, name)), el("div", { class: "heat" }, picture), told) };
 }
 
 // From all patches, on average.
 function meanOfPatches(sight, head) {
-  const made = new Float32Array(sight.n), patches = sight.picture.cells.map((cell, token) => [cell, token]).filter(([cell]) => cell >= 0);
-  for (const [, token] of patches) sight.row(head, token, false, state.valued).forEach((weight, j) => { made[j] += weight / patches.length; });
+  const made = new Float32Array(sight.n), patches = sight.image.cells.map((cell, token) => [cell, token]).filter(([cell]) => cell >= 0);
+  for (const [, token] of patches) sight.row(head, token, false, state.value_weighted).forEach((weight, j) => { made[j] += weight / patches.length; });
   return made;
 }

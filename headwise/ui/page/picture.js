@@ -1,7 +1,7 @@
 // A picture of what is shown: the view itself with its styles, as SVG (for browsers) or as PNG. Nothing leaves the page.
 
 import { el, say } from "./dom.js";
-import { isDark } from "./colour.js";
+import { isDark } from "./color.js";
 
 const XHTML = document.documentElement.namespaceURI, DRAWING = "http://www.w3.org/2000/svg", MOST = 16_000_000; // pixels of a PNG
 

@@ -2,20 +2,20 @@
 
 import { el, section, choice, press, grid, canvas, number } from "./dom.js";
 import { state, change } from "./state.js";
-import { store } from "./book.js";
-import { ink } from "./colour.js";
+import { store } from "./report.js";
+import { ink } from "./color.js";
 
 export async function relations(root) {
-  const found = store.book.relations;
+  const found = store.report.relations;
   if (!found) return root.append(el("p", { class: "note" }, "This profile was made without documents whose relations are known, or with too few of them, so there is nothing to tell."));
   const chosen = found.rows.find((row) => row.relation === state.relation) ?? found.rows[0];
   root.append(el("div", { class: "stack" },
     section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were chosen on one half of the texts; these numbers are from the other. > is attention from the first word of a gold arc to the second, < from the second to the first; docs/gold-sets.md says which words these are."),
       grid("Accuracy: the share of arcs whose target is looked at most", ["relation", "", "arcs", "best head", "accuracy", "95 %", "best offset", "its accuracy", "weight above its distance", "p"],
-        found.rows.map((row) => [row.relation, row.way, row.arcs, press(row.head, () => change({ view: "card", head: row.head }), { class: "small", "data-key": `${row.relation} ${row.head}` }), [row.accuracy, 2],
+        found.rows.map((row) => [row.relation, row.direction, row.arcs, press(row.head, () => change({ view: "card", head: row.head }), { class: "small", "data-key": `${row.relation} ${row.head}` }), [row.accuracy, 2],
           `${number(row.low, 2)}–${number(row.high, 2)}`, row.offset > 0 ? `+${row.offset}` : String(row.offset), [row.offset_accuracy, 2], [row.excess, 3], [row.p, 4]]), { "data-table": "relations" })),
     section("Heads × relations", el("p", { class: "note" }, "Blue: above the best fixed offset; red: below. A column for each head, layer after layer."), matrix(found)),
-    section("One relation", el("div", { class: "tools" }, choice("relation", found.rows.map((row) => [row.relation, `${row.relation} ${row.way}`]), chosen.relation, (relation) => change({ relation }))),
+    section("One relation", el("div", { class: "tools" }, choice("relation", found.rows.map((row) => [row.relation, `${row.relation} ${row.direction}`]), chosen.relation, (relation) => change({ relation }))),
       strongest(found, chosen))));
 }
 
@@ -31,7 +31,7 @@ function matrix(found) {
     found.rows.forEach((row, y) => {
       pen.fillStyle = ink(at?.[0] === y ? "text" : "soft");
       pen.textAlign = "right";
-      pen.fillText(`${row.relation} ${row.way}`, left - 6, top + (y + 0.5) * high);
+      pen.fillText(`${row.relation} ${row.direction}`, left - 6, top + (y + 0.5) * high);
       row.scores.forEach((score, x) => {
         const gain = (score ?? 0) - row.offset_accuracy;
         pen.fillStyle = gain >= 0 ? `rgb(36 89 179 / ${Math.min(1, 0.04 + gain * 1.3)})` : `rgb(179 38 30 / ${Math.min(0.8, -gain * 0.6)})`;

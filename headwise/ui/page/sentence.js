@@ -2,20 +2,20 @@
 
 import { el, svg, section, choice, tick, tools, press, grid, brief, visible, say } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, openSentence, chosenHeads } from "./book.js";
-import { CHOSEN, roleMark } from "./colour.js";
+import { store, openSentence, chosenHeads } from "./report.js";
+import { CHOSEN, roleMark } from "./color.js";
 import { heatMap } from "./heat.js";
 import { barList } from "./chart.js";
-import { livePanel, whyPanel } from "./live.js";
+import { livePanel, explainPanel } from "./live.js";
 import { overPicture } from "./patches.js";
 
 const FAINT = 0.1, ARCS = 400;
 
 export async function sentence(root) {
   const sight = await openSentence(state.sentence);
-  if (store.live && !store.book.about.pictures) root.append(livePanel());
+  if (store.live && !store.report.metadata.image_grid) root.append(livePanel());
   if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence here yet."));
-  if (sight.picture) return root.append(...(await pictureView(sight)));
+  if (sight.image) return root.append(...(await pictureView(sight)));
   const words = state.level === "word", tokenOf = (at) => (words && at >= 0 ? sight.tokensOf[at].at(-1) : at);
   const pick = (at) => chosenHeads(sight, tokenOf(at)), chips = el("div", { class: "picked" });
   const fill = (heads) => chips.replaceChildren(headChips(sight, heads));
@@ -25,8 +25,8 @@ export async function sentence(root) {
     tools(
       choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
       choice("level", [["token", "tokens"], ["word", "words"]], state.level, (level) => change({ level, token: -1, pin: "" })),
-      tick("weighted by what is fetched", state.valued, (valued) => change({ valued })),
-      tick("show resting places", state.rests, (rests) => change({ rests }))),
+      tick("weighted by what is fetched", state.value_weighted, (checked) => change({ value_weighted: checked })),
+      tick("show resting places", state.idle, (checked) => change({ idle: checked }))),
     chips,
     el("div", { class: "stack" }, arcs(sight, pick, words, fill), el("div", { class: "pair" }, mapSection(sight, heads, words), nextWord(sight))));
 }
@@ -35,7 +35,7 @@ export async function sentence(root) {
 async function pictureView(sight) {
   const heads = chosenHeads(sight, state.token), chosen = tools(
     choice("picture", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
-    tick("weighted by what is fetched", state.valued, (valued) => change({ valued })));
+    tick("weighted by what is fetched", state.value_weighted, (checked) => change({ value_weighted: checked })));
   return [chosen, headChips(sight, heads), el("div", { class: "stack" }, await overPicture(sight, heads), mapSection(sight, heads, false))];
 }
 
@@ -73,9 +73,9 @@ function arcs(sight, pick, words, told) {
     }
     places ??= buttons.map((button) => button.offsetLeft + button.offsetWidth / 2);
     paintArcs(drawing, sight, heads, words, active, places, row.offsetWidth);
-    const strongest = active < 0 || heads.length === 0 ? null : sight.row(heads[0], active, words, state.valued);
+    const strongest = active < 0 || heads.length === 0 ? null : sight.row(heads[0], active, words, state.value_weighted);
     buttons.forEach((button, j) => {
-      const part = strongest && (state.rests || !sight.rests(active, j, words)) ? Math.round(Math.sqrt(strongest[j]) * 70) : 0;
+      const part = strongest && (state.idle || !sight.rests(active, j, words)) ? Math.round(Math.sqrt(strongest[j]) * 70) : 0;
       button.style.background = part ? `color-mix(in srgb, ${CHOSEN[0]} ${part}%, var(--paper))` : "";
     });
     if (active >= 0) where.replaceChildren(...looksOf(sight, heads, words, active)); // and it stays: nothing jumps
@@ -96,17 +96,17 @@ function arcs(sight, pick, words, told) {
   requestAnimationFrame(() => show(state.token));
   return section(words ? "Words and what they look at" : "Tokens and what they look at", strip,
     el("p", { class: "note" }, `Point at a ${words ? "word" : "token"} to see where each head looks from it; press to keep it.`
-      + (state.rests ? "" : " Looks at resting places (the first token, special ones, itself) are left out.")
-      + (sight.whole ? "" : ` Of ${sight.n} tokens the ${sight.perRow} strongest looks of each are kept.`)
-      + (sight.cutFrom ? ` The text has ${sight.cutFrom} tokens; the first ${sight.n} are shown.` : "")), where);
+      + (state.idle ? "" : " Looks at resting places (the first token, special ones, itself) are left out.")
+      + (sight.full ? "" : ` Of ${sight.n} tokens the ${sight.perRow} strongest looks of each are kept.`)
+      + (sight.truncatedFrom ? ` The text has ${sight.truncatedFrom} tokens; the first ${sight.n} are shown.` : "")), where);
 }
 
 function paintArcs(drawing, sight, heads, words, active, places, wide) {
   const found = [];
   heads.forEach((head, place) => {
     const rows = active < 0 ? places.keys() : [active];
-    for (const i of rows) sight.row(head, i, words, state.valued).forEach((weight, j) => {
-      if (weight >= (active < 0 ? FAINT : 0.02) && (state.rests || !sight.rests(i, j, words))) found.push([weight, i, j, place]);
+    for (const i of rows) sight.row(head, i, words, state.value_weighted).forEach((weight, j) => {
+      if (weight >= (active < 0 ? FAINT : 0.02) && (state.idle || !sight.rests(i, j, words))) found.push([weight, i, j, place]);
     });
   });
   found.sort((a, b) => b[0] - a[0]);
@@ -123,9 +123,9 @@ function paintArcs(drawing, sight, heads, words, active, places, wide) {
 // Two tables: the chosen heads, and those of all heads that look hardest from here.
 function looksOf(sight, heads, words, i) {
   const labels = sight.labels(words);
-  const best = (head) => [...sight.row(head, i, words, state.valued)].map((weight, j) => [weight, j]).filter(([, j]) => state.rests || !sight.rests(i, j, words)).sort((a, b) => b[0] - a[0]).slice(0, 3);
+  const best = (head) => [...sight.row(head, i, words, state.value_weighted)].map((weight, j) => [weight, j]).filter(([, j]) => state.idle || !sight.rests(i, j, words)).sort((a, b) => b[0] - a[0]).slice(0, 3);
   const told = (pairs) => pairs.filter(([weight]) => weight >= 0.005).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ") || "rests";
-  const hardest = sight.hardest(i, 8, words, state.valued);
+  const hardest = sight.hardest(i, 8, words, state.value_weighted);
   return [
     grid(`Where “${labels[i]}” looks`, ["head", "role", "looks at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", told(best(head))])),
     grid(`Heads that look hardest from “${labels[i]}”, resting places left out`, ["head", "role", "at", "weight"],
@@ -139,16 +139,16 @@ function mapSection(sight, heads, words) {
   const labels = sight.labels(words), pin = state.pin.split(",").map(Number);
   const pinned = pin.length === 2 && pin.every((place) => place >= 0 && place < labels.length) ? pin : null;
   const rowTable = el("div", {}), reasons = el("div", {});
-  const mayAsk = store.live && !sight.picture && (store.book.model.kind ?? "decoder") === "decoder";
-  const fillReasons = (at) => reasons.replaceChildren(...(at === null || !mayAsk ? [] : [whyPanel(store.sentences[state.sentence].given.text, head, at[0], at[1], labels, words)]));
+  const mayAsk = store.live && !sight.image && (store.report.model.kind ?? "decoder") === "decoder";
+  const fillReasons = (at) => reasons.replaceChildren(...(at === null || !mayAsk ? [] : [explainPanel(store.sentences[state.sentence].given.text, head, at[0], at[1], labels, words)]));
   const fillRow = (at) => rowTable.replaceChildren(at === null ? el("p", { class: "note" }, "Pin a row to read its numbers.")
     : grid(`Where “${labels[at[0]]}” looks in ${head}`, ["at", "weight"],
-      [...sight.row(head, at[0], words, state.valued)].map((weight, j) => [labels[j], [weight, 3]]).filter(([, [weight]]) => weight > 0)));
+      [...sight.row(head, at[0], words, state.value_weighted)].map((weight, j) => [labels[j], [weight, 3]]).filter(([, [weight]]) => weight > 0)));
   fillRow(pinned);
   fillReasons(pinned);
   return section(`Map of ${head}`,
     el("div", { class: "tools" }, choice("head", heads.map((one) => [one, `${one} ${store.heads.get(one)?.role ?? ""}`]), head, (one) => change({ head: one }))),
-    heatMap({ weights: sight.map(head, words, state.valued), labels, name: `Attention of head ${head}`, pinned, under: sight.under(head),
+    heatMap({ weights: sight.map(head, words, state.value_weighted), labels, name: `Attention of head ${head}`, pinned, under: sight.under(head),
       onpin: (at) => { change({ pin: at ? at.join(",") : "" }, true); fillRow(at); fillReasons(at); } }),
     reasons,
     el("details", { open: pinned !== null }, el("summary", {}, "The row as a table"), rowTable));
@@ -156,7 +156,7 @@ function mapSection(sight, heads, words) {
 
 function nextWord(sight) {
   if (!sight.next) return null; // an encoder predicts none
-  const { likely, shares, rest, logit } = sight.next;
+  const { likely, shares, other_parts: rest, logit } = sight.next;
   const made = [section("Next word", barList(likely.map(([word, p]) => [visible(word), p]), 3, true))];
   if (shares) {
     const parts = Object.entries(shares).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, 14);

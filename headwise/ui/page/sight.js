@@ -11,19 +11,19 @@ export class Sight {
     sight.wordOf = given.word_of;
     sight.special = given.special;
     sight.next = given.next;
-    sight.picture = given.picture ?? null; // where tokens are patches
-    sight.cutFrom = given.cut_from;
-    sight.whole = given.form === "whole";
+    sight.image = given.image ?? null; // where tokens are patches
+    sight.truncatedFrom = given.truncated_from;
+    sight.full = given.form === "full";
     sight.heads = given.heads;
     sight.place = new Map(given.heads.map((head, place) => [head, place]));
     sight.n = given.tokens.length;
     sight.size = given.thumb;
     sight.perRow = given.per_row;
-    const names = sight.whole ? ["maps", "shares"] : ["thumbs", "columns", "weights", "shares"];
+    const names = sight.full ? ["maps", "shares"] : ["thumbs", "columns", "weights", "shares"];
     const unpacked = names.map(async (name) => { sight[name] = await inflate(given[name]); });
-    const measured = (sight.whole ? ["norms"] : ["norms", "totals"]).map(async (name) => { sight[name] = await lengths(given[name], sight.n); });
+    const measured = (sight.full ? ["norms"] : ["norms", "totals"]).map(async (name) => { sight[name] = await lengths(given[name], sight.n); });
     await Promise.all([...unpacked, ...measured]);
-    if (!sight.whole) sight.columns = pairs(sight.columns);
+    if (!sight.full) sight.columns = pairs(sight.columns);
     sight.tokensOf = sight.words.map(() => []);
     sight.wordOf.forEach((word, token) => sight.tokensOf[word].push(token));
     return sight;
@@ -50,7 +50,7 @@ export class Sight {
 
   tokenRow(head, i, valued) {
     const n = this.n, h = this.place.get(head), made = new Float32Array(n);
-    if (this.whole) {
+    if (this.full) {
       const start = (h * n + i) * n;
       for (let j = 0; j < n; j++) made[j] = WEIGHT[this.maps[start + j]];
     } else {
@@ -58,10 +58,10 @@ export class Sight {
       for (let e = start; e < start + this.perRow; e++) if (this.weights[e]) made[this.columns[e]] = WEIGHT[this.weights[e]];
     }
     if (!valued) return made;
-    let total = this.whole ? 0 : this.totals[h * n + i];
+    let total = this.full ? 0 : this.totals[h * n + i];
     for (let j = 0; j < n; j++) {
       made[j] *= this.norms[h * n + j];
-      if (this.whole) total += made[j];
+      if (this.full) total += made[j];
     }
     if (total > 0) for (let j = 0; j < n; j++) made[j] /= total;
     return made;
@@ -77,7 +77,7 @@ export class Sight {
   // A small picture of a map as bytes on the scale of square roots; the largest weight under each pixel.
   thumb(head, most = 32) {
     const h = this.place.get(head), n = this.n;
-    if (!this.whole) return { size: this.size, bytes: this.thumbs.subarray(h * this.size ** 2, (h + 1) * this.size ** 2) };
+    if (!this.full) return { size: this.size, bytes: this.thumbs.subarray(h * this.size ** 2, (h + 1) * this.size ** 2) };
     const size = Math.min(n, most), bytes = new Uint8Array(size * size);
     for (let i = 0; i < n; i++) {
       const row = Math.floor((i * size) / n) * size, start = (h * n + i) * n;
@@ -91,7 +91,7 @@ export class Sight {
 
   // What lies under a map of which only the strongest weights are known.
   under(head) {
-    return this.whole ? null : this.thumb(head);
+    return this.full ? null : this.thumb(head);
   }
 
   // A head's share of what its layer writes at a token, by length.
@@ -114,10 +114,10 @@ export class Sight {
     const scored = this.heads.map((head, h) => {
       let sum = 0;
       for (let i = from; i < to; i++) {
-        const each = this.whole ? n : this.perRow, start = (h * n + i) * each;
+        const each = this.full ? n : this.perRow, start = (h * n + i) * each;
         let most = 0;
         for (let e = 0; e < each; e++) {
-          const j = this.whole ? e : this.columns[start + e], byte = (this.whole ? this.maps : this.weights)[start + e];
+          const j = this.full ? e : this.columns[start + e], byte = (this.full ? this.maps : this.weights)[start + e];
           if (byte > most && j !== 0 && j !== i && !this.special[j]) most = byte;
         }
         sum += WEIGHT[most] * this.shares[h * n + i];

@@ -1,8 +1,8 @@
 // What is shown, kept in the address after #, so that a link leads to the same sight.
 
 const START = {
-  view: "overview", head: "", other: "", sentence: 0, level: "token", valued: false, token: -1, heads: "", role: "",
-  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", verdict: "", claim: "", price: "", cheap: "", word: "", rests: false, theme: "",
+  view: "overview", head: "", other: "", sentence: 0, level: "token", value_weighted: false, token: -1, heads: "", role: "",
+  sort: "layer", search: "", thumb: "map", pin: "", layer: "", relation: "", verdict: "", claim: "", cost: "", cost_filter: "", word: "", idle: false, theme: "",
 };
 export const state = { ...START };
 const listeners = [];

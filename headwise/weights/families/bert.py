@@ -6,68 +6,70 @@ from typing import Any
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families.family import (
     Config,
-    Family,
-    choose,
-    common_refusals,
-    common_unread,
-    need,
-    refuse,
-    setting,
-    switch,
-    unread,
-    whole,
+    ModelFamily,
+    bool_setting,
+    common_unrepresentable,
+    common_unsupported,
+    positive_int_setting,
+    reject_unrepresentable,
+    reject_unsupported,
+    required_setting,
+    setting_or_default,
+    translate_setting,
 )
-from headwise.weights.keymap import Line
+from headwise.weights.keymap import TensorMapping
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
-def spec(config: Config) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """From config.json. Whether there is a pooler and an output is told by the tensors; see `adjust`."""
-    positions = setting(config, "position_embedding_type", default="absolute")
-    unread(
-        common_unread(config)
+    positions = setting_or_default(config, "position_embedding_type", default="absolute")
+    reject_unsupported(
+        common_unsupported(config)
         | {
             f"{positions} positions (position_embedding_type)": positions != "absolute",
-            "a decoder made of BERT (is_decoder)": switch(config, "is_decoder", default=False),
+            "a decoder made of BERT (is_decoder)": bool_setting(config, "is_decoder", default=False),
         }
     )
     return ModelSpec(
-        vocab=need(config, "vocab_size"),
-        context=whole(config, "max_position_embeddings", default=512),
-        layers=need(config, "num_hidden_layers"),
+        vocab=required_setting(config, "vocab_size"),
+        context=positive_int_setting(config, "max_position_embeddings", default=512),
+        layers=required_setting(config, "num_hidden_layers"),
         attention=AttentionSpec(
-            need(config, "hidden_size"),
-            whole(config, "num_attention_heads", default=12),
+            required_setting(config, "hidden_size"),
+            positive_int_setting(config, "num_attention_heads", default=12),
             bias=True,
             out_bias=True,
         ),
-        hidden=need(config, "intermediate_size"),
+        mlp_width=required_setting(config, "intermediate_size"),
         kind="encoder",
-        form="post",
-        norm_eps=setting(config, "layer_norm_eps", default=1e-12),
-        activation=choose(setting(config, "hidden_act", default="gelu"), ACTIVATIONS, "activation"),
+        norm_placement="post",
+        norm_eps=setting_or_default(config, "layer_norm_eps", default=1e-12),
+        activation=translate_setting(
+            setting_or_default(config, "hidden_act", default="gelu"), ACTIVATIONS, "activation"
+        ),
         embed_norm=True,
-        token_types=whole(config, "type_vocab_size", default=2),
+        token_types=positive_int_setting(config, "type_vocab_size", default=2),
         output="none",
-        tied=switch(config, "tie_word_embeddings", default=True),
+        tied=bool_setting(config, "tie_word_embeddings", default=True),
     )
 
 
-def config(spec: ModelSpec) -> dict[str, Any]:
+def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """To config.json."""
-    heads = spec.attention
-    refuse(
+    attention = spec.attention
+    reject_unrepresentable(
         {
-            **common_refusals(spec),
+            **common_unrepresentable(spec),
             "anything but an encoder": spec.kind != "encoder" or spec.output == "lm",
-            "rotary positions": heads.rotary is not None or spec.positions != "learned",
-            "grouped keys": heads.kv_heads != heads.heads,
-            "head_dim other than width / heads": heads.head_dim * heads.heads != heads.width,
-            "pre-norm or RMS norms": spec.form != "post" or spec.norm != "layer" or not spec.embed_norm,
-            "windows": bool(spec.windows) or heads.window is not None,
-            "layers without biases": not (heads.bias and heads.out_bias and spec.mlp_bias),
-            "a scale of its own": heads.scale is not None,
+            "rotary positions": attention.rotary is not None or spec.positions != "learned",
+            "grouped keys": attention.kv_heads != attention.heads,
+            "head_dim other than width / heads": attention.head_dim * attention.heads != attention.width,
+            "pre-norm or RMS norms": spec.norm_placement != "post" or spec.norm != "layer" or not spec.embed_norm,
+            "windows": bool(spec.windows) or attention.window is not None,
+            "layers without biases": not (attention.bias and attention.out_bias and spec.mlp_bias),
+            "a scale of its own": attention.scale is not None,
             "swiglu": spec.activation == "swiglu",
             "a model without token types": spec.token_types == 0,
         },
@@ -80,73 +82,85 @@ def config(spec: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": spec.context,
         "hidden_size": spec.width,
         "num_hidden_layers": spec.layers,
-        "num_attention_heads": heads.heads,
-        "intermediate_size": spec.hidden,
+        "num_attention_heads": attention.heads,
+        "intermediate_size": spec.mlp_width,
         "hidden_act": {"gelu_tanh": "gelu_new"}.get(spec.activation, spec.activation),
         "layer_norm_eps": spec.norm_eps,
         "type_vocab_size": spec.token_types,
         "tie_word_embeddings": spec.tied,
-        "attention_probs_dropout_prob": heads.dropout,
+        "attention_probs_dropout_prob": attention.dropout,
         "hidden_dropout_prob": spec.dropout,
     }
 
 
-def adjust(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
+def adjust_to_tensors(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
     """Whether there is a pooler and an output for gaps is told by the tensors."""
-    filling = "cls.predictions.transform.dense.weight" in names
+    has_mlm_head = "cls.predictions.transform.dense.weight" in names
     pooler = any(name.endswith("pooler.dense.weight") for name in names)
-    return replace(spec, pooler=pooler, output="mlm" if filling else "none")
+    return replace(spec, pooler=pooler, output="mlm" if has_mlm_head else "none")
 
 
-def _mlm(spec: ModelSpec) -> bool:
+def _has_mlm_head(spec: ModelSpec) -> bool:
     return spec.output == "mlm"
 
 
-_LAYER = "encoder.layer.{i}."
-_OURS = "blocks.{i}."
+_LAYER_PREFIX = "encoder.layer.{i}."
+_NATIVE_PREFIX = "blocks.{i}."
 _LAYER_NAMES = {
-    "attention.self.query.{p}": "attention.read.q_{p}",
-    "attention.self.key.{p}": "attention.read.k_{p}",
-    "attention.self.value.{p}": "attention.read.v_{p}",
-    "attention.output.dense.{p}": "attention.write.{p}",
+    "attention.self.query.{p}": "attention.qkv.q_{p}",
+    "attention.self.key.{p}": "attention.qkv.k_{p}",
+    "attention.self.value.{p}": "attention.qkv.v_{p}",
+    "attention.output.dense.{p}": "attention.output_projection.{p}",
     "attention.output.LayerNorm.{p}": "norm_attention.{p}",
     "intermediate.dense.{p}": "mlp.up.{p}",
     "output.dense.{p}": "mlp.down.{p}",
     "output.LayerNorm.{p}": "norm_mlp.{p}",
 }
-LINES = (
-    Line("embeddings.word_embeddings.weight", "embed.tokens.weight"),
-    Line("embeddings.position_embeddings.weight", "embed.positions.weight"),
-    Line("embeddings.token_type_embeddings.weight", "embed.types.weight"),
-    Line("embeddings.LayerNorm.weight", "embed.norm.weight"),
-    Line("embeddings.LayerNorm.bias", "embed.norm.bias"),
+MAPPINGS = (
+    TensorMapping("embeddings.word_embeddings.weight", "embed.tokens.weight"),
+    TensorMapping("embeddings.position_embeddings.weight", "embed.positions.weight"),
+    TensorMapping("embeddings.token_type_embeddings.weight", "embed.types.weight"),
+    TensorMapping("embeddings.LayerNorm.weight", "embed.norm.weight"),
+    TensorMapping("embeddings.LayerNorm.bias", "embed.norm.bias"),
     *(
-        Line(_LAYER + theirs.replace("{p}", part), _OURS + ours.replace("{p}", part))
-        for theirs, ours in _LAYER_NAMES.items()
+        TensorMapping(
+            _LAYER_PREFIX + external_name.replace("{p}", part), _NATIVE_PREFIX + native_name.replace("{p}", part)
+        )
+        for external_name, native_name in _LAYER_NAMES.items()
         for part in ("weight", "bias")
     ),
-    Line("pooler.dense.weight", "pooler.dense.weight", when=lambda spec: spec.pooler),
-    Line("pooler.dense.bias", "pooler.dense.bias", when=lambda spec: spec.pooler),
-    Line("/cls.predictions.transform.dense.weight", "output.transform.weight", when=_mlm),
-    Line("/cls.predictions.transform.dense.bias", "output.transform.bias", when=_mlm),
-    Line("/cls.predictions.transform.LayerNorm.weight", "output.norm.weight", when=_mlm),
-    Line("/cls.predictions.transform.LayerNorm.bias", "output.norm.bias", when=_mlm),
-    Line("/cls.predictions.bias", "output.vocabulary.bias", when=lambda spec: _mlm(spec) and spec.tied),
-    Line("/cls.predictions.decoder.bias", "output.vocabulary.bias", when=lambda spec: _mlm(spec) and not spec.tied),
-    Line("/cls.predictions.decoder.weight", "output.vocabulary.weight", when=lambda spec: _mlm(spec) and not spec.tied),
+    TensorMapping("pooler.dense.weight", "pooler.dense.weight", when=lambda spec: spec.pooler),
+    TensorMapping("pooler.dense.bias", "pooler.dense.bias", when=lambda spec: spec.pooler),
+    TensorMapping("/cls.predictions.transform.dense.weight", "output.transform.weight", when=_has_mlm_head),
+    TensorMapping("/cls.predictions.transform.dense.bias", "output.transform.bias", when=_has_mlm_head),
+    TensorMapping("/cls.predictions.transform.LayerNorm.weight", "output.norm.weight", when=_has_mlm_head),
+    TensorMapping("/cls.predictions.transform.LayerNorm.bias", "output.norm.bias", when=_has_mlm_head),
+    TensorMapping(
+        "/cls.predictions.bias", "output.vocabulary.bias", when=lambda spec: _has_mlm_head(spec) and spec.tied
+    ),
+    TensorMapping(
+        "/cls.predictions.decoder.bias",
+        "output.vocabulary.bias",
+        when=lambda spec: _has_mlm_head(spec) and not spec.tied,
+    ),
+    TensorMapping(
+        "/cls.predictions.decoder.weight",
+        "output.vocabulary.weight",
+        when=lambda spec: _has_mlm_head(spec) and not spec.tied,
+    ),
 )
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     name="bert",
     model_types=("bert",),
-    spec=spec,
-    config=config,
-    lines=LINES,
+    spec_from_config=spec_from_config,
+    config_from_spec=config_from_spec,
+    mappings=MAPPINGS,
     storage="q,k,v",
-    adjust=adjust,
+    adjust=adjust_to_tensors,
     prefixes=("bert.", ""),
     export_prefix=lambda spec: "bert." if spec.output == "mlm" else "",
-    ignored=(
+    ignored_suffixes=(
         "position_ids",
         *("cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "cls.predictions.bias"),
         *("cls.seq_relationship.weight", "cls.seq_relationship.bias"),

@@ -6,131 +6,135 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.spec import ModelSpec
-from headwise.weights.keymap import Line
+from headwise.weights.keymap import TensorMapping
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """One family of models."""
 
     name: str
     model_types: tuple[str, ...]
-    spec: Callable[[Config], ModelSpec]  # from config.json
-    config: Callable[[ModelSpec], dict[str, Any]]  # to config.json; an error where the family cannot hold the spec
-    lines: tuple[Line, ...]
+    spec_from_config: Callable[[Config], ModelSpec]  # from config.json
+    config_from_spec: Callable[
+        [ModelSpec], dict[str, Any]
+    ]  # to config.json; an error where the family cannot hold the spec
+    mappings: tuple[TensorMapping, ...]
     storage: str  # how their q, k and v lie: in one weight or in three
     # Parts of the model that only the names of the tensors show: from the spec, those names and config.json.
     adjust: Callable[[ModelSpec, set[str], Config], ModelSpec] = lambda spec, names, config: spec
     prefixes: tuple[str, ...] = ("",)  # what may stand before every name
-    ignored: tuple[str, ...] = ()  # ends of names of buffers that are no weights
+    ignored_suffixes: tuple[str, ...] = ()  # ends of names of buffers that are no weights
     export_prefix: Callable[[ModelSpec], str] = lambda spec: ""  # the one transformers expects
-    other_names: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)  # the same model in other layouts
+    other_mappings: Mapping[str, tuple[TensorMapping, ...]] = field(
+        default_factory=dict
+    )  # the same model in other layouts
 
 
-def need(config: Config, *names: str) -> Any:
+def required_setting(config: Config, *names: str) -> Any:
     """A setting without which a model cannot be read, under any of its names."""
-    value = setting(config, *names, default=None, null=True)
+    value = setting_or_default(config, *names, default=None, allow_null=True)
     if value is None:
         raise HeadwiseError(f"the configuration lacks {names[0]!r}; is config.json whole?")
     return value
 
 
-def setting(config: Config, *names: str, default: Any, null: bool = False) -> Any:
+def setting_or_default(config: Config, *names: str, default: Any, allow_null: bool = False) -> Any:
     """A setting as transformers reads it: what is given under any of its names, its default where it is left out.
 
-    `null`: whether null says something; where it does not, it is an error, as it is in transformers.
+    `allow_null`: whether null says something; where it does not, it is an error, as it is in transformers.
     """
-    given = {name: config[name] for name in names if name in config}
-    if not given:
+    values = {name: config[name] for name in names if name in config}
+    if not values:
         return default
-    first = next(iter(given))
-    if any(value != given[first] for value in given.values()):
-        told = ", ".join(f"{name} {value!r}" for name, value in given.items())
-        raise HeadwiseError(f"the configuration says one thing twice and differently: {told}; keep the right one.")
-    if given[first] is None and not null:
+    first = next(iter(values))
+    if any(value != values[first] for value in values.values()):
+        conflicts = ", ".join(f"{name} {value!r}" for name, value in values.items())
+        raise HeadwiseError(f"the configuration says one thing twice and differently: {conflicts}; keep the right one.")
+    if values[first] is None and not allow_null:
         raise HeadwiseError(f"{first} is null, which says nothing; give a value, or leave it out for {default!r}.")
-    return given[first]
+    return values[first]
 
 
-def switch(config: Config, *names: str, default: bool) -> bool:
+def bool_setting(config: Config, *names: str, default: bool) -> bool:
     """A setting that is true or false."""
-    value = setting(config, *names, default=default)
+    value = setting_or_default(config, *names, default=default)
     if not isinstance(value, bool):
         raise HeadwiseError(f"{names[0]} must be true or false, got {value!r}.")
     return value
 
 
-def whole(config: Config, *names: str, default: int) -> int:
+def positive_int_setting(config: Config, *names: str, default: int) -> int:
     """A setting that counts something, 1 or more."""
-    value = setting(config, *names, default=default)
+    value = setting_or_default(config, *names, default=default)
     if type(value) is not int or value < 1:
         raise HeadwiseError(f"{names[0]} must be a whole number of at least 1, got {value!r}.")
     return value
 
 
-def whole_or_null(config: Config, *names: str, default: int | None = None) -> int | None:
+def positive_int_or_none(config: Config, *names: str, default: int | None = None) -> int | None:
     """The same where null says something too."""
-    value = setting(config, *names, default=default, null=True)
-    return None if value is None else whole({names[0]: value}, names[0], default=value)
+    value = setting_or_default(config, *names, default=default, allow_null=True)
+    return None if value is None else positive_int_setting({names[0]: value}, names[0], default=value)
 
 
-def choose(value: Any, choices: Mapping[Any, str], what: str) -> Any:
+def translate_setting(value: Any, choices: Mapping[Any, str], name: str) -> Any:
     """Translate a setting; an error lists those that are known."""
     if value not in choices:
-        raise HeadwiseError(f"{what} {value!r} is not supported; known: {', '.join(map(str, choices))}.")
+        raise HeadwiseError(f"{name} {value!r} is not supported; known: {', '.join(map(str, choices))}.")
     return choices[value]
 
 
-def unread(reasons: Mapping[str, bool]) -> None:
+def reject_unsupported(reasons: Mapping[str, bool]) -> None:
     """An error for the first thing a configuration asks for that is not computed here: never left out in silence."""
-    for reason, there in reasons.items():
-        if there:
+    for reason, is_requested in reasons.items():
+        if is_requested:
             raise HeadwiseError(
                 f"the configuration asks for {reason}, which Headwise does not compute; load the model with "
                 f"transformers and give it to hw.attach."
             )
 
 
-def common_unread(config: Config) -> dict[str, bool]:
+def common_unsupported(config: Config) -> dict[str, bool]:
     """What no family's configuration may ask for."""
     return {
         "quantised weights (quantization_config)": bool(config.get("quantization_config")),
         "heads cut by transformers (pruned_heads)": bool(config.get("pruned_heads")),
         "an encoder-decoder (is_encoder_decoder)": bool(config.get("is_encoder_decoder")),
-        "cross-attention (add_cross_attention)": switch(config, "add_cross_attention", default=False),
+        "cross-attention (add_cross_attention)": bool_setting(config, "add_cross_attention", default=False),
     }
 
 
-def decoder_unread(config: Config) -> dict[str, bool]:
+def decoder_unsupported(config: Config) -> dict[str, bool]:
     """What no decoder's configuration may ask for."""
-    return common_unread(config) | {
-        "a decoder that sees what comes later (is_causal false)": not switch(config, "is_causal", default=True),
+    return common_unsupported(config) | {
+        "a decoder that sees what comes later (is_causal false)": not bool_setting(config, "is_causal", default=True),
     }
 
 
-def refuse(reasons: Mapping[str, bool], family: str) -> None:
+def reject_unrepresentable(reasons: Mapping[str, bool], family: str) -> None:
     """An error for the first thing a family's format has no room for."""
-    for reason, there in reasons.items():
-        if there:
+    for reason, is_used in reasons.items():
+        if is_used:
             raise HeadwiseError(
                 f"the {family} format cannot hold {reason}; use model.save(folder), which holds everything."
             )
 
 
-def common_refusals(spec: ModelSpec) -> dict[str, bool]:
+def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
     """What none of the formats can hold."""
-    heads = spec.attention
+    attention = spec.attention
     return {
         "an encoder-decoder": spec.kind == "encoder-decoder",
-        "value_dim other than head_dim": heads.value_dim != heads.head_dim,
-        "a learned sink or off-by-one softmax": heads.softmax != "plain",
-        "capped scores": heads.softcap is not None,
-        f"a bias by distance ({heads.position_bias})": heads.position_bias is not None,
-        "gates": heads.gated,
-        "input='slice'": heads.input == "slice",
-        "parallel blocks": spec.form == "parallel",
+        "value_dim other than head_dim": attention.value_dim != attention.head_dim,
+        "a learned sink or off-by-one softmax": attention.softmax != "plain",
+        "capped scores": attention.softcap is not None,
+        f"a bias by distance ({attention.position_bias_field})": attention.position_bias_field is not None,
+        "gates": attention.gated,
+        "head_input='slice'": attention.head_input == "slice",
+        "parallel blocks": spec.norm_placement == "parallel",
         "sinusoidal positions": spec.positions == "sinusoidal",
         "an embedding scale": spec.embed_scale != 1.0,
     }

@@ -5,11 +5,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headwise.errors import HeadwiseError
-from headwise.io.readers import Reader
+from headwise.io.weight_readers import WeightReader
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
-from headwise.weights.families.family import Config, need, setting, switch, whole, whole_or_null
+from headwise.weights.families.family import (
+    Config,
+    bool_setting,
+    positive_int_or_none,
+    positive_int_setting,
+    required_setting,
+    setting_or_default,
+)
 
-META = {
+META_NAMES = {
     "tokens": "tok_embeddings.weight",
     "norm_attention": "layers.{i}.attention_norm.weight",
     "q": "layers.{i}.attention.wq.weight",
@@ -23,7 +30,7 @@ META = {
     "norm": "norm.weight",
     "output": "output.weight",
 }
-GGUF = {
+GGUF_NAMES = {
     "tokens": "token_embd.weight",
     "norm_attention": "blk.{i}.attn_norm.weight",
     "q": "blk.{i}.attn_q.weight",
@@ -39,42 +46,45 @@ GGUF = {
 }
 
 
-def spec_from_gguf(fields: Config, reader: Reader) -> ModelSpec:
+def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
     """From a GGUF file's metadata. Its rows of q and k are in the interleaved order, except in Qwen2's."""
     name = fields["general.architecture"]
-    at = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
-    heads, width = need(at, "attention.head_count"), need(at, "embedding_length")
-    head_dim = at.get("attention.key_length") or width // heads
-    scaling = at.get("rope.scaling.type", "none")
+    arch_fields = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
+    heads, width = (
+        required_setting(arch_fields, "attention.head_count"),
+        required_setting(arch_fields, "embedding_length"),
+    )
+    head_dim = arch_fields.get("attention.key_length") or width // heads
+    scaling = arch_fields.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise HeadwiseError(f"rotary scaling {scaling!r} in GGUF is not supported; known: none, linear.")
-    for key, plain in _plain(head_dim).items():
-        if at.get(key) not in (None, *plain):
+    for key, neutral in _neutral_values(head_dim).items():
+        if arch_fields.get(key) not in (None, *neutral):
             raise HeadwiseError(
-                f"the GGUF file sets {name}.{key} to {at[key]!r}, which Headwise does not compute; it reads files where "
-                f"it is {plain[0]!r} or left out."
+                f"the GGUF file sets {name}.{key} to {arch_fields[key]!r}, which Headwise does not compute; it reads files "
+                f"where it is {neutral[0]!r} or left out."
             )
-    factor = at.get("rope.scaling.factor", 1.0)
+    factor = arch_fields.get("rope.scaling.factor", 1.0)
     spec = ModelSpec(
-        vocab=at.get("vocab_size") or len(need(fields, "tokenizer.ggml.tokens")),
-        context=need(at, "context_length"),
-        layers=need(at, "block_count"),
+        vocab=arch_fields.get("vocab_size") or len(required_setting(fields, "tokenizer.ggml.tokens")),
+        context=required_setting(arch_fields, "context_length"),
+        layers=required_setting(arch_fields, "block_count"),
         attention=AttentionSpec(
             width,
             heads,
             head_dim=head_dim,
-            kv_heads=at.get("attention.head_count_kv") or heads,
+            kv_heads=arch_fields.get("attention.head_count_kv") or heads,
             bias=name == "qwen2",
             rotary=Rotary(
-                theta=at.get("rope.freq_base", 10000.0),
+                theta=arch_fields.get("rope.freq_base", 10000.0),
                 layout="half" if name == "qwen2" else "interleaved",
                 scaling=RotaryScaling("linear", factor) if scaling == "linear" else None,
             ),
-            window=at.get("attention.sliding_window"),
+            window=arch_fields.get("attention.sliding_window"),
         ),
-        hidden=need(at, "feed_forward_length"),
+        mlp_width=required_setting(arch_fields, "feed_forward_length"),
         norm="rms",
-        norm_eps=need(at, "attention.layer_norm_rms_epsilon"),
+        norm_eps=required_setting(arch_fields, "attention.layer_norm_rms_epsilon"),
         activation="swiglu",
         mlp_bias=False,
         positions="none",
@@ -85,7 +95,7 @@ def spec_from_gguf(fields: Config, reader: Reader) -> ModelSpec:
     return spec
 
 
-def _plain(head_dim: int) -> dict[str, tuple[float, ...]]:
+def _neutral_values(head_dim: int) -> dict[str, tuple[float, ...]]:
     """GGUF settings that change the numbers, and the values with which they do not."""
     return {
         "rope.dimension_count": (head_dim,),
@@ -108,8 +118,8 @@ def _llama3_scaling(spec: ModelSpec, factors: list[float]) -> ModelSpec:
         low, high, context = 1.0, 4.0, 8192
         expected = []
         for i in range(len(factors)):
-            turns = context * rotary.theta ** (-i / len(factors)) / (2 * math.pi)
-            blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+            rotations = context * rotary.theta ** (-i / len(factors)) / (2 * math.pi)
+            blend = min(1.0, max(0.0, (rotations - low) / (high - low)))
             expected.append(1 / ((1 - blend) / factor + blend))
         if all(abs(a - b) <= 1e-3 * b for a, b in zip(factors, expected, strict=True)):
             scaled = replace(rotary, scaling=RotaryScaling("llama3", factor, low, high, context))
@@ -129,29 +139,32 @@ META_KEYS = {
 
 def spec_from_meta(params: Config, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
     """From Meta's params.json (Mistral's is like it), rows of q and k interleaved; some sizes are in the tensors only."""
-    odd = sorted(name for name, value in params.items() if name not in META_KEYS and value not in (None, False))
-    if odd:
+    unsupported = sorted(name for name, value in params.items() if name not in META_KEYS and value not in (None, False))
+    if unsupported:
         raise HeadwiseError(
-            f"params.json sets {', '.join(odd)}, which Headwise does not read; use the model in Hugging Face's layout."
+            f"params.json sets {', '.join(unsupported)}, which Headwise does not read; use the model in Hugging Face's "
+            f"layout."
         )
-    width, heads = need(params, "dim"), need(params, "n_heads")
-    scaling = _meta_scaling(params) if switch(params, "use_scaled_rope", default=False) else None
-    vocab = need(shapes, "tok_embeddings.weight")[0]
+    width, heads = required_setting(params, "dim"), required_setting(params, "n_heads")
+    scaling = _meta_scaling(params) if bool_setting(params, "use_scaled_rope", default=False) else None
+    vocab = required_setting(shapes, "tok_embeddings.weight")[0]
     return ModelSpec(
         vocab=vocab,
-        context=whole(params, "max_seq_len", default=131072 if scaling else 8192 if vocab == 128256 else 4096),
-        layers=need(params, "n_layers"),
+        context=positive_int_setting(
+            params, "max_seq_len", default=131072 if scaling else 8192 if vocab == 128256 else 4096
+        ),
+        layers=required_setting(params, "n_layers"),
         attention=AttentionSpec(
             width,
             heads,
-            head_dim=whole_or_null(params, "head_dim") or 0,
-            kv_heads=whole_or_null(params, "n_kv_heads") or heads,
+            head_dim=positive_int_or_none(params, "head_dim") or 0,
+            kv_heads=positive_int_or_none(params, "n_kv_heads") or heads,
             rotary=Rotary(theta=_meta_theta(params), layout="interleaved", scaling=scaling),
-            window=whole_or_null(params, "sliding_window"),
+            window=positive_int_or_none(params, "sliding_window"),
         ),
-        hidden=need(shapes, "layers.0.feed_forward.w1.weight")[0],
+        mlp_width=required_setting(shapes, "layers.0.feed_forward.w1.weight")[0],
         norm="rms",
-        norm_eps=setting(params, "norm_eps", default=1e-5),
+        norm_eps=setting_or_default(params, "norm_eps", default=1e-5),
         activation="swiglu",
         mlp_bias=False,
         positions="none",
@@ -165,17 +178,17 @@ def _meta_theta(params: Config) -> float:
         raise HeadwiseError(
             "params.json is Mistral's and gives no rope_theta; which one is meant depends on the model's version: add it."
         )
-    return setting(params, "rope_theta", default=10000.0)
+    return setting_or_default(params, "rope_theta", default=10000.0)
 
 
 def _meta_scaling(params: Config) -> RotaryScaling:
-    size = (need(params, "dim"), need(params, "n_layers"))
-    factor = setting(params, "rope_scaling_factor", default=META_FACTORS.get(size), null=True)
+    size = (required_setting(params, "dim"), required_setting(params, "n_layers"))
+    factor = setting_or_default(params, "rope_scaling_factor", default=META_FACTORS.get(size), allow_null=True)
     if factor is None:
-        known = ", ".join(f"{width} × {layers}" for width, layers in META_FACTORS)
+        known_sizes = ", ".join(f"{width} × {layers}" for width, layers in META_FACTORS)
         raise HeadwiseError(
             f"params.json sets use_scaled_rope but not by how much, and {size[0]} × {size[1]} layers is no Llama 3.1, 3.2 "
-            f"or 3.3 (width × layers {known}); add rope_scaling_factor, e.g. 8 for Llama 3.1 and 32 for Llama 3.2."
+            f"or 3.3 (width × layers {known_sizes}); add rope_scaling_factor, e.g. 8 for Llama 3.1 and 32 for Llama 3.2."
         )
-    high = setting(params, "rope_high_freq_factor", default=None, null=True)
+    high = setting_or_default(params, "rope_high_freq_factor", default=None, allow_null=True)
     return RotaryScaling("llama3", factor, high_freq_factor=4.0 if high is None else high)

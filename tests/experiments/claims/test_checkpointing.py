@@ -2,24 +2,30 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.claim import WORDS
-from headwise.experiments.claims.checkpointing import CLAIM, Trade, measure, on, trade
-from headwise.experiments.engine.statistic import Figure, Figures
-from headwise.experiments.engine.store import Store
-from headwise.experiments.experiment import Lab, LabSize
+from headwise.experiments.claim import VERDICTS
+from headwise.experiments.claim_tests.checkpointing import (
+    CLAIM,
+    CheckpointingMeasurement,
+    measure,
+    measure_checkpointing,
+    measure_model,
+)
+from headwise.experiments.engine.experiment_store import ExperimentStore
+from headwise.experiments.engine.statistic import Statistic, StatisticTable
+from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
 
 
-def rows(*found):
+def rows(*cases):
     return [
         row
-        for layers, memory, time in found
+        for layers, memory, time in cases
         for row in (
             ("memory ratio", layers, [memory - 0.01, memory, memory + 0.01, memory, memory]),
-            ("time ratio", layers, Figure.turns([time * (1 + turn / 100) for turn in range(-4, 5)])),
+            ("time ratio", layers, Statistic.median_of([time * (1 + turn / 100) for turn in range(-4, 5)])),
         )
     ]
 
@@ -31,73 +37,77 @@ CASES = {
 }
 
 
-def test_memory_at_the_bar_stays_open():
+def test_checkpointing_memory_at_threshold_depends():
     # One measurement of .79 passed a bar of .8; five between .77 and .81 do not.
-    figures = Figures()
-    for name, at, values in rows((2, 0.7, 1.3), (8, 0.2, 1.3)):
-        figures.add(name, at, values)
-    figures.add("memory ratio", 2, [0.79, 0.77, 0.81, 0.8, 0.78])
-    assert CLAIM.judge(Figures().add("memory ratio", 2, 0.79).add("time ratio", 2, 1.3)).word == "holds"
-    assert str(CLAIM.decide(figures)[1]) == "depends: on the measurement: at 2 layers it stays open"
+    statistics = StatisticTable()
+    for name, position, values in rows((2, 0.7, 1.3), (8, 0.2, 1.3)):
+        statistics.add(name, position, values)
+    statistics.add("memory ratio", 2, [0.79, 0.77, 0.81, 0.8, 0.78])
+    assert CLAIM.judge(StatisticTable().add("memory ratio", 2, 0.79).add("time ratio", 2, 1.3)).word == "holds"
+    assert str(CLAIM.decide(statistics)[1]) == "depends: on the measurement: at 2 layers it stays open"
 
 
-def test_ratios_of_memory_are_of_one_measurement_each():
-    made = Trade(Figure.over([100.0, 200.0]), Figure.over([50.0, 120.0]), Figure.turns([1.3]))
-    assert made.memory.values == (0.5, 0.6)
+def test_checkpointing_cost_memory_ratio_per_measurement():
+    cost = CheckpointingMeasurement(
+        Statistic.mean_of([100.0, 200.0]), Statistic.mean_of([50.0, 120.0]), Statistic.median_of([1.3])
+    )
+    assert cost.memory_ratio.values == (0.5, 0.6)
 
 
-def make_model(layers=4, context=64, **more):
+def make_model(layers=4, context=64, **fields):
     return Transformer(
-        ModelSpec(vocab=31, context=context, layers=layers, attention=AttentionSpec(width=32, heads=4), **more)
+        ModelSpec(vocab=31, context=context, layers=layers, attention=AttentionSpec(width=32, heads=4), **fields)
     )
 
 
 @pytest.mark.slow
-def test_a_deep_model_keeps_less():
+def test_measure_checkpointing_deep_model_uses_less_memory():
     model = make_model(layers=12)
     ids = torch.randint(31, (32, 64))
-    made = trade(model, ids, turns=3, measured=1)
+    cost = measure_checkpointing(model, ids, rounds=3, memory_runs=1)
     # Kept: every block's inside. Computed again: the stream between blocks (32·64·32 numbers, 1/4 MB each), one inside.
-    assert made.memory.below(0.5)
-    assert made.kept.mean > 12 * 32 * 64 * 32 * 4 * 10 / 2**20  # ten tensors of the stream's size a block, at least
+    assert cost.memory_ratio.is_interval_below(0.5)
+    assert cost.stored.mean > 12 * 32 * 64 * 32 * 4 * 10 / 2**20  # ten tensors of the stream's size a block, at least
     assert not model.checkpointing
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_what_cannot_be_trained_is_refused():
+def test_measure_checkpointing_unsupported_model_raises():
     with pytest.raises(HeadwiseError, match="no output"):
-        trade(make_model(output="none"), torch.zeros(1, 4, dtype=torch.long))
+        measure_checkpointing(make_model(output="none"), torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(HeadwiseError, match="texts alone"):
-        trade(make_model(kind="encoder-decoder"), torch.zeros(1, 4, dtype=torch.long))
+        measure_checkpointing(make_model(kind="encoder-decoder"), torch.zeros(1, 4, dtype=torch.long))
 
 
 @pytest.mark.slow
-def test_it_measures_and_judges(tmp_path):
-    lab = Lab(Store(tmp_path), size=LabSize(width=16, heads=4, context=64, batch=8))
-    found = measure(lab, (1, 4), turns=3, measured=2)
-    assert list(found.at("time ratio")) == [1, 4]
-    assert all(len(figure.values) == 2 for figure in found.at("memory ratio").values())
-    assert CLAIM.judge(found)
+def test_checkpointing_small_experiment_gives_verdict(tmp_path):
+    experiment = ExperimentContext(
+        ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4, context=64, batch_size=8)
+    )
+    statistics = measure(experiment, (1, 4), rounds=3, memory_runs=2)
+    assert list(statistics.by_condition("time ratio")) == [1, 4]
+    assert all(len(statistic.values) == 2 for statistic in statistics.by_condition("memory ratio").values())
+    assert CLAIM.judge(statistics)
 
 
 @pytest.mark.slow
-def test_on_a_model():
+def test_checkpointing_given_model_gives_verdict():
     model = make_model(context=32)
     text = "the cat sat on the mat and the dog ran " * 30
     model.tokenizer = make_tokenizer("character", Corpus.of([text]))
-    found = on(model, text, turns=9, measured=3)
-    assert list(found.at("memory ratio")) == [4]
-    assert len(found["memory ratio", 4].values) == 3
-    assert CLAIM.decide(found)[1].word in WORDS
+    statistics = measure_model(model, text, rounds=9, memory_runs=3)
+    assert list(statistics.by_condition("memory ratio")) == [4]
+    assert len(statistics["memory ratio", 4].values) == 3
+    assert CLAIM.decide(statistics)[1].word in VERDICTS
 
 
 @pytest.mark.slow
-def test_on_an_attached_model():
+def test_measure_checkpointing_attached_model_uses_less_memory():
     transformers = pytest.importorskip("transformers")
     from headwise.attached import attach
 
     sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}
     with attach(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))) as model:
-        made = trade(model, torch.randint(31, (16, 64)), turns=3, measured=1)
-        assert made.memory.below(0.8)
+        cost = measure_checkpointing(model, torch.randint(31, (16, 64)), rounds=3, memory_runs=1)
+        assert cost.memory_ratio.is_interval_below(0.8)
         assert not model.checkpointing

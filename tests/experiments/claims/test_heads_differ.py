@@ -3,14 +3,14 @@ import math
 import pytest
 
 import headwise as hw
-from headwise.experiments.claim import WORDS
-from headwise.experiments.claims.heads_differ import CLAIM, differences, judge, measure, on
-from headwise.experiments.engine.statistic import Figures
-from headwise.experiments.head_counts import trends
+from headwise.experiments.claim import VERDICTS
+from headwise.experiments.claim_tests.heads_differ import CLAIM, head_differences, judge, measure, measure_model
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.head_counts import log2_slopes
 from tests.attached.test_analysis import build, documents
-from tests.experiments.tiny import make_copies, tiny_lab
+from tests.experiments.tiny import copy_first_head, tiny_experiment
 
-GAINED, ALIKE, SLOPE = (
+GAINED, OVERLAP, SLOPE = (
     "maps apart, gained in training",
     "spaces alike beyond chance",
     "maps apart, gained by a doubling of heads",
@@ -18,25 +18,25 @@ GAINED, ALIKE, SLOPE = (
 CASES = {
     "holds": [
         (GAINED, None, [0.2, 0.21, 0.2]),
-        (ALIKE, "trained", [0.0, 0.001, 0.0]),
+        (OVERLAP, "trained", [0.0, 0.001, 0.0]),
         (SLOPE, None, [0.03, 0.031, 0.03]),
     ],
     "depends": [
         (GAINED, None, [0.2, 0.21, 0.2]),
-        (ALIKE, "trained", [0.2, 0.2, 0.21]),
+        (OVERLAP, "trained", [0.2, 0.2, 0.21]),
         (SLOPE, None, [0.0, 0.03, -0.02]),
     ],
-    "does not hold": [(GAINED, None, [0.01, 0.012, 0.01]), (ALIKE, "trained", [0.0, 0.0, 0.0])],
+    "does not hold": [(GAINED, None, [0.01, 0.012, 0.01]), (OVERLAP, "trained", [0.0, 0.0, 0.0])],
 }
 
 
-def test_a_given_model_is_judged_without_head_counts():
-    verdict = judge(Figures().add(GAINED, None, 0.3).add(ALIKE, "trained", 0.0))
+def test_heads_differ_given_model_ignores_head_dim():
+    verdict = judge(StatisticTable().add(GAINED, None, 0.3).add(OVERLAP, "trained", 0.0))
     assert str(verdict) == "holds: head_dim was not compared"
 
 
 @pytest.mark.parametrize(
-    ("gained", "alike", "slope", "on"),
+    ("gained", "overlap", "slope", "reason"),
     [
         ([0.0, 0.05, 0.1], 0.0, 0.03, "on the seed: how far maps part"),
         (0.3, [0.0, 0.05, 0.1], 0.03, "on the seed: their maps part, but whether their subspaces overlap"),
@@ -45,55 +45,61 @@ def test_a_given_model_is_judged_without_head_counts():
         (0.3, 0.2, [0.0, 0.03, -0.02], "on what is compared: their maps part, but their subspaces overlap"),
     ],
 )
-def test_an_open_question_is_not_answered(gained, alike, slope, on):
-    verdict = judge(Figures().add(GAINED, None, gained).add(ALIKE, "trained", alike).add(SLOPE, None, slope))
+def test_heads_differ_open_interval_depends(gained, overlap, slope, reason):
+    verdict = judge(StatisticTable().add(GAINED, None, gained).add(OVERLAP, "trained", overlap).add(SLOPE, None, slope))
     assert verdict.word == "depends"
-    assert verdict.on.startswith(on)
+    assert verdict.detail.startswith(reason)
 
 
-def test_copies_are_not_apart(tmp_path):
-    lab = tiny_lab(tmp_path)
-    model = lab.made(lab.point(0)).model()
-    make_copies(model)
-    found = differences(model, lab.documents(), rows=64)
-    assert found["maps"] == pytest.approx(0, abs=1e-6)
-    assert found["spaces"] == pytest.approx(1, abs=1e-5)
+def test_differences_identical_heads_are_zero(tmp_path):
+    experiment = tiny_experiment(tmp_path)
+    model = experiment.train_or_load(experiment.make_config(0)).load_model()
+    copy_first_head(model)
+    result = head_differences(model, experiment.held_out_corpus(), rows=64)
+    assert result["maps"] == pytest.approx(0, abs=1e-6)
+    assert result["spaces"] == pytest.approx(1, abs=1e-5)
 
 
-def test_random_subspaces_overlap_by_chance(tmp_path):
-    lab = tiny_lab(tmp_path)
-    found = [differences(lab.made(lab.point(seed)).model(0), lab.documents(), rows=64)["spaces"] for seed in range(3)]
-    assert sum(found) / 3 == pytest.approx(
-        0, abs=0.08
-    )  # 6 pairs, 2 layers, 4 spaces each; and centring takes a dimension
+def test_differences_random_subspaces_overlap_at_chance(tmp_path):
+    experiment = tiny_experiment(tmp_path)
+    overlaps = [
+        head_differences(
+            experiment.train_or_load(experiment.make_config(seed)).load_model(0), experiment.held_out_corpus(), rows=64
+        )["spaces"]
+        for seed in range(3)
+    ]
+    # 6 pairs, 2 layers, 4 spaces each; and centring takes a dimension
+    assert sum(overlaps) / 3 == pytest.approx(0, abs=0.08)
 
 
-def test_trends():
-    assert trends({2: [1.0, 0.0], 8: [3.0, 0.0], 32: [5.0, 0.0]}) == [1.0, 0.0]
+def test_log2_slopes_known_values():
+    assert log2_slopes({2: [1.0, 0.0], 8: [3.0, 0.0], 32: [5.0, 0.0]}) == [1.0, 0.0]
 
 
-def test_figures_of_the_lab(tmp_path):
-    lab = tiny_lab(tmp_path, seeds=(0, 1))
-    figures = measure(lab)
-    assert judge(figures).word in WORDS
-    assert list(figures.at("maps apart, by heads")) == [2, 4, 8, 16]
+def test_heads_differ_tiny_experiment_gives_statistics(tmp_path):
+    experiment = tiny_experiment(tmp_path, seeds=(0, 1))
+    statistics = measure(experiment)
+    assert judge(statistics).word in VERDICTS
+    assert list(statistics.by_condition("maps apart, by heads")) == [2, 4, 8, 16]
     change = [
         after - before
         for before, after in zip(
-            figures["maps apart", "untrained"].values, figures["maps apart", "trained"].values, strict=True
+            statistics["maps apart", "untrained"].values, statistics["maps apart", "trained"].values, strict=True
         )
     ]
-    assert figures[GAINED].values == pytest.approx(change)
-    assert 0 <= figures["maps apart", "trained"].mean <= math.log(2)
+    assert statistics[GAINED].values == pytest.approx(change)
+    assert 0 <= statistics["maps apart", "trained"].mean <= math.log(2)
 
 
-def test_on_a_given_model(tmp_path):
-    lab = tiny_lab(tmp_path)
-    figures = on(lab.made(lab.point(0)).model(), lab.documents())
-    assert judge(figures).word in WORDS
-    assert set(figures.names) & set(CLAIM.picture.figures)
+def test_heads_differ_given_model_gives_verdict(tmp_path):
+    experiment = tiny_experiment(tmp_path)
+    statistics = measure_model(
+        experiment.train_or_load(experiment.make_config(0)).load_model(), experiment.held_out_corpus()
+    )
+    assert judge(statistics).word in VERDICTS
+    assert set(statistics.names) & set(CLAIM.plot.statistics)
 
 
-def test_on_an_attached_model():
+def test_heads_differ_attached_model_gives_verdict():
     model = hw.attach(*build("gpt2"))
-    assert judge(on(model, documents(24))).word in WORDS
+    assert judge(measure_model(model, documents(24))).word in VERDICTS

@@ -1,8 +1,8 @@
 import pytest
 
-from headwise.experiments.claims.map_memory import CLAIM, exponent, measure, memory, on
-from headwise.experiments.engine.store import Store
-from headwise.experiments.experiment import Lab, LabSize
+from headwise.experiments.claim_tests.map_memory import CLAIM, attention_memory, growth_exponent, measure, measure_model
+from headwise.experiments.engine.experiment_store import ExperimentStore
+from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -15,25 +15,27 @@ CASES = {"holds": rows(2.0, 0.6, 1.0), "depends": rows(2.0, 0.6, 1.9), "does not
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_the_power_of_a_power(power):
-    assert exponent({n: 7 * n**power for n in (10, 100, 700)}) == pytest.approx(power)
+def test_exponent_of_power_law(power):
+    assert growth_exponent({n: 7 * n**power for n in (10, 100, 700)}) == pytest.approx(power)
 
 
-def test_maps_are_held():
+def test_memory_batched_holds_maps_fused_does_not():
     # One map of 4 heads, 1024² numbers of four bytes, is 16 MB; the backward pass needs a few of them.
-    maps = memory("batched", 1024, 4, 8, batch=1)
+    maps = attention_memory("batched", 1024, 4, 8, batch_size=1)
     assert 32 < maps < 16 * 8
-    assert memory("fused", 1024, 4, 8, batch=1) < 16
+    assert attention_memory("fused", 1024, 4, 8, batch_size=1) < 16
 
 
 @pytest.mark.slow
-def test_it_measures_and_judges(tmp_path):
-    found = measure(Lab(Store(tmp_path), size=LabSize(width=16, heads=4)), (64, 512))
-    assert list(found.at("batched")) == [64, 512]
-    assert CLAIM.judge(found)
+def test_map_memory_small_experiment_gives_verdict(tmp_path):
+    statistics = measure(
+        ExperimentContext(ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4)), (64, 512)
+    )
+    assert list(statistics.by_condition("batched")) == [64, 512]
+    assert CLAIM.judge(statistics)
 
 
 @pytest.mark.slow
-def test_on_a_model():
+def test_map_memory_given_model_gives_verdict():
     model = Transformer(ModelSpec(vocab=11, context=16, layers=1, attention=AttentionSpec(width=16, heads=2)))
-    assert CLAIM.judge(on(model, None, (128, 512)))
+    assert CLAIM.judge(measure_model(model, None, (128, 512)))

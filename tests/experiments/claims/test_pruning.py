@@ -7,90 +7,120 @@ import torch
 
 from headwise.analysis.ablation.head_outputs import mean_activations
 from headwise.analysis.ablation.importance import importance
-from headwise.compression.curve import Curve
-from headwise.compression.select_heads import heads_left
+from headwise.compression.pruning_curve import PruningCurve
+from headwise.compression.select_heads import kept_head_count
 from headwise.errors import HeadwiseError
-from headwise.experiments.claim import WORDS
-from headwise.experiments.claims import pruning
-from headwise.experiments.claims.pruning import CLAIM, MANY, can_go, keeps, more_loss, on
-from headwise.experiments.engine.statistic import Figures
+from headwise.experiments.claim import VERDICTS
+from headwise.experiments.claim_tests import pruning
+from headwise.experiments.claim_tests.pruning import (
+    CLAIM,
+    MIN_FRACTION,
+    keep_fractions,
+    max_prunable_fraction,
+    measure_model,
+    pruning_loss_increase,
+)
+from headwise.experiments.engine.statistic import StatisticTable
 from headwise.model import Transformer
-from tests.experiments.tiny import tiny_lab
+from tests.experiments.tiny import tiny_experiment
 
-LITTLE, SOME = (f"share that can go for less than {bar} more loss" for bar in ("1%", "5%"))
-CHOSEN, BLIND = "by what they are worth", "at random"
+ONE_PERCENT, FIVE_PERCENT = (f"share that can go for less than {bar} more loss" for bar in ("1%", "5%"))
+RANKED, RANDOM = "by what they are worth", "at random"
 CASES = {
-    "holds": [(LITTLE, CHOSEN, [0.25, 0.25, 0.5]), (SOME, CHOSEN, [0.5, 0.5, 0.5]), (LITTLE, BLIND, [0.0, 0.1, 0.0])],
-    "does not hold": [(LITTLE, CHOSEN, [0, 0, 0]), (SOME, CHOSEN, [0.1, 0.1, 0.1]), (LITTLE, BLIND, [0, 0, 0])],
-    "depends": [(LITTLE, CHOSEN, [0.1, 0.1, 0.1]), (SOME, CHOSEN, [0.5, 0.5, 0.25]), (LITTLE, BLIND, [0, 0, 0])],
+    "holds": [
+        (ONE_PERCENT, RANKED, [0.25, 0.25, 0.5]),
+        (FIVE_PERCENT, RANKED, [0.5, 0.5, 0.5]),
+        (ONE_PERCENT, RANDOM, [0.0, 0.1, 0.0]),
+    ],
+    "does not hold": [
+        (ONE_PERCENT, RANKED, [0, 0, 0]),
+        (FIVE_PERCENT, RANKED, [0.1, 0.1, 0.1]),
+        (ONE_PERCENT, RANDOM, [0, 0, 0]),
+    ],
+    "depends": [
+        (ONE_PERCENT, RANKED, [0.1, 0.1, 0.1]),
+        (FIVE_PERCENT, RANKED, [0.5, 0.5, 0.25]),
+        (ONE_PERCENT, RANDOM, [0, 0, 0]),
+    ],
 }
 
 
-def test_what_can_go_ends_at_the_first_cut_that_costs_too_much():
-    cuts = [(0.5, 0.001), (0.1, 0.002), (0.25, 0.03)]
-    assert can_go(cuts, 0.01) == 0.1
-    assert can_go(cuts, 0.05) == 0.5
-    assert can_go(cuts, 0.001) == 0.0
+def test_max_prunable_ends_at_first_costly_fraction():
+    costs = [(0.5, 0.001), (0.1, 0.002), (0.25, 0.03)]
+    assert max_prunable_fraction(costs, 0.01) == 0.1
+    assert max_prunable_fraction(costs, 0.05) == 0.5
+    assert max_prunable_fraction(costs, 0.001) == 0.0
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    return tiny_lab(tmp_path_factory.mktemp("lab"))
+def experiment(tmp_path_factory):
+    return tiny_experiment(tmp_path_factory.mktemp("lab"))
 
 
-def test_only_the_one_that_writes_matters(lab):
-    model, documents = lab.made(lab.point(0)).model().double(), lab.documents()
+def test_loss_increase_only_active_head_matters(experiment):
+    model, documents = (
+        experiment.train_or_load(experiment.make_config(0)).load_model().double(),
+        experiment.held_out_corpus(),
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         for head in model.heads:
             head.W_O.zero_()
         model.heads["0.1"].W_O.normal_(std=3)
-    found = more_loss(model, documents, documents, cuts=(0.5, 0.1))["ablation"]
-    alone = importance(model, documents, heads="0.1", means=mean_activations(model, documents))
+    increases = pruning_loss_increase(model, documents, documents, fractions=(0.5, 0.1))["ablation"]
+    head_importance = importance(model, documents, heads="0.1", means=mean_activations(model, documents))
     # If it does harm, it is the first to go, and the others change nothing; if it helps, it stays, and nothing changes.
-    assert abs(alone.mean[0]) > 1e-4
-    assert [more for _, more in found] == pytest.approx([min(0, alone.mean[0]) / alone.clean] * 2, rel=1e-4)
-    assert [gone for gone, _ in found] == pytest.approx([1 / 8, 1 / 2])
+    assert abs(head_importance.mean[0]) > 1e-4
+    assert [increase for _, increase in increases] == pytest.approx(
+        [min(0, head_importance.mean[0]) / head_importance.clean_loss] * 2, rel=1e-4
+    )
+    assert [fraction for fraction, _ in increases] == pytest.approx([1 / 8, 1 / 2])
 
 
-def test_small_models_are_measured_and_judged(lab):
-    figures = CLAIM.measure(lab)
-    assert CLAIM.judge(figures).word in WORDS
-    assert all(len(figures.at(name)) >= 4 for name in CLAIM.picture.figures)
+def test_pruning_claim_tiny_experiment_gives_verdict(experiment):
+    statistics = CLAIM.measure(experiment)
+    assert CLAIM.judge(statistics).word in VERDICTS
+    assert all(len(statistics.by_condition(name)) >= 4 for name in CLAIM.plot.statistics)
 
 
-def test_a_given_model(lab):
-    model = lab.made(lab.point(0)).model()
-    figures = on(model, None)
-    assert figures.names == CLAIM.measure(lab).names
-    assert CLAIM.judge(figures).word in WORDS
+def test_pruning_claim_given_model_gives_verdict(experiment):
+    model = experiment.train_or_load(experiment.make_config(0)).load_model()
+    statistics = measure_model(model, None)
+    assert statistics.names == CLAIM.measure(experiment).names
+    assert CLAIM.judge(statistics).word in VERDICTS
 
 
 @pytest.mark.parametrize("heads", [4, 6, 7, 10, 16, 72, 270])
-def test_what_the_rule_asks_for_can_be_met(heads):
+def test_keep_fractions_include_a_quarter(heads):
     # The cut to a quarter takes a quarter or more, and not a head more than that needs.
-    left = [heads_left(heads, keep) for keep in keeps(heads)]
-    gone = min(heads - one for one in left if heads - one >= MANY * heads)
-    assert gone == -(-heads // 4)
+    remaining = [kept_head_count(heads, keep) for keep in keep_fractions(heads)]
+    num_pruned = min(heads - count for count in remaining if heads - count >= MIN_FRACTION * heads)
+    assert num_pruned == -(-heads // 4)
     if heads == 16:
-        assert left == [14, 12, 8, 4]
+        assert remaining == [14, 12, 8, 4]
 
 
-def test_a_quarter_is_a_quarter():
-    cut = SimpleNamespace(heads=12, more=SimpleNamespace(mean=0.004))
-    made = cast(Curve, SimpleNamespace(of=lambda by: [cut], full=SimpleNamespace(mean=2.0)))
-    assert pruning._relative(made, "ablation", 16) == [(MANY, 0.002)]
+def test_relative_costs_quarter_of_heads():
+    point = SimpleNamespace(heads=12, loss_increase=SimpleNamespace(mean=0.004))
+    curve = cast(
+        PruningCurve, SimpleNamespace(points_by_ranking=lambda ranking: [point], full_loss=SimpleNamespace(mean=2.0))
+    )
+    assert pruning._relative(curve, "ablation", 16) == [(MIN_FRACTION, 0.002)]
 
 
-def test_one_seed_short_of_a_quarter_is_a_matter_of_seeds():
-    rows = [(LITTLE, CHOSEN, [0.25, 0.125, 0.5]), (SOME, CHOSEN, [0.5, 0.5, 0.5]), (LITTLE, BLIND, [0, 0, 0])]
-    figures = Figures()
+def test_pruning_claim_one_seed_below_quarter_depends():
+    rows = [
+        (ONE_PERCENT, RANKED, [0.25, 0.125, 0.5]),
+        (FIVE_PERCENT, RANKED, [0.5, 0.5, 0.5]),
+        (ONE_PERCENT, RANDOM, [0, 0, 0]),
+    ]
+    statistics = StatisticTable()
     for row in rows:
-        figures.add(*row)
-    assert str(CLAIM.judge(figures)) == "depends: on the seed: between 12% and 50% can go"
+        statistics.add(*row)
+    assert str(CLAIM.judge(statistics)) == "depends: on the seed: between 12% and 50% can go"
 
 
-def test_without_an_output_there_is_no_loss(lab):
-    spec = lab.made(lab.point(0)).model().spec
+def test_loss_increase_model_without_output_raises(experiment):
+    spec = experiment.train_or_load(experiment.make_config(0)).load_model().spec
     with pytest.raises(HeadwiseError, match="without an output"):
-        more_loss(Transformer(replace(spec, output="none")), lab.documents(), None)
+        pruning_loss_increase(Transformer(replace(spec, output="none")), experiment.held_out_corpus(), None)

@@ -1,0 +1,215 @@
+"""Direct effect of a head on the logit of the token it attends to.
+
+For each query position, take the token with the largest attention weight and follow the head's output through the final norm,
+with its scale frozen, and the unembedding: how much does it raise that token's logit, relative to the mean change over the
+vocabulary (direct logit attribution: https://transformer-circuits.pub/2021/framework)? A positive effect means that the head
+writes for the token it attends to, a negative one that it writes against it. Effects through later layers are not included.
+
+Query positions whose largest weight is on the first token or on a special token do not count: there the head is idle. The
+interval is a bootstrap that resamples texts and, independently, token types (https://arxiv.org/abs/0712.1111). A corpus
+repeats the same frequent tokens in all its texts, so resampling texts alone would report a head of random weights as certain.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.metrics.prompt_metric import require_lm_head
+from headwise.analysis.metrics.statistics import MIN_UNITS
+from headwise.analysis.recording.batching import TokenBatch, forward_batch, make_batches, tokenizer_of
+from headwise.analysis.recording.recording import select_heads
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.heads.head import HeadPattern
+from headwise.heads.hook_point import AttentionCall
+from headwise.model import ModelProtocol, ResidualStream, eval_mode
+from headwise.model.residual_stream import LinearizedNorm
+from headwise.spec import Address
+
+TEXTS = 256
+TYPES = 256  # groups of token ids that the bootstrap resamples
+DRAWS = 1000
+BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class AttendedLogitEffect:
+    """Mean direct effect of one head, in logits, with its 95% confidence interval.
+
+    Attributes:
+        mean: Logit of the attended token minus the mean logit over the vocabulary, as written by the head.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        queries: Number of query positions that count.
+        share: Their fraction of all query positions.
+        texts: Number of texts they come from.
+    """
+
+    mean: float
+    low: float
+    high: float
+    queries: int
+    share: float
+    texts: int
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval excludes 0, else 0."""
+        return int(self.low > 0) - int(self.high < 0)
+
+
+def direct_effects(
+    model: ModelProtocol,
+    corpus: Any = None,
+    heads: HeadPattern = "*",
+    *,
+    texts: int = TEXTS,
+    max_length: int | None = None,
+) -> dict[str, AttendedLogitEffect]:
+    """Measure how much each head raises the logit of the token it attends to most.
+
+    Args:
+        model: A decoder with a language-model output whose residual stream is a sum.
+        corpus: Texts to measure on. Default: the texts of a profile.
+        heads: Addresses of the heads to measure.
+        texts: Maximum number of texts.
+        max_length: Maximum number of tokens per text of plain text.
+
+    Returns:
+        The effect of each head that attends to a token other than the first one in at least five texts.
+
+    Raises:
+        HeadwiseError: If the model has no unembedding or its residual stream is not a sum.
+
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import AttentionSpec, ModelSpec
+    >>> from headwise.text.build_tokenizers import byte_tokenizer
+    >>> model = Transformer(ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2)))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> effect = direct_effects(model, ["to be", "or not", "to be?", "that is", "the question"], "0.1")["0.1"]
+    >>> effect.low <= effect.mean <= effect.high
+    True
+    """
+    residual = require_lm_head(model, "a direct effect on logits")
+    addresses = select_heads(heads, model.spec.head_addresses)
+    samples = {address: _Samples() for address in addresses}
+    recorder = _Recorder(model, residual)
+    tokenized = TokenizedCorpus.of(model, corpus, max_length).first(texts)
+    with eval_mode(model), torch.no_grad():
+        for batch in make_batches(tokenized, BATCH_TOKENS, device=model.device):
+            with recorder.record(batch, addresses):
+                forward_batch(model, batch)
+            for address in addresses:
+                samples[address].add(batch, *recorder.effects(address))
+    estimates = {str(address): samples[address].estimate() for address in addresses}
+    return {address: effect for address, effect in estimates.items() if effect is not None}
+
+
+class _Recorder:
+    """Records, in one forward pass, every head's effect on the logit of the token it attends to most.
+
+    The scales of the norms on the way depend on the finished pass, so the effects are kept without them first.
+    """
+
+    def __init__(self, model: ModelProtocol, residual: ResidualStream) -> None:
+        self.model, self.residual = model, residual
+        weight = residual.vocabulary.weight.detach()
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) * residual.logit_scale
+        self.unembedding = weight - weight.mean(0)  # (V, D)
+        special = {i for i in tokenizer_of(model).special.values() if i is not None}
+        self.special = torch.tensor(sorted(special), dtype=torch.long, device=model.device)
+
+    @contextmanager
+    def record(self, batch: TokenBatch, addresses: tuple[Address, ...]) -> Iterator[None]:
+        """Record one forward pass over a batch."""
+        self.batch = batch
+        self.unscaled: dict[Address, Tensor] = {}  # (B, T)
+        self.keys: dict[Address, Tensor] = {}  # (B, T)
+        self.scales: dict[nn.Module, Tensor] = {}  # (B, T)
+        norms = {
+            step.post_norm.module: step.post_norm
+            for step in self.residual.layers.values()
+            if step.post_norm is not None
+        }
+        with ExitStack() as stack:
+            for hook_point in self.model.gathered_hook_points():
+                if set(hook_point.head_addresses) & set(addresses):
+                    stack.enter_context(hook_point.listen(partial(self._on_call, addresses=set(addresses))))
+            for module, norm in {**norms, self.residual.norm.module: self.residual.norm}.items():
+                stack.callback(module.register_forward_pre_hook(partial(self._keep_scale, norm=norm)).remove)
+            yield
+
+    def effects(self, address: Address) -> tuple[Tensor, Tensor, Tensor]:
+        """Effects, attended tokens, and which query positions count: (B, T) each."""
+        batch, key = self.batch, self.keys[address]
+        scale, after = self.scales[self.residual.norm.module], self.residual.layers[address.layer].post_norm
+        scale = scale if after is None else scale * self.scales[after.module]
+        token = batch.ids.gather(1, key)
+        counts = batch.real_tokens & (key != batch.first_token_positions[:, None]) & ~torch.isin(token, self.special)
+        return self.unscaled[address] * scale, token, counts
+
+    def _on_call(self, call: AttentionCall, addresses: set[Address]) -> None:
+        after = self.residual.layers[call.hook_point.address.layer].post_norm
+        keys = call.maps().argmax(-1)  # (B, H, T)
+        for head, address in enumerate(call.hook_point.head_addresses):
+            if address in addresses:
+                token = self.batch.ids.gather(1, keys[:, head])  # (B, T)
+                output = (call.z[:, head] @ call.hook_point.W_O[head]).to(self.unembedding.dtype)  # (B, T, D)
+                output = output if after is None else after.apply_gain(output)
+                self.unscaled[address] = (
+                    (self.residual.norm.apply_gain(output) * self.unembedding[token]).sum(-1).double()
+                )
+                self.keys[address] = keys[:, head]
+
+    def _keep_scale(self, module: nn.Module, args: tuple[Tensor], norm: LinearizedNorm) -> None:
+        self.scales[module] = norm.scale(args[0].reshape(*self.batch.ids.shape, -1))[..., 0]
+
+
+class _Samples:
+    """Effects of one head at single query positions, with their text and token."""
+
+    def __init__(self) -> None:
+        self.query_count = 0
+        self.effects: list[np.ndarray] = []
+        self.texts: list[np.ndarray] = []
+        self.types: list[np.ndarray] = []
+
+    def add(self, batch: TokenBatch, effects: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Add one batch: (B, T) each."""
+        numbers = torch.tensor([sample.index for sample in batch.samples], device=tokens.device)[:, None].expand_as(
+            tokens
+        )
+        self.query_count += int(batch.real_tokens.sum())
+        columns = (self.effects, effects), (self.texts, numbers), (self.types, tokens % TYPES)
+        for column, values in columns:
+            column.append(values[counts].cpu().numpy())
+
+    def estimate(self) -> AttendedLogitEffect | None:
+        """Mean and interval; None if too few texts have a query position that counts."""
+        effects = np.concatenate(self.effects)
+        texts, text = np.unique(np.concatenate(self.texts), return_inverse=True)
+        types, type_ = np.unique(np.concatenate(self.types), return_inverse=True)
+        if len(texts) < MIN_UNITS:
+            return None
+        cells, cell = (len(texts), len(types)), text * len(types) + type_
+        sums = np.bincount(cell, effects, minlength=cells[0] * cells[1]).reshape(cells)
+        counts = np.bincount(cell, minlength=cells[0] * cells[1]).reshape(cells)
+        low, high = _interval(sums, counts)
+        return AttendedLogitEffect(
+            float(effects.mean()), low, high, len(effects), len(effects) / self.query_count, len(texts)
+        )
+
+
+def _interval(sums: np.ndarray, counts: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Percentile interval of the mean if texts and token types are both resampled: (texts, types) each."""
+    rng = np.random.default_rng(0)
+    texts, types = (rng.multinomial(n, np.full(n, 1 / n), DRAWS).astype(float) for n in sums.shape)
+    total, weight = (((texts @ values) * types).sum(1) for values in (sums, counts))  # (draws,)
+    means = total[weight > 0] / weight[weight > 0]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

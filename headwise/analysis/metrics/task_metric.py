@@ -1,0 +1,122 @@
+"""Tasks: measures on texts or prompts of their own, whatever the corpus is."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batches
+from headwise.model import ModelProtocol
+from headwise.progress import Progress
+from headwise.text import Tokenizer
+from headwise.text.token_alignment import Alignment
+
+BATCH_TOKENS = 2048  # in a batch
+SCORE, BASELINE, VALUE_WEIGHTED = range(3)  # where they stand in a task's numbers, three by three
+
+
+class TaskMetric(Metric):
+    """A measure that reads what it needs by itself: three numbers, the score, its baseline and its value-weighted variant, or
+    several times three."""
+
+    @property
+    def chosen_offsets(self) -> Mapping[str, Sequence[int]]:
+        """What was chosen for each head while it was asked, by number: told beside its role."""
+        return {}
+
+    @property
+    def examples(self) -> ExampleStore | None:
+        """What heads did at some of the places it asked about; None: nothing is shown."""
+        return None
+
+    @abstractmethod
+    def run(
+        self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
+    ) -> str:
+        """Ask, and add up what is found. What comes back says why nothing was asked; empty where something was."""
+
+
+class ControlledTextMetric(TaskMetric):
+    """A measure on texts of its own.
+
+    The score and the variant are taken from some texts; the baseline is the score at the same places of others, which have
+    everything but what is looked for. Each pair of texts is a unit of the statistics.
+    """
+
+    batch_tokens = BATCH_TOKENS
+
+    @abstractmethod
+    def texts_and_controls(self, model: ModelProtocol, seed: int) -> tuple[list[TextSample], list[TextSample]]:
+        """The texts, and the others, one for each. None at all where the model cannot be asked."""
+
+    def run(
+        self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
+    ) -> str:
+        """Read both."""
+        run_task(model, self, accumulator, seed, progress=progress)
+        return ""
+
+
+def run_task(
+    model: ModelProtocol,
+    task: ControlledTextMetric,
+    accumulator: Accumulator,
+    seed: int = 0,
+    *,
+    baseline: bool = True,
+    extra_metrics: Sequence[Metric] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Read the texts of a task and add up what it takes. `baseline`: and the others. `extra_metrics`: measures without
+    numbers that see the texts too."""
+    accumulator.register_metrics(task.names)
+    group, (texts, others) = task.names[0], task.texts_and_controls(model, seed)
+    total, accumulators = (
+        len(texts) + len(others) * baseline,
+        [Accumulator(accumulator.heads), Accumulator(accumulator.heads)],
+    )
+    label, passes = (
+        task.score_spec.corpus_label or task.score_spec.name,
+        [(texts, extra_metrics), (others if baseline else [], ())],
+    )
+    done = 0
+
+    def batches(samples: list[TextSample]) -> Iterator[TokenBatch]:
+        nonlocal done
+        for batch in make_batches(samples, task.batch_tokens, device=model.device):
+            if progress is not None:
+                progress(label, done, total)
+            yield batch
+            done += len(batch.samples)
+
+    for totals, (samples, extra) in zip(accumulators, passes, strict=True):
+        MetricRunner(totals, [task, *extra]).run(model, batches(samples))
+    if progress is not None:
+        progress(label, total, total)
+    for kind in ("sums", "counts"):
+        scored, control = (getattr(totals, kind)[group] for totals in accumulators)  # (buckets, heads, numbers)
+        combined = np.empty_like(scored)
+        for column, source in ((SCORE, scored), (BASELINE, control), (VALUE_WEIGHTED, scored)):
+            combined[..., column::3] = source[..., SCORE if column == BASELINE else column :: 3]
+        getattr(accumulator, kind)[group] += combined
+
+
+def sample_from_ids(index: int, ids: tuple[int, ...], tokenizer: Tokenizer) -> TextSample:
+    """Ids as a text of their own, each in its own bucket; it is no text that anybody wrote."""
+    token_texts = [tokenizer.token(i) for i in ids]
+    return TextSample(index, index, ids, None, partial(Alignment.of, "", ids, token_texts, [(0, 0)] * len(ids)))
+
+
+def token_names(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, ...]:
+    """Tokens as they are shown, one by one.
+
+    >>> from headwise.text.build_tokenizers import word_tokenizer
+    >>> token_names(word_tokenizer(["the", "cat"]), [1, 0])
+    ('cat', 'the')
+    """
+    return tuple(tokenizer.decode([i], keep_special_tokens=True).strip() or tokenizer.token(i) for i in ids)

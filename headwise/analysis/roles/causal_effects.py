@@ -1,0 +1,49 @@
+"""Results of causal tests: what an ablation costs on one set of tokens or prompts."""
+
+from dataclasses import dataclass
+
+RANDOM_TOKENS, RUNNING_TEXT = "random tokens", "running text"  # the token sets of tests on tokens said twice
+
+
+@dataclass(frozen=True)
+class CausalEffect:
+    """Cost of ablating a head on one token set, in nats per answer. A number that was not asked for any more is None.
+
+    Attributes:
+        cost: Mean loss of the answers; of a role that is judged by leads, mean loss of the lead.
+        cost_threshold: Bound that the cost must exceed.
+        control_cost: Cost where the same answers are reached another way. None if no such place was found.
+        matched: Cost of the answers that have a control, if not all have one.
+        excess_interval: 95% interval of the cost (the matched cost, if there is one) minus the control.
+        single_name_cost: Cost in single-name prompts, of roles about two names.
+        single_name_excess_interval: 95% interval of cost − the required share of `single_name_cost`.
+        effect: Cost minus the mean cost of the other heads of the layer.
+        effect_interval: 95% interval of `effect`.
+        mean_ablation_cost: Cost with the head's mean in its place.
+        p: Largest p-value of the conditions, corrected over the family; 1 for a head that fails one of them.
+        corpus_label: Token set or prompts of the test.
+    """
+
+    cost: float
+    cost_threshold: float
+    control_cost: float | None = None
+    matched: float | None = None
+    excess_interval: tuple[float, float] | None = None
+    single_name_cost: float | None = None
+    single_name_excess_interval: tuple[float, float] | None = None
+    effect: float | None = None
+    effect_interval: tuple[float, float] | None = None
+    mean_ablation_cost: float | None = None
+    p: float = 1.0
+    corpus_label: str = ""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the role's answers depend on the head, and not just any answers."""
+        return self.p < 0.05
+
+    @staticmethod
+    def load(stored: dict) -> "CausalEffect":
+        """Rebuild an effect from its JSON form."""
+        pairs = ("excess_interval", "single_name_excess_interval", "effect_interval")
+        return CausalEffect(**{**stored, **{name: tuple(stored[name]) for name in pairs if stored[name] is not None}})

@@ -1,0 +1,308 @@
+"""The last evidence level: a head is taken away, and the model is asked what the head's role is good for.
+
+What is asked is the log-probability of certain tokens: the second copy of a list for heads that look back at the first, the
+closing bracket for heads that look at the opening one, and so on; and the same tokens where they are reached another way
+(causal_cases.py). A head is taken away by what it gives on another case of the same kind: what all cases share stays, such as
+that a list is being repeated, and only what it says about this one goes. A head is causal if its loss
+
+    is above what the same answers lose where they are reached another way: the 95 % interval over cases lies above 0;
+    is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters;
+    is above what the other heads of its layer cost on average: the 95 % interval over cases lies above 0;
+    is above what three in four of those others cost: beside idle ones any head would be above the average;
+    is so much, and its interval above 0, with the mean over the cases in the head's place: another case's answer misleads,
+    and a head that others could do without would be told for that alone;
+
+and if these are no accident: p < .05 by sign flips over cases, corrected for all heads and token sets that are tried (Holm);
+roles on prompts are corrected by themselves. What comes later is not asked of heads that fail, and their p is 1. Of a head
+that holds answers back all this is asked of what they gain without it.
+
+Roles about two names are judged by the lead: log-probability of the name due minus that of the other. A head that lifts any
+earlier name changes the lead only if the other name is absent. So single-name prompts are a second control: the loss must be
+above a share of the loss there (prompt_cases.py), with its 95% interval above 0.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.analysis.ablation.ablate import AblationMethod, make_replacement_fn
+from headwise.analysis.ablation.ablation_sweep import ablation_sweep
+from headwise.analysis.ablation.head_outputs import HeadOutputs, mean_of_outputs, record_z
+from headwise.analysis.metrics.statistics import bootstrap_interval, holm_correction, sign_flip_test
+from headwise.analysis.recording.batching import TextSample, make_batch
+from headwise.analysis.roles.causal_effects import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
+from headwise.analysis.roles.causal_trials import (
+    CausalTrial,
+    TrialPrompt,
+    relation_trial,
+    repeated_list_trial,
+    repeated_text_trial,
+    target_batches,
+)
+from headwise.analysis.roles.prompt_trials import name_lead_trial, prompt_trial
+from headwise.analysis.roles.roles import (
+    LEAD,
+    PROMPT_PROBE,
+    REPEATS_PROBE,
+    SUPPRESSION_PROBE,
+    RoleEvidence,
+    sort_evidence,
+)
+from headwise.model import ModelProtocol
+from headwise.progress import Progress
+from headwise.spec import Address
+
+LAYER_QUANTILE = 0.75  # the share of the layer's other heads that must cost less
+# The least loss that counts: in nats an answer, and as a share of the whole model's surprise.
+MIN_LOSS, MIN_LOSS_FRACTION = 0.01, 0.01
+SIGN_FLIPS = (1 << 16) - 1  # of signs; up to sixteen cases all of them are made
+
+
+def causal_test(
+    model: ModelProtocol,
+    addresses: Sequence[Address],
+    evidence: Sequence[Sequence[RoleEvidence]],
+    documents: Iterable[TextSample],
+    texts: Sequence[TextSample],
+    seed: int,
+    progress: Progress,
+) -> list[list[RoleEvidence]]:
+    """Return the evidence with causal tests added.
+
+    A head is tested on its best role if that has the level `value-weighted` and a probe, and on each of its roles on prompts
+    that has both. Roles on prompts are a family of tests of their own. Roles on repeated tokens are tested on two token sets,
+    random tokens and running text.
+
+    `documents` have relations, `texts` are those in which answers are looked for that a list can be made of.
+    """
+    heads_by_probe: dict[tuple[str, str], list[tuple[int, RoleEvidence]]] = {}  # a probe and its role: the heads
+    sets: dict[tuple[str, str], int] = {}  # a probe and its role: the number of token sets
+    for head, head_evidence in enumerate(evidence):
+        best = [entry for entry in head_evidence if not entry.family_size][:1]
+        for entry in (*best, *(entry for entry in head_evidence if entry.family_size)):
+            if entry.evidence_level == "value-weighted" and entry.probe:
+                uses_lists = entry.probe in (REPEATS_PROBE, SUPPRESSION_PROBE)
+                heads_by_probe.setdefault((entry.probe, "" if uses_lists else entry.role), []).append((head, entry))
+    effects: dict[tuple[int, str], list[CausalEffect]] = {}  # a head and its role: for each token set that was tried
+    for index, (key, candidates) in enumerate(heads_by_probe.items()):
+        progress("ablations", index, len(heads_by_probe))
+        trials = _trials(model, documents, texts, *key, seed)
+        sets[key] = len(trials)
+        heads = list(dict.fromkeys(head for head, _ in candidates))  # one may have two roles that are tried alike
+        for tokens, trial in trials.items():
+            if len(trial.cases) > 1:
+                results = ablation_effects(model, addresses, [addresses[head] for head in heads], trial)
+                by_head = dict(zip(heads, results, strict=True))
+                for head, entry in candidates:
+                    effects.setdefault((head, entry.role), []).append(replace(by_head[head], corpus_label=tokens))
+    for separate in (False, True):
+        family_keys = [
+            (head, entry.role)
+            for candidates in heads_by_probe.values()
+            for head, entry in candidates
+            if bool(entry.family_size) == separate
+        ]
+        _correct([effects[key] for key in family_keys if key in effects])
+    progress("ablations", len(heads_by_probe), len(heads_by_probe))
+    count = {(head, entry.role): sets[key] for key, candidates in heads_by_probe.items() for head, entry in candidates}
+    updated = [
+        [
+            entry.with_effects(effects[head, entry.role], count[head, entry.role])
+            if (head, entry.role) in effects
+            else entry
+            for entry in head_evidence
+        ]
+        for head, head_evidence in enumerate(evidence)
+    ]
+    return [sort_evidence(head_evidence) for head_evidence in updated]
+
+
+def _correct(effects: Sequence[list[CausalEffect]]) -> None:
+    """Correct the p-values of one family by Holm, in place: heads × roles × token sets that have a control."""
+    tests = [(of_head, i) for of_head in effects for i, effect in enumerate(of_head) if effect.control_cost is not None]
+    for (of_head, i), p in zip(tests, holm_correction([of_head[i].p for of_head, i in tests]), strict=True):
+        of_head[i] = replace(of_head[i], p=float(p))
+
+
+def _trials(
+    model: ModelProtocol, related: Iterable[TextSample], texts: Sequence[TextSample], probe: str, role: str, seed: int
+) -> dict[str, CausalTrial]:
+    """Trials of a role by token set; of a role with cases of its own there is one, without a name."""
+    if probe in (REPEATS_PROBE, SUPPRESSION_PROBE):
+        return {
+            tokens: replace(make(model, texts, seed), is_suppression=probe == SUPPRESSION_PROBE)
+            for tokens, make in ((RANDOM_TOKENS, repeated_list_trial), (RUNNING_TEXT, repeated_text_trial))
+        }
+    if probe == LEAD:
+        return {"": name_lead_trial(model, role, seed)}
+    return {
+        "": prompt_trial(model, role, seed)
+        if probe == PROMPT_PROBE
+        else relation_trial(model, related, texts, role, probe)
+    }
+
+
+def ablation_effects(
+    model: ModelProtocol, addresses: Sequence[Address], heads: Sequence[Address], trial: CausalTrial
+) -> list[CausalEffect]:
+    """What some heads cost the cases; their controls; then, of those that may still be causal, the others of their layer, and
+    their means. p is not corrected yet."""
+
+    def measure_loss(
+        ablated_heads: Sequence[Address], rows: Sequence[TrialPrompt], ablation: AblationMethod = "resample"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        lost, clean = ablation_loss(model, ablated_heads, rows, ablation)
+        return -lost if trial.is_suppression else lost, clean
+
+    lost, clean = measure_loss(heads, trial.cases)
+    costs = CausalTest(_counts(trial.cases), float(clean.sum()), _counts(trial.matched) if trial.matched else None)
+    control = trial.sum_controls_by_case(measure_loss(heads, trial.controls)[0]) if trial.controls else None
+    matched = measure_loss(heads, trial.matched)[0] if trial.matched else None
+    single_name = measure_loss(heads, trial.single_name_prompts)[0] if trial.single_name_prompts else None
+    effects = []
+    for i in range(len(heads)):
+        compared = [None if losses is None else losses[:, i] for losses in (control, matched)]
+        effect = costs.compare_with_control(lost[:, i], *compared)
+        if single_name is not None:
+            effect = costs.compare_with_single_name(effect, lost[:, i], single_name[:, i], trial.single_name_fraction)
+        effects.append(effect)
+    remaining = [i for i, effect in enumerate(effects) if effect.is_causal]
+    layers = {heads[i].layer_address for i in remaining}
+    others = [address for address in addresses if address.layer_address in layers and address not in heads]
+    all_heads, all_lost = [*heads, *others], np.concatenate((lost, measure_loss(others, trial.cases)[0]), 1)
+    for i in remaining:
+        layer_mates = [
+            k for k, other in enumerate(all_heads) if other.layer_address == heads[i].layer_address and k != i
+        ]
+        effects[i] = costs.compare_with_layer(effects[i], lost[:, i], all_lost[:, layer_mates])
+    remaining = [i for i in remaining if effects[i].is_causal]
+    means = measure_loss([heads[i] for i in remaining], trial.cases, "mean")[0]
+    for column, i in enumerate(remaining):
+        effects[i] = costs.with_mean_ablation(effects[i], means[:, column])
+    return effects
+
+
+def _counts(rows: Sequence[TrialPrompt]) -> np.ndarray:
+    """Number of answers of each row, (rows,)."""
+    return np.array([float(len(row.targets)) for row in rows])
+
+
+@dataclass(frozen=True, eq=False)
+class CausalTest:
+    """How what a head costs is judged: over how many answers of each case, and what all of them cost the whole model."""
+
+    counts: np.ndarray  # (cases,)
+    clean_loss: float  # nats
+    matched: np.ndarray | None = None  # (cases,): answers that have a control; None: all have one
+
+    def compare_with_control(
+        self, lost: np.ndarray, control: np.ndarray | None, matched: np.ndarray | None = None
+    ) -> CausalEffect:
+        """What the cases lose by a head, summed over their answers, beside what their controls do: (cases,) each. `matched`:
+        what the answers lose that have a control, if not all have one.
+
+        >>> test = CausalTest(np.ones(20), clean_loss=40.0)
+        >>> effect = test.compare_with_control(np.full(20, 0.5), np.full(20, 0.25))
+        >>> effect.cost, effect.cost_threshold, effect.control_cost, effect.excess_interval, effect.p < 0.001
+        (0.5, 0.02, 0.25, (0.25, 0.25), True)
+        """
+        effect = CausalEffect(self._mean(lost), self.min_loss)
+        if control is None:
+            return effect
+        paired = self if self.matched is None else CausalTest(self.matched, self.clean_loss)
+        excess = (lost if matched is None else matched) - control
+        interval, is_large = paired._interval(excess), effect.cost > self.min_loss
+        p = paired._p(excess) if is_large and interval[0] > 0 else 1.0
+        matched_cost = None if matched is None else paired._mean(matched)
+        return replace(effect, control_cost=paired._mean(control), matched=matched_cost, excess_interval=interval, p=p)
+
+    def compare_with_single_name(
+        self, effect: CausalEffect, lost: np.ndarray, single: np.ndarray, fraction: float
+    ) -> CausalEffect:
+        """Compare the loss with a fraction of the loss in single-name prompts, (cases,) each."""
+        excess = lost - fraction * single
+        interval = self._interval(excess)
+        p = max(effect.p, self._p(excess)) if effect.is_causal and interval[0] > 0 else 1.0
+        return replace(effect, single_name_cost=self._mean(single), single_name_excess_interval=interval, p=p)
+
+    def compare_with_layer(self, effect: CausalEffect, lost: np.ndarray, others: np.ndarray) -> CausalEffect:
+        """The same beside what the cases lose by the other heads of its layer, (cases, heads).
+
+        All must be so, and the largest p is that of all: a head that fails one is found by it as rarely as told.
+        """
+        excess = lost - (others.mean(1) if others.shape[1] else 0.0)
+        quantile = float(np.quantile(others.sum(0) / self._answers, LAYER_QUANTILE)) if others.shape[1] else 0.0
+        interval, cost_threshold = self._interval(excess), max(quantile, self.min_loss)
+        p = max(effect.p, self._p(excess)) if interval[0] > 0 and effect.cost > cost_threshold else 1.0
+        return replace(effect, effect=self._mean(excess), effect_interval=interval, cost_threshold=cost_threshold, p=p)
+
+    def with_mean_ablation(self, effect: CausalEffect, lost: np.ndarray) -> CausalEffect:
+        """The same with what the cases lose when the head's mean stands in its place, (cases,)."""
+        cost, is_positive = self._mean(lost), self._interval(lost)[0] > 0
+        p = max(effect.p, self._p(lost)) if is_positive and cost > self.min_loss else 1.0
+        return replace(effect, mean_ablation_cost=cost, p=p)
+
+    @property
+    def min_loss(self) -> float:
+        """The least loss that counts; of leads, the surprises minus those of the rivals, `clean_loss` is negative."""
+        return max(MIN_LOSS, MIN_LOSS_FRACTION * abs(self.clean_loss) / self._answers)
+
+    @property
+    def _answers(self) -> float:
+        return max(1.0, float(self.counts.sum()))
+
+    def _mean(self, sums: np.ndarray) -> float:
+        return float(sums.sum() / self._answers)
+
+    def _interval(self, sums: np.ndarray) -> tuple[float, float]:
+        low, high = bootstrap_interval(sums, self.counts)
+        return float(low), float(high)
+
+    def _p(self, differences: np.ndarray) -> float:
+        return float(sign_flip_test(differences, self.counts, draws=SIGN_FLIPS))
+
+
+def ablation_loss(
+    model: ModelProtocol, heads: Sequence[Address], rows: Sequence[TrialPrompt], ablation: AblationMethod = "resample"
+) -> tuple[np.ndarray, np.ndarray]:
+    """What each row loses by each head, summed over its answers, (rows, heads); and what they cost the whole model, (rows,).
+
+    resample: a head gives what it gives on the row before, at the same places; the first borrows from the last.
+    mean: it gives its mean over all tokens of the rows.
+    """
+    lost, clean = np.zeros((len(rows), len(heads))), np.zeros(len(rows))
+    if not heads:
+        return lost, clean
+    means = (
+        mean_of_outputs(batch.record_head_outputs(model, heads) for batch in target_batches(rows, model.device))
+        if ablation == "mean"
+        else None
+    )
+    for batch in target_batches(rows, model.device):
+        indices, other = list(batch.sample_ids), None
+        if ablation == "resample":
+            other = _donors(model, heads, rows, [(index - 1) % len(rows) for index in indices], indices)
+        make_replacement = partial(
+            make_replacement_fn, ablation=ablation, means=means, other=other, attention_mask=batch.real_tokens
+        )
+        loss_per_head, untouched = ablation_sweep(model, batch, heads, make_replacement)  # (heads, B), (B,)
+        lost[indices], clean[indices] = loss_per_head.T.double().cpu().numpy(), untouched.double().cpu().numpy()
+    return lost, clean
+
+
+def _donors(
+    model: ModelProtocol,
+    heads: Sequence[Address],
+    rows: Sequence[TrialPrompt],
+    donor_ids: list[int],
+    batch_ids: list[int],
+) -> Tensor | HeadOutputs:
+    """The rows to borrow from: their places where all are read in the same batch, otherwise what heads give on them."""
+    if {*donor_ids} <= {*batch_ids}:
+        return torch.tensor([batch_ids.index(index) for index in donor_ids], device=model.device)
+    donors = make_batch([rows[index].truncated_sample for index in donor_ids], device=model.device)
+    return record_z(model, donors.ids, heads, attention_mask=None if donors.is_unpadded else donors.real_tokens)

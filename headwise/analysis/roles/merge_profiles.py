@@ -1,0 +1,153 @@
+"""Two profiles of one model as one: what was counted over two corpora, as if one pass had read them one after the other.
+
+A text falls into a bucket by a hash of it, so buckets add up, and the halves for choosing and for reporting are those of the
+one pass. What both read alike, such as the repeated tokens, counts once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.directed_relations import CONTROL_SHAPES, WORD_SETS, DirectedRelation, both_directions
+from headwise.analysis.metrics.induction import INDUCTION
+from headwise.analysis.metrics.metric import ADD, IDENTICAL, LARGER, MetricSpec
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.top_contexts import CONTEXTS_PER_HEAD, AttentionContext
+from headwise.analysis.recording.text_hash_split import BUCKETS
+from headwise.analysis.roles.roles import RoleEvidence, sort_evidence
+from headwise.errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from headwise.analysis.roles.profile_result import Profile
+
+OWN_RELATIONS = "own"  # relations are those of the texts themselves, not of documents apart
+
+
+def check_mergeable(first: "Profile", second: "Profile") -> None:
+    """Whether two profiles are of one model, made in one way: on the same repeated tokens it gives the same numbers."""
+    if first.addresses != second.addresses:
+        raise HeadwiseError(
+            f"profiles of {len(first)} and of {len(second)} heads that are not the same cannot be merged; see diff."
+        )
+    for key in ("control", "seed", "detail", "row_stride"):
+        if first.metadata[key] != second.metadata[key]:
+            raise HeadwiseError(
+                f"profiles with {key}={first.metadata[key]!r} and {second.metadata[key]!r} cannot be merged; make both alike."
+            )
+    names_and_roles = [
+        ({name for name, spec in profile.metric_specs.items() if spec.series != "relation"}, profile.extra_roles)
+        for profile in (first, second)
+    ]
+    if names_and_roles[0] != names_and_roles[1]:
+        raise HeadwiseError("profiles with different metrics or roles cannot be merged; measure both alike.")
+    induction = INDUCTION[0].name if INDUCTION[0].name in first.metric_specs else None  # pictures are not said twice
+    repeats = [profile.accumulator.per_bucket(induction)[0] for profile in (first, second)] if induction else []
+    same_repeats = not induction or np.allclose(*repeats, rtol=1e-4, atol=1e-5)
+    if first.metadata["model"] != second.metadata["model"] or not same_repeats:
+        raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
+
+
+def merge_accumulators(
+    first: Accumulator, second: Accumulator, metric_specs: Mapping[str, MetricSpec], excluded: Sequence[str]
+) -> Accumulator:
+    """Both, each group as its numbers merge, but for the groups `excluded`."""
+    groups = {*first.sums, *second.sums} - {*excluded}
+    groups_by_mode = {
+        mode: {group for group in groups if metric_specs[group].merge == mode} for mode in (ADD, IDENTICAL, LARGER)
+    }
+    merged = (
+        _select_groups(first, groups_by_mode[ADD])
+        .merge(_select_groups(second, groups_by_mode[ADD]))
+        .merge(_select_groups(first, groups_by_mode[IDENTICAL]))
+    )
+    for group in sorted(groups_by_mode[LARGER]):
+        samples = [_select_groups(accumulator, {group}) for accumulator in (first, second)]
+        merged = merged.merge(max(samples, key=_count_nonempty_buckets))  # of two that are alike, the first
+    return merged
+
+
+def merge_relations(
+    accumulator: Accumulator, parts: Sequence[tuple[Accumulator, RelationMetric]]
+) -> RelationMetric | None:
+    """The arcs of all parts, each with its accumulator; `accumulator` takes up their metrics."""
+    if not parts:
+        return None
+    relations = _canonical_order({relation for _, relation_metric in parts for relation in relation_metric.relations})
+    merged = RelationMetric(accumulator, relations, parts[0][1].causal)
+    shape = (BUCKETS, accumulator.heads, len(merged.names))
+    sums, counts = np.zeros(shape), np.zeros(shape)  # (buckets, heads, fields)
+    for part_accumulator, part_metric in parts:
+        indices = [relations.index(relation) for relation in part_metric.relations]
+        merged.offsets[:, indices] += part_metric.offsets
+        merged.arcs[:, indices] += part_metric.arcs
+        merged.left_out[:, indices] += part_metric.left_out
+        for name in part_metric.names:
+            part_sums, part_counts = part_accumulator.per_bucket(name)  # (buckets, heads)
+            sums[..., merged.names.index(name)] += part_sums
+            counts[..., merged.names.index(name)] += part_counts
+    if merged.names:
+        accumulator.sums[merged.names[0]], accumulator.counts[merged.names[0]] = sums, counts
+        accumulator.fields |= {name: (merged.names[0], column) for column, name in enumerate(merged.names)}
+    return merged
+
+
+def merge_relation_sources(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, bool]:
+    """What relations both are of, and whether they are the same documents, which count once. A profile that asked none adds
+    none: only one shard of a corpus needs to ask."""
+    sources = [metadata["relations"] for metadata in (first, second) if metadata["documents"]] or [first["relations"]]
+    return "+".join(dict.fromkeys(sources)), len(sources) == 2 and sources[0] == sources[1] != OWN_RELATIONS
+
+
+def merge_top_contexts(
+    first: Sequence[AttentionContext], second: Sequence[AttentionContext], num_texts: int
+) -> list[AttentionContext]:
+    """The strongest of both."""
+    contexts = [*first, *(replace(context, sample=context.sample + num_texts) for context in second)]
+    return sorted(contexts, key=lambda context: -context.weight)[:CONTEXTS_PER_HEAD]
+
+
+def carry_over_effects(evidence: Sequence[RoleEvidence], previous: Sequence[RoleEvidence]) -> list[RoleEvidence]:
+    """The roles of one head with what ablation showed for them before: for the first, and for those on prompts."""
+    best = next((entry for entry in evidence if not entry.family_size), None)
+    return sort_evidence(
+        _carry_over_effect(entry, previous) if entry is best or entry.family_size else entry for entry in evidence
+    )
+
+
+def _carry_over_effect(evidence: RoleEvidence, previous: Sequence[RoleEvidence]) -> RoleEvidence:
+    """What ablation showed for the same role of the same head: it is about the model, and is not asked again."""
+    for candidate in previous:
+        same = (candidate.role, candidate.detail) == (evidence.role, evidence.detail)
+        if same and candidate.cost is not None and evidence.evidence_level == "value-weighted":
+            fields = ("effect", "effect_interval", "cost", "cost_threshold", "control_cost", "excess_interval")
+            fields += ("mean_ablation_cost", "causal_p", "effects", "causal_on")
+            evidence_level = "causal" if candidate.evidence_level == "causal" else evidence.evidence_level
+            return replace(
+                evidence, evidence_level=evidence_level, **{name: getattr(candidate, name) for name in fields}
+            )
+    return evidence
+
+
+def _select_groups(accumulator: Accumulator, groups: set[str]) -> Accumulator:
+    """Some groups of an accumulator."""
+    fields = {name: (group, column) for name, (group, column) in accumulator.fields.items() if group in groups}
+    sums, counts = (
+        {group: array for group, array in arrays.items() if group in groups}
+        for arrays in (accumulator.sums, accumulator.counts)
+    )
+    return Accumulator(accumulator.heads, fields, sums, counts)
+
+
+def _count_nonempty_buckets(accumulator: Accumulator) -> int:
+    """How many buckets have something in them."""
+    return max((int((counts > 0).any((1, 2)).sum()) for counts in accumulator.counts.values()), default=0)
+
+
+def _canonical_order(relations: set[DirectedRelation]) -> tuple[DirectedRelation, ...]:
+    """In the order in which one pass would ask them."""
+    names = {relation.relation for relation in relations}
+    derived, sets = sorted(names & {*CONTROL_SHAPES}), [name for name in WORD_SETS if name in names]
+    return both_directions([*sorted(names - {*WORD_SETS, *CONTROL_SHAPES}), *derived, *sets])

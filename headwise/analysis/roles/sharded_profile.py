@@ -1,0 +1,279 @@
+"""A profile of a corpus of any size: shard by shard into a folder, by one process or by many workers, then merged.
+
+Each finished shard is a profile in a file of its own, written whole or not at all. Killed at any moment and started again, by
+whatever executor, the work goes on with the shards that are missing. What the merged profile tells is what one pass would.
+"""
+
+import json
+import os
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.variability import VARIABILITY, measure_variability
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.causal_test import causal_test
+from headwise.analysis.roles.profile import ProfileSampleCollector, profile, run_tasks
+from headwise.analysis.roles.profile_result import EvidencePerHead, Profile
+from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, prompt_metrics
+from headwise.distributed.job_executors import check_executor, run_jobs
+from headwise.errors import HeadwiseError
+from headwise.io.atomic_write import write_atomic
+from headwise.model import ModelProtocol, eval_mode
+from headwise.progress import Progress
+from headwise.text.corpus import Corpus
+from headwise.text.corpus_shards import TextShard, file_sources, split_shards
+from headwise.training.run_setup import weights_digest
+from headwise.weights import load
+
+SHARD_CHARACTERS = 1 << 20  # characters of a shard: about a quarter of a million tokens of English
+INDEX_FILE, MERGED_FILE = "shards.json", "profile.npz"
+PROBE_SET = "the probe set"
+
+
+@dataclass(frozen=True)
+class _ShardOptions:
+    """What every shard is asked."""
+
+    max_length: int | None
+    batch_tokens: int
+    row_stride: int
+    detail: str
+    seed: int
+
+
+def profile_shards(
+    model: ModelProtocol | str,
+    corpus: Any,
+    out: str | Path,
+    *,
+    relations: Any = None,
+    max_length: int | None = None,
+    batch_tokens: int = 2048,
+    row_stride: int = 1,
+    detail: str = "full",
+    causal: bool = True,
+    prompts: bool = False,
+    seed: int = 0,
+    shard_characters: int = SHARD_CHARACTERS,
+    processes: int | None = None,
+    executor: Executor | str | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """What every head does, over a corpus of any size: `profile`, shard by shard into the folder `out`, with the whole in
+    `profile.npz` when all are there. Run again after it was stopped or killed, it goes on with what is missing.
+
+    A shard has about so many characters (`shard_characters`). With `processes`, or an `executor`, shards are shared out; then
+    model and corpus are named, a name or a path, and files, so that workers can read them too. All else is as in `profile`.
+    Relations that are not the texts' own, prompts and ablations are asked once for all.
+    """
+    check_executor(executor)
+    out, report = Path(out), progress or (lambda stage, done, total: None)
+    full_corpus, in_process = Corpus.of(corpus), executor is None and processes in (None, 1)
+    if full_corpus.paired:
+        raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise HeadwiseError(
+            "shards are shared out over workers, --workers or an executor; torchrun is for profile itself."
+        )
+    if not in_process and not (isinstance(model, str) and full_corpus.files):
+        raise HeadwiseError(
+            "workers read the model and the corpus by themselves: give the model's name or path, and a corpus of files."
+        )
+    options = _ShardOptions(max_length, batch_tokens, row_stride, detail, seed)
+    loaded = load(model) if isinstance(model, str) else model
+    digest = weights_digest(loaded)
+    shards = _prepare_shards(
+        out, full_corpus, digest, options, relations, {"causal": causal, "prompts": prompts or None}, shard_characters
+    )
+    if (out / MERGED_FILE).is_file():
+        return Profile.load(out / MERGED_FILE)
+    has_own_relations = relations is None and any(text_shard.has_relations for text_shard in shards)
+    missing = [index for index in range(len(shards)) if not _shard_path(out, index).is_file()]
+    done = len(shards) - len(missing)
+    relations_of = {index: _relations_for(index, shards[index], relations, has_own_relations) for index in missing}
+    if in_process:
+        sources = file_sources(full_corpus.files) or [full_corpus.items]
+        for index in missing:
+            report("shards", done, len(shards))
+            shard_corpus = shards[index].read(sources, full_corpus.name)
+            _profile_shard(loaded, shard_corpus, relations_of[index], options, progress).save(_shard_path(out, index))
+            done += 1
+    else:
+        files = [str(file.resolve()) for file in full_corpus.files]
+        jobs = [
+            (
+                str(model),
+                digest,
+                files,
+                full_corpus.name,
+                asdict(shards[n]),
+                _portable_relations(relations_of[n]),
+                asdict(options),
+                str(_shard_path(out, n)),
+            )
+            for n in missing
+        ]
+        for _ in run_jobs(_profile_in_worker, jobs, processes, executor=executor, folder=out):
+            done += 1
+            report("shards", done, len(shards))
+    report("shards", len(shards), len(shards))
+    merged = Profile.load(_shard_path(out, 0))
+    for index in range(1, len(shards)):
+        merged = merged.merge(Profile.load(_shard_path(out, index)))
+        report("merging", index + 1, len(shards))
+    result = _finish(loaded, merged, full_corpus, relations, has_own_relations, options, causal, prompts, report)
+    result.save(out / MERGED_FILE)
+    return result
+
+
+def _prepare_shards(
+    out: Path,
+    corpus: Corpus,
+    model: str,
+    options: _ShardOptions,
+    relations: Any,
+    final_options: dict[str, Any],
+    characters: int,
+) -> list[TextShard]:
+    """The shards of a folder: those it has, if it was begun with the same, or new ones."""
+    settings = {
+        **asdict(options), "model": model, "corpus": corpus.fingerprint, "shard_characters": characters, **final_options,
+        "relations": relations if relations in (None, False) else Corpus.of(relations).fingerprint,
+    }  # fmt: skip
+    del settings["batch_tokens"]  # of a batch: they decide nothing but the time
+    index = out / INDEX_FILE
+    if index.is_file():
+        try:
+            stored = json.loads(index.read_text(encoding="utf-8"))
+            stored_settings, shards = stored["settings"], [TextShard(**entry) for entry in stored["shards"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise HeadwiseError(f"{index} cannot be read; give another folder, or delete this one.") from None
+        changed = [name for name in {**stored_settings, **settings} if stored_settings.get(name) != settings.get(name)]
+        if changed:
+            raise HeadwiseError(
+                f"{out} holds shards of another profile: {', '.join(changed)} differ; give another folder, or "
+                f"the same as then."
+            )
+        return shards
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise HeadwiseError(f"{out} is there already and holds something else; choose another folder.")
+    shards = split_shards(corpus, characters)
+    write_atomic(
+        index, json.dumps({"settings": settings, "shards": [asdict(entry) for entry in shards]}, indent=1).encode()
+    )
+    return shards
+
+
+def _shard_path(out: Path, index: int) -> Path:
+    return out / f"shard-{index:05d}.npz"
+
+
+def _relations_for(index: int, shard: TextShard, relations: Any, has_own_relations: bool) -> Any:
+    """Where a shard takes relations from: its own documents; else the first asks for all."""
+    if has_own_relations:
+        return None if shard.has_relations else False
+    return relations if index == 0 else False
+
+
+def _profile_shard(
+    model: ModelProtocol, corpus: Corpus, relations: Any, options: _ShardOptions, progress: Progress | None
+) -> Profile:
+    return profile(model, corpus, relations=relations, causal=False, progress=progress, **asdict(options))
+
+
+def _portable_relations(relations: Any) -> Any:
+    """Relations as a worker can find them."""
+    if relations in (None, False):
+        return relations
+    corpus = Corpus.of(relations)
+    if corpus.name == PROBE_SET:
+        return PROBE_SET
+    if not corpus.files:
+        raise HeadwiseError("workers read relations by themselves: give a file of them.")
+    return [str(file.resolve()) for file in corpus.files]
+
+
+def _profile_in_worker(
+    name: str, digest: str, files: list[str], corpus_name: str, shard: dict, relations: Any, options: dict, path: str
+) -> None:
+    """One shard, by a worker that knows no more than this."""
+    if Path(path).is_file():
+        return  # somebody was quicker
+    model = _load_cached(name)
+    if weights_digest(model) != digest:
+        raise HeadwiseError(
+            f"{name} has other weights at this worker than where the work was begun; give all the same."
+        )
+    relation_corpus = (
+        Corpus.probe_set() if relations == PROBE_SET else [Path(file) for file in relations] if relations else relations
+    )
+    shard_corpus = TextShard(**shard).read(file_sources(files), corpus_name)
+    _profile_shard(model, shard_corpus, relation_corpus, _ShardOptions(**options), None).save(path)
+
+
+@lru_cache(maxsize=1)
+def _load_cached(name: str) -> ModelProtocol:
+    return load(name)
+
+
+def _finish(
+    model: ModelProtocol,
+    merged: Profile,
+    corpus: Corpus,
+    relations: Any,
+    has_own_relations: bool,
+    options: _ShardOptions,
+    causal: bool,
+    prompts: bool,
+    progress: Progress,
+) -> Profile:
+    """What looks at texts of several shards, or at none of them: how far attention varies between the first ones, prompts,
+    and ablations."""
+    tokenized = TokenizedCorpus.of(model, corpus, options.max_length)
+    test_causally = causal and model.spec.kind == "decoder" and model.output is not None
+    kept_samples = ProfileSampleCollector(test_causally)
+    for sample in tokenized:
+        kept_samples.add_text(sample)
+        if has_own_relations and test_causally:
+            kept_samples.add_document(sample)
+        elif kept_samples.is_full:
+            break
+    if test_causally and not has_own_relations and relations is not False:
+        for sample in TokenizedCorpus.of(model, relations, options.max_length):
+            if sample.document is not None:
+                kept_samples.add_document(sample)
+    accumulator = merged.accumulator
+    if len(kept_samples.long_samples) > 1:
+        fresh = Accumulator(len(merged.addresses))
+        with eval_mode(model), torch.no_grad():
+            measure_variability(model, kept_samples.long_samples, fresh)
+        for merged_arrays, fresh_arrays in ((accumulator.sums, fresh.sums), (accumulator.counts, fresh.counts)):
+            merged_arrays[VARIABILITY.name] = fresh_arrays[VARIABILITY.name]
+
+    roles, metric_specs = merged.extra_roles, dict(merged.metric_specs)
+    metadata, examples = merged.metadata, merged.examples
+    if prompts:
+        tasks = prompt_metrics()
+        with eval_mode(model), torch.no_grad():
+            task_metadata, examples = run_tasks(model, tasks, accumulator, examples, options.seed, progress)
+        metadata = {**metadata, **task_metadata}
+        roles = PROMPT_ROLES
+        metric_specs |= {metric_spec.name: metric_spec for task in tasks for metric_spec in task.metric_specs}
+
+    def run_causal_test(evidence: EvidencePerHead) -> EvidencePerHead:
+        with eval_mode(model), torch.no_grad():
+            documents = kept_samples.relation_documents.samples.values()
+            return causal_test(
+                model, merged.addresses, evidence, documents, kept_samples.first_samples, options.seed + 1, progress
+            )
+
+    return Profile.of(
+        merged.addresses, accumulator, merged.relation_metric, merged.top_contexts, examples, metadata, metric_specs, roles,
+        run_causal_test if test_causally else None,
+    )  # fmt: skip

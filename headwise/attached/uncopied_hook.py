@@ -1,0 +1,21 @@
+"""Hooks that stay behind when a module is copied or saved: a copy of an attached model is not attached."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class UncopiedHook:
+    """A hook of a module; a copy of it does nothing."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Run what was given, unless this is a copy."""
+        return None if self._function is None else self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHook":
+        return UncopiedHook()
+
+    def __reduce__(self) -> tuple[type["UncopiedHook"], tuple[()]]:
+        return UncopiedHook, ()

@@ -1,0 +1,306 @@
+"""Work that does not run in step: jobs handed to any `concurrent.futures.Executor`, one thread each.
+
+Results do not hang on how many workers there are, or where: each job has one thread, and is named by what decides it, so that
+doing it twice gives the same.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.errors import HeadwiseError
+
+EXECUTOR_KINDS = ("processes", "dask", "slurm")
+GRACE_SECONDS = 15.0  # seconds a process has to save what it is at
+POLL_SECONDS = 0.5  # seconds between looks at how far they are
+KILLED_MESSAGE = (
+    "a process ended before it was done. If it was killed for want of memory, run the same again with fewer processes; if "
+    'this is a script, begin what it does with `if __name__ == "__main__":`, as other processes read the script too.'
+)
+_job_lock = threading.Lock()  # threads of one worker would share torch's random numbers
+
+
+def run_jobs(
+    function: Callable[..., Any],
+    jobs: Sequence[tuple],
+    processes: int | None = None,
+    on_poll: Callable[[], None] | None = None,
+    fresh_process: bool = False,
+    executor: "Executor | str | None" = None,
+    folder: Path | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Call a function of some module with each job, elsewhere; yields the job's number and what it gave, as they are done.
+
+    `executor`: None, so many processes here; "dask", "slurm", with settings behind a colon; or one of your own, which stays
+    open. With `fresh_process`, each job of a process here has one that did nothing before, so that what it holds at most is
+    its own. `folder`: where Slurm's jobs are written, seen by all machines.
+    """
+    with _open_executor(executor, processes, max(1, len(jobs)), fresh_process, folder) as pool:
+        call = function if isinstance(pool, IsolatedProcessPool) else partial(_run_single_threaded, function)
+        running: dict[Future, int] = {pool.submit(call, *job): i for i, job in enumerate(jobs)}
+        try:
+            while running:
+                done, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+                for future in done:
+                    yield running.pop(future), future.result()
+                if on_poll is not None:
+                    on_poll()
+        except BrokenExecutor:
+            raise HeadwiseError(KILLED_MESSAGE) from None
+        except BaseException as error:
+            for future in running:
+                future.cancel()
+            if isinstance(pool, IsolatedProcessPool):
+                pool.stop(GRACE_SECONDS if isinstance(error, KeyboardInterrupt) else 0)
+            raise
+
+
+def check_executor(executor: "Executor | str | None") -> None:
+    """Whether there is such an executor; asked before long work."""
+    if executor is None or isinstance(executor, Executor) or _is_submitit_executor(executor):
+        return
+    if not isinstance(executor, str) or executor.partition(":")[0] not in EXECUTOR_KINDS:
+        raise HeadwiseError(
+            f"there is no executor {executor!r}; use {', '.join(EXECUTOR_KINDS)}, or give a concurrent.futures.Executor."
+        )
+
+
+def _open_executor(
+    executor: "Executor | str | None", processes: int | None, jobs: int, fresh_process: bool, folder: Path | None
+) -> AbstractContextManager[Executor]:
+    check_executor(executor)
+    if isinstance(executor, Executor):
+        return nullcontext(executor)
+    if executor is not None and not isinstance(executor, str):
+        return nullcontext(SlurmExecutor(executor))
+    kind, _, settings = (executor or EXECUTOR_KINDS[0]).partition(":")
+    if kind == "dask":
+        return _dask_executor(settings)
+    if kind == "slurm":
+        return SlurmExecutor(_submitit_executor(settings, (folder or Path.cwd()) / "jobs"))
+    processes = os.cpu_count() or 1 if processes is None else processes
+    if processes < 1:
+        raise HeadwiseError(f"work needs at least one process, got {processes}.")
+    return IsolatedProcessPool(min(processes, jobs), fresh_process)
+
+
+def _run_single_threaded(function: Callable[..., Any], *job: Any) -> Any:
+    """One job at a time in a worker of somebody else's, on one thread."""
+    with _job_lock:
+        saved_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*job)
+        finally:
+            torch.set_num_threads(saved_threads)
+
+
+# Processes here.
+
+
+class IsolatedProcessPool(Executor):
+    """So many processes. Each is a pool of its own, so that one that dies takes nobody else's work along; what it was at is
+    begun once more."""
+
+    def __init__(self, count: int, fresh_process: bool = False) -> None:
+        self._thread_pool, self._thread_local, self._fresh_process = (
+            ThreadPoolExecutor(count),
+            threading.local(),
+            fresh_process,
+        )
+        self._existing_children, self._closing = set(active_children()), False
+        self._pools: list[ProcessPoolExecutor] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """As any executor does."""
+        return self._thread_pool.submit(self._run, fn, args, kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the processes go."""
+        self._thread_pool.shutdown(wait, cancel_futures=cancel_futures)
+        for pool in self._pools:
+            pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def stop(self, grace: float) -> None:
+        """Have those at work save and stop. Ctrl-C told them already, and a second word would be obeyed without saving: so
+        they are given time, then told, and at last killed."""
+        self._closing = True
+        self.shutdown(wait=False, cancel_futures=True)
+        children = set(active_children()) - self._existing_children
+        for seconds, end_process in ((grace, BaseProcess.terminate), (GRACE_SECONDS, BaseProcess.kill)):
+            deadline = time.monotonic() + seconds
+            for child in children:
+                child.join(max(0.0, deadline - time.monotonic()))
+            for child in children:
+                if child.is_alive():
+                    end_process(child)
+
+    def _run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        for is_last_try in (False, True):
+            try:
+                return self._pool().submit(function, *args, **kwargs).result()
+            except BrokenExecutor:
+                self._thread_local.pool = None
+                if is_last_try or self._closing:
+                    raise
+        raise AssertionError
+
+    def _pool(self) -> ProcessPoolExecutor:
+        if getattr(self._thread_local, "pool", None) is None:
+            self._thread_local.pool = ProcessPoolExecutor(
+                1, get_context("spawn"), _init_worker, max_tasks_per_child=1 if self._fresh_process else None
+            )
+            self._pools.append(self._thread_local.pool)
+        return self._thread_local.pool
+
+
+def _init_worker() -> None:
+    """One thread for the work, and one that waits for whoever began it to die: then what is being trained is saved."""
+    torch.set_num_threads(1)
+
+    def exit_with_parent() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+# Dask.
+
+
+@contextmanager
+def _dask_executor(address: str) -> Iterator[Executor]:
+    """Workers of a Dask cluster: at an address, at the one its settings name, or some on this machine."""
+    try:
+        from distributed import Client
+    except ImportError:
+        raise HeadwiseError("the executor dask needs the distributed package: pip install 'headwise[dask]'.") from None
+    try:
+        client = Client(address) if address else Client(threads_per_worker=1, dashboard_address=None)
+    except (OSError, ValueError) as error:
+        raise HeadwiseError(f"no Dask scheduler answers at {address!r} ({error}); start one: dask scheduler.") from None
+    with client:
+        yield client.get_executor(pure=False)
+
+
+# Slurm, through submitit (https://github.com/facebookincubator/submitit), which pickles what is called and what it gives.
+
+
+def _submitit_executor(settings: str, folder: Path) -> Any:
+    """submitit's executor: `partition=long,timeout_min=600`; `cluster=local` runs jobs on this machine."""
+    try:
+        import submitit
+    except ImportError:
+        raise HeadwiseError("the executor slurm needs the submitit package: pip install 'headwise[slurm]'.") from None
+    parts = [setting.partition("=") for setting in settings.split(",") if setting]
+    options = {name: value for name, _, value in parts}
+    cluster = options.pop("cluster", "slurm")
+    shared_names = submitit.AutoExecutor._typed_parameters()
+    try:
+        queue = submitit.AutoExecutor(folder, cluster)
+        parameters = {
+            name if name in shared_names else f"{cluster}_{name}": _parse_setting(value)
+            for name, value in options.items()
+        }
+        queue.update_parameters(**{"timeout_min": 24 * 60, "name": "headwise", **parameters})
+    except (AssertionError, RuntimeError, ValueError, TypeError, NameError) as error:
+        raise HeadwiseError(
+            f"Slurm cannot be asked ({error}); this must be a machine that has srun, or say slurm:cluster=local."
+        ) from None
+    return queue
+
+
+def _parse_setting(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _is_submitit_executor(executor: Any) -> bool:
+    """Whether it is one of submitit's executors, which are no `concurrent.futures.Executor`."""
+    return any(base.__module__.startswith("submitit.") for base in type(executor).__mro__)
+
+
+class SlurmExecutor(Executor):
+    """submitit's jobs as futures. One that died is asked for once more."""
+
+    def __init__(self, submitit_executor: Any) -> None:
+        self._submitit = submitit_executor
+        self._pending: list[tuple[Future, Callable[[], Any], Any, bool]] = []
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        threading.Thread(target=self._poll_jobs, daemon=True).start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """As any executor does."""
+        future, submit_job = Future(), partial(self._submitit.submit, _run_catching, fn, args, kwargs)
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            self._pending.append((future, submit_job, submit_job(), False))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take back what is not done."""
+        self._closing.set()
+        with self._lock:
+            for _, _, job, _ in self._pending:
+                job.cancel()
+            self._pending.clear()
+
+    def _poll_jobs(self) -> None:
+        while not self._closing.wait(POLL_SECONDS):
+            with self._lock:
+                pending, self._pending = self._pending, []
+            self._requeue(self._poll_job(*entry) for entry in pending)
+
+    def _requeue(self, entries: Iterable[tuple | None]) -> None:
+        for entry in entries:
+            if entry is not None and self._closing.is_set():
+                entry[2].cancel()
+            elif entry is not None:
+                with self._lock:
+                    self._pending.append(entry)
+
+    def _poll_job(self, future: Future, submit_job: Callable[[], Any], job: Any, retried: bool) -> tuple | None:
+        """What is still open of a job."""
+        from submitit.core.utils import UncompletedJobError
+
+        if not job.done():
+            return future, submit_job, job, retried
+        try:
+            outcome = job.result()
+        except UncompletedJobError as error:
+            if not retried:
+                return future, submit_job, submit_job(), True
+            future.set_exception(HeadwiseError(f"a job of Slurm's ended before it was done: {error}"))
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_exception(HeadwiseError(outcome[0])) if outcome[0] else future.set_result(outcome[1])
+        return None
+
+
+def _run_catching(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """What a job gave, or an error a person can put right, which submitit would wrap in a traceback."""
+    try:
+        return "", function(*args, **kwargs)
+    except HeadwiseError as error:
+        return str(error), None

@@ -1,0 +1,109 @@
+"""Fewer heads hurt more than slightly less depth, at equal parameters."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.equal_parameter_specs import LAYERS, STEP_FRACTION, deep_experiment, equal_parameter_specs
+from headwise.experiments.experiment_context import ExperimentContext
+
+MODELS = ("full", "fewer layers", "fewer heads")
+MIN_GAP = 0.01  # nats a token
+
+
+def equal_parameter_configs(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
+    """The deeper model, one block less, and as many parameters less by fewer heads."""
+    full = deep_experiment(experiment).make_config(seed)
+    specs = (full.spec, *equal_parameter_specs(full.spec))
+    return {name: replace(full, spec=spec) for name, spec in zip(MODELS, specs, strict=True)}
+
+
+def curve_gap(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[float, float]:
+    """How far one curve of losses lies above another: at the last step, and on average over training (the area between them).
+
+    >>> curve_gap({10: 3.0, 20: 2.0}, {10: 2.5, 20: 2.25})
+    (-0.25, 0.125)
+    """
+    steps = sorted(first)
+    gaps = [first[step] - second[step] for step in steps]
+    if len(steps) < 2:
+        return gaps[-1], gaps[-1]
+    return gaps[-1], float(np.trapezoid(gaps, steps) / (steps[-1] - steps[0]))
+
+
+def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+    """Three models for every seed."""
+    return (config for seed in experiment.seeds for config in equal_parameter_configs(experiment, seed).values())
+
+
+def measure(experiment: ExperimentContext) -> StatisticTable:
+    """The held-out loss of all three through training, and their paired differences."""
+    trained = [
+        {name: experiment.train_or_load(config) for name, config in equal_parameter_configs(experiment, seed).items()}
+        for seed in experiment.seeds
+    ]
+    curves = [{name: _curve(entry) for name, entry in models.items()} for models in trained]
+    statistics = StatisticTable()
+    for name in MODELS:
+        for step in curves[0][name]:
+            statistics.add(name, step, [entry[name][step] for entry in curves])
+    for name in MODELS:
+        statistics.add("parameters", name, trained[0][name].config.spec.num_parameters)
+    for name in MODELS[1:]:
+        gaps = [curve_gap(entry[name], entry["full"]) for entry in curves]
+        statistics.add("nats above the full model, at the end", name, [end for end, _ in gaps])
+        statistics.add("nats above the full model, over training", name, [area for _, area in gaps])
+    gaps = [curve_gap(entry["fewer heads"], entry["fewer layers"]) for entry in curves]
+    statistics.add(GAP, "at the end", [end for end, _ in gaps])
+    statistics.add(GAP, "over training", [area for _, area in gaps])
+    return statistics
+
+
+GAP = "nats of fewer heads above fewer layers"
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    gaps = statistics.by_condition(GAP)
+    worse = [str(phase) for phase, gap in gaps.items() if gap.is_interval_above(MIN_GAP)]
+    not_worse = [str(phase) for phase, gap in gaps.items() if gap.is_interval_below(MIN_GAP)]
+    if len(worse) == len(gaps):
+        return Verdict("holds")
+    if len(not_worse) == len(gaps):
+        opposite = all(gap.is_interval_below(-MIN_GAP) for gap in gaps.values())
+        return Verdict("does not hold", "less depth hurts more" if opposite else "")
+    if worse and not_worse:
+        return Verdict("depends", f"on when one looks: fewer heads hurt more {worse[0]}, but not {not_worse[0]}")
+    return Verdict("depends", "on the seed: intervals reach to both sides of the bar")
+
+
+def _curve(trained: TrainedModel) -> dict[int, float]:
+    """The loss at each step; a run that diverged knows as much as a guess."""
+    recipe, guess = trained.config.recipe, math.log(trained.config.spec.vocab)
+    steps = {*range(recipe.evaluate_every, recipe.steps, recipe.evaluate_every), recipe.steps}
+    losses = dict(trained.loss_curve)
+    return {step: losses.get(step, guess) for step in sorted(steps)}
+
+
+CLAIM = Claim(
+    number=16,
+    name="depth",
+    statement="At equal parameters, fewer heads hurt more than slightly less depth.",
+    counterevidence="A model with fewer heads that learns as well as one of the same size with a block less.",
+    setup=f"A model of {LAYERS} layers, one with a block less, and one with as many parameters taken from it by fewer "
+    f"heads in every layer (each head as wide as before), trained alike for {STEP_FRACTION:.0%} of the usual steps; "
+    "held-out loss all along.",
+    rule="The loss with fewer heads minus that with fewer layers, paired over seeds, at the end and on average over "
+    f"training: holds if both are surely above {MIN_GAP:g} nats a token, does not hold if both are surely below that, "
+    "else depends.",
+    judged=statistic_key_selector(GAP),
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec(MODELS, x="step", y="held-out loss, nats a token"),
+    training_configs=training_configs,
+)

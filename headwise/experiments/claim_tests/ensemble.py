@@ -1,0 +1,145 @@
+"""Heads act like an ensemble: several heads of one model against the average of as many models of one head."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.recording.batching import tokenizer_of
+from headwise.errors import HeadwiseError
+from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.engine.experiment_config import ExperimentConfig
+from headwise.experiments.engine.statistic import Statistic, StatisticTable
+from headwise.experiments.engine.train_model import EVAL_DOCUMENTS, evaluate_synthetic
+from headwise.experiments.experiment_context import ExperimentContext
+from headwise.model import Transformer
+from headwise.text.corpus import Corpus
+
+MEMBERS = 4
+MAX_GAP = 0.02  # nats: 2 % of perplexity
+WIDE, NARROW = "wide members", "narrow members"
+UNDECIDED = "by the seed"
+
+
+class ProbabilityEnsemble(nn.Module):
+    """Decoders that answer together: forward gives the logarithm of their mean probability."""
+
+    def __init__(self, models: Sequence[Transformer]) -> None:
+        super().__init__()
+        if not models or len({model.spec.vocab for model in models}) > 1:
+            raise HeadwiseError("an ensemble needs at least one model, and the same vocabulary in all of them.")
+        self.models = nn.ModuleList(models)
+        self.tokenizer, self.device = tokenizer_of(models[0]), models[0].device
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) → (B, T, vocab)"""
+        log_probs = torch.stack([model(ids).log_softmax(-1) for model in self.models])  # (models, B, T, vocab)
+        return log_probs.logsumexp(0) - math.log(len(log_probs))
+
+
+@torch.no_grad()
+def ensemble_loss(models: Sequence[Transformer], corpus: Any) -> float:
+    """The loss of models that answer together, nats a token, on texts that each begin anew; one model: its own loss."""
+    ensemble = ProbabilityEnsemble(models).eval()
+    total, count = 0.0, 0
+    for text in Corpus.of(corpus).items():
+        ids = torch.tensor([ensemble.tokenizer.encode(text.text)])  # (1, T)
+        log_probs = ensemble(ids[:, :-1].to(ensemble.device))  # (1, T − 1, vocab)
+        total -= float(log_probs.gather(-1, ids[:, 1:, None].to(ensemble.device)).double().sum())
+        count += ids.shape[1] - 1
+    return total / count
+
+
+def measure(experiment: ExperimentContext) -> StatisticTable:
+    """One model of several heads for each seed, beside two ensembles, all on the same held-out documents."""
+    texts, statistics = experiment.held_out_corpus(), StatisticTable()
+    trained = [experiment.train_or_load(experiment.make_config(seed, MEMBERS)) for seed in experiment.seeds]
+    losses = [ensemble_loss([run.load_model()], texts) for run in trained]
+    statistics.add("loss", f"{MEMBERS} heads", losses)
+    for relation in trained[0].probe_accuracy:
+        statistics.add(f"right, {MEMBERS} heads", relation, [run.probe_accuracy[relation] for run in trained])
+    for name, members in _members(experiment).items():
+        models = [experiment.train_or_load(config).load_model() for config in members]
+        averaged_loss = ensemble_loss(models, texts)
+        statistics.add("loss", f"{name}, each alone", [ensemble_loss([model], texts) for model in models])
+        statistics.add("loss", f"{name}, averaged", averaged_loss)
+        statistics.add("above the ensemble", name, [loss - averaged_loss for loss in losses])
+        statistics.add(
+            "parameters, of the heads' model 1", name, _parameters(members) / trained[0].config.spec.num_parameters
+        )
+        for score in evaluate_synthetic(ProbabilityEnsemble(models).eval(), experiment.seeds[0], EVAL_DOCUMENTS):  # pyright: ignore[reportArgumentType]
+            statistics.add(f"right, {name} averaged", score.probe, score.accuracy)
+    return statistics
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    comparisons = {
+        str(name): _compare(statistic) for name, statistic in statistics.by_condition("above the ensemble").items()
+    }
+    details = "; ".join(f"{word} {name} averaged" for name, word in comparisons.items())
+    words = set(comparisons.values())
+    if words == {"as good as"}:
+        return Verdict("holds")
+    if words == {"better than"} or words == {"worse than"}:
+        return Verdict("does not hold", f"the heads are {details}")
+    factor = "the seed" if any(word.startswith(UNDECIDED) for word in words) else "the members"
+    return Verdict("depends", f"on {factor}: the heads are {details}")
+
+
+def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+    """The model of several heads for each seed, and all members."""
+    return [experiment.make_config(seed, MEMBERS) for seed in experiment.seeds] + [
+        config for members in _members(experiment).values() for config in members
+    ]
+
+
+def _members(experiment: ExperimentContext) -> dict[str, list[ExperimentConfig]]:
+    """Models of one head: as wide as the model, or as narrow as one of several heads."""
+    seeds, narrow = range(experiment.seeds[0], experiment.seeds[0] + MEMBERS), experiment.size.width // MEMBERS
+    return {
+        WIDE: [experiment.make_config(seed, 1) for seed in seeds],
+        NARROW: [experiment.make_config(seed, 1, head_dim=narrow) for seed in seeds],
+    }
+
+
+def _parameters(members: Iterable[ExperimentConfig]) -> int:
+    return sum(config.spec.num_parameters for config in members)
+
+
+def _compare(gap: Statistic) -> str:
+    if gap.is_interval_above(MAX_GAP):
+        return "worse than"
+    if gap.is_interval_below(-MAX_GAP):
+        return "better than"
+    return (
+        "as good as"
+        if gap.is_interval_above(-MAX_GAP) and gap.is_interval_below(MAX_GAP)
+        else f"{UNDECIDED} better or worse than"
+    )
+
+
+CLAIM = Claim(
+    number=24,
+    name="ensemble",
+    statement="Heads act like an ensemble: h heads in one model are as good as h models of one head whose answers are "
+    "averaged.",
+    counterevidence="A model of h heads that is clearly worse than the average, or clearly better: then heads do "
+    "together what no averaging of answers does.",
+    setup=f"One model of {MEMBERS} heads for each seed, against {MEMBERS} models of one head, of {MEMBERS} seeds from "
+    "the first one on (other weights, other documents), their probabilities averaged: members with a head as wide as "
+    f"the model, each with as many parameters as the model of {MEMBERS} heads, so {MEMBERS} times as many together; "
+    f"and members with a head of a {MEMBERS}th of the width, whose attention adds up to that of the one model, though "
+    "their MLPs and tables do not. All read the same held-out documents. There is one ensemble of each kind: "
+    "intervals are over seeds of the one model.",
+    rule=f"As good means a loss surely within {MAX_GAP:g} nats a token of the ensemble's. Holds if the heads are as "
+    "good as both ensembles; does not hold if they are surely better than both, or surely worse than both; else "
+    "depends, on the seed if either stays open, or on the members.",
+    judged=statistic_key_selector("above the ensemble"),
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec(("loss",), y="held-out loss, nats a token"),
+    training_configs=training_configs,
+)

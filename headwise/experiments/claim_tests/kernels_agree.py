@@ -1,0 +1,119 @@
+"""The naive loop, the batched form and the fused form give the same numbers."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.analysis.recording.batching import forward_ids
+from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.experiment_context import ExperimentContext
+from headwise.heads import MultiHeadAttention
+from headwise.heads.hook_point import AttentionCall
+from headwise.kernels import causal
+from headwise.kernels.blockwise import blockwise
+from headwise.kernels.dispatch import BACKENDS
+from headwise.model import ModelProtocol, eval_mode
+
+COMPARED_BACKENDS = ("batched", "fused", "blockwise")
+# of a block; by itself the kernel would take a small call in one block, which is the batched form
+ROW_BLOCK, HEAD_BLOCK = (13, 2)
+TOKENS = 32  # that a given model reads
+TOLERANCE = 1e-5  # of float32, relative: sums are made in another order
+
+
+def max_deviation(layer: MultiHeadAttention, x: Tensor) -> dict[str, float]:
+    """How far each form strays from the loop over heads, in z and the gradients of q, k, v: the largest relative difference.
+
+    >>> deviations = max_deviation(MultiHeadAttention(width=8, heads=2), torch.randn(1, 5, 8))
+    >>> max(deviations.values()) < 1e-5
+    True
+    """
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), layer.hook_point.listen(calls.append):
+        layer(x, mask=causal())
+    return _call_deviation(calls[0])
+
+
+def _call_deviation(call: AttentionCall) -> dict[str, float]:
+    """The same of one call."""
+    kernels = {**BACKENDS, "blockwise": partial(blockwise, row_block=ROW_BLOCK, head_block=HEAD_BLOCK)}
+
+    def outputs_and_grads(backend: str) -> list[Tensor]:
+        qkv = [tensor.detach().clone().requires_grad_() for tensor in (call.q, call.k, call.v)]  # (B, H or K, ·, ·)
+        z = kernels[backend](*qkv, call.params)  # (B, H, T, e)
+        return [z.detach(), *torch.autograd.grad(z.square().sum(), qkv)]
+
+    expected = outputs_and_grads("reference")
+    return {
+        form: max(
+            float((actual - reference).norm() / reference.norm())
+            for actual, reference in zip(outputs_and_grads(form), expected, strict=True)
+        )
+        for form in COMPARED_BACKENDS
+    }
+
+
+def measure(experiment: ExperimentContext) -> StatisticTable:
+    """Random layers of several sizes, in float32; the worst of them for each form and seed."""
+    statistics = StatisticTable()
+    worst: dict[str, list[float]] = {backend: [] for backend in COMPARED_BACKENDS}
+    for seed in experiment.seeds:
+        torch.manual_seed(seed)
+        shapes = ((64, 1, 64), (64, 8, 96), (64, 64, 32), (128, 4, 128))  # width, heads, tokens
+        deviations = [max_deviation(MultiHeadAttention(width=D, heads=H), torch.randn(2, T, D)) for D, H, T in shapes]
+        for backend in COMPARED_BACKENDS:
+            worst[backend].append(max(deviation[backend] for deviation in deviations))
+    for backend in COMPARED_BACKENDS:
+        statistics.add("relative difference", backend, worst[backend])
+    return statistics
+
+
+def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
+    """The same with the calls of a model's own layers, on random tokens."""
+    ids = torch.randint(
+        model.spec.vocab, (1, min(TOKENS, model.spec.context)), generator=torch.Generator().manual_seed(0)
+    )
+    calls: list[AttentionCall] = []
+    with eval_mode(model), torch.no_grad(), ExitStack() as stack:
+        for hook_point in model.hook_points():
+            stack.enter_context(hook_point.listen(calls.append))
+        forward_ids(model, ids.to(model.device))
+    deviations = [_call_deviation(call) for call in calls]
+    statistics = StatisticTable()
+    for backend in COMPARED_BACKENDS:
+        statistics.add("relative difference", backend, max(deviation[backend] for deviation in deviations))
+    return statistics
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    deviating = [
+        str(backend)
+        for backend, statistic in statistics.by_condition("relative difference").items()
+        if max(statistic.values) > TOLERANCE
+    ]
+    if not deviating:
+        return Verdict("holds")
+    if len(deviating) < len(COMPARED_BACKENDS):
+        return Verdict("depends", f"on the form: {', '.join(deviating)} strays")
+    return Verdict("does not hold")
+
+
+CLAIM = Claim(
+    number=1,
+    name="same-numbers",
+    statement="The naive loop over heads, the batched form and the fused form compute the same numbers.",
+    counterevidence="A form whose output or gradient differs from the loop's by more than rounding.",
+    setup="Random causal layers of 1, 4, 8 and 64 heads in float32: what every head gathers (z), and the gradients of "
+    f"q, k and v, held against a loop over heads. The blockwise form runs in blocks of {ROW_BLOCK} rows and "
+    f"{HEAD_BLOCK} heads, at least three.",
+    rule=f"Holds if every form stays within {TOLERANCE:g} (relative, worst seed); depends if only some do.",
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec(("relative difference",), y="relative difference"),
+    measure_model=measure_model,
+)

@@ -1,0 +1,143 @@
+"""Students' heads are aligned through the teacher's logits rather than by imitating each head."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from headwise.analysis.roles.profile import profile
+from headwise.analysis.similarity.match_heads import match_heads
+from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.experiment_context import ExperimentContext
+
+LAYERS = 4, 2  # of the teacher, of its students
+STEP_FRACTION = 0.5  # of the usual steps
+MIN_GAP = 0.01  # nats a token
+TEXTS = 64  # on which heads are matched
+MAP_PAIRINGS = {"maps, by order": "order", "maps, first layers": "first", "maps, best assignment": "best"}
+STUDENT_LOSSES = {"text": "", "logits": "logits", **{name: f"maps {pairs}" for name, pairs in MAP_PAIRINGS.items()}}
+STUDENT_LOSSES |= {"qkv": "qkv", "logits and maps": "logits+maps best"}
+LOSS, ACCURACY = "held-out loss", "right answers"
+DISTANCE, ROLES = "bits from the nearest of the teacher's heads", "share of heads with a role"
+GAP, APPROACH = "nats of maps above logits", "bits nearer to the teacher's heads"
+
+
+def teacher_and_student_configs(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
+    """A teacher, and a student with half its layers and half its heads for each way to learn, all begun and read alike."""
+    steps = {"steps": max(8, int(experiment.size.steps * STEP_FRACTION))}
+    teacher = replace(experiment.make_config(seed, layers=LAYERS[0], recipe=steps), checkpoint_steps=())
+    student = replace(
+        experiment.make_config(seed, max(1, experiment.size.heads // 2), layers=LAYERS[1], recipe=steps),
+        checkpoint_steps=(),
+    )
+    students = {
+        name: replace(student, distill_losses=losses, teacher=teacher if losses else None)
+        for name, losses in STUDENT_LOSSES.items()
+    }
+    return {"teacher": teacher, **students}
+
+
+def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+    """Those of every seed, teachers first: students ask for them."""
+    families = [teacher_and_student_configs(experiment, seed) for seed in experiment.seeds]
+    yield from (models["teacher"] for models in families)
+    yield from (config for models in families for name, config in models.items() if name != "teacher")
+
+
+def measure(experiment: ExperimentContext) -> StatisticTable:
+    """Loss, exam, how far heads are from the teacher's, and which have a role; differences paired over seeds."""
+    trained = [
+        {
+            name: experiment.train_or_load(config)
+            for name, config in teacher_and_student_configs(experiment, seed).items()
+        }
+        for seed in experiment.seeds
+    ]
+    documents = experiment.held_out_corpus()
+    statistics = StatisticTable()
+    for name in ("teacher", *STUDENT_LOSSES):
+        statistics.add(LOSS, name, [models[name].loss for models in trained])
+        statistics.add(ACCURACY, name, [_mean_accuracy(models[name]) for models in trained])
+        profiles = [profile(models[name].load_model(), documents, causal=False) for models in trained]
+        statistics.add(
+            ROLES, name, [float(np.mean([bool(head.roles) for head in head_profile])) for head_profile in profiles]
+        )
+    distances = {
+        name: [_mean_distance(models["teacher"], models[name], experiment) for models in trained]
+        for name in STUDENT_LOSSES
+    }
+    for name in STUDENT_LOSSES:
+        statistics.add(DISTANCE, name, distances[name])
+    for name in MAP_PAIRINGS:
+        statistics.add(GAP, name, [models[name].loss - models["logits"].loss for models in trained])
+    statistics.add(APPROACH, "logits, beside text", _reductions(distances["logits"], distances["text"]))
+    for name in MAP_PAIRINGS:
+        statistics.add("bits nearer than by text", name, _reductions(distances[name], distances["text"]))
+    return statistics
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    gaps = statistics.by_condition(GAP)
+    beaten = [str(name) for name, gap in gaps.items() if gap.is_interval_below(-MIN_GAP)]
+    as_good = all(gap.is_interval_above(-MIN_GAP) for gap in gaps.values())
+    aligned = statistics[APPROACH, "logits, beside text"].is_interval_above(0)
+    if as_good and aligned:
+        return Verdict("holds")
+    if beaten and not aligned:
+        return Verdict("does not hold", f"{beaten[0]} teach better, and logits bring heads no nearer than text does")
+    if beaten:
+        return Verdict("depends", f"on what is asked: logits bring heads nearer, but {beaten[0]} teach better")
+    if as_good:
+        return Verdict("depends", "on what is asked: logits teach as well, but bring heads no nearer than text does")
+    return Verdict("depends", "on the seed: intervals reach to both sides of the bar")
+
+
+def _mean_accuracy(trained: TrainedModel) -> float:
+    """The mean over quizzes of right answers."""
+    return float(np.mean(list(trained.probe_accuracy.values()))) if trained.probe_accuracy else float("nan")
+
+
+def _mean_distance(teacher: TrainedModel, student: TrainedModel, experiment: ExperimentContext) -> float:
+    """The mean over a student's heads of how far the nearest of the teacher's is, on texts it was not chosen on."""
+    return float(
+        np.mean(
+            [
+                pair.distance
+                for pair in match_heads(
+                    teacher.load_model(), student.load_model(), experiment.held_out_corpus(), max_texts=TEXTS
+                )
+            ]
+        )
+    )
+
+
+def _reductions(first: list[float], second: list[float]) -> list[float]:
+    return [b - a for a, b in zip(first, second, strict=True)]
+
+
+CLAIM = Claim(
+    number=27,
+    name="distillation",
+    statement="Students' heads are aligned indirectly, through the teacher's logits, rather than by imitating each head.",
+    counterevidence="A student taught by attention maps that is better than one taught by logits; or heads of a "
+    "student taught by logits that are no nearer to the teacher's than those of a student that read the same text "
+    "alone.",
+    setup=f"A teacher of {LAYERS[0]} layers with the usual heads, and students of {LAYERS[1]} layers with half as "
+    f"many, each trained on the same documents for {STEP_FRACTION:.0%} of the usual steps: from text alone, by logits, "
+    "by maps (heads paired by order, with the teacher's first layers, by the best assignment on where they look at "
+    "the start), by relations of q, k and v, by logits and maps. Beside the loss and the exam: how far the nearest of "
+    "the teacher's heads is (word by word, chosen on half of the texts, judged on the other), and how many heads have "
+    "a role.",
+    rule="The loss by maps minus that by logits, for each pairing, and how much nearer to the teacher's heads logits "
+    f"bring a student than text does, paired over seeds. Holds if no pairing is better by {MIN_GAP:g} nats a token, "
+    "surely, and heads are surely nearer; does not hold if some pairing is surely better by that and heads are not "
+    "surely nearer; else depends.",
+    judged=statistic_key_selector(GAP, APPROACH),
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec((LOSS,), x="", y="held-out loss, nats a token"),
+    training_configs=training_configs,
+)

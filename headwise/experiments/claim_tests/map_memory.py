@@ -1,0 +1,98 @@
+"""Attention maps cost n² memory, unless attention is computed in blocks."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.engine.training_pool import run_in_subprocess
+from headwise.experiments.experiment_context import ExperimentContext
+from headwise.kernels import attention, causal
+from headwise.model import ModelProtocol
+
+LENGTHS = (256, 512, 1024, 2048)
+BACKENDS = ("batched", "blockwise", "fused")
+MIN_QUADRATIC, MAX_LINEAR = 1.7, 1.3  # exponents from which memory grows like n², and below which it grows like n
+
+
+def attention_memory(backend: str, tokens: int, heads: int, head_dim: int, batch_size: int = 2) -> float:
+    """Megabytes that causal attention takes at its peak, forward and backward, above its inputs. In a fresh process."""
+    return run_in_subprocess(_measure_memory, backend, tokens, heads, head_dim, batch_size)
+
+
+def _measure_memory(backend: str, tokens: int, heads: int, head_dim: int, batch_size: int) -> float:
+    torch.manual_seed(0)
+    qkv = [torch.randn(batch_size, heads, tokens, head_dim, requires_grad=True) for _ in "qkv"]  # (B, H, T, d)
+    small_qkv = [x[:, :, :32].detach().requires_grad_() for x in qkv]  # (B, H, 32, d)
+    return peak_memory(partial(_step, backend, qkv), partial(_step, backend, small_qkv))
+
+
+def _step(backend: str, qkv: Sequence[Tensor]) -> None:
+    attention(*qkv, mask=causal(), backend=backend).sum().backward()
+
+
+def growth_exponent(by_length: Mapping[int, float]) -> float:
+    """The power of n by which something grows: the slope of the straight line through its logarithms, by least squares.
+
+    >>> round(growth_exponent({256: 3 * 256**2, 512: 3 * 512**2, 2048: 3 * 2048**2}), 6)
+    2.0
+    """
+    x, y = (np.log(np.maximum(1e-3, list(values))) for values in (by_length.keys(), by_length.values()))
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def measure(experiment: ExperimentContext, lengths: Sequence[int] = LENGTHS) -> StatisticTable:
+    """Heads as the lab's usual model has them."""
+    return _measure_lengths(experiment.size.heads, experiment.size.width // experiment.size.heads, lengths)
+
+
+def measure_model(model: ModelProtocol, text: Any = None, lengths: Sequence[int] = LENGTHS) -> StatisticTable:
+    """Heads as the model has them."""
+    return _measure_lengths(model.spec.attention.heads, model.spec.attention.head_dim, lengths)
+
+
+def _measure_lengths(heads: int, head_dim: int, lengths: Sequence[int]) -> StatisticTable:
+    statistics = StatisticTable()
+    for backend in BACKENDS:
+        memory_by_length = {tokens: attention_memory(backend, tokens, heads, head_dim) for tokens in lengths}
+        for tokens, megabytes in memory_by_length.items():
+            statistics.add(backend, tokens, megabytes)
+        statistics.add("exponent", backend, growth_exponent(memory_by_length))
+    return statistics
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    exponents = {str(backend): statistic for backend, statistic in statistics.by_condition("exponent").items()}
+    blockwise_backends = [backend for backend in exponents if backend != "batched"]
+    linear = [backend for backend in blockwise_backends if exponents[backend].is_interval_below(MAX_LINEAR)]
+    if not exponents["batched"].is_interval_above(MIN_QUADRATIC) or not linear:
+        return Verdict("does not hold")
+    if linear == blockwise_backends:
+        return Verdict("holds")
+    return Verdict("depends", f"on the form: only that of {', '.join(linear)} grows like n")
+
+
+CLAIM = Claim(
+    number=17,
+    name="map-memory",
+    statement="Attention maps cost memory that grows with the square of the length, unless attention is computed in blocks.",
+    counterevidence="Materialised maps whose memory grows more slowly, or attention in blocks whose memory grows as fast.",
+    setup=f"Causal attention of two texts of {LENGTHS[0]} to {LENGTHS[-1]} tokens, forward and backward, with heads as "
+    "in the usual model, each time in a fresh process: peak memory above what q, k and v take (megabytes), and the "
+    "power of the length by which it grows (exponent), fitted to the logarithms by least squares.",
+    rule=f"Holds if the exponent is above {MIN_QUADRATIC:g} for the batched form and below {MAX_LINEAR:g} for both the "
+    "blockwise and the fused one; depends if only one of the two is below; does not hold if neither is, or if the "
+    "batched form is not above.",
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec(BACKENDS, x="tokens", y="MB above the inputs", log_x=True),
+    timed=True,
+    measure_model=measure_model,
+)

@@ -1,0 +1,109 @@
+"""Heads that are laid side by side are parallel paths for gradients, like the branches of a grouped convolution."""
+
+import copy
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
+from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.engine.statistic import StatisticTable
+from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.gradient_paths import compare_branches, convolution_branches, head_branches
+from headwise.model import ModelProtocol, Transformer
+from headwise.spec import AttentionSpec, ModelSpec
+
+TOLERANCE = 1e-9  # relative, in float64: rounding
+SHARED_KEYS = "heads, shared keys"
+KINDS: dict[str, dict[str, Any]] = {  # of layers
+    "heads": {},
+    "heads, sliced input": {"head_input": "slice"},
+    SHARED_KEYS: {"kv_heads": 2},
+}
+CONVOLUTION = "grouped convolution"
+TOKENS = 12  # of a text
+
+
+def measure(experiment: ExperimentContext) -> StatisticTable:
+    """Small untrained layers of several kinds, and a grouped convolution, in float64."""
+    results: dict[str, list[dict[str, float]]] = {}
+    for seed in experiment.seeds:
+        for kind, fields in KINDS.items():
+            torch.manual_seed(seed)
+            spec = ModelSpec(vocab=13, context=8, layers=1, attention=AttentionSpec(width=24, heads=4, **fields))
+            model = Transformer(spec).double()
+            layer = next(model.attention_layers())
+            ids = torch.randint(13, (1, 6))
+            results.setdefault(kind, []).append(compare_branches(head_branches(model, layer, ids), seed))
+        results.setdefault(CONVOLUTION, []).append(compare_branches(convolution_branches(24, 4, 6, seed), seed))
+    return _summarize(results)
+
+
+def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
+    """Three layers of a copy of the model, in float64, on the beginning of a text, beside a grouped convolution."""
+    model_copy: Any = copy.deepcopy(model).eval()
+    model_copy.double().requires_grad_(True)
+    corpus = TokenizedCorpus.of(model_copy, default_corpus(model_copy) if text is None else text)
+    ids = torch.tensor(
+        [list(islice(chain.from_iterable(sample.ids for sample in corpus), TOKENS))], device=model_copy.device
+    )
+    results: dict[str, list[dict[str, float]]] = {}
+    layers = [layer for layer in model_copy.attention_layers() if layer.spec.head_ids]
+    for index in sorted({0, len(layers) // 2, len(layers) - 1}):
+        layer = layers[index]
+        kv_of_head = layer.spec.kv_of_head
+        kind = SHARED_KEYS if len(set(kv_of_head)) < len(kv_of_head) else "heads"
+        results.setdefault(kind, []).append(compare_branches(head_branches(model_copy, layer, ids)))
+    results[CONVOLUTION] = [compare_branches(convolution_branches(24, 4, 6))]
+    return _summarize(results)
+
+
+def _summarize(results: dict[str, list[dict[str, float]]]) -> StatisticTable:
+    statistics = StatisticTable()
+    for kind, entries in results.items():
+        for name in entries[0]:
+            statistics.add(name, kind, [entry[name] for entry in entries])
+    return statistics
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    leftover, moved = (
+        {str(k): max(statistic.values) for k, statistic in statistics.by_condition(name).items()}
+        for name in ("left over", "moved by others")
+    )
+    independent = [kind for kind in moved if kind not in (SHARED_KEYS, CONVOLUTION)]
+    if not max(leftover.values()) <= TOLERANCE or any(
+        not moved[kind] <= TOLERANCE for kind in (*independent, CONVOLUTION)
+    ):
+        return Verdict("does not hold", "which breaks the chain rule: the code is wrong")
+    if not independent:
+        return Verdict("does not hold", "where heads share keys and values, by construction too")
+    if SHARED_KEYS not in moved:
+        return Verdict("true by construction")
+    details = f"where they share keys, paths meet ({moved[SHARED_KEYS]:.2g} of a gradient), by construction too"
+    return Verdict("true by construction", f"for heads with weights of their own; {details}")
+
+
+CLAIM = Claim(
+    number=25,
+    name="jacobians",
+    statement="Concatenated heads are parallel paths for gradients, like the branches of a grouped convolution.",
+    counterevidence="A layer whose Jacobian is not the sum of its heads', or heads whose gradients hang on each "
+    "other's weights.",
+    setup="Layers with 4 heads of several kinds, and a grouped convolution of 4 branches, in float64: what the sum of "
+    "the branches' Jacobians leaves of the whole's; how far a branch's own gradient moves when all others are drawn "
+    "anew, with the gradient from above fixed and through a squared loss; and the share of input channels a branch "
+    "reads.",
+    rule=f"True by construction if, to {TOLERANCE:g}, the Jacobians add up and the gradient of no head with weights of "
+    "its own moves while the gradient from above is fixed; does not hold if one of these fails, or if every layer's "
+    "heads share keys. What moves through a loss and what is read are told beside it: a head reads every channel, a "
+    "branch its own.",
+    identity="a layer is a sum over heads, and the derivative of a sum is the sum of derivatives",
+    possible_verdicts=("true by construction", "does not hold"),
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec(("moved by others", "moved through a loss", "channels read"), y="share"),
+    measure_model=measure_model,
+)

@@ -1,0 +1,124 @@
+"""Heads specialise."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from headwise.analysis.roles.best_relation_heads import best_relation_heads
+from headwise.analysis.roles.profile import profile
+from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.roles import EVIDENCE_LEVELS, RELATION_THRESHOLD
+from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.engine.experiment_config import ExperimentConfig
+from headwise.experiments.engine.statistic import Condition, StatisticTable
+from headwise.experiments.experiment_context import ExperimentContext
+from headwise.model import ModelProtocol
+
+MIN_ARCS = 20  # arcs on the half for reporting that a relation needs
+MIN_ROLE_FRACTION = 0.5  # of the heads must have a role
+MIN_GAIN = 0.05  # of the heads, beyond the untrained model's
+
+
+def role_fraction(profiled: Profile) -> float:
+    """The share of heads with a role that stands on held-out texts: `attention` or better."""
+    return sum(
+        EVIDENCE_LEVELS.index(head.evidence_level) >= EVIDENCE_LEVELS.index("attention") for head in profiled
+    ) / len(profiled)
+
+
+def relation_gain(profiled: Profile, min_arcs: int = MIN_ARCS) -> dict[str, tuple[float, bool]]:
+    """For each relation, how much oftener its best head is right than the best fixed offset; and whether that counts.
+
+    Head, direction and offset are chosen on one half of the texts and told on the other.
+    """
+    rows = best_relation_heads(profiled, min_arcs)
+    gains = {row.relation: row.accuracy - row.offset_accuracy for row in rows}
+    return {
+        row.relation: (gains[row.relation], gains[row.relation] >= RELATION_THRESHOLD and row.p < 0.05) for row in rows
+    }
+
+
+def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+    """The usual model."""
+    return [experiment.make_config(seed) for seed in experiment.seeds]
+
+
+def measure(experiment: ExperimentContext) -> StatisticTable:
+    """The usual model after its last step, beside itself before the first."""
+    pairs = []
+    for seed in experiment.seeds:
+        trained, texts = experiment.train_or_load(experiment.make_config(seed)), experiment.held_out_corpus(seed)
+        pairs.append(tuple(profile(trained.load_model(step), texts, causal=False) for step in (0, None)))
+    return _before_and_after(pairs)
+
+
+def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condition]]:
+    yield "share of heads with a role", "trained"
+    yield "share of heads with a role, gained", None
+    yield "relations followed, gained", None
+
+
+def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
+    """A model beside one of the same spec that has learned nothing."""
+    return _before_and_after(
+        [tuple(profile(model, text, causal=False, control=control) for control in ("random-init", None))]
+    )
+
+
+def _before_and_after(pairs: list[tuple[Profile, ...]]) -> StatisticTable:
+    statistics = StatisticTable()
+    roles = [[role_fraction(profiled) for profiled in pair] for pair in pairs]
+    gains = [[relation_gain(profiled) for profiled in pair] for pair in pairs]
+    counts = [
+        [sum(is_followed for _, is_followed in gains_by_relation.values()) for gains_by_relation in pair]
+        for pair in gains
+    ]
+    for index, name in enumerate(("untrained", "trained")):
+        statistics.add("share of heads with a role", name, [pair[index] for pair in roles])
+        statistics.add("relations followed", name, [pair[index] for pair in counts])
+        for relation in dict.fromkeys(relation for pair in gains for relation in pair[index]):
+            values = [pair[index][relation][0] for pair in gains if relation in pair[index]]
+            statistics.add(f"right beyond the best offset, {name}", relation, values)
+    statistics.add("share of heads with a role, gained", None, [new - old for old, new in roles])
+    return statistics.add("relations followed, gained", None, [new - old for old, new in counts])
+
+
+def judge(statistics: StatisticTable) -> Verdict:
+    """By `rule`."""
+    fraction = statistics["share of heads with a role", "trained"]
+    relations = statistics["relations followed, gained"]
+    gained = statistics["share of heads with a role, gained"]
+    if not gained.is_interval_above(MIN_GAIN) and not relations.is_interval_above(0):
+        if gained.is_interval_below(MIN_GAIN) and relations.is_interval_below(1):
+            return Verdict("does not hold")
+        return Verdict("depends", "on the seed: whether heads come to have roles or follow relations stays open")
+    if fraction.is_interval_above(MIN_ROLE_FRACTION) and relations.is_interval_above(0):
+        return Verdict("holds")
+    followed = statistics["relations followed", "trained"].mean
+    details = f"{fraction.mean:.0%} have a role, and {followed:.1f} relations are followed"
+    is_certain = fraction.is_interval_below(MIN_ROLE_FRACTION) or relations.is_interval_below(1)
+    return Verdict("depends", f"on the {'head' if is_certain else 'seed'}: {details} beyond a fixed offset")
+
+
+CLAIM = Claim(
+    number=9,
+    name="specialization",
+    statement="Heads specialise: each comes to do a job of its own, such as following one relation of grammar.",
+    counterevidence="Heads that do after training nothing an untrained model's do not, or that look where a fixed "
+    "offset would.",
+    setup="Every head's profile on held-out text, before training and after. Heads whose role is `attention` or "
+    "better are counted: above its null on texts it was not chosen on, over all heads and roles tested. And for each "
+    f"relation with at least {MIN_ARCS} arcs the best head is held against the best fixed offset, both chosen on one "
+    f"half of the texts and told on the other; followed means {RELATION_THRESHOLD:g} more accurate, with p < .05 over "
+    "the relations.",
+    rule=f"Does not hold if the share of heads with a role surely grew by less than {MIN_GAIN:g} in training and the "
+    "number of relations followed by less than one. Depends on the seed if that is not sure, but neither is that the "
+    f"share grew by more than {MIN_GAIN:g} or the number by more than none. Else holds if surely more than "
+    f"{MIN_ROLE_FRACTION:.0%} of heads have a role and relations surely came to be followed. Else depends: on the head "
+    "if one of these surely is not so, on the seed if that stays open.",
+    judged=_judged_statistics,
+    measure=measure,
+    judge=judge,
+    plot=PlotSpec(("right beyond the best offset, trained", "right beyond the best offset, untrained"), y="accuracy"),
+    training_configs=training_configs,
+    measure_model=measure_model,
+)

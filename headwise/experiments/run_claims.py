@@ -1,0 +1,252 @@
+"""Put claims to the test: train the models they share, measure them side by side, then those that need the machine alone."""
+
+import hashlib
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwise.distributed.job_executors import check_executor, run_jobs
+from headwise.errors import HeadwiseError
+from headwise.experiments.claim import Claim, Verdict
+from headwise.experiments.engine.declared_code_versions import version_string
+from headwise.experiments.engine.experiment_store import ExperimentStore
+from headwise.experiments.engine.statistic import LEVEL, StatisticTable
+from headwise.experiments.engine.training_pool import check_unchanged, train_all
+from headwise.experiments.experiment_context import (
+    EXPLORED_SEEDS,
+    FULL_SEEDS,
+    QUICK_SEEDS,
+    ExperimentContext,
+    ExperimentSize,
+)
+from headwise.experiments.registry import find_claims
+from headwise.progress import Progress
+from headwise.weights import load
+
+if TYPE_CHECKING:
+    from headwise.model import ModelProtocol
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """A claim that was put to the test."""
+
+    claim: Claim
+    statistics: StatisticTable
+    verdict: Verdict
+    seeds: tuple[int, ...]
+    model_name: str = ""  # the model it was tried on, where one was given
+    rerun_command: str = ""  # how to do it again
+
+    @property
+    def has_few_seeds(self) -> bool:
+        """One seed shows the way, no more."""
+        return len(self.seeds) < 3
+
+    @property
+    def is_exploratory(self) -> bool:
+        """Whether its seeds were looked at while rules were made: then its verdict is for exploring."""
+        return not self.model_name and any(seed in EXPLORED_SEEDS for seed in self.seeds)
+
+    @property
+    def interval_note(self) -> str:
+        """What `low` and `high` of its figures are."""
+        levels = [statistic.level for _, _, statistic in self.statistics if statistic.level != LEVEL]
+        correction = f"; {100 * levels[0]:.4g} % each for the {len(levels)} the rule looks at" if levels else ""
+        return f"{100 * LEVEL:g} %{correction}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        claim = self.claim
+        return {
+            "number": claim.number, "name": claim.name, "statement": claim.statement,
+            "counterevidence": claim.counterevidence, "setup": claim.setup, "rule": claim.rule,
+            "identity": claim.identity, "verdict": self.verdict.word,
+            "depends_on": self.verdict.detail, "preliminary": self.has_few_seeds, "seeds": list(self.seeds),
+            "exploratory": self.is_exploratory, "model": self.model_name, "command": self.rerun_command,
+            "interval_note": self.interval_note, "statistics": self.statistics.to_rows(),
+        }  # fmt: skip
+
+
+def claims(
+    names: Iterable[str] = (),
+    *,
+    full: bool = False,
+    seeds: int | None = None,
+    first_seed: int = 0,
+    model: "ModelProtocol | str | None" = None,
+    corpus: Any = None,
+    size: ExperimentSize | None = None,
+    cache: str | Path | None = None,
+    processes: int | None = None,
+    executor: Executor | str | None = None,
+    progress: Progress | None = None,
+    log: Callable[[str], object] | None = None,
+) -> list[ClaimResult]:
+    """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says, from `first_seed` on.
+
+    `model` tries those that apply on a model, with a corpus if given; seeds are for models that are trained here. What was
+    found before by the same code is not done again. `executor` trains and measures, all but what needs a machine alone: that
+    is measured here. `log` is told which claims a model does not fit, and why.
+    """
+    names = list(names)
+    selected = find_claims(names)
+    check_executor(executor)
+    if full and seeds is not None:
+        raise HeadwiseError(f"full takes three seeds, seeds={seeds} so many; give one of them.")
+    if model is not None and (seeds is not None or first_seed):
+        raise HeadwiseError("seeds are for models that are trained here; the one that is given is there already.")
+    if model is not None:
+        return _measure_on_model(_applicable_claims(selected, bool(names)), model, corpus, bool(names), progress, log)
+    if seeds is not None and seeds < 1:
+        raise HeadwiseError(f"an experiment needs at least one seed, got {seeds}.")
+    if first_seed < 0:
+        raise HeadwiseError(f"seeds are counted from 0 on; the first one cannot be {first_seed}.")
+    num_seeds = seeds if seeds is not None else FULL_SEEDS if full else QUICK_SEEDS
+    experiment = ExperimentContext(
+        ExperimentStore(cache), tuple(range(first_seed, first_seed + num_seeds)), size or ExperimentSize()
+    )
+    results = {claim.name: _load_statistics(claim, experiment) for claim in selected}
+    pending = [claim for claim in selected if results[claim.name] is None]
+    train_all(
+        [config for claim in pending for config in claim.training_configs(experiment)],
+        experiment.store,
+        processes,
+        progress,
+        executor,
+    )
+    results |= _measure_all(pending, experiment, processes, executor, progress)
+    measured = ((claim, statistics) for claim in selected if (statistics := results[claim.name]) is not None)
+    options = (f" --seeds {seeds}" if seeds is not None else " --full" * full) + f" --first-seed {first_seed}" * (
+        first_seed > 0
+    )
+    return [
+        _apply_rule(claim, statistics, experiment.seeds, rerun_command=f"headwise claims {claim.name}{options}")
+        for claim, statistics in measured
+    ]
+
+
+def _measure_all(
+    claims_to_measure: Sequence[Claim],
+    experiment: ExperimentContext,
+    processes: int | None,
+    executor: Executor | str | None,
+    progress: Progress | None,
+) -> dict[str, StatisticTable]:
+    """Measure claims in parallel, then the timed ones one after another, and save the statistics of each."""
+    results: dict[str, StatisticTable] = {}
+    parallel_claims, timed_claims = (
+        [c for c in claims_to_measure if not c.timed],
+        [c for c in claims_to_measure if c.timed],
+    )
+    done = 0
+
+    def report_progress() -> None:
+        if progress is not None:
+            progress("measuring claims", done, len(claims_to_measure))
+
+    jobs = [
+        (
+            claim.name,
+            str(experiment.store.folder),
+            experiment.seeds,
+            experiment.size.to_json(),
+            _result_key(claim, experiment),
+        )
+        for claim in parallel_claims
+    ]
+    for index, rows in run_jobs(
+        _measure, jobs, processes, report_progress, executor=executor, folder=experiment.store.folder
+    ):
+        results[parallel_claims[index].name] = StatisticTable.from_rows(rows)
+        _save_statistics(parallel_claims[index], experiment, rows)
+        done += 1
+    for claim in timed_claims:
+        report_progress()
+        results[claim.name] = claim.measure(experiment)
+        _save_statistics(claim, experiment, results[claim.name].to_rows())
+        done += 1
+    report_progress()
+    return results
+
+
+def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str) -> list[dict[str, Any]]:
+    """In another process."""
+    (claim,) = find_claims([name])
+    experiment = ExperimentContext(ExperimentStore(folder), seeds, ExperimentSize.from_json(size))
+    check_unchanged(_result_key(claim, experiment), key)
+    return claim.measure(experiment).to_rows()
+
+
+def _apply_rule(
+    claim: Claim, statistics: StatisticTable, seeds: tuple[int, ...], model_name: str = "", rerun_command: str = ""
+) -> ClaimResult:
+    """The verdict is drawn anew each time: a rule is not a measurement."""
+    return ClaimResult(claim, *claim.decide(statistics), seeds, model_name, rerun_command)
+
+
+def _result_key(claim: Claim, experiment: ExperimentContext) -> str:
+    code = f"{version_string('texts', 'training', 'metrics')}, {claim.name} {claim.version}"
+    key_text = f"{code} {experiment.seeds} {experiment.size.to_json()} {claim.extra_key()}"
+    return hashlib.sha256(key_text.encode()).hexdigest()[:20]
+
+
+def _load_statistics(claim: Claim, experiment: ExperimentContext) -> StatisticTable | None:
+    rows = experiment.store.load_result(claim.name, _result_key(claim, experiment))
+    return None if rows is None else StatisticTable.from_rows(rows)
+
+
+def _save_statistics(claim: Claim, experiment: ExperimentContext, rows: list[dict[str, Any]]) -> None:
+    experiment.store.save_result(claim.name, _result_key(claim, experiment), rows)
+
+
+def _applicable_claims(selected: tuple[Claim, ...], by_name: bool) -> list[Claim]:
+    """Those that can be tried on a model that is given; one that was named and cannot is refused."""
+    not_applicable = [claim.name for claim in selected if claim.measure_model is None]
+    if by_name and not_applicable:
+        applicable = ", ".join(claim.name for claim in find_claims() if claim.measure_model is not None)
+        raise HeadwiseError(
+            f"{', '.join(not_applicable)} cannot be tried on a given model: models are trained for it; {applicable} can."
+        )
+    return [claim for claim in selected if claim.measure_model is not None]
+
+
+def _measure_on_model(
+    selected: list[Claim],
+    model_or_name: "ModelProtocol | str",
+    corpus: Any,
+    by_name: bool,
+    progress: Progress | None,
+    log: Callable[[str], object] | None,
+) -> list[ClaimResult]:
+    """Each claim on the model; one that does not fit it is left out, unless it was asked for by name."""
+    name = model_or_name if isinstance(model_or_name, str) else type(model_or_name).__name__
+    model = load(model_or_name) if isinstance(model_or_name, str) else model_or_name
+    results = []
+    for done, claim in enumerate(selected):
+        if progress is not None:
+            progress(f"claims on {name}", done, len(selected))
+        try:
+            assert claim.measure_model is not None
+            results.append(
+                _apply_rule(
+                    claim, claim.measure_model(model, corpus), (0,), name, _rerun_command(claim, model_or_name, corpus)
+                )
+            )
+        except HeadwiseError as error:
+            if by_name:
+                raise
+            if log is not None:
+                log(f"{claim.name} is left out: {error}")
+    return results
+
+
+def _rerun_command(claim: Claim, model_or_name: "ModelProtocol | str", corpus: Any) -> str:
+    if not isinstance(model_or_name, str):
+        return f'claims(["{claim.name}"], model=model{"" if corpus is None else ", corpus=corpus"})'
+    return f"headwise claims {claim.name} --model {shlex.quote(model_or_name)}" + (
+        f" --corpus {shlex.quote(str(corpus))}" if corpus else ""
+    )

@@ -1,0 +1,131 @@
+"""A tokenizer out of a GGUF file's metadata: byte-level BPE (gpt2), SentencePiece BPE (llama) or WordPiece (bert)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from headwise.errors import HeadwiseError
+from headwise.text.gguf_pretokenizers import pretokenizer_for
+from headwise.text.tokenizer import Tokenizer
+
+# Types of tokens that are found in a text before it is cut; the first two are no text.
+UNKNOWN_TYPE, CONTROL_TYPE, USER_DEFINED_TYPE = 2, 3, 4
+
+# What GGUF calls our special tokens, its spelling included.
+GGUF_SPECIAL_NAMES = {
+    "bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "mask": "mask", "cls": "cls", "sep": "seperator",
+}  # fmt: skip
+
+
+def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
+    """Build it from `tokenizer.ggml.*` fields."""
+    kind = fields.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
+    if kind not in builders:
+        raise HeadwiseError(f"the GGUF file has a {kind!r} tokenizer; those supported are {', '.join(builders)}.")
+    if "tokenizer.ggml.tokens" not in fields:
+        raise HeadwiseError("the GGUF file names a tokenizer but holds no tokens; convert it again with its tokenizer.")
+    try:
+        return builders[kind](fields)
+    except HeadwiseError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise HeadwiseError(f"the GGUF tokenizer does not hold together: {error}") from None
+
+
+def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
+    pretokenizer = pretokenizer_for(fields.get("tokenizer.ggml.pre"))
+    merges = [_split_merge(merge) for merge in fields.get("tokenizer.ggml.merges", [])]
+    backend = Backend(
+        models.BPE(_vocabulary(fields), merges, ignore_merges=pretokenizer.ignore_merges)  # pyright: ignore[reportCallIssue]
+    )
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore
+    return _add_special_tokens(backend, fields, add_bos=pretokenizer.add_bos)
+
+
+def _vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
+    vocab: dict[str, int] = {}
+    for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
+        if vocab.setdefault(token or f"[EMPTY_{i}]", i) != i:
+            raise HeadwiseError(
+                f"the GGUF vocabulary holds {token!r} twice, at {vocab[token]} and {i}; fetch it again."
+            )
+    return vocab
+
+
+def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
+    tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise HeadwiseError(
+            f"the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores; convert the file again."
+        )
+    vocab = _vocabulary(fields)
+    ranked = []  # every way to make a token of two others is a merge; the better the token's score, the earlier
+    for token, score in zip(tokens, scores, strict=True):
+        splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        ranked += [(-score, vocab[left], vocab[right], left, right) for left, right in splits]
+    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    unknown = fields.get("tokenizer.ggml.unknown_token_id")
+    backend = Backend(
+        models.BPE(  # pyright: ignore[reportCallIssue]
+            vocab, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True
+        )
+    )
+    add_space_prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    backend.normalizer = normalizers.Sequence(  # pyright: ignore
+        [*([normalizers.Prepend("▁")] if add_space_prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if add_space_prefix else [])])  # pyright: ignore
+    return _add_special_tokens(backend, fields, add_bos=True)
+
+
+def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
+    """GGUF marks word beginnings with ▁ where BERT marks continuations with ##."""
+    special_ids = set(_special_ids(fields).values())
+    pieces = []
+    for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
+        is_literal = i in special_ids or (len(token) > 2 and token[0] == "[" and token[-1] == "]")
+        pieces.append(token if is_literal else token[1:] if token.startswith("▁") else f"##{token}")
+    return Tokenizer.from_wordpiece(pieces)
+
+
+def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], add_bos: bool) -> Tokenizer:
+    """Tokens found before the text is cut, and those put around it: as the file says, or `add_bos` where it does not."""
+    tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type", [])
+    for token, kind in zip(tokens, types, strict=False):
+        if kind in (UNKNOWN_TYPE, CONTROL_TYPE):
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == USER_DEFINED_TYPE:
+            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+    special_ids = _special_ids(fields)
+    template = []
+    for name, enabled in (
+        ("bos", fields.get("tokenizer.ggml.add_bos_token", add_bos)),
+        ("eos", fields.get("tokenizer.ggml.add_eos_token", False)),
+    ):
+        if enabled and special_ids[name] is None:
+            raise HeadwiseError(
+                f"the GGUF tokenizer asks for {'a start' if name == 'bos' else 'an end'} token but names none."
+            )
+        template.append([(tokens[special_ids[name]], special_ids[name])] if enabled else [])
+    if any(template):
+        prefix, suffix = ([f"{token}" for token, _ in side] for side in template)
+        backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
+            [*prefix, "$A", *suffix], [*prefix, "$A", *suffix, "$B", *suffix], [*template[0], *template[1]]
+        )
+    return Tokenizer(backend, special_ids)
+
+
+def _special_ids(fields: Mapping[str, Any]) -> dict[str, int | None]:
+    return {key: fields.get(f"tokenizer.ggml.{name}_token_id") for key, name in GGUF_SPECIAL_NAMES.items()}
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right

@@ -1,0 +1,14 @@
+"""The default run: a small decoder learns the synthetic language, within three million tokens."""
+
+from headwise.text.corpus import Corpus
+from headwise.training.recipe import Recipe
+
+DEFAULT_RECIPE = Recipe(steps=3500, batch_size=16, learning_rate=2e-3, final_lr_fraction=0.05, rows="texts")
+
+
+def default_corpora(recipe: Recipe) -> tuple[Corpus, Corpus]:
+    """A document for every row of a run, so that none is read twice; and others, of held-out word pairs, to evaluate on."""
+    documents = recipe.steps * recipe.batch_size
+    return Corpus.synthetic(documents=documents, seed=recipe.seed), Corpus.synthetic(
+        "held-out", documents=1000, seed=recipe.seed
+    )

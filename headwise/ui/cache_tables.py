@@ -1,0 +1,114 @@
+"""Caches by head, in the terminal and as a picture: what key heads keep, what that saves and costs."""
+
+from rich.console import Console
+
+from headwise.compression.cache_study import CacheReport, CacheStudyResult
+from headwise.compression.plan import Plan
+from headwise.compression.streaming_selection import STREAM_RANKERS
+from headwise.errors import HeadwiseError
+from headwise.ui.figures.figure_io import TEXT_COLOR, FigureResult
+from headwise.ui.figures.tradeoff_curves import draw_tradeoff
+from headwise.ui.terminal_table import make_table
+
+MB = 1e6
+
+
+def show_cache_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print which key heads keep less, then the layers as a map: what each key head keeps, and its score."""
+    console = console or Console()
+    num_limited = sum(len(rule.heads) for rule in plan.cache)
+    selection = "named" if plan.cache_ranking == "named" else f"chosen by {plan.cache_ranking}"
+    console.print(
+        f"{num_limited} of {len(plan.spec.kv_head_addresses)} key heads keep less, {selection}.", highlight=False
+    )
+    if plan.cache_corpus:
+        console.print(f"  on {plan.cache_corpus}", highlight=False)
+    symbols = {rule.policy: "sabcdefg"[index % 8] for index, rule in enumerate(plan.cache)}
+    symbol_of_head = {head: symbols[rule.policy] for rule in plan.cache for head in rule.heads}
+    for rule in plan.cache:
+        console.print(f"  {symbols[rule.policy]}  {rule.policy}: {len(rule.heads)} key heads", highlight=False)
+    console.print("  ·  everything", highlight=False)
+    cells = []
+    for layer_address in plan.spec.layer_addresses:
+        heads = [layer_address.head_address(index) for index in plan.spec.attention_at(layer_address).kv_head_ids]
+        cells.append(f"{layer_address!s:>3} {''.join(symbol_of_head.get(str(head), '·') for head in heads)}")
+    console.print("Layer by layer, a sign for each key head:", highlight=False)
+    console.print("  ".join(cell.replace(" ", "\u00a0") for cell in cells), highlight=False)
+    score = STREAM_RANKERS[plan.cache_ranking].score_description if plan.cache_ranking in STREAM_RANKERS else ""
+    if score and plan.cache_scores:
+        ranked = sorted(
+            zip(map(str, plan.spec.kv_head_addresses), plan.cache_scores, strict=True), key=lambda pair: pair[1]
+        )
+        console.print(f"Least and most ({score}):", highlight=False)
+        for group in (ranked[:3], ranked[-3:]):
+            console.print("  ".join(f"{head}\u00a0{value:.3g}" for head, value in group), highlight=False)
+
+
+def show_cache_report(report: CacheReport, console: Console | None = None) -> None:
+    """Print bytes, then losses, then pass keys."""
+    console = console or Console()
+    sizes = f"{_format_bytes(report.bytes_before)} → {_format_bytes(report.bytes_after)}"
+    message = f"A cache of {report.length} tokens: {sizes}, {report.compression_ratio:.2f}× fewer bytes."
+    console.print(message, highlight=False)
+    position_note = f", tokens behind the first {report.skip_tokens}" if report.skip_tokens else ""
+    title = f"What it costs: loss, {report.metric}, {report.texts} texts{position_note}, with 95 % intervals"
+    console.print(make_table(title, ["", "mean", "low", "high"], report.loss_rows()))
+    if report.passkeys is not None:
+        still_found, full_found = report.passkeys
+        console.print(
+            f"Pass keys at {report.length} tokens: {still_found} kept of {full_found} the whole cache finds.",
+            highlight=False,
+        )
+
+
+def show_cache_curve(result: CacheStudyResult, console: Console | None = None) -> None:
+    """Print every plan of the curve."""
+    rows = [
+        [
+            p.label,
+            p.streaming_heads,
+            p.bits,
+            round(p.cache_bytes / MB, 2),
+            p.loss_increase.mean,
+            p.loss_increase.low,
+            p.loss_increase.high,
+        ]
+        for p in result.curve
+    ]
+    columns = ["by", "streaming", "bits", "MB", "loss gained", "low", "high"]
+    (console or Console()).print(make_table("Bytes of a cache against loss", columns, rows))
+
+
+def _format_bytes(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / MB:.1f} MB" if count >= MB else f"{count / 1e3:.1f} kB"
+
+
+def draw_cache_curve(result: CacheStudyResult) -> FigureResult:
+    """Loss above the whole cache's against megabytes of the cache, a line for each way to choose; bands are intervals."""
+    if not result.curve:
+        raise HeadwiseError("there is no curve to draw; say which shares stream: shares=(0.25, 0.5, 1).")
+    rows = [
+        {"line": p.label, "x": p.cache_bytes / MB, "mean": p.loss_increase.mean, "low": p.loss_increase.low,
+         "high": p.loss_increase.high,
+         "streaming": p.streaming_heads, "bits": p.bits}
+        for p in result.curve
+    ]  # fmt: skip
+    title = "bands: 95 % over texts; for random the least and most"
+    if result.report is not None:
+        r = result.report
+        rows.append(
+            {
+                "line": "whole",
+                "x": r.bytes_before / MB,
+                "mean": 0.0,
+                "low": 0.0,
+                "high": 0.0,
+                "streaming": 0,
+                "bits": 32,
+            }
+        )
+        title = f"{r.texts} texts, a cache of {r.length} tokens; {title}"
+    figure_result = draw_tradeoff(rows, "megabytes of the cache", "loss gained, nats a token", title)
+    figure_result.figure.axes[0].axhline(0, color=TEXT_COLOR, linewidth=0.6)
+    return figure_result

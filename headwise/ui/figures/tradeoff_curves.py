@@ -1,0 +1,95 @@
+"""Trade-off curves: what is lost against what is spared, with bands. A pruning curve is one of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from headwise.compression.pruning_curve import PruningCurve
+from headwise.errors import HeadwiseError
+from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REQUIRED_COLUMNS = ("x", "mean")  # of every row; low and high make a band, line names the line it belongs to
+# Small losses matter and large ones are a hundred times as large: where there are such, the axis is even up to EVEN only,
+# and beyond it every tenfold takes the same room.
+LINEAR_LIMIT, TICKS = 0.1, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+def draw_tradeoff(
+    rows: Iterable[Mapping[str, Any]], x: str = "", y: str = "loss", title: str = "", *, log: bool = False
+) -> FigureResult:
+    """Lines of rows with `x`, `mean`, and if known `low`, `high` (a band) and `line` (its name); x and y name the axes.
+
+    With `log`, each doubling of x takes the same room.
+
+    >>> made = [{"x": heads, "mean": 2 / heads, "low": 1.9 / heads, "high": 2.1 / heads} for heads in (1, 2, 4, 8)]
+    >>> len(draw_tradeoff(made, "heads").figure.axes[0].lines)
+    1
+    """
+    row_dicts = [dict(row) for row in rows]
+    if not row_dicts or any(name not in row for row in row_dicts for name in REQUIRED_COLUMNS):
+        raise HeadwiseError("a curve is drawn from rows with x and mean, and perhaps low, high and line.")
+    figure = make_figure(6.4, 4.2)
+    axes = figure.subplots()
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in row_dicts:
+        lines.setdefault(str(row.get("line", "")), []).append(row)
+    for i, (name, points) in enumerate(lines.items()):
+        _draw_line(
+            axes,
+            name,
+            sorted(points, key=lambda p: p["x"]),
+            MUTED_COLOR if name == "random" else LINE_COLORS[i % len(LINE_COLORS)],
+        )
+    style_axes(axes, x, y)
+    if log:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row["x"] for row in row_dicts})
+        axes.set_xticks(ticks, labels=[f"{value:g}" for value in ticks])
+        axes.set_xticks([], minor=True)
+    if any(lines):
+        axes.legend(fontsize=8, frameon=False, loc="best", labelcolor=TEXT_COLOR)
+    axes.set_title(title, fontsize=8, color=TEXT_COLOR, loc="left")
+    return FigureResult(figure, row_dicts)
+
+
+def draw_pruning(curve: PruningCurve) -> FigureResult:
+    """How much more is lost than by the full model, against the share of heads kept; bands are intervals."""
+    rows = [
+        {
+            "line": p.ranking,
+            "x": p.kept_fraction,
+            "heads": p.heads,
+            "mean": p.loss_increase.mean,
+            "low": p.loss_increase.low,
+            "high": p.loss_increase.high,
+        }
+        for p in curve.points
+    ]
+    full_rows = [
+        {"line": ranking, "x": 1.0, "mean": 0.0, "low": 0.0, "high": 0.0}
+        for ranking in dict.fromkeys(r["line"] for r in rows)
+    ]
+    title = f"{curve.texts} texts; the full model's loss is {curve.full_loss.mean:.3f}; bands: 95 % over texts, "
+    title += f"for random the least and most of {curve.seeds}"
+    figure_result = draw_tradeoff(
+        [*full_rows, *rows], "share of heads kept", f"loss above the full model's, {curve.metric}", title
+    )
+    axes = figure_result.figure.axes[0]
+    axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)
+    if max(row["mean"] for row in rows) > TICKS[-3]:
+        axes.set_yscale("symlog", linthresh=LINEAR_LIMIT)
+        axes.set_yticks(TICKS, labels=[f"{tick:g}" for tick in TICKS], minor=False)
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(bottom=min(-LINEAR_LIMIT / 10, *(1.2 * row["low"] for row in rows)))
+    axes.set_xlim(1.02, 0)
+    return FigureResult(figure_result.figure, rows)
+
+
+def _draw_line(axes: "Axes", name: str, points: list[dict[str, Any]], color: str) -> None:
+    x, mean = ([point[column] for point in points] for column in REQUIRED_COLUMNS)
+    if all(point.get(end) is not None for point in points for end in ("low", "high")):
+        low, high = ([point[end] for point in points] for end in ("low", "high"))
+        axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    axes.plot(x, mean, color=color, linewidth=1.4, marker="o", markersize=3, label=name)

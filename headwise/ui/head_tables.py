@@ -1,0 +1,265 @@
+"""Heads in the terminal: the grid of all heads in colour, the best of each role with its evidence, one head's whole story."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.metrics.offsets import OFFSET_SPECS
+from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.roles.profile_result import HeadProfile, Profile
+from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streamable_heads
+from headwise.analysis.roles.roles import RoleEvidence
+from headwise.ui.glossary import docs_anchor
+from headwise.ui.head_facts import HeadFacts
+from headwise.ui.head_summary import summary_lines
+from headwise.ui.role_badges import role_badge
+from headwise.ui.terminal_head_grid import LEGEND, make_head_grid
+from headwise.ui.terminal_table import make_table
+
+
+def show_profile(profile: Profile, selected: set[str], console: Console | None = None) -> None:
+    """Print the grid, then the strongest head of each role with evidence."""
+    console = console or Console()
+    about = profile.metadata
+    relations_note = f"{about['documents']:,} documents with relations; "
+    noun, relations_note = ("pictures", "") if about.get("image_grid") else ("texts", relations_note)
+    console.print(
+        f"{len(profile)} heads on {about['texts']:,} {noun}, {about['tokens']:,} tokens; "
+        f"{relations_note}{profile.family_size:,} "
+        f"tests{_ablation_count_note(profile)}{_left_out_note(profile)}",
+        highlight=False,
+    )
+    console.print(make_head_grid(profile, selected, console.width))
+    console.print(Text(LEGEND, "dim"))
+    strongest = {}
+    for role, heads in profile.heads_by_role().items():
+        present_heads = [address for address in heads if str(address) in selected]
+        if present_heads:
+            head = profile[present_heads[0]]
+            strongest[role] = head, next(entry for entry in head.roles if entry.role == role), len(present_heads)
+    rows = [
+        [
+            *(
+                role,
+                Text(*role_badge(role)),
+                heads,
+                str(head.address),
+                entry.detail,
+                entry.evidence_label,
+                entry.score,
+                entry.baseline,
+            ),
+            *(_format_interval(entry.interval), _format_effect(entry), entry.corpus_label),
+            "" if head.role == role and len(head.roles) == 1 else head.role_label,
+        ]
+        for role, (head, entry, heads) in strongest.items()
+    ]
+    columns = [
+        "role",
+        "",
+        "heads",
+        "best",
+        "",
+        "evidence",
+        "score",
+        "baseline",
+        "95 % CI",
+        "effect",
+        "shown on",
+        "told as",
+    ]
+    console.print(make_table("The strongest head of each role", columns, rows))
+    _show_streamable(profile, console)
+    for name, reason in about.get("skipped", {}).items():
+        console.print(Text(f"Not asked for {name}: {reason}", "dim"))
+    for role, (head, _, _) in strongest.items():
+        examples = head.examples_by_role[role]
+        if examples:
+            console.print(Text.assemble((f"{role} {head.address}", "bold"), f"  {_hit_count(examples)}"))
+            first_by_hit = {entry.hit: entry for entry in reversed(examples)}  # the first of each kind
+            for hit in sorted(first_by_hit, reverse=True):
+                console.print(_format_example(first_by_hit[hit]))
+
+
+def _show_streamable(profile: Profile, console: Console) -> None:
+    """Print the number of heads whose attention stays inside the sink tokens and the window."""
+    streamable = streamable_heads(profile.accumulator)
+    if streamable is not None:
+        console.print(
+            f"On {OUTSIDE_WINDOW.corpus_label}, {streamable.sum()} of {len(profile)} heads have less than "
+            f"{STREAMING_THRESHOLD:.0%} of their attention "
+            f"(upper end of the 95% CI) outside {STREAMING_POLICY.sink_tokens} sink tokens and a window of "
+            f"{STREAMING_POLICY.window}",
+            highlight=False,
+        )
+
+
+def show_role(profile: Profile, role: str, selected: set[str], console: Console | None = None) -> None:
+    """Print every head that has a role, best first: how well it does, against what, and how sure that is."""
+    console = console or Console()
+    role_heads = [
+        (head, next(evidence for evidence in profile[head].roles if evidence.role == role))
+        for head in profile.heads_by_role()[role]
+    ]
+    rows = [
+        [
+            *(
+                str(head),
+                evidence.detail,
+                evidence.score,
+                evidence.baseline,
+                _format_interval(evidence.interval),
+                f"{evidence.p:.4f}",
+                evidence.rows,
+                evidence.evidence_label,
+            ),
+            *(_format_effect(evidence), evidence.corpus_label),
+        ]
+        for head, evidence in role_heads
+        if str(head) in selected
+    ]
+    columns = ["head", "", "score", "baseline", "95 % CI", "p", "cases", "evidence", "effect", "shown on"]
+    family = next((evidence.family_size for _, evidence in role_heads if evidence.family_size), profile.family_size)
+    title = f"{len(rows)} of {len(profile)} heads have the role {role}; p is corrected for {family:,} tests"
+    console.print(make_table(title, columns, rows))
+
+
+def show_summary(
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, console: Console | None = None
+) -> None:
+    """Print one head's story, each sentence with where it is told how its numbers are made; what could not be asked last."""
+    console = console or Console()
+    last_anchor = ""
+    for line in summary_lines(profile, head, facts):
+        console.print(Text(line.text))
+        anchor = docs_anchor(line.term)
+        if anchor != last_anchor:
+            console.print(Text(f"  how: {anchor}", "dim"))
+        last_anchor = anchor
+    for error in facts.errors if facts is not None else ():
+        console.print(Text(f"Not asked: {error}", "dim"))
+
+
+def show_head(
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, console: Console | None = None
+) -> None:
+    """Print every number of one head: what speaks for its roles, its metrics, its examples."""
+    console = console or Console()
+    console.print(
+        Text.assemble(
+            (f"head {head.address}", "bold"),
+            f"  {head.role_label}{', ' * bool(head.corpus_label)}{head.corpus_label}  ({head.evidence_label})",
+        )
+    )
+    if head.idle_pattern:
+        console.print(f"rests: {', '.join(head.idle_pattern)}", highlight=False)
+    _show_evidence(profile, head, console)
+    listed = [name for name in head.metrics if not profile.metric_specs[name].series]
+    rows = [[name, head.metrics[name]] for name in listed]
+    if facts is not None and facts.ov_summary is not None:
+        rows += [] if facts.ov_summary.effect is None else [["direct effect", facts.ov_summary.effect.mean]]
+        rows.append(["OV eigenvalue score", facts.ov_summary.copying])
+    console.print(make_table("Metrics", ["metric", "value"], rows))
+    offset_weights = [(o, head.metrics[OFFSET_SPECS[o].name]) for o in range(8) if OFFSET_SPECS[o].name in head.metrics]
+    if offset_weights:
+        console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in offset_weights), highlight=False)
+    _show_examples(head, console)
+    if head.top_contexts:
+        console.print(Text("looked hardest", "bold"))
+    for context in head.top_contexts:
+        console.print(Text(f"  {context.weight:.2f}  {context.text}"))
+
+
+def _show_evidence(profile: Profile, head: HeadProfile, console: Console) -> None:
+    """Print the evidence for each role of a head."""
+    rows = [
+        [
+            s.role,
+            s.detail,
+            s.evidence_label,
+            s.score,
+            s.baseline,
+            _format_interval(s.interval),
+            f"{s.p:.4f}",
+            s.rows,
+            s.coverage,
+            *("" if x is None else f"{x:+.3f}" for x in (s.effect, s.cost, s.control_cost, s.cost_threshold)),
+        ]
+        for s in head.roles
+    ]
+    if rows:
+        columns = [
+            "role",
+            "",
+            "evidence",
+            "score",
+            "baseline",
+            "95 % CI",
+            "p",
+            "cases",
+            "coverage",
+            "effect",
+            "cost",
+            "control",
+            "bar",
+        ]
+        console.print(make_table(f"What speaks for it ({profile.family_size:,} tests in the family)", columns, rows))
+
+
+def _show_examples(head: HeadProfile, console: Console) -> None:
+    """Print the sampled examples of each role of a head."""
+    for evidence in head.roles:
+        if head.examples_by_role[evidence.role]:
+            title = f"{evidence.role} {evidence.detail}".strip()
+            console.print(
+                Text.assemble(
+                    (f"{title}, {evidence.corpus_label}", "bold"),
+                    f"  {_hit_count(head.examples_by_role[evidence.role])}",
+                )
+            )
+            for example in head.examples_by_role[evidence.role]:
+                console.print(_format_example(example))
+
+
+def _ablation_count_note(profile: Profile) -> str:
+    """The other family of tests: heads taken away."""
+    return (
+        f", and {profile.num_causal_tests:,} times whether answers hang on a head" if profile.num_causal_tests else ""
+    )
+
+
+def _left_out_note(profile: Profile) -> str:
+    """Arcs that could not be asked about, told beside what was."""
+    relations = profile.relation_metric
+    if relations is None or not relations.left_out.any():
+        return ""
+    num_used, num_left_out = int(relations.arcs.sum()), int(relations.left_out.sum())
+    return (
+        f"; {num_left_out:,} of {num_used + num_left_out:,} questions left out, for the words share the token "
+        f"that would be looked at"
+    )
+
+
+def _hit_count(examples: Sequence[RoleExample]) -> str:
+    return (
+        f"hits {sum(example.hit for example in examples)} of {len(examples)} shown, as often as on the texts held out"
+    )
+
+
+def _format_example(example: RoleExample) -> Text:
+    """One case: whether it is hit, the weight on what the role means, the text; of a miss, how hard it looks elsewhere."""
+    miss = "" if example.hit else f"  (*{example.attended}* {example.max_weight:.2f})"
+    return Text.assemble(
+        ("  hit   " if example.hit else "  miss  ", "green" if example.hit else "red"),
+        f"{example.weight:.2f}  {example.text}{miss}",
+    )
+
+
+def _format_interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.2f}–{ends[1]:.2f}"
+
+
+def _format_effect(evidence: RoleEvidence) -> str:
+    return "" if evidence.effect is None else f"{evidence.effect:+.3f}"

@@ -1,0 +1,65 @@
+// Words with their explanations at hand: shown where one points at a word or reaches it by keys; pressing it opens the list.
+
+import { el, section, grid } from "./dom.js";
+import { state, change } from "./state.js";
+import { store } from "./report.js";
+import { roleMark } from "./color.js";
+
+// A word that explains itself; plain text where the report does not tell it.
+export function word(text, key = text) {
+  if (!store.report.glossary?.[key]) return text;
+  return el("button", { type: "button", class: "word", "data-word": key, "data-key": `word ${key}`, "aria-describedby": "hint" }, text);
+}
+
+// A sign behind a sentence that says how its numbers are made.
+export function whence(key) {
+  if (!store.report.glossary?.[key]) return null;
+  return el("button", { type: "button", class: "word whence", "data-word": key, "data-key": `how ${key}`, "aria-describedby": "hint", "aria-label": `How is this made: ${key}` }, "how?");
+}
+
+// One hint for the whole page, beside the word under the pointer or with the focus.
+export function listenWords() {
+  const hint = document.getElementById("hint");
+  const hide = () => { hint.hidden = true; };
+  const show = (event) => {
+    const at = event.target.closest?.("[data-word]"), found = at && store.report.glossary?.[at.dataset.word];
+    if (!found) return hide();
+    hint.replaceChildren(el("b", {}, at.dataset.word), `: ${found[0]}. `, el("small", {}, `How it is measured: docs/${found[1]}`));
+    hint.hidden = false;
+    const box = at.getBoundingClientRect(), wide = Math.min(340, innerWidth - 16);
+    hint.style.width = `${wide}px`;
+    hint.style.left = `${Math.max(8, Math.min(innerWidth - wide - 8, box.left))}px`;
+    const below = box.bottom + 6 + hint.offsetHeight < innerHeight;
+    hint.style.top = `${below ? box.bottom + 6 : Math.max(4, box.top - hint.offsetHeight - 6)}px`;
+  };
+  document.addEventListener("pointerover", show);
+  document.addEventListener("focusin", show);
+  document.addEventListener("scroll", hide, true);
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || hint.hidden) return;
+    hide();
+    event.stopImmediatePropagation(); // the first Escape closes the hint alone
+  }, true);
+  document.addEventListener("click", (event) => {
+    const at = event.target.closest?.("[data-word]");
+    if (!at) return;
+    hide();
+    change({ view: "glossary", word: at.dataset.word });
+  });
+}
+
+// The view: every word, every role.
+export async function glossary(root) {
+  const { glossary: told = {}, role_badges: signs = {} } = store.report;
+  const rows = Object.entries(told).map(([name, [meaning, docs]]) => [el("span", { id: `word-${name}`, tabindex: "-1" }, name), meaning, el("code", {}, `docs/${docs}`)]);
+  const roles = Object.entries(signs).map(([role, [, , means]]) => [el("span", {}, roleMark(role), ` ${role}`), means ?? "", store.report.heads.filter((head) => head.roles.includes(role)).length]);
+  root.append(el("div", { class: "stack" },
+    section("Words", grid("What they mean, and the page and heading that say how their numbers are made", ["word", "meaning", "how it is measured"], rows, { "data-table": "words" })),
+    roles.length > 0 && section("Roles", grid("A role is its color and its letters together", ["role", "a head that has it", "heads"], roles, { "data-table": "roles" }))));
+  if (state.word) requestAnimationFrame(() => {
+    const at = document.getElementById(`word-${state.word}`);
+    at?.closest("tr").classList.add("here");
+    at?.scrollIntoView({ block: "center" });
+    at?.focus({ preventScroll: true });
+  });
+}
